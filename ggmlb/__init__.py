@@ -1,0 +1,1 @@
+"""ggml's backend layer for Python, GPU first."""

@@ -1,0 +1,204 @@
+"""Tensor types (`enum ggml_type`), their traits, and conversion to and from float32.
+
+The block formats are read and written by the `gguf` package, which is imported on first use only.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.errors import DTypeError, ShapeError, did_you_mean
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class DType(IntEnum):
+    """A ggml tensor type, with the number of elements and bytes of its blocks.
+
+    Attributes:
+        block_size: Elements per block (1 for plain types).
+        type_size: Bytes per block.
+    """
+
+    block_size: int
+    type_size: int
+
+    def __new__(cls, value: int, block_size: int, type_size: int) -> DType:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.block_size = block_size
+        member.type_size = type_size
+        return member
+
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
+    Q8_0 = 8, 32, 34
+    Q8_1 = 9, 32, 36
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
+    Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
+    Q6_K = 14, 256, 210
+    Q8_K = 15, 256, 292
+    IQ2_XXS = 16, 256, 66
+    IQ2_XS = 17, 256, 74
+    IQ3_XXS = 18, 256, 98
+    IQ1_S = 19, 256, 50
+    IQ4_NL = 20, 32, 18
+    IQ3_S = 21, 256, 110
+    IQ2_S = 22, 256, 82
+    IQ4_XS = 23, 256, 136
+    I8 = 24, 1, 1
+    I16 = 25, 1, 2
+    I32 = 26, 1, 4
+    I64 = 27, 1, 8
+    F64 = 28, 1, 8
+    IQ1_M = 29, 256, 56
+    BF16 = 30, 1, 2
+    TQ1_0 = 34, 256, 54
+    TQ2_0 = 35, 256, 66
+    MXFP4 = 39, 32, 17
+    NVFP4 = 40, 64, 36
+    Q1_0 = 41, 128, 18
+    Q2_0 = 42, 64, 18
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether elements share blocks (ggml_is_quantized)."""
+        return self.block_size > 1
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The NumPy dtype of a plain type; `uint8` (raw block bytes) for a quantised one."""
+        return _numpy_dtype(self)
+
+    def row_size(self, ne0: int) -> int:
+        """Return the bytes of a row of `ne0` elements (ggml_row_size).
+
+        Raises:
+            ShapeError: `ne0` is not a whole number of blocks.
+        """
+        if ne0 % self.block_size:
+            raise ShapeError(
+                f"a row of {ne0} elements is not a whole number of {self.name} blocks; "
+                f"make ne[0] a multiple of {self.block_size}"
+            )
+        return ne0 // self.block_size * self.type_size
+
+    @classmethod
+    def parse(cls, value: DType | int | str | npt.DTypeLike) -> DType:
+        """Return the type meant by a member, its number, its name in any case, or a NumPy dtype.
+
+        Raises:
+            DTypeError: No tensor type has that name, number or NumPy dtype.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.upper() in _BY_NAME:
+            return _BY_NAME[value.upper()]
+        if isinstance(value, int):
+            try:
+                return cls._value2member_map_[value]  # type: ignore[return-value]
+            except KeyError:
+                raise DTypeError(f"no tensor type has the number {value}") from None
+        try:
+            wanted = np.dtype(value)  # type: ignore[arg-type]
+        except TypeError:
+            wanted = None
+        for member in cls:
+            if not member.is_quantized and member.numpy == wanted:
+                return member
+        name = value if isinstance(value, str) else repr(value)
+        raise DTypeError(f"no tensor type {name!r}{did_you_mean(name.upper(), _BY_NAME)}")
+
+
+_BY_NAME = dict(DType.__members__)
+
+_PLAIN = {
+    DType.F32: "f4", DType.F16: "f2", DType.F64: "f8",
+    DType.I8: "i1", DType.I16: "i2", DType.I32: "i4", DType.I64: "i8",
+}  # fmt: skip
+
+
+@cache
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    if dtype == DType.BF16:
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(_PLAIN.get(dtype, "u1"))
+
+
+@cache
+def _gguf() -> ModuleType:
+    import gguf
+
+    return gguf
+
+
+def can_dequantize(dtype: DType) -> bool:
+    """Whether `dequantize` reads the type."""
+    return not dtype.is_quantized or dtype in _codecs()
+
+
+def can_quantize(dtype: DType) -> bool:
+    """Whether `quantize` writes the type."""
+    if not dtype.is_quantized:
+        return True
+    codec = _codecs().get(dtype)
+    return codec is not None and "quantize_blocks" in vars(codec)
+
+
+@cache
+def _codecs() -> dict[DType, Any]:
+    quants = _gguf().quants
+    return {DType(int(q)): codec for q, codec in quants._type_traits.items() if DType(int(q)).is_quantized}
+
+
+def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:
+    """Return float32 values of rows of blocks.
+
+    Args:
+        blocks: Raw bytes, shape `(..., row_size)` in NumPy order.
+        dtype: The type of the blocks; a plain type is viewed and converted.
+
+    Raises:
+        DTypeError: The type cannot be read.
+    """
+    if not dtype.is_quantized:
+        return np.ascontiguousarray(blocks).view(dtype.numpy).astype(np.float32)
+    if not can_dequantize(dtype):
+        raise DTypeError(f"{dtype.name} blocks cannot be read: gguf has no dequantiser for them")
+    values: npt.NDArray[np.float32] = _codecs()[dtype].dequantize(np.ascontiguousarray(blocks))
+    return values
+
+
+def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
+    """Return the raw bytes, shape `(..., row_size)`, of float values quantised row by row.
+
+    Args:
+        values: Shape `(..., ne0)` in NumPy order, any real type.
+        dtype: The type to write; a plain type is converted.
+
+    Raises:
+        DTypeError: The type cannot be written.
+        ShapeError: `ne0` is not a whole number of blocks.
+    """
+    array = np.ascontiguousarray(values, dtype=None if not dtype.is_quantized else np.float32)
+    if not dtype.is_quantized:
+        return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)
+    dtype.row_size(array.shape[-1])
+    if not can_quantize(dtype):
+        raise DTypeError(f"{dtype.name} blocks cannot be written: gguf has no quantiser for them")
+    blocks: npt.NDArray[np.uint8] = _codecs()[dtype].quantize(array)
+    return blocks

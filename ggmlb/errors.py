@@ -1,0 +1,124 @@
+"""The errors that ggmlb raises.
+
+    Error
+    ├── ShapeError          (ValueError)    operands whose shapes or strides do not fit
+    ├── DTypeError          (ValueError)    an unknown tensor type, or one the op does not take
+    ├── ArgumentError       (ValueError)    any other argument out of its range
+    ├── BoundsError         (IndexError)    a read or write beyond a tensor's or buffer's end
+    ├── AllocationError     (MemoryError)   no room; carries `asked`, `free`, `total` [bytes]
+    ├── NotAllocatedError   (RuntimeError)  data of a tensor that is in no buffer yet
+    ├── FreedError          (RuntimeError)  a buffer, backend or scheduler used after `free`
+    ├── UnsupportedOpError  (RuntimeError)  an op that no candidate device runs, with each one's reason
+    ├── GraphError          (RuntimeError)  a graph, plan or scheduler in the wrong state for the call
+    ├── BackendError        (RuntimeError)  the array library or the device reported a failure
+    │   ├── BackendUnavailable              library, driver or card is missing: auto-pick moves on
+    │   └── BackendBroken                   it is there, but failing or of the wrong API version
+    ├── RegistryError       (LookupError)   an unknown device or backend name, or a duplicate one
+    └── ModelError          (ValueError)    a model folder or file that is missing, cut short or wrong
+
+Each class also inherits the builtin that a caller would expect. An error keeps the numbers it speaks
+of as attributes, survives pickling, and never holds tensors or arrays: a traceback must not keep
+device memory alive.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class Error(Exception):
+    """Base of all errors raised by ggmlb; `facts` become attributes.
+
+    Args:
+        message: What was asked; what was found; what to do.
+        **facts: Numbers and names (never tensors or arrays) to keep as attributes.
+    """
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.facts = facts
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.facts)
+
+
+def _rebuild(cls: type[Error], message: str, facts: dict[str, Any]) -> Error:
+    return cls(message, **facts)
+
+
+class ShapeError(Error, ValueError):
+    """Operands whose shapes or strides do not fit the op; the message names both shapes."""
+
+
+class DTypeError(Error, ValueError):
+    """An unknown tensor type, or a type that the op does not take."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument, other than a shape or a type, that is out of its range."""
+
+
+class BoundsError(Error, IndexError):
+    """A read or write that ends beyond the tensor or the buffer."""
+
+
+class AllocationError(Error, MemoryError):
+    """A device lacks room; `asked`, `free` and `total` are in bytes (0 where unknown)."""
+
+    asked: int = 0
+    free: int = 0
+    total: int = 0
+
+
+class NotAllocatedError(Error, RuntimeError):
+    """The data of a tensor was used before the tensor was placed in a buffer."""
+
+
+class FreedError(Error, RuntimeError):
+    """A buffer, event, backend or scheduler was used, or freed again, after `free`."""
+
+
+class UnsupportedOpError(Error, RuntimeError):
+    """No candidate device runs the op; `reasons` maps each device's name to what it said."""
+
+    reasons: dict[str, str]
+
+
+class GraphError(Error, RuntimeError):
+    """A graph, plan or scheduler is in the wrong state for the call."""
+
+
+class BackendError(Error, RuntimeError):
+    """The array library or the device reported a failure."""
+
+
+class BackendUnavailable(BackendError):
+    """The backend's library, driver or device is missing; the message says how to get it."""
+
+
+class BackendBroken(BackendError):
+    """The backend is installed but fails to load, or speaks another API version."""
+
+
+class RegistryError(Error, LookupError):
+    """An unknown device or backend name, or a name that is already taken."""
+
+
+class ModelError(Error, ValueError):
+    """A model folder or file that is missing, cut short, or not what it should be."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    if not near:
+        near = [k for k in known if k.lower() == name.lower()]
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else "; none are known"

@@ -1,0 +1,459 @@
+"""Backend, Event and GraphPlan: streams of work on a device, points in them, and work bound for them."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from ggmlb.enums import Status
+from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.graph import Graph
+from ggmlb.interface.buffer import Buffer, BufferType, Bytes, as_bytes, writable_bytes
+from ggmlb.tensor import Tensor, placement_clock
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ggmlb.interface.device import Device
+
+AbortCallback = Callable[[], bool]
+"""Asked between steps; `True` stops the computation with `Status.ABORTED`."""
+
+
+class Event(ABC):
+    """A point in the work queued on a backend (ggml_backend_event).
+
+    An event that was never recorded counts as reached, as in CUDA. Recording it again moves it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.is_freed = False
+
+    def synchronize(self) -> None:
+        """Block until the point is reached (ggml_backend_event_synchronize).
+
+        Raises:
+            BackendError: Work before the point failed.
+            FreedError: The event was freed.
+        """
+        self.check_alive("synchronize")
+        self._synchronize()
+
+    def free(self) -> None:
+        """Release the event (ggml_backend_event_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self.check_alive("free")
+        self.is_freed = True
+        self._free()
+
+    def check_alive(self, call: str) -> None:
+        """Raise FreedError if the event was freed."""
+        if self.is_freed:
+            raise FreedError(f"{call}: this event of {self.device.name} was freed")
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Block until reached; return at once if never recorded."""
+
+    def _free(self) -> None:  # noqa: B027 (an optional hook)
+        """Release what the runtime holds."""
+
+
+class GraphPlan:
+    """A graph lowered for one backend: steps with their arrays and arguments bound.
+
+    A plan stays valid while its tensors stay where they are and keep their parameters. It holds the
+    tensors, not the graph, so that a backend's cache of plans does not keep graphs alive.
+
+    Attributes:
+        backend: The backend that made it, and alone can run it.
+        nodes: The nodes it computes.
+    """
+
+    def __init__(self, backend: Backend, graph: Graph) -> None:
+        self.backend = backend
+        self.nodes = tuple(graph.nodes)
+        self._checked_at = placement_clock.now
+        self._binding = binding(self.nodes)
+        self.is_freed = False
+
+    def is_valid_for(self, graph: Graph) -> bool:
+        """Whether computing the plan computes the graph as it is now."""
+        if len(graph.nodes) != len(self.nodes):
+            return False
+        if self._checked_at == placement_clock.now:
+            return True
+        now = placement_clock.now
+        if any(a is not b for a, b in zip(self.nodes, graph.nodes, strict=True)):
+            return False
+        if binding(self.nodes) != self._binding:
+            return False
+        self._checked_at = now
+        return True
+
+
+def binding(nodes: tuple[Tensor, ...]) -> list[Any]:
+    """Return all that a plan binds and that may change: places, operands and parameters."""
+    facts: list[Any] = []
+    for node in nodes:
+        facts += (id(node.buffer), node.offset, node.src, dict(node.params))
+        for s in node.src:
+            if s is not None:
+                if s.buffer is not None and s.buffer.is_freed:
+                    raise FreedError(f"{s.describe()}, a source of {node.describe()}, lies in a freed buffer")
+                facts += (id(s.buffer), s.offset)
+    return facts
+
+
+class Backend(ABC):
+    """A stream of work on a device (ggml_backend). A context manager: leaving it frees the stream.
+
+    Work queued on one backend runs in the order of the calls. `*_async` calls may return before it is
+    done; `synchronize` waits for all of it.
+
+    Attributes:
+        device: The device it runs on.
+        abort_callback: Asked between the steps of a graph, where the backend can stop
+            (`set_abort_callback` through `BackendReg.get_proc_address`).
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.is_freed = False
+        self.abort_callback: AbortCallback | None = None
+        self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def guid(self) -> str:
+        """Identifies the kind of backend (ggml_backend_guid)."""
+
+    @property
+    def name(self) -> str:
+        """The device's name (ggml_backend_name)."""
+        return self.device.name
+
+    @property
+    def default_buffer_type(self) -> BufferType:
+        """The memory it computes in (ggml_backend_get_default_buffer_type)."""
+        return self.device.buffer_type
+
+    @property
+    def alignment(self) -> int:
+        """Alignment of tensors in its memory [bytes] (ggml_backend_get_alignment)."""
+        return self.default_buffer_type.alignment
+
+    @property
+    def max_size(self) -> int:
+        """Largest buffer in its memory [bytes] (ggml_backend_get_max_size)."""
+        return self.default_buffer_type.max_size
+
+    def alloc_buffer(self, nbytes: int) -> Buffer:
+        """Reserve memory of the default type (ggml_backend_alloc_buffer); see `BufferType.alloc_buffer`."""
+        return self.default_buffer_type.alloc_buffer(nbytes)
+
+    def supports_op(self, op: Tensor) -> bool:
+        """Whether its device computes the node (ggml_backend_supports_op)."""
+        return self.device.supports_op(op)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Whether its ops can use memory of that type (ggml_backend_supports_buft)."""
+        return self.device.supports_buft(buft)
+
+    def offload_op(self, op: Tensor) -> bool:
+        """Whether the node is worth moving its weights here (ggml_backend_offload_op)."""
+        return self.device.offload_op(op)
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def set_tensor_async(
+        self, tensor: Tensor, data: npt.ArrayLike | bytes | memoryview, offset: int = 0, size: int | None = None
+    ) -> None:
+        """Queue a write of raw bytes into a tensor.
+
+        `data` is kept alive by the backend, but must not be changed before `synchronize`.
+
+        Raises:
+            BoundsError: The bytes end beyond the tensor.
+            NotAllocatedError: The tensor is in no buffer.
+
+        Source: ggml_backend_tensor_set_async.
+        """
+        buffer = self._transfer_buffer(tensor, "set_tensor_async")
+        raw = as_bytes(data)
+        raw = raw if size is None else raw[:size]
+        buffer.check_range(tensor, "set_tensor_async", offset, raw.size if size is None else size)
+        if raw.size:
+            self._set_tensor_async(tensor, raw, offset)
+
+    def get_tensor_async(self, tensor: Tensor, data: npt.NDArray[Any], offset: int = 0) -> None:
+        """Queue a read of raw bytes of a tensor, from `offset` on, that fills the array `data`.
+
+        `data` is kept alive by the backend, and holds the bytes after `synchronize`.
+
+        Raises:
+            ArgumentError: `data` is not a writable contiguous array.
+            BoundsError: The bytes end beyond the tensor.
+            NotAllocatedError: The tensor is in no buffer.
+
+        Source: ggml_backend_tensor_get_async.
+        """
+        buffer = self._transfer_buffer(tensor, "get_tensor_async")
+        raw = writable_bytes("get_tensor_async", data)
+        buffer.check_range(tensor, "get_tensor_async", offset, raw.size)
+        if raw.size:
+            self._get_tensor_async(tensor, raw, offset)
+
+    def set_tensor_2d_async(
+        self,
+        tensor: Tensor,
+        data: npt.ArrayLike | bytes | memoryview,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Queue a strided write; see `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
+        buffer = self._transfer_buffer(tensor, "set_tensor_2d_async")
+        raw = as_bytes(data)
+        buffer.check_2d(tensor, "set_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data)
+        for i in range(n_copies if size else 0):
+            self._set_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
+
+    def get_tensor_2d_async(
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Queue a strided read; see `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
+        buffer = self._transfer_buffer(tensor, "get_tensor_2d_async")
+        raw = writable_bytes("get_tensor_2d_async", data)
+        buffer.check_2d(tensor, "get_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data)
+        for i in range(n_copies if size else 0):
+            self._get_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
+
+    def cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        """Queue a copy from another backend to this one, ordered after the work queued on both.
+
+        Later work on either side must wait for it: this backend's may read `dst`, the source's may
+        overwrite `src`.
+
+        Returns:
+            Whether it was queued; if not, `tensor_copy_async` synchronizes and copies.
+
+        Source: cpy_tensor_async of ggml_backend_i.
+        """
+        self._check_alive("cpy_tensor_async")
+        return self._cpy_tensor_async(backend_src, src, dst)
+
+    def synchronize(self) -> None:
+        """Block until all queued work is done (ggml_backend_synchronize).
+
+        Raises:
+            BackendError: Queued work failed.
+        """
+        self._check_alive("synchronize")
+        self._synchronize()
+
+    # -- graphs --------------------------------------------------------------------------------
+
+    def graph_plan_create(self, graph: Graph) -> GraphPlan:
+        """Lower the graph once, to be computed many times (ggml_backend_graph_plan_create).
+
+        Raises:
+            NotAllocatedError: A tensor of the graph is in no buffer.
+            UnsupportedOpError: The device declines a node; the message says why.
+            BackendError: A tensor lies in memory that the device cannot use.
+        """
+        self._check_alive("graph_plan_create")
+        self._check_graph(graph)
+        return self._plan(graph)
+
+    def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
+        """Bind a plan to a graph of the same topology; returns a plan for it, the old one or a new one."""
+        self._check_plan(plan, "graph_plan_update")
+        return plan if plan.is_valid_for(graph) else self.graph_plan_create(graph)
+
+    def graph_plan_compute(self, plan: GraphPlan) -> Status:
+        """Queue the steps of a plan (ggml_backend_graph_plan_compute)."""
+        self._check_plan(plan, "graph_plan_compute")
+        return self._compute(plan)
+
+    def graph_plan_free(self, plan: GraphPlan) -> None:
+        """Release what the plan holds (ggml_backend_graph_plan_free)."""
+        self._check_plan(plan, "graph_plan_free")
+        plan.is_freed = True
+        self._plan_free(plan)
+
+    def graph_compute_async(self, graph: Graph) -> Status:
+        """Queue the computation of a graph, planning it on first sight (ggml_backend_graph_compute_async).
+
+        Returns:
+            `Status.ABORTED` if the abort callback asked for it, else `Status.SUCCESS`.
+
+        Raises:
+            As `graph_plan_create`.
+        """
+        self._check_alive("graph_compute_async")
+        plan = self._plans.get(graph)
+        if plan is None or not plan.is_valid_for(graph):
+            plan = self._plans[graph] = self.graph_plan_create(graph)
+        return self._compute(plan)
+
+    def graph_compute(self, graph: Graph) -> Status:
+        """Compute a graph and wait for it (ggml_backend_graph_compute)."""
+        status = self.graph_compute_async(graph)
+        self.synchronize()
+        return status
+
+    def graph_optimize(self, graph: Graph) -> None:  # noqa: B027 (an optional hook)
+        """Reorder or mark the nodes of a split before it is allocated (graph_optimize of ggml_backend_i)."""
+
+    # -- events --------------------------------------------------------------------------------
+
+    def event_record(self, event: Event) -> None:
+        """Move the event to the end of the work queued so far (ggml_backend_event_record).
+
+        Raises:
+            BackendError: The event belongs to another device.
+            FreedError: The event was freed.
+        """
+        self._check_alive("event_record")
+        event.check_alive("event_record")
+        if event.device is not self.device:
+            raise BackendError(
+                f"event_record: the event belongs to {event.device.name}, the backend runs on "
+                f"{self.device.name}; make the event with the backend's own device"
+            )
+        self._event_record(event)
+
+    def event_wait(self, event: Event) -> None:
+        """Let work queued from now on wait for the event, of any device (ggml_backend_event_wait).
+
+        Raises:
+            FreedError: The event was freed.
+        """
+        self._check_alive("event_wait")
+        event.check_alive("event_wait")
+        self._event_wait(event)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def free(self) -> None:
+        """Finish the queued work and release the stream (ggml_backend_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self._check_alive("free")
+        self._synchronize()
+        self.is_freed = True
+        self._plans.clear()
+        self._free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_freed:
+            self.free()
+
+    def __repr__(self) -> str:
+        return f"<Backend {self.name}{' (freed)' if self.is_freed else ''}>"
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _check_alive(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this {self.name} backend was freed")
+
+    def _check_plan(self, plan: GraphPlan, call: str) -> None:
+        self._check_alive(call)
+        if plan.backend is not self:
+            raise GraphError(f"{call}: the plan belongs to another backend, of {plan.backend.name}")
+        if plan.is_freed:
+            raise FreedError(f"{call}: the plan was freed")
+
+    def _check_graph(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            for tensor in (node, *node.src):
+                if tensor is None:
+                    continue
+                if tensor.buffer is None:
+                    raise NotAllocatedError(
+                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} is in no buffer; "
+                        "place it with alloc_ctx_tensors, a GraphAllocator or Scheduler.alloc_graph first"
+                    )
+                if not self.supports_buft(tensor.buffer.buft):
+                    raise BackendError(
+                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} lies in "
+                        f"{tensor.buffer.name} memory, which it cannot use; let a Scheduler copy it"
+                    )
+            why = self.device.declines(node)
+            if why is not None:
+                raise UnsupportedOpError(
+                    f"{self.name} cannot run {node.describe()}: {why}", reasons={self.name: why}
+                )
+
+    def _transfer_buffer(self, tensor: Tensor, call: str) -> Buffer:
+        self._check_alive(call)
+        if tensor.buffer is None:
+            raise NotAllocatedError(f"{call} on {tensor.describe()}: the tensor is in no buffer yet")
+        return tensor.buffer
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _plan(self, graph: Graph) -> GraphPlan:
+        """Lower a checked graph."""
+
+    @abstractmethod
+    def _compute(self, plan: GraphPlan) -> Status:
+        """Queue the plan's steps."""
+
+    def _plan_free(self, plan: GraphPlan) -> None:  # noqa: B027 (an optional hook)
+        """Release a plan."""
+
+    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        self._synchronize()  # a synchronous write must not overtake work that is queued
+        assert tensor.buffer is not None
+        tensor.buffer._set_tensor(tensor, data, offset)
+
+    def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        self._synchronize()
+        assert tensor.buffer is not None
+        tensor.buffer._get_tensor(tensor, out, offset)
+
+    def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        return False
+
+    def _synchronize(self) -> None:  # noqa: B027 (an optional hook)
+        """Wait for queued work."""
+
+    def _event_record(self, event: Event) -> None:
+        raise BackendError(f"{self.name} has no events")
+
+    def _event_wait(self, event: Event) -> None:
+        event.synchronize()
+
+    def _free(self) -> None:  # noqa: B027 (an optional hook)
+        """Release the stream."""

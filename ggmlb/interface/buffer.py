@@ -1,0 +1,496 @@
+"""BufferType and Buffer: kinds of memory, and allocations of them."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.enums import BufferUsage
+from ggmlb.errors import AllocationError, ArgumentError, BoundsError, FreedError
+from ggmlb.tensor import Tensor, placement_clock
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ggmlb.interface.device import Device
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_bytes(data: npt.ArrayLike | bytes | memoryview) -> Bytes:
+    """View data as a flat uint8 array, copying only what is not contiguous."""
+    if isinstance(data, (bytes, bytearray, memoryview)):
+        return np.frombuffer(data, np.uint8)
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+class BufferType(ABC):
+    """A kind of memory that a device can use (ggml_backend_buffer_type)."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique name, as `CPU`, `CUDA0`, `CUDA_Host` (ggml_backend_buft_name)."""
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """The device that the memory belongs to (ggml_backend_buft_get_device)."""
+
+    @property
+    @abstractmethod
+    def alignment(self) -> int:
+        """Tensors start at multiples of this [bytes] (ggml_backend_buft_get_alignment)."""
+
+    @property
+    def max_size(self) -> int:
+        """Largest buffer that can be allocated [bytes] (ggml_backend_buft_get_max_size)."""
+        return sys.maxsize
+
+    @property
+    def is_host(self) -> bool:
+        """Whether NumPy can read and write the memory at its address (ggml_backend_buft_is_host)."""
+        return False
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        """Return the bytes that the tensor takes in this memory (ggml_backend_buft_get_alloc_size)."""
+        return tensor.nbytes
+
+    def alloc_buffer(self, nbytes: int) -> Buffer:
+        """Reserve memory; its contents are undefined until written.
+
+        Args:
+            nbytes: Size asked for [bytes]; 0 gives a buffer that holds only empty tensors.
+
+        Raises:
+            AllocationError: The device lacks room; carries `asked`, `free`, `total` [bytes].
+            ArgumentError: A negative size.
+
+        Source: ggml_backend_buft_alloc_buffer.
+        """
+        if nbytes < 0:
+            raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes}; give 0 or more bytes")
+        if nbytes > self.max_size:
+            raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
+        return self._alloc_buffer(nbytes)
+
+    def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
+        """Return the error for an allocation that failed, with the device's memory figures."""
+        free, total = self.device.memory
+        return AllocationError(
+            f"{self.name}: no room for {asked:,} bytes ({free:,} of {total:,} free)"
+            + (f": {detail}" if detail else "")
+            + "; free buffers, use a smaller batch, or split the graph over more devices",
+            asked=asked,
+            free=free,
+            total=total,
+        )
+
+    @abstractmethod
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        """Allocate; raise `self.out_of_memory(nbytes)` where the runtime reports that it cannot."""
+
+    def __repr__(self) -> str:
+        return f"<BufferType {self.name}>"
+
+
+class Buffer(ABC):
+    """An allocation, in which tensors lie at byte offsets (ggml_backend_buffer).
+
+    A context manager: leaving it frees the memory.
+
+    Attributes:
+        buft: Its buffer type.
+        size: Bytes.
+        usage: What it holds; setting it tells the scheduler (ggml_backend_buffer_set_usage).
+    """
+
+    def __init__(self, buft: BufferType, size: int) -> None:
+        self.buft = buft
+        self.size = size
+        self.usage = BufferUsage.ANY
+        self.is_freed = False
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of its type (ggml_backend_buffer_name)."""
+        return self.buft.name
+
+    @property
+    @abstractmethod
+    def base(self) -> Any:
+        """The memory as the array library sees it; a flat uint8 array where `is_host`.
+
+        Source: ggml_backend_buffer_get_base.
+        """
+
+    @property
+    def is_host(self) -> bool:
+        """Whether `base` is a NumPy array over the memory itself (ggml_backend_buffer_is_host)."""
+        return self.buft.is_host
+
+    @property
+    def alignment(self) -> int:
+        """Alignment of tensors [bytes] (ggml_backend_buffer_get_alignment)."""
+        return self.buft.alignment
+
+    @property
+    def max_size(self) -> int:
+        """Largest buffer of this type [bytes] (ggml_backend_buffer_get_max_size)."""
+        return self.buft.max_size
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        """Bytes that the tensor takes here (ggml_backend_buffer_get_alloc_size)."""
+        return self.buft.alloc_size(tensor)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def init_tensor(self, tensor: Tensor) -> None:
+        """Prepare a tensor just placed here (ggml_backend_buffer_init_tensor)."""
+        self._check_alive("init_tensor")
+        self._init_tensor(tensor)
+
+    def set_tensor(
+        self, tensor: Tensor, data: npt.ArrayLike | bytes | memoryview, offset: int = 0, size: int | None = None
+    ) -> None:
+        """Write raw bytes into a tensor; `data` may be changed as soon as this returns.
+
+        Args:
+            tensor: A tensor in this buffer.
+            data: Its raw bytes, of any contiguous type.
+            offset: Where to begin in the tensor [bytes].
+            size: How much of `data` to write [bytes]; all of it by default.
+
+        Raises:
+            BoundsError: The bytes end beyond the tensor, or `data` is shorter than `size`.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_set.
+        """
+        raw = self._cut(tensor, "set_tensor", data, offset, size)
+        if raw.size:
+            self._set_tensor(tensor, raw, offset)
+
+    def get_tensor(self, tensor: Tensor, offset: int = 0, size: int | None = None) -> Bytes:
+        """Return a copy of raw bytes of a tensor.
+
+        Args:
+            tensor: A tensor in this buffer.
+            offset: Where to begin in the tensor [bytes].
+            size: How much to read [bytes]; to the tensor's end by default.
+
+        Raises:
+            BoundsError: The bytes end beyond the tensor.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_get.
+        """
+        n = self.check_range(tensor, "get_tensor", offset, size)
+        out = np.empty(n, np.uint8)
+        if n:
+            self._get_tensor(tensor, out, offset)
+        return out
+
+    def memset_tensor(self, tensor: Tensor, value: int, offset: int = 0, size: int | None = None) -> None:
+        """Set `size` bytes of a tensor to `value` (ggml_backend_tensor_memset).
+
+        Raises:
+            ArgumentError: `value` is not a byte.
+            BoundsError: The bytes end beyond the tensor.
+            FreedError: The buffer was freed.
+        """
+        n = self.check_range(tensor, "memset_tensor", offset, size)
+        _check_byte("memset_tensor", value)
+        if n:
+            self._memset_tensor(tensor, value, offset, n)
+
+    def set_tensor_2d(
+        self,
+        tensor: Tensor,
+        data: npt.ArrayLike | bytes | memoryview,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Write `n_copies` pieces of `size` bytes, `stride_data` apart, to places `stride_tensor` apart.
+
+        Raises:
+            BoundsError: A piece ends beyond the tensor or the data.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_set_2d.
+        """
+        raw = as_bytes(data)
+        self.check_2d(tensor, "set_tensor_2d", raw.size, offset, size, n_copies, stride_tensor, stride_data)
+        if size and n_copies:
+            self._set_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
+
+    def get_tensor_2d(
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Read `n_copies` pieces of `size` bytes, `stride_tensor` apart, into `data`, `stride_data` apart.
+
+        Raises:
+            ArgumentError: `data` is not a writable contiguous array.
+            BoundsError: A piece ends beyond the tensor or the data.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_get_2d.
+        """
+        raw = writable_bytes("get_tensor_2d", data)
+        self.check_2d(tensor, "get_tensor_2d", raw.size, offset, size, n_copies, stride_tensor, stride_data)
+        if size and n_copies:
+            self._get_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
+
+    def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        """Copy `src`, in any buffer, to `dst` in this one, if the device can do so directly.
+
+        Returns:
+            Whether it was done; if not, the caller copies through host memory.
+
+        Source: ggml_backend_buffer_copy_tensor.
+        """
+        self._check_alive("cpy_tensor")
+        return self._cpy_tensor(src, dst)
+
+    def clear(self, value: int = 0) -> None:
+        """Set every byte to `value` (ggml_backend_buffer_clear).
+
+        Raises:
+            ArgumentError: `value` is not a byte.
+            FreedError: The buffer was freed.
+        """
+        self._check_alive("clear")
+        _check_byte("clear", value)
+        if self.size:
+            self._clear(value)
+
+    def reset(self) -> None:
+        """Forget what `init_tensor` prepared (ggml_backend_buffer_reset)."""
+        self._check_alive("reset")
+        self._reset()
+
+    def free(self) -> None:
+        """Give the memory back; its tensors must not be used any more (ggml_backend_buffer_free).
+
+        Raises:
+            FreedError: The buffer was freed before.
+        """
+        self._check_alive("free")
+        self.is_freed = True
+        placement_clock.tick()  # plans that use the memory must notice
+        self._free()
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> int:
+        """Return the number of bytes meant, after checking that they lie in the tensor.
+
+        Raises:
+            BoundsError: They do not.
+            FreedError: The buffer was freed.
+        """
+        self._check_alive(call)
+        n = tensor.nbytes - offset if size is None else size
+        if offset < 0 or n < 0 or offset + n > tensor.nbytes:
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: bytes {offset} to {offset + n} asked for, "
+                f"but the tensor has {tensor.nbytes}"
+            )
+        return n
+
+    def check_2d(
+        self,
+        tensor: Tensor,
+        call: str,
+        n_data: int,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Check a strided transfer against the ends of tensor and data.
+
+        Raises:
+            BoundsError: A piece ends beyond one of them.
+            FreedError: The buffer was freed.
+        """
+        self._check_alive(call)
+        if min(offset, size, n_copies, stride_tensor, stride_data) < 0:
+            raise BoundsError(f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative")
+        if not n_copies:
+            return
+        self.check_range(tensor, call, offset, (n_copies - 1) * stride_tensor + size)
+        needed = (n_copies - 1) * stride_data + size
+        if needed > n_data:
+            raise BoundsError(f"{call} on {tensor.describe()}: the data has {n_data} bytes, {needed} are needed")
+
+    def _cut(
+        self,
+        tensor: Tensor,
+        call: str,
+        data: npt.ArrayLike | bytes | memoryview,
+        offset: int,
+        size: int | None,
+    ) -> Bytes:
+        raw = as_bytes(data)
+        if size is not None:
+            if raw.size < size:
+                raise BoundsError(
+                    f"{call} on {tensor.describe()}: {size} bytes asked for, the data has {raw.size}"
+                )
+            raw = raw[:size]
+        self.check_range(tensor, call, offset, raw.size)
+        return raw
+
+    def _check_alive(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this {self.name} buffer of {self.size:,} bytes was freed")
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        """Write `data` (flat, not empty) at `offset` in the tensor; done with `data` on return."""
+
+    @abstractmethod
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        """Fill `out` (flat, not empty) from `offset` in the tensor on."""
+
+    @abstractmethod
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        """Set `size` bytes from `offset` in the tensor on."""
+
+    @abstractmethod
+    def _clear(self, value: int) -> None:
+        """Set all bytes."""
+
+    def _set_tensor_2d(
+        self, tensor: Tensor, data: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
+    ) -> None:
+        for i in range(n):
+            self._set_tensor(tensor, data[i * stride_data :][:size], offset + i * stride_tensor)
+
+    def _get_tensor_2d(
+        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
+    ) -> None:
+        for i in range(n):
+            self._get_tensor(tensor, out[i * stride_data :][:size], offset + i * stride_tensor)
+
+    def _init_tensor(self, tensor: Tensor) -> None:  # noqa: B027 (an optional hook)
+        """Prepare a tensor."""
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        return False
+
+    def _reset(self) -> None:  # noqa: B027 (an optional hook)
+        """Forget prepared tensors."""
+
+    def _free(self) -> None:  # noqa: B027 (an optional hook)
+        """Release the memory; work that still uses it must be able to finish."""
+
+    # -- Python --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_freed:
+            self.free()
+
+    def __repr__(self) -> str:
+        state = "freed" if self.is_freed else self.usage.value
+        return f"<Buffer {self.name} {self.size:,} bytes, {state}>"
+
+
+class MultiBuffer(Buffer):
+    """Several buffers that are cleared and freed, and given a usage, as one.
+
+    Tensors lie in the parts, never in the whole. Source: ggml_backend_multi_buffer_alloc_buffer.
+
+    Raises:
+        ArgumentError: No parts were given.
+    """
+
+    def __init__(self, parts: Sequence[Buffer]) -> None:
+        if not parts:
+            raise ArgumentError("a MultiBuffer needs at least one buffer")
+        self.parts = tuple(parts)
+        super().__init__(parts[0].buft, sum(p.size for p in parts))
+
+    @property
+    def usage(self) -> BufferUsage:
+        """What the parts hold (ggml_backend_multi_buffer_set_usage)."""
+        return self._usage
+
+    @usage.setter
+    def usage(self, usage: BufferUsage) -> None:
+        self._usage = usage
+        for part in self.parts:
+            part.usage = usage
+
+    @property
+    def base(self) -> Any:
+        """The base of the first part."""
+        return self.parts[0].base
+
+    def _no_tensors(self, tensor: Tensor) -> ArgumentError:
+        return ArgumentError(f"{tensor.describe()} lies in no MultiBuffer; use the part that is its `buffer`")
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        raise self._no_tensors(tensor)
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        raise self._no_tensors(tensor)
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        raise self._no_tensors(tensor)
+
+    def _clear(self, value: int) -> None:
+        for part in self.parts:
+            part.clear(value)
+
+    def _reset(self) -> None:
+        for part in self.parts:
+            part.reset()
+
+    def _free(self) -> None:
+        for part in self.parts:
+            if not part.is_freed:
+                part.free()
+
+
+def _check_byte(call: str, value: int) -> None:
+    if not 0 <= value <= 255:
+        raise ArgumentError(f"{call}: the value is {value}; give a byte, 0 to 255")
+
+
+def writable_bytes(call: str, data: npt.NDArray[Any]) -> Bytes:
+    """View a caller's array as flat bytes to be filled.
+
+    Raises:
+        ArgumentError: It is not a writable C-contiguous NumPy array.
+    """
+    if not isinstance(data, np.ndarray) or not data.flags.c_contiguous or not data.flags.writeable:
+        raise ArgumentError(f"{call}: the data is filled in place; give a writable C-contiguous NumPy array")
+    return data.reshape(-1).view(np.uint8)

@@ -1,0 +1,235 @@
+"""Device and BackendReg: what there is, what it can do, and what it refuses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.enums import DeviceType
+from ggmlb.errors import ArgumentError, BackendError
+
+if TYPE_CHECKING:
+    from ggmlb.interface.backend import Backend, Event
+    from ggmlb.interface.buffer import Buffer, BufferType
+    from ggmlb.tensor import Tensor
+
+API_VERSION = 1
+"""Version of the interfaces in this package; a registration states the one it was written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a device can do beyond the least (ggml_backend_dev_caps).
+
+    Attributes:
+        async_: Transfers and computations return before they are done.
+        host_buffer: It has a host buffer type of its own (pinned or mapped memory).
+        buffer_from_host_ptr: It can use memory that the caller allocated.
+        events: It has events.
+        mmap_support: It can use memory-mapped files in place.
+    """
+
+    async_: bool = False
+    host_buffer: bool = False
+    buffer_from_host_ptr: bool = False
+    events: bool = False
+    mmap_support: bool = False
+
+    def as_dict(self) -> dict[str, bool]:
+        """The flags by name, `async_` as `async`."""
+        return {name.rstrip("_"): value for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProps:
+    """Facts about a device (ggml_backend_dev_props).
+
+    Attributes:
+        name: Unique name, as `CUDA0`.
+        description: What a person calls it.
+        memory_free: Bytes now free; 0 if unknown.
+        memory_total: Bytes; 0 if unknown.
+        type: Its kind.
+        device_id: PCI bus id as `0000:01:00.0`, or `None`.
+        caps: What it can do.
+    """
+
+    name: str
+    description: str
+    memory_free: int
+    memory_total: int
+    type: DeviceType
+    device_id: str | None
+    caps: Caps
+
+
+class Device(ABC):
+    """A processor with memory (ggml_backend_device)."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique name, as `CPU`, `CUDA0`, `OpenCL1` (ggml_backend_dev_name)."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What a person calls it (ggml_backend_dev_description)."""
+
+    @property
+    @abstractmethod
+    def type(self) -> DeviceType:
+        """Its kind (ggml_backend_dev_type)."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Free and total memory [bytes]; zeros if unknown (ggml_backend_dev_memory)."""
+
+    @property
+    def caps(self) -> Caps:
+        """What it can do beyond the least."""
+        return Caps()
+
+    @property
+    def device_id(self) -> str | None:
+        """PCI bus id, by which the same card seen by two backends is known; `None` if it has none."""
+        return None
+
+    @property
+    def props(self) -> DeviceProps:
+        """All facts in one record (ggml_backend_dev_get_props)."""
+        free, total = self.memory
+        return DeviceProps(self.name, self.description, free, total, self.type, self.device_id, self.caps)
+
+    @property
+    @abstractmethod
+    def reg(self) -> BackendReg:
+        """The registration that it belongs to (ggml_backend_dev_backend_reg)."""
+
+    @abstractmethod
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream on the device (ggml_backend_dev_init).
+
+        Args:
+            params: Settings that the backend defines, by name.
+
+        Raises:
+            ArgumentError: The backend does not know a parameter.
+            BackendError: The device cannot be opened.
+        """
+
+    @property
+    @abstractmethod
+    def buffer_type(self) -> BufferType:
+        """The memory it computes in (ggml_backend_dev_buffer_type)."""
+
+    @property
+    def host_buffer_type(self) -> BufferType | None:
+        """Host memory that it transfers fast from and to; `None` if it has none.
+
+        Source: ggml_backend_dev_host_buffer_type.
+        """
+        return None
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Use the memory of a contiguous NumPy array as a buffer, without a copy.
+
+        Args:
+            array: Kept alive by the buffer; read-only arrays (memory maps) give read-only tensors.
+            max_tensor_size: Largest tensor that will lie in it [bytes]; 0 if not known.
+
+        Raises:
+            ArgumentError: The array is not contiguous.
+            BackendError: The device cannot use host memory.
+
+        Source: ggml_backend_dev_buffer_from_host_ptr.
+        """
+        raise BackendError(f"{self.name} cannot use host memory as a buffer; allocate one and copy into it")
+
+    @abstractmethod
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the device cannot compute the node, or `None` if it can.
+
+        The answer is of the node's op, types, shapes and strides; not of where its sources lie.
+        """
+
+    def supports_op(self, op: Tensor) -> bool:
+        """Whether the device computes the node (ggml_backend_dev_supports_op)."""
+        return self.declines(op) is None
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Whether its ops can read and write memory of that type (ggml_backend_dev_supports_buft)."""
+        return buft is self.buffer_type
+
+    def offload_op(self, op: Tensor) -> bool:
+        """Whether the node is worth copying its weights from host memory (ggml_backend_dev_offload_op)."""
+        return False
+
+    def event_new(self) -> Event:
+        """Return an event to record on the device's streams (ggml_backend_event_new).
+
+        Raises:
+            BackendError: The device has no events.
+        """
+        raise BackendError(f"{self.name} has no events; synchronize its backend instead")
+
+    def __repr__(self) -> str:
+        return f"<Device {self.name} {self.type.value}: {self.description}>"
+
+
+class BackendReg(ABC):
+    """A backend as it is registered: its name, and the devices it found (ggml_backend_reg).
+
+    Attributes:
+        api_version: The `API_VERSION` that it was written for.
+        priority: Order in the registry; higher comes first.
+    """
+
+    api_version: int = API_VERSION
+    priority: int = 0
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique name, as `CPU`, `CUDA`, `OpenCL` (ggml_backend_reg_name)."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> Sequence[Device]:
+        """Its devices (ggml_backend_reg_dev_count, ggml_backend_reg_dev_get).
+
+        Raises:
+            BackendUnavailable: The library, driver or card is missing.
+        """
+
+    def get_proc_address(self, name: str) -> Any | None:
+        """Return an optional function by its name, or `None` (ggml_backend_reg_get_proc_address).
+
+        Names: `split_buffer_type`, `set_n_threads`, `dev_get_extra_bufts`, `set_abort_callback`,
+        `get_features`, `comm_init`, `comm_free`, `comm_allreduce_tensor`. A `ggml_backend_` before the
+        name is allowed.
+        """
+        return self._procs().get(name.removeprefix("ggml_backend_"))
+
+    def _procs(self) -> Mapping[str, Any]:
+        return {}
+
+    def __repr__(self) -> str:
+        return f"<BackendReg {self.name}>"
+
+
+def host_bytes(array: npt.NDArray[Any], call: str) -> npt.NDArray[np.uint8]:
+    """View an array's own memory as flat bytes, for `buffer_from_host_ptr`.
+
+    Raises:
+        ArgumentError: It is not a C-contiguous NumPy array.
+    """
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+        raise ArgumentError(f"{call}: give a C-contiguous NumPy array, whose memory can be used as it lies")
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,121 @@
+"""Placing tensors in buffers, and copying them between buffers and backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
+from ggmlb.tensor import Tensor, placement_clock, same_layout
+
+if TYPE_CHECKING:
+    from ggmlb.interface.backend import Backend
+    from ggmlb.interface.buffer import Buffer
+
+
+def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
+    """Place a tensor at a byte offset of a buffer.
+
+    Args:
+        buffer: Where to place it.
+        tensor: Neither a view nor placed before.
+        offset: A multiple of the buffer's alignment [bytes].
+
+    Raises:
+        ArgumentError: The tensor is a view or placed already, or the offset is not aligned.
+        BoundsError: It would end beyond the buffer.
+
+    Source: ggml_backend_tensor_alloc.
+    """
+    if tensor.view_src is not None:
+        raise ArgumentError(f"tensor_alloc: {tensor.describe()} is a view; place its source, then view_init")
+    if tensor.buffer is not None:
+        raise ArgumentError(f"tensor_alloc: {tensor.describe()} already lies in a {tensor.buffer.name} buffer")
+    if offset % buffer.alignment:
+        raise ArgumentError(
+            f"tensor_alloc: offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment} bytes"
+        )
+    size = buffer.alloc_size(tensor)
+    if offset < 0 or offset + size > buffer.size:
+        raise BoundsError(
+            f"tensor_alloc: {tensor.describe()} would take bytes {offset} to {offset + size} of a buffer of "
+            f"{buffer.size}"
+        )
+    tensor.buffer = buffer
+    tensor.offset = offset
+    placement_clock.tick()
+    buffer.init_tensor(tensor)
+
+
+def view_init(tensor: Tensor) -> None:
+    """Place a view in the buffer of its source (ggml_backend_view_init).
+
+    Raises:
+        ArgumentError: The tensor is not a view, or placed already.
+        NotAllocatedError: Its source is in no buffer.
+    """
+    if tensor.view_src is None:
+        raise ArgumentError(f"view_init: {tensor.describe()} is not a view; use tensor_alloc")
+    if tensor.buffer is not None:
+        raise ArgumentError(f"view_init: {tensor.describe()} already lies in a {tensor.buffer.name} buffer")
+    buffer = tensor.view_src.buffer
+    if buffer is None:
+        raise NotAllocatedError(f"view_init: the source of {tensor.describe()} is in no buffer yet; place it first")
+    tensor.buffer = buffer
+    tensor.offset = tensor.view_src.offset + tensor.view_offs
+    placement_clock.tick()
+    buffer.init_tensor(tensor)
+
+
+def tensor_copy(src: Tensor, dst: Tensor) -> None:
+    """Copy the data of a tensor to one of the same layout, in any buffers (ggml_backend_tensor_copy).
+
+    Raises:
+        ShapeError: The layouts differ.
+        NotAllocatedError: One of them is in no buffer.
+    """
+    if src is dst:
+        return
+    if not same_layout(src, dst):
+        raise ShapeError(
+            f"cannot copy {src.describe()} with strides {src.nb} to {dst.describe()} with strides {dst.nb}: "
+            "type, ne and nb must be equal; use Context.cpy to convert"
+        )
+    src_buffer, dst_buffer = _placed(src), _placed(dst)
+    if not src.nbytes:
+        return
+    if src_buffer.is_host:
+        start = src.offset
+        dst_buffer.set_tensor(dst, src_buffer.base[start : start + src.nbytes])
+    elif dst_buffer.is_host:
+        start = dst.offset
+        src_buffer._get_tensor(src, dst_buffer.base[start : start + dst.nbytes], 0)
+    elif not dst_buffer.cpy_tensor(src, dst):
+        dst_buffer.set_tensor(dst, src_buffer.get_tensor(src))
+
+
+def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, dst: Tensor) -> None:
+    """Copy after all work queued so far on both backends, and before any later work on either.
+
+    Raises:
+        ShapeError: The layouts differ.
+        NotAllocatedError: One of them is in no buffer.
+
+    Source: ggml_backend_tensor_copy_async.
+    """
+    if src is dst:
+        return
+    if not same_layout(src, dst):
+        raise ShapeError(f"cannot copy {src.describe()} to {dst.describe()}: type, ne and nb must be equal")
+    _placed(src), _placed(dst)
+    if not src.nbytes or backend_dst.cpy_tensor_async(backend_src, src, dst):
+        return
+    backend_src.synchronize()
+    if backend_dst is not backend_src:
+        backend_dst.synchronize()
+    tensor_copy(src, dst)
+
+
+def _placed(tensor: Tensor) -> Buffer:
+    if tensor.buffer is None:
+        raise NotAllocatedError(f"copy: {tensor.describe()} is in no buffer yet")
+    return tensor.buffer
