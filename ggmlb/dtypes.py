@@ -30,6 +30,7 @@ class DType(IntEnum):
     type_size: int
 
     def __new__(cls, value: int, block_size: int, type_size: int) -> DType:
+        """Make a member of ggml's number and its traits."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.block_size = block_size
@@ -107,22 +108,19 @@ class DType(IntEnum):
         if isinstance(value, str) and value.upper() in _BY_NAME:
             return _BY_NAME[value.upper()]
         if isinstance(value, int):
-            try:
-                return cls._value2member_map_[value]  # type: ignore[return-value]
-            except KeyError:
-                raise DTypeError(f"no tensor type has the number {value}") from None
-        try:
-            wanted = np.dtype(value)  # type: ignore[arg-type]
-        except TypeError:
-            wanted = None
+            if value in _BY_NUMBER:
+                return _BY_NUMBER[value]
+            raise DTypeError(f"no tensor type has the number {value}")
+        wanted = _as_numpy(value)
         for member in cls:
-            if not member.is_quantized and member.numpy == wanted:
+            if not member.is_quantized and wanted is not None and member.numpy == wanted:
                 return member
         name = value if isinstance(value, str) else repr(value)
         raise DTypeError(f"no tensor type {name!r}{did_you_mean(name.upper(), _BY_NAME)}")
 
 
 _BY_NAME = dict(DType.__members__)
+_BY_NUMBER = {int(member): member for member in DType}
 
 _PLAIN = {
     DType.F32: "f4", DType.F16: "f2", DType.F64: "f8",
@@ -135,8 +133,19 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
     if dtype == DType.BF16:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     return np.dtype(_PLAIN.get(dtype, "u1"))
+
+
+def _as_numpy(value: npt.DTypeLike | None) -> np.dtype[Any] | None:
+    """The NumPy dtype that `value` names; `None` if it names none (NumPy reads `None` as float64)."""
+    if value is None:
+        return None
+    try:
+        return np.dtype(value)
+    except TypeError:
+        return None
 
 
 @cache
@@ -162,7 +171,8 @@ def can_quantize(dtype: DType) -> bool:
 @cache
 def _codecs() -> dict[DType, Any]:
     quants = _gguf().quants
-    return {DType(int(q)): codec for q, codec in quants._type_traits.items() if DType(int(q)).is_quantized}
+    traits = ((_BY_NUMBER[int(number)], codec) for number, codec in quants._type_traits.items())
+    return {dtype: codec for dtype, codec in traits if dtype.is_quantized}
 
 
 def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:

@@ -1,6 +1,6 @@
 """The errors that ggmlb raises.
 
-    Error
+    ggmlb.Error
     ├── ShapeError          (ValueError)    operands whose shapes or strides do not fit
     ├── DTypeError          (ValueError)    an unknown tensor type, or one the op does not take
     ├── ArgumentError       (ValueError)    any other argument out of its range
@@ -24,8 +24,10 @@ device memory alive.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Error(Exception):

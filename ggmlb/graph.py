@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.errors import GraphError
-from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ggmlb.tensor import Tensor
 
 
 class Graph:

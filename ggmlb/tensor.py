@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb import dtypes
-from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import NotAllocatedError, ShapeError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ggmlb.dtypes import DType
     from ggmlb.interface import Buffer
 
 Ne = tuple[int, int, int, int]

@@ -5,20 +5,20 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
-from ggmlb.enums import Status
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
-from ggmlb.graph import Graph
 from ggmlb.interface.buffer import Buffer, BufferType, Bytes, as_bytes, writable_bytes
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
+    import numpy.typing as npt
     from typing_extensions import Self
 
+    from ggmlb.enums import Status
+    from ggmlb.graph import Graph
     from ggmlb.interface.device import Device
 
 AbortCallback = Callable[[], bool]
@@ -178,7 +178,11 @@ class Backend(ABC):
     # -- transfers -----------------------------------------------------------------------------
 
     def set_tensor_async(
-        self, tensor: Tensor, data: npt.ArrayLike | bytes | memoryview, offset: int = 0, size: int | None = None
+        self,
+        tensor: Tensor,
+        data: npt.ArrayLike | bytes | memoryview,
+        offset: int = 0,
+        size: int | None = None,
     ) -> None:
         """Queue a write of raw bytes into a tensor.
 
@@ -228,7 +232,9 @@ class Backend(ABC):
         """Queue a strided write; see `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
         buffer = self._transfer_buffer(tensor, "set_tensor_2d_async")
         raw = as_bytes(data)
-        buffer.check_2d(tensor, "set_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data)
+        buffer.check_2d(
+            tensor, "set_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data
+        )
         for i in range(n_copies if size else 0):
             self._set_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
 
@@ -245,7 +251,9 @@ class Backend(ABC):
         """Queue a strided read; see `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
         buffer = self._transfer_buffer(tensor, "get_tensor_2d_async")
         raw = writable_bytes("get_tensor_2d_async", data)
-        buffer.check_2d(tensor, "get_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data)
+        buffer.check_2d(
+            tensor, "get_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data
+        )
         for i in range(n_copies if size else 0):
             self._get_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
 

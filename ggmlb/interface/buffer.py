@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +14,9 @@ from ggmlb.errors import AllocationError, ArgumentError, BoundsError, FreedError
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
     from typing_extensions import Self
 
     from ggmlb.interface.device import Device
@@ -159,7 +160,11 @@ class Buffer(ABC):
         self._init_tensor(tensor)
 
     def set_tensor(
-        self, tensor: Tensor, data: npt.ArrayLike | bytes | memoryview, offset: int = 0, size: int | None = None
+        self,
+        tensor: Tensor,
+        data: npt.ArrayLike | bytes | memoryview,
+        offset: int = 0,
+        size: int | None = None,
     ) -> None:
         """Write raw bytes into a tensor; `data` may be changed as soon as this returns.
 
@@ -335,13 +340,17 @@ class Buffer(ABC):
         """
         self._check_alive(call)
         if min(offset, size, n_copies, stride_tensor, stride_data) < 0:
-            raise BoundsError(f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative")
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
+            )
         if not n_copies:
             return
         self.check_range(tensor, call, offset, (n_copies - 1) * stride_tensor + size)
         needed = (n_copies - 1) * stride_data + size
         if needed > n_data:
-            raise BoundsError(f"{call} on {tensor.describe()}: the data has {n_data} bytes, {needed} are needed")
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: the data has {n_data} bytes, {needed} are needed"
+            )
 
     def _cut(
         self,
@@ -384,7 +393,14 @@ class Buffer(ABC):
         """Set all bytes."""
 
     def _set_tensor_2d(
-        self, tensor: Tensor, data: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n: int,
+        stride_tensor: int,
+        stride_data: int,
     ) -> None:
         for i in range(n):
             self._set_tensor(tensor, data[i * stride_data :][:size], offset + i * stride_tensor)

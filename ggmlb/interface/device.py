@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ggmlb.enums import DeviceType
     from ggmlb.interface.backend import Backend, Event
     from ggmlb.interface.buffer import Buffer, BufferType
     from ggmlb.tensor import Tensor

@@ -29,10 +29,12 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     if tensor.view_src is not None:
         raise ArgumentError(f"tensor_alloc: {tensor.describe()} is a view; place its source, then view_init")
     if tensor.buffer is not None:
-        raise ArgumentError(f"tensor_alloc: {tensor.describe()} already lies in a {tensor.buffer.name} buffer")
+        raise ArgumentError(
+            f"tensor_alloc: {tensor.describe()} already lies in a {tensor.buffer.name} buffer"
+        )
     if offset % buffer.alignment:
         raise ArgumentError(
-            f"tensor_alloc: offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment} bytes"
+            f"tensor_alloc: offset {offset} of {tensor.describe()} is no multiple of {buffer.alignment} bytes"
         )
     size = buffer.alloc_size(tensor)
     if offset < 0 or offset + size > buffer.size:
@@ -59,7 +61,9 @@ def view_init(tensor: Tensor) -> None:
         raise ArgumentError(f"view_init: {tensor.describe()} already lies in a {tensor.buffer.name} buffer")
     buffer = tensor.view_src.buffer
     if buffer is None:
-        raise NotAllocatedError(f"view_init: the source of {tensor.describe()} is in no buffer yet; place it first")
+        raise NotAllocatedError(
+            f"view_init: the source of {tensor.describe()} is in no buffer yet; place it first"
+        )
     tensor.buffer = buffer
     tensor.offset = tensor.view_src.offset + tensor.view_offs
     placement_clock.tick()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError, DTypeError, ShapeError
 from ggmlb.tensor import Ne, Tensor, can_repeat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ggmlb.dtypes import DType
 
 
 class OpBase:
@@ -105,7 +108,7 @@ def require_repeat(fn: str, a: Tensor, b: Tensor) -> None:
 def require_contiguous(fn: str, arg: str, tensor: Tensor, from_dim: int = 0) -> None:
     """Raise a ShapeError unless the tensor is contiguous (see `Tensor.is_contiguous`)."""
     if not tensor.is_contiguous(from_dim):
-        fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; it must be contiguous: apply cont first", tensor)
+        fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; make it contiguous with cont", tensor)
 
 
 def full_ne(ne: tuple[int, ...] | list[int], fn: str) -> Ne:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, require_arg
-from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.tensor import Tensor
 
 
 class NormOps(OpBase):

