@@ -1,0 +1,311 @@
+"""Passes 1-4: choose the backend of every tensor of a graph.
+
+The rules are ggml's (ggml_backend_sched_split_graph): a tensor that lies somewhere stays there, an op
+runs where its weights are, the rest follows its neighbours, and what nobody took goes to the backend
+that can read most of its operands in place. Two differences: every choice has a `Cause`, and a node
+that writes into the memory of another tensor always runs where that memory is (ggml may compute it on
+another device, whose result then never reaches the tensor).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.errors import GraphError, UnsupportedOpError
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, BufferType
+from ggmlb.tensor import Tensor
+
+
+class Cause(str, Enum):
+    """Why a tensor was given to a backend, with the pass that decided it."""
+
+    USER = "set by the user"
+    PLACED = "lies in the backend's memory"
+    VIEW = "lies in the memory of its source"
+    INPUT = "graph input: last backend"
+    WEIGHT = "runs where its weight is"
+    OFFLOAD = "offloaded: worth copying its weight"
+    NEIGHBOUR = "follows the nodes around it"
+    BEST = "most operands already there"
+    UPGRADE = "same memory, higher priority"
+    WRITES = "writes into memory that lies there"
+    USED = "read by a node there"
+    FIRST = "first backend that can run it"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Assignment:
+    """The backends of a graph's tensors.
+
+    Attributes:
+        ids: Backend index by tensor; 0 is the highest priority.
+        causes: Why, by tensor.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        bufts: Sequence[BufferType],
+        user: Mapping[Tensor, int],
+        *,
+        op_offload: bool,
+        strict: bool,
+    ) -> None:
+        self.backends = backends
+        self.bufts = bufts
+        self.ids: dict[Tensor, int] = {}
+        self.causes: dict[Tensor, Cause] = {}
+        self._user = user
+        self._op_offload = op_offload
+        self._strict = strict
+        self._last = len(backends) - 1
+        self._declines = [b.device.declines for b in backends]
+        self._supported: list[dict[Tensor, bool]] = [{} for _ in backends]
+        self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
+
+    def run(self, graph: Graph) -> None:
+        """Assign every tensor of the graph.
+
+        Raises:
+            UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
+        """
+        work = [n for n in graph.nodes if n.op not in NO_OPS]
+        self._from_places(graph)
+        ids = self.ids
+        if any(n not in ids for n in work):
+            self._expand(work)
+        self._upgrade_or_best(work)
+        self._keep_writers_home(work)
+        self._rest(graph.nodes)
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def supports(self, b: int, node: Tensor) -> bool:
+        """Whether backend `b` runs the node; asked of the device once."""
+        known = self._supported[b]
+        answer = known.get(node)
+        if answer is None:
+            answer = known[node] = self._declines[b](node) is None
+        return answer
+
+    def supports_buft(self, b: int, buft: BufferType) -> bool:
+        """Whether backend `b` can use memory of that type; asked once."""
+        known = self._bufts_supported[b]
+        answer = known.get(id(buft))
+        if answer is None:
+            answer = known[id(buft)] = self.backends[b].supports_buft(buft)
+        return answer
+
+    def readable(self, tensor: Tensor, b: int) -> bool:
+        """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
+        root = tensor.view_src or tensor
+        if root.buffer is not None:
+            return self.supports_buft(b, root.buffer.buft)
+        owner = self.ids.get(tensor)
+        if owner is None:
+            owner = self.ids.get(root)
+        return owner is not None and self.supports_buft(b, self.bufts[owner])
+
+    # -- pass 1: what is placed already, and what the user asked for ----------------------------
+
+    def _from_places(self, graph: Graph) -> None:
+        for tensor in graph:
+            wanted = self._user.get(tensor)
+            if wanted is not None and self._honour(tensor, wanted):
+                self._set(tensor, wanted, Cause.USER)
+                continue
+            if tensor.buffer is not None or (tensor.view_src is not None and tensor.view_src.buffer is not None):
+                self._set(tensor, self._owner_of_placed(tensor), Cause.PLACED)
+            elif tensor.flags & TensorFlag.INPUT:
+                self._set(tensor, self._last, Cause.INPUT)
+            elif tensor.op is not Op.NONE:
+                self._from_weights(tensor)
+
+    def _honour(self, tensor: Tensor, wanted: int) -> bool:
+        if tensor.op in NO_OPS or self.supports(wanted, tensor):
+            return True
+        self._leaves(tensor, wanted, "the user asked for")
+        return False
+
+    def _leaves(self, node: Tensor, wanted: int, wish: str) -> None:
+        """Report that a node cannot run where it was wished to: an error if strict, else a warning."""
+        why = self._declines[wanted](node)
+        name = self.backends[wanted].name
+        message = f"{node.describe()} cannot run on {name}, which {wish}: {why}"
+        if self._strict:
+            raise UnsupportedOpError(message, reasons={name: why or ""})
+        warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
+
+    def _owner_of_placed(self, tensor: Tensor) -> int:
+        root = tensor.view_src or tensor
+        buffer = root.buffer
+        assert buffer is not None
+        leaf = tensor.op in NO_OPS
+        for b in range(len(self.backends)):
+            if self.supports_buft(b, buffer.buft) and (leaf or self.supports(b, tensor)):
+                return b
+        if leaf:  # memory of a device outside this scheduler: read through host memory
+            return self._last
+        raise UnsupportedOpError(
+            f"{tensor.describe()} lies in a {buffer.name} buffer, and no backend both uses that memory and "
+            f"runs the op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
+            reasons=self.reasons(tensor),
+        )
+
+    def _from_weights(self, node: Tensor) -> None:
+        # The frequency factors of rope are too small to choose a backend by.
+        if node.op is Op.ROPE:
+            return
+        for src in node.src:
+            if src is None or src.buffer is None or src.buffer.usage is not BufferUsage.WEIGHTS:
+                continue
+            buft = src.buffer.buft
+            holders = [b for b in range(len(self.backends)) if self.supports_buft(b, buft)]
+            owner = next((b for b in holders if self.supports(b, node)), None)
+            if self._op_offload and owner == self._last and src.buffer.is_host:
+                for b in range(owner):
+                    if self.supports(b, node) and self.backends[b].offload_op(node):
+                        self._set(node, b, Cause.OFFLOAD)
+                        return
+            if owner is not None:
+                self._set(node, owner, Cause.WEIGHT)
+            elif holders:
+                self._leaves(node, holders[0], "holds its weight")
+            return
+
+    # -- pass 2: neighbours --------------------------------------------------------------------
+
+    def _expand(self, work: list[Tensor]) -> None:
+        """Give unassigned nodes to the backend of the nodes before or after them.
+
+        First the backends above the last, down and up, so that the last one (the CPU) runs a node only
+        if its operands are there or nothing else surrounds it; then whatever is left.
+        """
+        for skip in (self._last, None):
+            self._sweep(work, skip)
+            self._sweep(work[::-1], skip)
+
+    def _sweep(self, work: list[Tensor], skip: int | None) -> None:
+        ids = self.ids
+        current: int | None = None
+        for node in work:
+            known = ids.get(node)
+            if known is not None:
+                current = None if known == skip else known
+            elif current is not None and self.supports(current, node):
+                self._set(node, current, Cause.NEIGHBOUR)
+
+    # -- pass 3: better places -----------------------------------------------------------------
+
+    def _upgrade_or_best(self, work: list[Tensor]) -> None:
+        n = len(self.backends)
+        bufts = self.bufts
+        above = [[b for b in range(i) if bufts[b] is bufts[i]] for i in range(n)]
+        ids = self.ids
+        for node in work:
+            current = ids.get(node)
+            if current is None:
+                self._best(node)
+                continue
+            for b in above[current]:
+                if self.supports(b, node) and all(s is None or self.readable(s, b) for s in node.src):
+                    self._set(node, b, Cause.UPGRADE)
+                    break
+
+    def _best(self, node: Tensor) -> None:
+        most = -1
+        for b in range(len(self.backends)):
+            if self.supports(b, node):
+                count = sum(s is not None and self.readable(s, b) for s in node.src)
+                if count > most:
+                    most = count
+                    self._set(node, b, Cause.BEST)
+
+    def _keep_writers_home(self, work: list[Tensor]) -> None:
+        ids = self.ids
+        for node in work:
+            base = node.view_src
+            if base is None or node not in ids:
+                continue
+            home = ids.get(base)
+            if home is None:
+                self._set(base, ids[node], Cause.USED)
+            elif home != ids[node] and not self.readable(base, ids[node]):
+                if not self.supports(home, node):
+                    raise UnsupportedOpError(
+                        f"{node.describe()} writes into {base.describe()}, which lies on "
+                        f"{self.backends[home].name}; that device declines: {self._declines[home](node)}. "
+                        "Compute the tensor it writes into on a device that runs both.",
+                        reasons=self.reasons(node),
+                    )
+                if self.causes.get(node) is Cause.USER:
+                    self._leaves_home(node, base, home)
+                self._set(node, home, Cause.WRITES)
+
+    def _leaves_home(self, node: Tensor, base: Tensor, home: int) -> None:
+        message = (
+            f"{node.describe()} was set to {self.backends[self.ids[node]].name}, but writes into "
+            f"{base.describe()} on {self.backends[home].name}"
+        )
+        if self._strict:
+            raise GraphError(message + "; set both to the same backend")
+        warnings.warn(message + "; it runs there", RuntimeWarning, stacklevel=2)
+
+    # -- pass 4: sources and leftovers ---------------------------------------------------------
+
+    def _rest(self, nodes: list[Tensor]) -> None:
+        ids = self.ids
+        for node in nodes:
+            current = ids.get(node)
+            if current is None and node.view_src is not None and node.view_src in ids:
+                current = ids[node.view_src]
+                self._set(node, current, Cause.VIEW)
+            if current is None and node.op not in NO_OPS:
+                current = self._first(node)
+            for src in node.src:
+                if src is None or src in ids:
+                    continue
+                root = src.view_src
+                if root is not None and root in ids:
+                    self._set(src, ids[root], Cause.VIEW)
+                elif current is not None:
+                    self._set(src, current, Cause.USED)
+                    if root is not None:
+                        self._set(root, current, Cause.USED)
+            if current is None:  # a view, whose source has just been given a backend, or a lone leaf
+                root = node.view_src
+                self._set(node, ids.get(root, self._last) if root is not None else self._last, Cause.VIEW)
+                if root is not None and root not in ids:
+                    self._set(root, ids[node], Cause.USED)
+
+    def _first(self, node: Tensor) -> int:
+        for b in range(len(self.backends)):
+            if self.supports(b, node):
+                self._set(node, b, Cause.FIRST)
+                return b
+        raise UnsupportedOpError(
+            f"no device can run {node.describe()}:\n{self.complaints(node)}\n"
+            "Add a backend that runs it (the CPU backend runs every op), or change its operands.",
+            reasons=self.reasons(node),
+        )
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def reasons(self, node: Tensor) -> dict[str, str]:
+        """What each backend that declines the node says, by its name."""
+        answers = ((b.name, declines(node)) for b, declines in zip(self.backends, self._declines, strict=True))
+        return {name: why for name, why in answers if why is not None}
+
+    def complaints(self, node: Tensor) -> str:
+        """`reasons` as indented lines."""
+        return "\n".join(f"  {name}: {why}" for name, why in self.reasons(node).items())
+
+    def _set(self, tensor: Tensor, backend: int, cause: Cause) -> None:
+        self.ids[tensor] = backend
+        self.causes[tensor] = cause

@@ -1,0 +1,389 @@
+"""Scheduler: computes one graph on several backends (ggml_backend_sched)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ggmlb.alloc import GraphAllocator
+from ggmlb.enums import BufferUsage, Status
+from ggmlb.errors import ArgumentError, FreedError, GraphError
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, Buffer, BufferType
+from ggmlb.scheduler.assign import Assignment
+from ggmlb.scheduler.execute import EvalCallback, compute_splits
+from ggmlb.scheduler.report import Placement, placements, render
+from ggmlb.scheduler.split import Split, SplitGraph
+from ggmlb.tensor import Tensor, placement_clock
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_Place = tuple[Tensor, "Buffer | None", int, "tuple[Tensor | None, ...]"]
+
+
+class Scheduler:
+    """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
+
+    A context manager: leaving it frees its memory. One thread at a time may use it; different
+    schedulers may be used in different threads.
+
+    Args:
+        backends: In order of priority, highest first. The last (the CPU, usually) takes what no other
+            runs, and holds the graph's inputs.
+        bufts: The memory each computes in; each backend's default by default.
+        graph_size: The number of nodes expected; kept for ggml's signature, graphs may be larger.
+        parallel: Pipelining over several copies of the inputs; not available yet.
+        op_offload: Let a backend take an op whose weights lie in host memory, where its device says
+            that copying them pays (`Device.offload_op`).
+        n_copies: Number of copies of the inputs when `parallel`.
+        strict: An op that must leave the device asked for, by `set_tensor_backend` or by where its
+            weights lie, is an error instead of a warning.
+
+    Raises:
+        ArgumentError: No backends, a memory its backend cannot use, or `parallel`.
+
+    Source: ggml_backend_sched_new.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        bufts: Sequence[BufferType] | None = None,
+        graph_size: int = 2048,
+        parallel: bool = False,
+        op_offload: bool = True,
+        *,
+        n_copies: int = 4,
+        strict: bool = False,
+    ) -> None:
+        if not backends:
+            raise ArgumentError("a Scheduler needs at least one backend")
+        if parallel:
+            raise ArgumentError("parallel=True is not available yet; leave it out")
+        if bufts is not None and len(bufts) != len(backends):
+            raise ArgumentError(f"{len(backends)} backends, but {len(bufts)} buffer types; give one for each")
+        self._backends = tuple(backends)
+        self._bufts = tuple(bufts) if bufts is not None else tuple(b.default_buffer_type for b in backends)
+        for backend, buft in zip(self._backends, self._bufts, strict=True):
+            if not backend.supports_buft(buft):
+                raise ArgumentError(f"{backend.name} cannot use {buft.name} memory; give it another buffer type")
+        self._op_offload = op_offload
+        self._strict = strict
+        self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
+        self._callback: EvalCallback | None = None
+        self._allocator = GraphAllocator(self._bufts)
+        self._graph: Graph | None = None
+        self._n_nodes = 0
+        self._assignment: Assignment | None = None
+        self._split: SplitGraph | None = None
+        self._places: list[_Place] = []
+        self._placed: list[Tensor] = []
+        self._checked_at = -1
+        self.is_freed = False
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends, highest priority first."""
+        return self._backends
+
+    @property
+    def n_backends(self) -> int:
+        """Number of backends (ggml_backend_sched_get_n_backends)."""
+        return len(self._backends)
+
+    def backend(self, i: int) -> Backend:
+        """Return the i-th backend (ggml_backend_sched_get_backend)."""
+        return self._backends[i]
+
+    @property
+    def n_copies(self) -> int:
+        """Number of copies of the inputs; 1 without `parallel` (ggml_backend_sched_get_n_copies)."""
+        return 1
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The splits of the last graph, in order of execution."""
+        return tuple(self._split.splits) if self._split else ()
+
+    @property
+    def n_splits(self) -> int:
+        """Number of splits of the last graph (ggml_backend_sched_get_n_splits)."""
+        return len(self._split.splits) if self._split else 0
+
+    @property
+    def placement(self) -> list[Placement]:
+        """For each node of the last graph: its device, the cause, what others said, and its copies."""
+        if self._graph is None or self._assignment is None or self._split is None:
+            return []
+        return placements(self._graph, self._assignment, self._split)
+
+    def buffer_type(self, backend: Backend) -> BufferType:
+        """Return the memory that a backend computes in (ggml_backend_sched_get_buffer_type)."""
+        return self._bufts[self._index(backend)]
+
+    def buffer_size(self, backend: Backend) -> int:
+        """Return the bytes reserved for a backend's tensors (ggml_backend_sched_get_buffer_size)."""
+        return self._allocator.get_buffer_size(self._index(backend))
+
+    # -- wishes --------------------------------------------------------------------------------
+
+    def set_tensor_backend(self, node: Tensor, backend: Backend | None) -> None:
+        """Ask for a node to be computed on a backend; `None` takes the wish back.
+
+        Wishes hold for all later graphs with the node, `reset` and `reserve` notwithstanding.
+
+        Raises:
+            ArgumentError: The backend is not one of the scheduler's.
+
+        Source: ggml_backend_sched_set_tensor_backend.
+        """
+        if backend is None:
+            self._user.pop(node, None)
+        else:
+            self._user[node] = self._index(backend)
+        self._checked_at = -1
+        self._graph = None if self._graph is not None and node in self._graph else self._graph
+
+    def get_tensor_backend(self, node: Tensor) -> Backend | None:
+        """Return the backend of a tensor: as assigned, else as asked for, else `None`.
+
+        Source: ggml_backend_sched_get_tensor_backend.
+        """
+        found = self._assignment.ids.get(node) if self._assignment is not None else None
+        if found is None:
+            found = self._user.get(node)
+        return None if found is None else self._backends[found]
+
+    def set_eval_callback(self, callback: EvalCallback | None) -> None:
+        """Watch nodes as they are computed; `None` stops watching.
+
+        The callback is asked `callback(node, True)` whether it wants a node's data. If it does, the
+        graph is computed up to the node and `callback(node, False)` is called; `False` stops.
+
+        Source: ggml_backend_sched_set_eval_callback.
+        """
+        self._callback = callback
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def split_graph(self, graph: Graph) -> None:
+        """Assign and split a graph without allocating it (ggml_backend_sched_split_graph).
+
+        Raises:
+            UnsupportedOpError: No backend runs a node; the message holds what each one said.
+        """
+        self._check_alive("split_graph")
+        self._forget()
+        _release(graph)
+        self._assignment = Assignment(
+            self._backends, self._bufts, self._user, op_offload=self._op_offload, strict=self._strict
+        )
+        self._assignment.run(graph)
+        self._split = SplitGraph(graph, self._assignment)
+        self._graph = graph
+
+    def reserve(self, measure_graph: Graph) -> None:
+        """Allocate the memory that a graph will need, so that `alloc_graph` need not.
+
+        Raises:
+            AllocationError: A device lacks room.
+            UnsupportedOpError: No backend runs a node.
+
+        Source: ggml_backend_sched_reserve.
+        """
+        self.synchronize()
+        self.split_graph(measure_graph)
+        split = self._need_split()
+        self._allocator.reserve_n(split.graph, split.node_ids, split.leaf_ids)
+        self.reset()
+
+    def reserve_size(self, measure_graph: Graph) -> list[int]:
+        """Return the bytes that a graph will need on each backend, allocating nothing.
+
+        Raises:
+            UnsupportedOpError: No backend runs a node.
+
+        Source: ggml_backend_sched_reserve_size.
+        """
+        self.split_graph(measure_graph)
+        split = self._need_split()
+        sizes = self._allocator.reserve_n_size(split.graph, split.node_ids, split.leaf_ids)
+        self.reset()
+        return list(sizes)
+
+    def alloc_graph(self, graph: Graph) -> None:
+        """Split a graph and place its tensors, so that inputs can be set and it can be computed.
+
+        Tensors of the graph allocated before lose their place, and their data.
+
+        Raises:
+            AllocationError: A device lacks room; nothing is placed, and the scheduler can be used on.
+            UnsupportedOpError: No backend runs a node.
+
+        Source: ggml_backend_sched_alloc_graph.
+        """
+        self.synchronize()  # queued work may still use the memory that is given out anew
+        self.split_graph(graph)
+        split = self._need_split()
+        try:
+            self._allocator.alloc_graph_n(split.graph, split.node_ids, split.leaf_ids)
+        except BaseException:
+            _release(graph)
+            self._forget()
+            raise
+        for node, clone in split.clones.items():
+            node.buffer = clone.buffer
+            node.offset = clone.offset
+        placement_clock.tick()
+        self._n_nodes = len(graph.nodes)
+        self._places = [(t, t.buffer, t.offset, t.src) for t in graph]
+        self._placed = [t for t in graph if t.buffer is not None and t.buffer.usage is BufferUsage.COMPUTE]
+        self._checked_at = placement_clock.now
+
+    # -- computing -----------------------------------------------------------------------------
+
+    def graph_compute(self, graph: Graph) -> Status:
+        """Compute a graph and wait for it, allocating it if it is not (ggml_backend_sched_graph_compute).
+
+        Returns:
+            `Status.ABORTED` if an abort or eval callback asked for it, else `Status.SUCCESS`.
+
+        Raises:
+            As `graph_compute_async`.
+        """
+        status = self.graph_compute_async(graph)
+        self.synchronize()
+        return status
+
+    def graph_compute_async(self, graph: Graph) -> Status:
+        """Queue a graph, allocating it if it is not allocated; another graph loses its place.
+
+        Computing the same graph again plans nothing anew. Inputs may be overwritten when this returns.
+
+        Raises:
+            GraphError: The graph was allocated here, but its tensors were moved since.
+            AllocationError, UnsupportedOpError: As `alloc_graph`.
+
+        Source: ggml_backend_sched_graph_compute_async.
+        """
+        self._check_alive("graph_compute")
+        if graph is not self._graph or not self._places or len(graph.nodes) != self._n_nodes:
+            self.alloc_graph(graph)
+        elif self._checked_at != placement_clock.now:
+            self._revalidate()
+        assert self._split is not None
+        return compute_splits(self._split.splits, self._callback)
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on all backends (ggml_backend_sched_synchronize).
+
+        Raises:
+            BackendError: Queued work failed.
+        """
+        self._check_alive("synchronize")
+        for backend in self._backends:
+            backend.synchronize()
+
+    def reset(self) -> None:
+        """Forget the graph, its assignment and its splits; wishes and reserved memory stay.
+
+        Its tensors keep their data until the next `alloc_graph`. Source: ggml_backend_sched_reset.
+        """
+        self._check_alive("reset")
+        self._graph = None
+        self._assignment = None
+        self._split = None
+        self._places = []
+
+    def free(self) -> None:
+        """Finish queued work and free the memory; the backends stay (ggml_backend_sched_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self._check_alive("free")
+        for backend in self._backends:
+            if not backend.is_freed:
+                backend.synchronize()
+        self._forget()
+        self.is_freed = True
+        self._allocator.free()
+
+    # -- inner ---------------------------------------------------------------------------------
+
+    def _revalidate(self) -> None:
+        """Check, after something moved somewhere, that it was nothing of ours; rebind parameters."""
+        now = placement_clock.now
+        for tensor, buffer, offset, src in self._places:
+            if tensor.buffer is not buffer or tensor.offset != offset or tensor.src is not src:
+                raise GraphError(
+                    f"{tensor.describe()} was moved or changed since this scheduler allocated the graph; "
+                    "call alloc_graph again, and set the inputs again"
+                )
+        for split in self.splits:
+            if split.plan is not None and not split.plan.is_valid_for(split.graph):
+                split.plan = None
+        self._checked_at = now
+
+    def _forget(self) -> None:
+        """Un-place the last graph's tensors, so that nobody reads memory that is given out anew."""
+        for tensor in self._placed:
+            if tensor.buffer is not None and tensor.buffer.usage is BufferUsage.COMPUTE:
+                tensor.buffer = None
+        self._placed = []
+        self._places = []
+        self._graph = None
+        self._assignment = None
+        self._split = None
+
+    def _need_split(self) -> SplitGraph:
+        assert self._split is not None
+        return self._split
+
+    def _index(self, backend: Backend) -> int:
+        for i, known in enumerate(self._backends):
+            if known is backend:
+                return i
+        names = ", ".join(b.name for b in self._backends)
+        raise ArgumentError(f"{backend!r} is not one of this scheduler's backends: {names}")
+
+    def _check_alive(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this scheduler was freed")
+
+    # -- Python --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_freed:
+            self.free()
+
+    def __repr__(self) -> str:
+        names = ", ".join(b.name for b in self._backends)
+        return f"<Scheduler on {names}: {self.n_splits} splits>"
+
+    def __str__(self) -> str:
+        """Splits, their inputs with sizes, and why each node landed where it did."""
+        if self._graph is None or self._assignment is None or self._split is None:
+            return f"{self!r}, no graph yet"
+        return render(self._graph, self._assignment, self._split)
+
+
+def _release(graph: Graph) -> None:
+    """Un-place the tensors that an earlier allocation of any scheduler placed.
+
+    Memory of usage `COMPUTE` belongs to an allocator, which gives it out anew for each graph.
+    """
+    for tensor in graph:
+        buffer = tensor.buffer
+        if buffer is not None and (buffer.usage is BufferUsage.COMPUTE or buffer.is_freed):
+            tensor.buffer = None
