@@ -1,0 +1,207 @@
+"""Lowering: what a rule uses to read operands, take scratch and emit steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggmlb.backends.array.views import View, broadcast, merged, tiles
+from ggmlb.dtypes import DType
+from ggmlb.enums import NO_OPS
+from ggmlb.errors import UnsupportedOpError
+
+if TYPE_CHECKING:
+    from ggmlb.backends.array.casts import Cast
+    from ggmlb.backends.array.rules import Rule, RuleTable
+    from ggmlb.backends.array.workspace import Array, Workspace
+    from ggmlb.tensor import Tensor
+
+Step = Callable[[], Any]
+"""A call with everything bound."""
+
+Kernel = Callable[..., Any]
+"""`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""
+
+
+class Lowering(ABC):
+    """Turns nodes into steps over the arrays of one library.
+
+    Attributes:
+        xp: The array namespace, NumPy or CuPy.
+        table: The rules, and the conversions of types.
+        tile: Items of the largest operand per tile, so that a tile and its scratch stay in the cache;
+            `None` where the library has no use for tiles.
+    """
+
+    xp: Any
+    tile: int | None = None
+
+    def __init__(self, table: RuleTable, workspace: Workspace) -> None:
+        self.table = table
+        self.casts = table.casts
+        self._workspace = workspace
+        self._steps: list[Step] = []
+
+    def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
+        """Return the steps that compute the nodes, and for each node the index after its last step.
+
+        Raises:
+            UnsupportedOpError: No rule takes a node.
+        """
+        self._steps = []
+        ends = []
+        for node in nodes:
+            if node.op not in NO_OPS and not node.is_empty:
+                self._workspace.restart()
+                self._rule(node).lower(self, node)
+            ends.append(len(self._steps))
+        return self._steps, ends
+
+    def _rule(self, node: Tensor) -> Rule:
+        found = self.table.find(node)
+        if isinstance(found, str):
+            raise UnsupportedOpError(f"cannot lower {node.describe()}: {found}")
+        return found
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def emit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Append a call to the plan."""
+        self._steps.append(partial(fn, *args, **kwargs) if args or kwargs else fn)
+
+    def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """Return a C-contiguous array that is this node's own while its steps run."""
+        return self._workspace.take(shape, dtype)
+
+    # -- operands ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def bind(self, view: View) -> Array:
+        """Make the array of a view on a buffer that this library can reach."""
+
+    def array(self, t: Tensor) -> Array:
+        """The tensor's memory in four dimensions, `ne` reversed; BF16 as `uint16`, blocks as bytes."""
+        return self.bind(View.of(t))
+
+    def f32(self, t: Tensor) -> Array:
+        """The tensor's values as float32, `ne` reversed: its memory, or scratch that a step fills."""
+        load = self.casts.load(t.dtype)
+        x = self.array(t)
+        if load is None:
+            return x
+        values = self.scratch(t.ne[::-1])
+        self.emit(load, values, x)
+        return values
+
+    def out_f32(self, t: Tensor) -> Array:
+        """A float32 array for the result, `ne` reversed: its memory, or scratch; see `store`."""
+        return self.array(t) if t.dtype == DType.F32 else self.scratch(t.ne[::-1])
+
+    def store(self, t: Tensor, y: Array) -> None:
+        """Emit the conversion of `y`, from `out_f32(t)`, into the tensor's memory, if one is needed."""
+        store = self.casts.store(t.dtype)
+        if store is not None:
+            self.emit(store, self.array(t), y)
+
+    # -- tiles -------------------------------------------------------------------------------------
+
+    def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0) -> None:
+        """Emit `kernel(y, *x, *scratch)` over all elements; sources repeat over the result's shape.
+
+        Args:
+            kernel: Fills `y` from float32 arrays of one shape; may use `scratch` arrays of that shape.
+            out: The result, of any type that can be stored.
+            src: Operands, of any type that can be loaded.
+            scratch: How many scratch arrays the kernel wants.
+        """
+        inner = int(out.dtype.is_quantized or any(s.dtype.is_quantized for s in src))
+        views = broadcast([View.of(out), *(View.of(s) for s in src)], inner)
+        self.tiled(kernel, *views, inner=inner, scratch=scratch)
+
+    def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0) -> None:
+        """Emit `kernel(y, *x, *scratch)` over rows: as `elementwise`, but rows (axis -1) stay whole.
+
+        Sources and result have the same number of rows; the lengths of their rows may differ. Scratch
+        arrays are like the first source.
+        """
+        self.tiled(kernel, View.of(out), *(View.of(s) for s in src), inner=1, scratch=scratch)
+
+    def tiled(self, kernel: Kernel, out: View, *src: View, inner: int, scratch: int = 0) -> None:
+        """Cut views into tiles and emit, for each, its loads, the kernel and its store.
+
+        The views agree in all extents but those of the last `inner` dimensions.
+        """
+        pieces = list(tiles(merged([out, *src], inner), inner, self.tile))
+        n = self.workers(sum(prod(v.shape) for v in (out, *src)), len(pieces))
+        like = 1 if src else 0
+        buffers = [_Scratch(self, pieces, like, scratch) for _ in range(n)]
+        lists: list[list[Step]] = [[] for _ in range(n)]
+        for i, (y, *xs) in enumerate(pieces):
+            _tile_steps(lists[i % n], self, buffers[i % n], kernel, y, xs)
+        if n == 1:
+            self._steps += lists[0]
+        else:
+            self.emit(self.run_parallel, lists)
+
+    def workers(self, n_items: int, n_tiles: int) -> int:
+        """Return over how many threads to spread tiles of so many items in all."""
+        return 1
+
+    def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
+        """Run lists of steps at the same time, where the library has threads."""
+        for steps in lists:
+            for step in steps:
+                step()
+
+
+class _Scratch:
+    """The scratch of one worker: float32 memory for the largest tile, seen in the shape of each."""
+
+    def __init__(self, lw: Lowering, pieces: list[list[View]], like: int, n_kernel: int) -> None:
+        self.like = like
+        self.casts = [lw.casts.load(v.type) for v in pieces[0]]
+        self.casts[0] = lw.casts.store(pieces[0][0].type)
+        self.operands: list[Array] = [
+            lw.scratch((max(_n_values(p[i]) for p in pieces),)) if cast else None
+            for i, cast in enumerate(self.casts)
+        ]
+        largest = max(_n_values(p[like]) for p in pieces)
+        self.kernel = [lw.scratch((largest,)) for _ in range(n_kernel)]
+
+
+def _tile_steps(
+    steps: list[Step], lw: Lowering, scratch: _Scratch, kernel: Kernel, y: View, xs: list[View]
+) -> None:
+    args = []
+    for i, view in enumerate((y, *xs)):
+        memory = lw.bind(view)
+        cast: Cast | None = scratch.casts[i]
+        if cast is None:
+            args.append(memory)
+            continue
+        shape = _value_shape(view)
+        values = scratch.operands[i][: prod(shape)].reshape(shape)
+        args.append(values)
+        if i:
+            steps.append(partial(cast, values, memory))
+    shape = _value_shape((y, *xs)[scratch.like])
+    args += [s[: prod(shape)].reshape(shape) for s in scratch.kernel]
+    steps.append(partial(kernel, *args))
+    if scratch.casts[0] is not None:
+        steps.append(partial(scratch.casts[0], lw.bind(y), args[0]))
+
+
+def _value_shape(view: View) -> tuple[int, ...]:
+    """The shape in elements; a view of blocks counts bytes in its last dimension."""
+    if not view.type.is_quantized:
+        return view.shape
+    return (*view.shape[:-1], view.shape[-1] // view.type.type_size * view.type.block_size)
+
+
+def _n_values(view: View) -> int:
+    return prod(_value_shape(view))

@@ -1,0 +1,33 @@
+"""Arithmetic of two operands; the second repeats over the first."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.array.rules import VALUE, operands, rule, sources
+from ggmlb.enums import Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.workspace import Array
+    from ggmlb.tensor import Tensor
+
+
+def _binary(ufunc: str, lw: Lowering, t: Tensor) -> None:
+    fn = getattr(lw.xp, ufunc)
+
+    def kernel(y: Array, a: Array, b: Array) -> None:
+        fn(a, b, out=y)
+
+    lw.elementwise(kernel, t, *sources(t))
+
+
+for _op, _ufunc in (
+    (Op.ADD, "add"),
+    (Op.ADD1, "add"),
+    (Op.SUB, "subtract"),
+    (Op.MUL, "multiply"),
+    (Op.DIV, "divide"),
+):
+    rule(_op, operands(VALUE, VALUE, out=VALUE))(partial(_binary, _ufunc))

@@ -1,0 +1,53 @@
+"""Workspace: the scratch memory of a backend, shared by all steps of all its plans."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = Any
+"""A NumPy or CuPy array."""
+
+_ALIGNMENT = 64
+_LEAST = 1 << 20
+
+
+class Workspace:
+    """Hands out scratch arrays; what one node took, the next may take again.
+
+    The steps of a backend run one after another, so nodes and plans can share scratch. Memory that is
+    too small is replaced, not grown: plans that bound pieces of it keep it alive.
+
+    Args:
+        allocate: Gives a flat uint8 array of that many bytes, aligned to 64.
+    """
+
+    def __init__(self, allocate: Callable[[int], Array]) -> None:
+        self._allocate = allocate
+        self._memory = allocate(0)
+        self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory that is handed out now [bytes]."""
+        return int(self._memory.size)
+
+    def restart(self) -> None:
+        """Let all of the memory be taken again."""
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """Return a C-contiguous array of undefined contents, valid until `restart`."""
+        dtype = np.dtype(dtype)
+        n = prod(shape) * dtype.itemsize
+        if self._used + n > self._memory.size:
+            self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))
+            self._used = 0
+        start = self._used
+        self._used = -(-(start + n) // _ALIGNMENT) * _ALIGNMENT
+        return self._memory[start : start + n].view(dtype).reshape(shape)

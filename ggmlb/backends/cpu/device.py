@@ -1,0 +1,177 @@
+"""The CPU as a device, and its registration."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.cpu.backend import CpuBackend
+from ggmlb.backends.cpu.buffer import CpuBuffer, CpuBufferType
+from ggmlb.backends.cpu.lowering import TABLE
+from ggmlb.enums import DeviceType
+from ggmlb.errors import ArgumentError
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
+from ggmlb.interface.device import host_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ggmlb.tensor import Tensor
+
+
+class CpuDevice(Device):
+    """The processor that Python runs on."""
+
+    def __init__(self, reg: CpuReg) -> None:
+        self._reg = reg
+        self._buffer_type = CpuBufferType(self)
+        self._description = _description()
+
+    @property
+    def name(self) -> str:
+        """`CPU`."""
+        return "CPU"
+
+    @property
+    def description(self) -> str:
+        """The processor's model, as the system tells it."""
+        return self._description
+
+    @property
+    def type(self) -> DeviceType:
+        """`DeviceType.CPU`."""
+        return DeviceType.CPU
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Available and total memory of the machine [bytes]; zeros where the system does not tell."""
+        return _memory()
+
+    @property
+    def caps(self) -> Caps:
+        """It computes in the caller's memory, memory maps included."""
+        return Caps(buffer_from_host_ptr=True, mmap_support=True)
+
+    @property
+    def reg(self) -> CpuReg:
+        """The registration `CPU`."""
+        return self._reg
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream.
+
+        Args:
+            params: `n_threads`: as many as the process may use by default.
+
+        Raises:
+            ArgumentError: An unknown parameter, or less than one thread.
+        """
+        params = dict(params or {})
+        n_threads = params.pop("n_threads", None)
+        if params:
+            raise ArgumentError(f"CPU: unknown parameters {sorted(params)}; known: n_threads")
+        backend = CpuBackend(self, _n_cpus())
+        if n_threads is not None:
+            backend.set_n_threads(n_threads)
+        return backend
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """Plain host memory."""
+        return self._buffer_type
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`."""
+        return CpuBuffer(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the node cannot be computed, from the table that computes it."""
+        return TABLE.declines(op)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Any host memory, of other devices too."""
+        return buft.is_host
+
+
+class CpuReg(BackendReg):
+    """The registration of the CPU."""
+
+    def __init__(self) -> None:
+        self._devices = (CpuDevice(self),)
+
+    @property
+    def name(self) -> str:
+        """`CPU`."""
+        return "CPU"
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """One device."""
+        return self._devices
+
+    def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        return {
+            "set_n_threads": CpuBackend.set_n_threads,
+            "set_abort_callback": _set_abort_callback,
+            "get_features": _features,
+            "dev_get_extra_bufts": _extra_bufts,
+        }
+
+
+@cache
+def backend_reg() -> CpuReg:
+    """Return the registration; the registry calls this."""
+    return CpuReg()
+
+
+def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
+    backend.abort_callback = callback
+
+
+def _extra_bufts(device: Device) -> list[BufferType]:
+    return []
+
+
+def _features(reg: BackendReg) -> list[tuple[str, str]]:
+    """What NumPy was built with and found here: its version, its BLAS, its instruction sets."""
+    config: Any = np.show_config(mode="dicts")
+    blas = config["Build Dependencies"]["blas"]
+    simd = config["SIMD Extensions"]
+    return [
+        ("NUMPY", np.__version__),
+        ("BLAS", f"{blas['name']} {blas['version']}"),
+        *((name, "1") for name in (*simd.get("baseline", ()), *simd.get("found", ()))),
+    ]
+
+
+def _n_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _description() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith(("model name", "Model")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _memory() -> tuple[int, int]:
+    info = Path("/proc/meminfo")
+    if info.exists():
+        kib = {k: int(v.split()[0]) for k, _, v in (x.partition(":") for x in info.read_text().splitlines())}
+        return kib.get("MemAvailable", 0) * 1024, kib.get("MemTotal", 0) * 1024
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    except (AttributeError, ValueError, OSError):
+        return 0, 0
