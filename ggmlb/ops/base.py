@@ -1,17 +1,24 @@
-"""What all op families share: making nodes and views, and checking arguments."""
+"""What all op families share: making nodes and views, and wording what is wrong with arguments.
+
+A check that passes must cost nothing but itself, because a model builds thousands of nodes: the
+callers test first, and call a `fail_*` function, with the tensors to name, only where the test fails.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ggmlb.enums import Op
-from ggmlb.errors import ArgumentError, DTypeError, ShapeError
+from ggmlb.errors import ArgumentError, DTypeError, ShapeError, did_you_mean
 from ggmlb.tensor import Ne, Tensor, can_repeat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ggmlb.dtypes import DType
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+E = TypeVar("E", bound=IntEnum)
 
 
 class OpBase:
@@ -31,9 +38,10 @@ class OpBase:
         ne: Ne,
         src: tuple[Tensor | None, ...],
         params: Mapping[str, Any] | None = None,
+        name: str = "",
     ) -> Tensor:
         """Return a new contiguous node."""
-        tensor = Tensor(dtype, ne, op=op, src=src, params=params)
+        tensor = Tensor(dtype, ne, op=op, src=src, params=params, name=name)
         self.tensors.append(tensor)
         return tensor
 
@@ -48,18 +56,31 @@ class OpBase:
         """Return a node that writes into the memory of `dst`: in-place ops, `cpy`, `set_rows`."""
         return self._view(dst, dst.ne, dst.nb, 0, op, src, params, suffix)
 
+    def _like(
+        self,
+        inplace: bool,
+        op: Op,
+        a: Tensor,
+        src: tuple[Tensor | None, ...],
+        params: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Return a node of type and shape of `a`, in the memory of `a` if `inplace`."""
+        if inplace:
+            return self._view(a, a.ne, a.nb, 0, op, src, params)
+        return self._op(op, a.dtype, a.ne, src, params)
+
     def _view(
         self,
         a: Tensor,
         ne: Ne,
-        nb: Ne,
+        nb: Ne | None,
         offset: int,
         op: Op = Op.VIEW,
         src: tuple[Tensor | None, ...] | None = None,
         params: Mapping[str, Any] | None = None,
         suffix: str = "view",
     ) -> Tensor:
-        """Return a tensor over the memory of `a`, `offset` bytes into it."""
+        """Return a tensor over the memory of `a`, `offset` bytes into it; contiguous if `nb` is None."""
         tensor = Tensor(
             a.dtype,
             ne,
@@ -75,50 +96,84 @@ class OpBase:
         return tensor
 
 
+def method(fn: F, name: str, doc: str) -> F:
+    """Name and document a method that a factory made, so that help and tracebacks tell which it is."""
+    fn.__name__ = name
+    fn.__qualname__ = f"Context.{name}"
+    fn.__doc__ = f"{doc} (ggml_{name})."
+    return fn
+
+
 def fail_shape(fn: str, why: str, *tensors: Tensor) -> NoReturn:
     """Raise a ShapeError that names the function, its operands and what would be right."""
     raise ShapeError(f"{fn}({', '.join(t.describe() for t in tensors)}): {why}")
 
 
-def require_shape(ok: bool, fn: str, why: str, *tensors: Tensor) -> None:
-    """Raise a ShapeError unless `ok`. Build `why` outside only where it is cheap."""
-    if not ok:
-        fail_shape(fn, why, *tensors)
+def fail_dtype(fn: str, arg: str, tensor: Tensor, *allowed: DType) -> NoReturn:
+    """Raise a DTypeError that names the operand and the types it may have."""
+    names = " or ".join(d.name.lower() for d in allowed)
+    raise DTypeError(f"{fn}: {arg} is {tensor.describe()}; it must be {names}")
+
+
+def fail_arg(fn: str, why: str) -> NoReturn:
+    """Raise an ArgumentError."""
+    raise ArgumentError(f"{fn}: {why}")
+
+
+def fail_contiguous(fn: str, arg: str, tensor: Tensor, what: str = "contiguous") -> NoReturn:
+    """Raise a ShapeError about an operand whose strides do not fit."""
+    fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; it must be {what}: apply cont first", tensor)
+
+
+def require_repeat(fn: str, a: Tensor, b: Tensor) -> None:
+    """Raise a ShapeError unless `b` tiles `a` (ggml's broadcasting: b's extents divide a's)."""
+    if a.ne != b.ne and not can_repeat(b, a):
+        fail_shape(fn, f"every extent of b, ne {list(b.ne)}, must divide that of a, ne {list(a.ne)}", a, b)
+
+
+def require_same_shape(fn: str, a: Tensor, b: Tensor) -> None:
+    """Raise a ShapeError unless both have the same extents."""
+    if a.ne != b.ne:
+        fail_shape(fn, f"ne {list(b.ne)} must equal ne {list(a.ne)}", a, b)
 
 
 def require_type(fn: str, arg: str, tensor: Tensor, *allowed: DType) -> None:
     """Raise a DTypeError unless the tensor has one of the types."""
     if tensor.dtype not in allowed:
-        names = " or ".join(d.name.lower() for d in allowed)
-        raise DTypeError(f"{fn}: {arg} is {tensor.describe()}; it must be {names}")
+        fail_dtype(fn, arg, tensor, *allowed)
 
 
-def require_arg(ok: bool, fn: str, why: str) -> None:
-    """Raise an ArgumentError unless `ok`."""
-    if not ok:
-        raise ArgumentError(f"{fn}: {why}")
+def require_contiguous(fn: str, arg: str, tensor: Tensor) -> None:
+    """Raise a ShapeError unless the tensor is contiguous."""
+    if not tensor.is_contiguous():
+        fail_contiguous(fn, arg, tensor)
 
 
-def require_repeat(fn: str, a: Tensor, b: Tensor) -> None:
-    """Raise a ShapeError unless `b` tiles `a` (ggml's broadcasting: b's extents divide a's)."""
-    if not can_repeat(b, a):
-        fail_shape(fn, f"every extent of b, ne {list(b.ne)}, must divide that of a, ne {list(a.ne)}", a, b)
+def as_enum(fn: str, kind: type[E], value: E | int) -> E:
+    """Return the member of `kind` with that value.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    if type(value) is kind:
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        known = (f"{kind.__name__}.{name}" for name in kind.__members__)
+        fail_arg(fn, f"{value!r} is not a {kind.__name__}{did_you_mean(str(value), known)}")
 
 
-def require_contiguous(fn: str, arg: str, tensor: Tensor, from_dim: int = 0) -> None:
-    """Raise a ShapeError unless the tensor is contiguous (see `Tensor.is_contiguous`)."""
-    if not tensor.is_contiguous(from_dim):
-        fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; make it contiguous with cont", tensor)
-
-
-def full_ne(ne: tuple[int, ...] | list[int], fn: str) -> Ne:
+def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:
     """Return four extents, ones appended.
 
     Raises:
         ShapeError: There are none, more than four, or a negative one.
     """
-    extents = tuple(int(n) for n in ne)
+    extents = (int(ne),) if isinstance(ne, int) else tuple(int(n) for n in ne)
     if not 1 <= len(extents) <= 4 or min(extents) < 0:
-        raise ShapeError(f"{fn}: ne is {list(ne)}; give one to four extents, none negative, innermost first")
+        raise ShapeError(
+            f"{fn}: ne is {list(extents)}; give one to four extents, none negative, innermost first"
+        )
     a, b, c, d = (*extents, 1, 1, 1)[:4]
     return (a, b, c, d)

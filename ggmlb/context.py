@@ -1,0 +1,168 @@
+"""Context: makes the leaf tensors of a program, and its nodes with one method per op."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.dtypes import DType
+from ggmlb.enums import Op, TensorFlag
+from ggmlb.errors import ArgumentError, did_you_mean
+from ggmlb.ops.attention import AttentionOps
+from ggmlb.ops.base import full_ne
+from ggmlb.ops.binary import BinaryOps
+from ggmlb.ops.copy import CopyOps
+from ggmlb.ops.glu import GluOps
+from ggmlb.ops.matmul import MatmulOps
+from ggmlb.ops.norm import NormOps
+from ggmlb.ops.reduce import ReduceOps
+from ggmlb.ops.rope import RopeOps
+from ggmlb.ops.rows import RowOps
+from ggmlb.ops.scale import ScaleOps
+from ggmlb.ops.select import SelectOps
+from ggmlb.ops.shape import ShapeOps
+from ggmlb.ops.softmax import SoftmaxOps
+from ggmlb.ops.unary import UnaryOps
+from ggmlb.ops.views import ViewOps
+from ggmlb.tensor import Ne, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class Context(
+    AttentionOps,
+    BinaryOps,
+    CopyOps,
+    GluOps,
+    MatmulOps,
+    NormOps,
+    ReduceOps,
+    RopeOps,
+    RowOps,
+    ScaleOps,
+    SelectOps,
+    ShapeOps,
+    SoftmaxOps,
+    UnaryOps,
+    ViewOps,
+):
+    """Makes tensors (ggml_context).
+
+    Leafs come from `new_tensor` and its kin; nodes from one method per ggml op, named as in ggml.h without
+    the `ggml_` prefix, its arguments in the C order without ctx. Nothing is computed here, and no memory is
+    taken: an op checks its operands and describes its result.
+
+    Every op raises `ShapeError`, `DTypeError` or `ArgumentError` when its operands do not fit, and leaves the
+    context as it was.
+    """
+
+    def new_tensor(self, dtype: DType | str, ne: Sequence[int] | int, name: str = "") -> Tensor:
+        """Return a new leaf with one to four extents, innermost first (ggml_new_tensor).
+
+        Raises:
+            DTypeError: There is no such type.
+            ShapeError: Extents are missing, too many or negative, or a row is not whole blocks.
+        """
+        return self._leaf(DType.parse(dtype), full_ne(ne, "new_tensor"), name)
+
+    def new_tensor_1d(self, dtype: DType | str, ne0: int) -> Tensor:
+        """Return a new leaf with ne `[ne0]`; raises as `new_tensor` (ggml_new_tensor_1d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0,), "new_tensor_1d"))
+
+    def new_tensor_2d(self, dtype: DType | str, ne0: int, ne1: int) -> Tensor:
+        """Return a new leaf with ne `[ne0, ne1]`; raises as `new_tensor` (ggml_new_tensor_2d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0, ne1), "new_tensor_2d"))
+
+    def new_tensor_3d(self, dtype: DType | str, ne0: int, ne1: int, ne2: int) -> Tensor:
+        """Return a new leaf with ne `[ne0, ne1, ne2]`; raises as `new_tensor` (ggml_new_tensor_3d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0, ne1, ne2), "new_tensor_3d"))
+
+    def new_tensor_4d(self, dtype: DType | str, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
+        """Return a new leaf with four extents; raises as `new_tensor` (ggml_new_tensor_4d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0, ne1, ne2, ne3), "new_tensor_4d"))
+
+    def dup_tensor(self, src: Tensor) -> Tensor:
+        """Return a new contiguous leaf of the type and shape of `src` (ggml_dup_tensor)."""
+        return self._leaf(src.dtype, src.ne)
+
+    def _leaf(self, dtype: DType, ne: Ne, name: str = "") -> Tensor:
+        tensor = Tensor(dtype, ne, name=name)
+        self.tensors.append(tensor)
+        return tensor
+
+    # -- names ---------------------------------------------------------------------------------
+
+    def set_name(self, tensor: Tensor, name: str) -> Tensor:
+        """Name a tensor; return it (ggml_set_name)."""
+        tensor.name = name
+        return tensor
+
+    def format_name(self, tensor: Tensor, fmt: str, *args: Any) -> Tensor:
+        """Name a tensor `fmt % args`; return it (ggml_format_name)."""
+        tensor.name = fmt % args
+        return tensor
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return the first tensor of that name (ggml_get_tensor).
+
+        Raises:
+            ArgumentError: No tensor has the name.
+        """
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        names = [t.name for t in self.tensors if t.name]
+        raise ArgumentError(f"the context has no tensor named {name!r}{did_you_mean(name, names)}")
+
+    # -- flags ---------------------------------------------------------------------------------
+
+    def set_input(self, tensor: Tensor) -> Tensor:
+        """Mark a tensor that the user writes before each computation; return it (ggml_set_input).
+
+        Its memory is allocated at the start of the graph and is not reused before the last node has read it.
+        """
+        return _flag(tensor, TensorFlag.INPUT)
+
+    def set_output(self, tensor: Tensor) -> Tensor:
+        """Mark a result: its memory is not reused, so that it can be read afterwards (ggml_set_output)."""
+        return _flag(tensor, TensorFlag.OUTPUT)
+
+    def set_param(self, tensor: Tensor) -> Tensor:
+        """Mark a leaf that training changes; return it (ggml_set_param).
+
+        Raises:
+            ArgumentError: The tensor is a node.
+        """
+        if tensor.op is not Op.NONE:
+            raise ArgumentError(f"set_param: {tensor.describe()} is a node; parameters are leafs")
+        return _flag(tensor, TensorFlag.PARAM)
+
+    def set_loss(self, tensor: Tensor) -> Tensor:
+        """Mark a scalar that training makes small; return it (ggml_set_loss).
+
+        Raises:
+            ArgumentError: The tensor is not an f32 scalar.
+        """
+        if tensor.ne != (1, 1, 1, 1) or tensor.dtype is not DType.F32:
+            raise ArgumentError(f"set_loss: {tensor.describe()} is not an f32 scalar")
+        return _flag(tensor, TensorFlag.LOSS)
+
+    # -- contents ------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tensors (ggml_reset); those that the caller holds stay valid."""
+        self.tensors.clear()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"<Context {len(self.tensors)} tensors>"
+
+
+def _flag(tensor: Tensor, flag: int) -> Tensor:
+    tensor.flags |= flag
+    return tensor
