@@ -1,0 +1,35 @@
+"""The `ggmlb` command: `ggmlb devices`, `ggmlb embed`, `ggmlb demo`.
+
+A command is a module of this package with one function, added to the list in `app.py`. At its top a
+command module imports only `typer`, `ggmlb.errors` and `ggmlb.cli.frame`; what it works with is imported
+when it runs, so that `--help` is quick and shows even where an extra is missing.
+
+Exit status: 0 done; 1 one of our errors, told in one line (`--debug` shows the traceback); 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    Args:
+        argv: The arguments after the program's name; those of the process by default.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        import rich  # noqa: F401 (asked for here, so that no command has to)
+        import typer  # noqa: F401
+    except ModuleNotFoundError as missing:
+        needs = f"the command line needs the package {missing.name!r}; install it with"
+        print(f"ggmlb: {needs}: pip install 'ggmlb[cli]'", file=sys.stderr)
+        return 1
+    from ggmlb.cli.app import run
+
+    return run(args)

@@ -1,0 +1,61 @@
+"""The list of commands, and what happens to an error that one of them raises."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ggmlb.cli import devices
+from ggmlb.cli.frame import console
+from ggmlb.errors import Error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+app = typer.Typer(
+    name="ggmlb",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(devices.devices)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from ggmlb import __version__
+
+        print(f"ggmlb {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def ggmlb(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere on the line.")
+    ] = False,
+) -> None:
+    """One compute graph over many devices: ggml's backend layer for Python."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Run one command and return the exit status; our errors become one line on stderr."""
+    debug = "--debug" in args
+    command: Any = typer.main.get_command(app)
+    try:
+        command.main([arg for arg in args if arg != "--debug"], prog_name="ggmlb")
+    except Error as error:
+        if debug:
+            raise
+        line = f"ggmlb: {error}"
+        console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
+        return 1
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0

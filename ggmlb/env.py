@@ -1,0 +1,10 @@
+"""The environment variables that ggmlb reads: each by a function here, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+
+def backend_path() -> str | None:
+    """GGMLB_BACKEND_PATH: a backend's file or package folder, or a folder of several; `None` if unset."""
+    return os.environ.get("GGMLB_BACKEND_PATH") or None

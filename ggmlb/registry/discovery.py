@@ -1,0 +1,117 @@
+"""Finding candidates, all by reading text: nothing here imports a backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pkgutil
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ggmlb import env
+from ggmlb.errors import RegistryError
+from ggmlb.registry.candidate import FACTORY, Candidate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GROUP = "ggmlb.backends"
+"""The entry-point group. An entry reads `name = "package.module:backend_reg"`."""
+
+_SHARED = frozenset({"array"})
+"""Folders beside the backends that hold what they share."""
+
+
+def in_tree() -> Iterator[Candidate]:
+    """The backends of ggmlb itself, which need no installation to be found."""
+    spec = importlib.util.find_spec("ggmlb.backends")
+    for info in pkgutil.iter_modules(spec.submodule_search_locations if spec else ()):
+        if info.ispkg and info.name not in _SHARED:
+            yield Candidate(info.name, f"ggmlb.backends.{info.name}:{FACTORY}", info.name, "ggmlb")
+
+
+def installed() -> Iterator[Candidate]:
+    """The backends that installed packages announce by an entry point."""
+    for point in entry_points(group=GROUP):
+        origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
+        yield Candidate(point.name, point.value.replace(" ", ""), point.name.casefold(), origin)
+
+
+def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
+    """The backends of a folder: its `.py` files and packages that mention `backend_reg`.
+
+    A file's name, up to a `-` and without a `ggmlb_` before it, is the expected name:
+    `ggmlb_echo.py`, `echo-avx2.py`. Other Python files are left alone.
+
+    Raises:
+        RegistryError: There is no such folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise RegistryError(f"there is no folder {str(folder)!r} to load backends from")
+    for path in sorted(root.iterdir()):
+        file = path / "__init__.py" if path.is_dir() else path
+        if path.name.startswith((".", "_")) or file.suffix != ".py" or not file.is_file():
+            continue
+        if FACTORY in file.read_text(encoding="utf-8", errors="replace"):
+            yield _at_path(path, group=str(root.resolve()))
+
+
+def at(where: str | os.PathLike[str]) -> Candidate:
+    """The candidate at a path, or of a module's name with or without `:factory`.
+
+    A text with a path separator, or that ends in `.py`, is a path.
+
+    Raises:
+        RegistryError: There is no such file, or no package in such a folder.
+    """
+    text = os.fspath(where)
+    if isinstance(where, os.PathLike) or "/" in text or os.sep in text or text.endswith(".py"):
+        path = Path(text)
+        if not (path.is_file() or _is_package(path)):
+            raise RegistryError(
+                f"there is no backend at {text!r}; give a .py file, a package folder or a module"
+            )
+        return _at_path(path, group=text)
+    module, _, factory = text.partition(":")
+    return Candidate(module.rpartition(".")[2], f"{module}:{factory or FACTORY}", text, "load")
+
+
+def from_environment() -> Iterator[Candidate]:
+    """The file or folder that `GGMLB_BACKEND_PATH` names.
+
+    Raises:
+        RegistryError: There is neither.
+    """
+    where = env.backend_path()
+    if where is None:
+        return
+    path = Path(where)
+    if path.is_file() or _is_package(path):
+        yield _at_path(path, group=where)
+    elif path.is_dir():
+        yield from in_folder(path)
+    else:
+        raise RegistryError(f"GGMLB_BACKEND_PATH is {where!r}: there is no such file or folder")
+
+
+def discover() -> list[Candidate]:
+    """All candidates: ggmlb's own, those installed, those of the environment; each target once.
+
+    Raises:
+        RegistryError: `GGMLB_BACKEND_PATH` names nothing.
+    """
+    found: dict[str, Candidate] = {}
+    for candidate in (*in_tree(), *installed(), *from_environment()):
+        found.setdefault(candidate.target, candidate)
+    return list(found.values())
+
+
+def _is_package(path: Path) -> bool:
+    return (path / "__init__.py").is_file()
+
+
+def _at_path(path: Path, group: str) -> Candidate:
+    name = path.stem.partition("-")[0].removeprefix("ggmlb_")
+    return Candidate(name, str(path.resolve()), group, str(path))
