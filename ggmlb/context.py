@@ -10,19 +10,28 @@ from ggmlb.errors import ArgumentError, did_you_mean
 from ggmlb.ops.attention import AttentionOps
 from ggmlb.ops.base import full_ne
 from ggmlb.ops.binary import BinaryOps
+from ggmlb.ops.constant import ConstantOps
+from ggmlb.ops.conv import ConvOps
 from ggmlb.ops.copy import CopyOps
+from ggmlb.ops.custom import CustomOps
+from ggmlb.ops.deepseek import DeepSeekOps
 from ggmlb.ops.glu import GluOps
 from ggmlb.ops.matmul import MatmulOps
 from ggmlb.ops.norm import NormOps
+from ggmlb.ops.pool import PoolOps
+from ggmlb.ops.recurrent import RecurrentOps
 from ggmlb.ops.reduce import ReduceOps
+from ggmlb.ops.resize import ResizeOps
 from ggmlb.ops.rope import RopeOps
 from ggmlb.ops.rows import RowOps
 from ggmlb.ops.scale import ScaleOps
 from ggmlb.ops.select import SelectOps
 from ggmlb.ops.shape import ShapeOps
 from ggmlb.ops.softmax import SoftmaxOps
+from ggmlb.ops.train import TrainOps
 from ggmlb.ops.unary import UnaryOps
 from ggmlb.ops.views import ViewOps
+from ggmlb.ops.window import WindowOps
 from ggmlb.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
@@ -32,19 +41,28 @@ if TYPE_CHECKING:
 class Context(
     AttentionOps,
     BinaryOps,
+    ConstantOps,
+    ConvOps,
     CopyOps,
+    CustomOps,
+    DeepSeekOps,
     GluOps,
     MatmulOps,
     NormOps,
+    PoolOps,
+    RecurrentOps,
     ReduceOps,
+    ResizeOps,
     RopeOps,
     RowOps,
     ScaleOps,
     SelectOps,
     ShapeOps,
     SoftmaxOps,
+    TrainOps,
     UnaryOps,
     ViewOps,
+    WindowOps,
 ):
     """Makes tensors (ggml_context).
 

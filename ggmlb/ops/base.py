@@ -39,9 +39,10 @@ class OpBase:
         src: tuple[Tensor | None, ...],
         params: Mapping[str, Any] | None = None,
         name: str = "",
+        nb: Ne | None = None,
     ) -> Tensor:
-        """Return a new contiguous node."""
-        tensor = Tensor(dtype, ne, op=op, src=src, params=params, name=name)
+        """Return a new node, contiguous unless strides are given."""
+        tensor = Tensor(dtype, ne, nb, op=op, src=src, params=params, name=name)
         self.tensors.append(tensor)
         return tensor
 
