@@ -145,6 +145,7 @@ class Catalogue:
                 raise RegistryError(f"a backend named {loaded.reg.name!r} is registered; unload it first")
         devices = _devices_of(reg)
         self.check_names(devices)
+        self._drop_single(reg)  # a device that was registered alone now comes with its backend
         self.loaded.append(Loaded(reg, devices, target))
 
     def check_names(self, devices: Iterable[Device]) -> None:
@@ -161,10 +162,14 @@ class Catalogue:
     def remove(self, reg: BackendReg) -> bool:
         """Remove a backend and its devices; return whether it was there."""
         kept = [loaded for loaded in self.loaded if loaded.reg is not reg]
-        was_there = len(kept) < len(self.loaded)
+        if len(kept) == len(self.loaded):
+            return False
         self.loaded = kept
+        self._drop_single(reg)
+        return True
+
+    def _drop_single(self, reg: BackendReg) -> None:
         self.single = [device for device in self.single if device.reg is not reg]
-        return was_there
 
     def regs(self) -> list[BackendReg]:
         """The backends in use, the highest priority first."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pkgutil
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +32,8 @@ def in_tree() -> Iterator[Candidate]:
 
 def installed() -> Iterator[Candidate]:
     """The backends that installed packages announce by an entry point."""
+    from importlib.metadata import entry_points  # slow to import, and not needed before
+
     for point in entry_points(group=GROUP):
         origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
         yield Candidate(point.name, point.value.replace(" ", ""), point.name.casefold(), origin)

@@ -1,0 +1,74 @@
+"""Laziness, proved in a fresh process: what an import or a look-up pulls in, and what it must not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ggmlb
+
+ROOT = Path(__file__).parents[2]
+
+HEAVY = {"cupy", "gguf", "hypothesis", "ml_dtypes", "pyopencl", "rich", "safetensors", "tokenizers", "typer"}
+
+
+def modules_after(program: str) -> dict[str, object]:
+    """Run a program in a fresh interpreter; return the heavy modules it loaded, and its import time [s]."""
+    code = f"""
+import json, sys, time
+import numpy
+start = time.perf_counter()
+{program}
+took_s = time.perf_counter() - start
+top = sorted({{name.partition(".")[0] for name in sys.modules}})
+print(json.dumps({{"top": top, "all": sorted(sys.modules), "took_s": took_s}}))
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def test_import_loads_numpy_and_nothing_heavier(record_property: pytest.RecordProperty) -> None:
+    told = modules_after("import ggmlb")
+    assert not HEAVY & set(told["top"])
+    assert not [m for m in told["all"] if m.startswith("ggmlb.backends.")]
+    assert "importlib.metadata" not in told["all"]  # reading entry points waits for the first look-up
+    record_property("import_s", told["took_s"])
+
+
+def test_the_cpu_needs_no_other_backend() -> None:
+    told = modules_after("import ggmlb; ggmlb.init_by_name('CPU').free()")
+    assert not {"cupy", "pyopencl"} & set(told["top"])
+    assert "ggmlb.backends.cpu" in told["all"]
+    assert "ggmlb.backends.opencl" not in told["all"]
+    assert "ggmlb.backends.cuda" not in told["all"]
+
+
+def test_help_needs_no_library() -> None:
+    told = modules_after("from ggmlb.cli import main; main(['--help']); main(['devices', '--help'])")
+    assert not {"cupy", "gguf", "pyopencl", "safetensors", "tokenizers"} & set(told["top"])
+
+
+def test_public_names() -> None:
+    assert ggmlb.__all__ == sorted(ggmlb.__all__)
+    assert all(hasattr(ggmlb, name) for name in ggmlb.__all__)
+    submodules = {"alloc", "context", "dtypes", "enums", "errors", "graph", "interface", "ops", "registry"}
+    hidden = {n for n in vars(ggmlb) if not n.startswith("_")} - set(ggmlb.__all__) - submodules
+    assert hidden <= {
+        "backends",
+        "cli",
+        "compare",
+        "env",
+        "kernels",
+        "models",
+        "scheduler",
+        "tensor",
+        "testing",
+    }

@@ -1,0 +1,85 @@
+"""A backend of another package: installed by pip, found by its entry point, used in a graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tests/third_party/abacus"
+
+PROGRAM = """
+import json, sys
+import numpy as np
+import ggmlb
+
+with ggmlb.init_by_name("abacus0") as abacus, ggmlb.init_by_name("CPU") as cpu:
+    ctx = ggmlb.Context()
+    x = ctx.set_input(ctx.new_tensor(ggmlb.DType.F32, (4, 3)))
+    row = ctx.set_input(ctx.new_tensor(ggmlb.DType.F32, (4,)))
+    y = ctx.set_output(ctx.sqr(ctx.add(ctx.mul(x, x), row)))      # all of it on the abacus
+    z = ctx.set_output(ctx.silu(y))                               # and this on the CPU
+    graph = ggmlb.Graph().build_forward_expand(z)
+    with ggmlb.Scheduler([abacus, cpu]) as sched:
+        sched.alloc_graph(graph)
+        a = np.arange(12, dtype=np.float32).reshape(3, 4) / 10
+        b = np.array([1, 2, 3, 4], np.float32) / 10
+        x.set_array(a)
+        row.set_array(b)
+        sched.graph_compute(graph)
+        squares = (a * a + b) ** 2
+        np.testing.assert_allclose(y.to_numpy(), squares, rtol=1e-6)
+        np.testing.assert_allclose(z.to_numpy(), squares / (1 + np.exp(-squares)), rtol=1e-5)
+        where = {str(node.op): sched.get_tensor_backend(node).name for node in graph.nodes}
+print(json.dumps({
+    "where": where,
+    "found_in": sys.modules["ggmlb_abacus"].__file__,
+    "imported": [m for m in ("pyopencl", "cupy") if m in sys.modules],
+    "listed": [d.name for d in ggmlb.devices()],
+}))
+ggmlb.unload(ggmlb.reg_by_name("Abacus"))
+try:
+    ggmlb.device_by_name("Abacus0")
+except ggmlb.RegistryError:
+    pass
+else:
+    raise SystemExit("unloaded, and still found")
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed the package into."""
+    target = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    done = subprocess.run([*pip, *offline, str(PACKAGE)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def run(site: Path, *args: str) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_computes_beside_the_cpu(site: Path) -> None:
+    told = json.loads(run(site, "-c", PROGRAM))
+    assert told["where"] == {"MUL": "Abacus", "ADD": "Abacus", "SQR": "Abacus", "UNARY": "CPU"}
+    assert Path(told["found_in"]).is_relative_to(site)
+    assert told["imported"] == []
+    assert "Abacus0" in told["listed"]
+    assert "CPU" in told["listed"]
+
+
+def test_the_command_lists_it(site: Path) -> None:
+    told = json.loads(run(site, "-m", "ggmlb", "devices", "--json"))
+    (abacus,) = [d for d in told["devices"] if d["backend"] == "Abacus"]
+    assert (abacus["name"], abacus["type"]) == ("Abacus0", "ACCEL")
