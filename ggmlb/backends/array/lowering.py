@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.backends.array.views import View, broadcast, merged, tiles
 from ggmlb.dtypes import DType
@@ -36,10 +37,12 @@ class Lowering(ABC):
         table: The rules, and the conversions of types.
         tile: Items of the largest operand per tile, so that a tile and its scratch stay in the cache;
             `None` where the library has no use for tiles.
+        weight_tile: Values of a weight, or of keys and values, that are held as float32 at a time.
     """
 
     xp: Any
     tile: int | None = None
+    weight_tile: int | None = None
 
     def __init__(self, table: RuleTable, workspace: Workspace) -> None:
         self.table = table
@@ -48,19 +51,20 @@ class Lowering(ABC):
         self._steps: list[Step] = []
 
     def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
-        """Return the steps that compute the nodes, and for each node the index after its last step.
+        """Return the steps that compute the nodes, and how many of them each node has.
 
         Raises:
             UnsupportedOpError: No rule takes a node.
         """
         self._steps = []
-        ends = []
+        counts = []
         for node in nodes:
+            n = len(self._steps)
             if node.op not in NO_OPS and not node.is_empty:
                 self._workspace.restart()
                 self._rule(node).lower(self, node)
-            ends.append(len(self._steps))
-        return self._steps, ends
+            counts.append(len(self._steps) - n)
+        return self._steps, counts
 
     def _rule(self, node: Tensor) -> Rule:
         found = self.table.find(node)
@@ -83,6 +87,10 @@ class Lowering(ABC):
     @abstractmethod
     def bind(self, view: View) -> Array:
         """Make the array of a view on a buffer that this library can reach."""
+
+    def view(self, array: Array, dtype: DType = DType.F32) -> View:
+        """View a C-contiguous array of this library, scratch or constant, as an operand of type `dtype`."""
+        return View(_Held(array), dtype, array.dtype, 0, array.shape, array.strides)
 
     def array(self, t: Tensor) -> Array:
         """The tensor's memory in four dimensions, `ne` reversed; BF16 as `uint16`, blocks as bytes."""
@@ -108,6 +116,33 @@ class Lowering(ABC):
         if store is not None:
             self.emit(store, self.array(t), y)
 
+    def to_host(self, array: Array) -> npt.NDArray[Any]:
+        """The values as a NumPy array, for steps that must look at them."""
+        return np.asarray(array)
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def take_rows(self, y: Array, x: Array, index: Array) -> None:
+        """`y[.., i] = x[.., index[.., i]]`: rows by index, in each matrix of a batch; a step."""
+        n3, n2 = x.shape[:2]
+        if n3 == n2 == 1:
+            y[0, 0] = x[0, 0][index[0, 0]]
+        else:
+            y[...] = x[(*_batch(self.xp, n3, n2), index)]
+
+    def check_index(self, index: Array, n: int) -> None:  # noqa: B027 (an optional hook)
+        """Raise where a row number is not in `range(n)`, if the library can tell without waiting."""
+
+    def put_rows(self, y: Array, x: Array, index: Array) -> None:
+        """`y[.., index[.., i]] = x[.., i]`; `index` repeats over the batch; a step."""
+        n3, n2 = x.shape[:2]
+        if n3 == n2 == 1:
+            y[0, 0][index[0, 0]] = x[0, 0]
+        else:
+            i3, i2 = _batch(self.xp, n3, n2)
+            index = index[i3[..., 0] % index.shape[0], i2[..., 0] % index.shape[1]]
+            y[i3, i2, index] = x
+
     # -- tiles -------------------------------------------------------------------------------------
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0) -> None:
@@ -131,11 +166,13 @@ class Lowering(ABC):
         """
         self.tiled(kernel, View.of(out), *(View.of(s) for s in src), inner=1, scratch=scratch)
 
-    def tiled(self, kernel: Kernel, out: View, *src: View, inner: int, scratch: int = 0) -> None:
+    def tiled(self, kernel: Kernel, out: View, *src: View, inner: int = 0, scratch: int = 0) -> None:
         """Cut views into tiles and emit, for each, its loads, the kernel and its store.
 
         The views agree in all extents but those of the last `inner` dimensions.
         """
+        if 0 in out.shape:
+            return
         pieces = list(tiles(merged([out, *src], inner), inner, self.tile))
         n = self.workers(sum(prod(v.shape) for v in (out, *src)), len(pieces))
         like = 1 if src else 0
@@ -148,6 +185,15 @@ class Lowering(ABC):
         else:
             self.emit(self.run_parallel, lists)
 
+    def copy(self, dst: View, src: View) -> None:
+        """Emit a copy between views of equal extents, converting from one type to the other."""
+        inner = int(dst.type.is_quantized or src.type.is_quantized)
+        if dst.type == src.type or not {dst.type, src.type} & {DType.BF16, *_quantized(dst, src)}:
+            dst, src = merged([dst, src])
+            self.emit(self.casts.copy, self.bind(dst), self.bind(src))
+        else:
+            self.tiled(self.casts.copy, dst, src, inner=inner)
+
     def workers(self, n_items: int, n_tiles: int) -> int:
         """Return over how many threads to spread tiles of so many items in all."""
         return 1
@@ -157,6 +203,18 @@ class Lowering(ABC):
         for steps in lists:
             for step in steps:
                 step()
+
+
+def _batch(xp: Any, n3: int, n2: int) -> tuple[Array, Array]:
+    """Indices of all matrices of a batch, to go with one of rows."""
+    return xp.arange(n3)[:, None, None], xp.arange(n2)[None, :, None]
+
+
+class _Held:
+    """Memory behind a view that is not a buffer's."""
+
+    def __init__(self, array: Array) -> None:
+        self.base = array.reshape(-1).view(np.uint8)
 
 
 class _Scratch:
@@ -194,6 +252,10 @@ def _tile_steps(
     steps.append(partial(kernel, *args))
     if scratch.casts[0] is not None:
         steps.append(partial(scratch.casts[0], lw.bind(y), args[0]))
+
+
+def _quantized(*views: View) -> set[DType]:
+    return {v.type for v in views if v.type.is_quantized}
 
 
 def _value_shape(view: View) -> tuple[int, ...]:

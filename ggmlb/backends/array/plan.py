@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from operator import length_hint
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Status
@@ -15,36 +17,39 @@ if TYPE_CHECKING:
 
 
 class ArrayPlan(GraphPlan):
-    """Steps, and for each node where its steps end."""
+    """Steps, and for each node how many of them are its own."""
 
     def __init__(self, backend: Backend, graph: Graph, lowering: Lowering) -> None:
         super().__init__(backend, graph)
-        self.steps, self.ends = lowering.lower(self.nodes)
+        self.steps, self.counts = lowering.lower(self.nodes)
 
     def run(self) -> Status:
-        """Call the steps in order; between nodes, ask the backend's abort callback if there is one.
+        """Call the steps in order; before each node, ask the backend's abort callback if there is one.
 
         Raises:
-            BackendError: The array library failed; names the node.
+            BackendError: The array library failed, or a step found bad data; names the node.
         """
-        i = 0
+        steps = iter(self.steps)
         abort = self.backend.abort_callback
         try:
             if abort is None:
-                for i, step in enumerate(self.steps):
+                for step in steps:
                     step()
             else:
-                for end in self.ends:
+                for count in self.counts:
                     if abort():
                         return Status.ABORTED
-                    for i in range(i, end):
-                        self.steps[i]()
-                    i = end
-        except Error:
-            raise
+                    for step in islice(steps, count):
+                        step()
         except Exception as error:
-            node = next(n for n, end in zip(self.nodes, self.ends, strict=True) if i < end)
-            raise BackendError(
-                f"{self.backend.name} failed to compute {node.describe()}: {type(error).__name__}: {error}"
-            ) from error
+            what = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+            node = self._node_of(len(self.steps) - length_hint(steps) - 1)
+            raise BackendError(f"{self.backend.name} failed to compute {node}: {what}") from error
         return Status.SUCCESS
+
+    def _node_of(self, step: int) -> str:
+        for node, count in zip(self.nodes, self.counts, strict=True):
+            step -= count
+            if step < 0:
+                return node.describe()
+        raise AssertionError("more steps than the nodes have")

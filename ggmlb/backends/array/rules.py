@@ -137,3 +137,13 @@ def operands(*src: Types, out: Types = FLOAT) -> Condition:
         return None
 
     return check
+
+
+def same_types(node: Tensor, casts: Casts) -> str | None:
+    """Require that all sources have the type of the result: data is moved, not converted."""
+    for i, s in enumerate(sources(node)):
+        if s.dtype != node.dtype:
+            return f"src{i} is {s.dtype.name.lower()}, the result {node.dtype.name.lower()}"
+        if not s.is_contiguous_rows() and s.dtype.is_quantized:
+            return f"the rows of src{i} are not contiguous"
+    return None

@@ -7,23 +7,31 @@ Shapes and strides are in NumPy order, strides in bytes.
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ggmlb.dtypes import DType
+from ggmlb.tensor import contiguous_nb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ggmlb.interface import Buffer
-    from ggmlb.tensor import Tensor
+    from ggmlb.tensor import Ne, Tensor
 
 _UINT16 = np.dtype(np.uint16)
 
 
+class Memory(Protocol):
+    """What a view looks at: a `Buffer`, or scratch (see `Lowering.view`)."""
+
+    @property
+    def base(self) -> Any:
+        """The memory as the array library sees it."""
+
+
 class View(NamedTuple):
-    """A strided window on a buffer.
+    """A strided window on memory.
 
     Attributes:
         buffer: Where the data lies.
@@ -34,7 +42,7 @@ class View(NamedTuple):
         strides: NumPy order [bytes].
     """
 
-    buffer: Buffer
+    buffer: Memory
     type: DType
     item: np.dtype[Any]
     offset: int
@@ -45,13 +53,18 @@ class View(NamedTuple):
     def of(cls, t: Tensor) -> View:
         """View a placed tensor in four dimensions, `ne` reversed; quantised rows as their bytes."""
         assert t.buffer is not None  # the backend checked the graph
-        dtype = t.dtype
-        shape, strides = t.ne[::-1], t.nb[::-1]
+        return cls.lay(t.buffer, t.dtype, t.offset, t.ne, t.nb)
+
+    @classmethod
+    def lay(cls, buffer: Memory, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
+        """View memory as a tensor of that type, with extents `ne`, and strides `nb` or none but packed."""
+        if nb is None:
+            nb = contiguous_nb(dtype, ne)
+        shape, strides = ne[::-1], nb[::-1]
         if dtype.block_size > 1:
-            shape = (*shape[:3], dtype.row_size(t.ne[0]))
+            shape = (*shape[:3], dtype.row_size(ne[0]))
             strides = (*strides[:3], 1)
-        item = _UINT16 if dtype == DType.BF16 else dtype.numpy
-        return cls(t.buffer, dtype, item, t.offset, shape, strides)
+        return cls(buffer, dtype, _UINT16 if dtype == DType.BF16 else dtype.numpy, offset, shape, strides)
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
@@ -60,6 +73,20 @@ class View(NamedTuple):
     def transposed(self, *axes: int) -> View:
         """Return the view with its axes in another order, as `numpy.transpose`."""
         return self.reshaped(tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes))
+
+    def cut(self, axis: int, start: int, count: int) -> View:
+        """Return `count` items from `start` on along one axis."""
+        shape = list(self.shape)
+        shape[axis] = count
+        return self.reshaped(tuple(shape), self.strides, start * self.strides[axis])
+
+    def split(self, axis: int, period: int) -> View:
+        """Return the view with one axis split in two, the second of extent `period`."""
+        n, stride = self.shape[axis], self.strides[axis]
+        return self.reshaped(
+            (*self.shape[:axis], n // period, period, *self.shape[axis + 1 :]),
+            (*self.strides[:axis], period * stride, *self.strides[axis:]),
+        )
 
     def is_packed(self) -> bool:
         """Whether the items lie side by side in order."""
@@ -127,32 +154,48 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
     ]
 
 
+def is_blas_matrix(view: View) -> bool:
+    """Whether BLAS takes the last two dimensions as they lie: one of them without gaps."""
+    (rows, columns), (row, column) = view.shape[-2:], view.strides[-2:]
+    item = view.item.itemsize
+    return (column == item and row >= columns * item) or (row == item and column >= rows * item)
+
+
+Cut = tuple[tuple[int, int], ...]
+"""A start and a count per dimension."""
+
+
+def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
+    """Cut an outer shape, of rows of `row` items, into pieces of at most about `limit` items.
+
+    `None` cuts nothing.
+    """
+    whole = tuple((0, n) for n in shape)
+    if limit is None or prod(shape) * row <= limit or not shape:
+        yield whole
+        return
+    rest = prod(shape[1:]) * row
+    step = max(1, limit // rest) if rest else shape[0]
+    for start in range(0, shape[0], step):
+        here = (start, min(step, shape[0] - start))
+        if rest > limit:
+            for inner in cuts(shape[1:], row, limit):
+                yield (here, *inner)
+        else:
+            yield (here, *whole[1:])
+
+
 def tiles(views: Sequence[View], inner: int, limit: int | None) -> Iterator[list[View]]:
     """Cut views of equal outer extents alike, into pieces of at most about `limit` items of the largest.
 
-    The last `inner` dimensions are never cut. `None` cuts nothing.
+    The last `inner` dimensions are never cut.
     """
-    shape = views[0].shape
-    n_outer = len(shape) - inner
+    n_outer = len(views[0].shape) - inner
     row = max(prod(v.shape[n_outer:]) for v in views)
-    if limit is None or prod(shape[:n_outer]) * row <= limit:
-        yield list(views)
-        return
-    yield from _cut(list(views), 0, n_outer, row, limit)
+    for piece in cuts(views[0].shape[:n_outer], row, limit):
+        yield [_piece(v, piece) for v in views]
 
 
-def _cut(views: list[View], axis: int, n_outer: int, row: int, limit: int) -> Iterator[list[View]]:
-    shape = views[0].shape
-    n = shape[axis]
-    rest = prod(shape[axis + 1 : n_outer]) * row
-    step = max(1, limit // rest) if rest else n
-    for start in range(0, n, step):
-        count = min(step, n - start)
-        piece = [
-            v.reshaped((*v.shape[:axis], count, *v.shape[axis + 1 :]), v.strides, start * v.strides[axis])
-            for v in views
-        ]
-        if rest > limit and axis + 1 < n_outer:
-            yield from _cut(piece, axis + 1, n_outer, row, limit)
-        else:
-            yield piece
+def _piece(view: View, cut: Cut) -> View:
+    offset = sum(start * stride for (start, _), stride in zip(cut, view.strides, strict=False))
+    return view.reshaped((*(n for _, n in cut), *view.shape[len(cut) :]), view.strides, offset)

@@ -53,7 +53,7 @@ class CpuBackend(Backend):
         """
         if n < 1:
             raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
-        import threadpoolctl
+        import threadpoolctl  # type: ignore[import-untyped]
 
         self._threads.free()
         self._threads = Threads(n)

@@ -10,6 +10,7 @@ import ggmlb.backends.array.ops  # noqa: F401 (registers the reference rules)
 from ggmlb.backends.array.casts import Casts
 from ggmlb.backends.array.lowering import Lowering, Step
 from ggmlb.backends.array.rules import RuleTable, reference
+from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +33,7 @@ class CpuLowering(Lowering):
 
     xp = np
     tile = 1 << 15
+    weight_tile = 1 << 20
 
     def __init__(self, workspace: Workspace, threads: Threads) -> None:
         super().__init__(TABLE, workspace)
@@ -47,6 +49,24 @@ class CpuLowering(Lowering):
 
     parallel_least = 1 << 18
     """Items below which waking threads costs more than it saves."""
+
+    def check_index(self, index: Array, n: int) -> None:
+        """Raise BackendError for a row number that is not in `range(n)`."""
+        if index.size and not (index.min() >= 0 and index.max() < n):
+            raise BackendError(f"row numbers from {index.min()} to {index.max()} for a tensor of {n} rows")
+
+    def take_rows(self, y: Array, x: Array, index: Array) -> None:
+        """Copy rows without a temporary where they lie packed; a step."""
+        self.check_index(index, x.shape[2])
+        if x.shape[:2] == (1, 1) and x.flags.c_contiguous and y.flags.c_contiguous:
+            np.take(x[0, 0], index[0, 0], axis=0, out=y[0, 0], mode="clip")
+        else:
+            super().take_rows(y, x, index)
+
+    def put_rows(self, y: Array, x: Array, index: Array) -> None:
+        """Copy rows to their places; a step."""
+        self.check_index(index, y.shape[2])
+        super().put_rows(y, x, index)
 
     def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
         """One list per thread."""

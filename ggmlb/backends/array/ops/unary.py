@@ -34,28 +34,28 @@ ATANH_ERF = (
 )
 
 
-def neg_exp_plus_1(xp: Any, y: Array, x: Array, factor: float = 1.0) -> None:
-    """`1 + exp(-factor * x)`, the denominator of a sigmoid."""
-    xp.multiply(x, -factor, out=y)
+def one_plus_exp(xp: Any, y: Array, x: Array, factor: float) -> None:
+    """`1 + exp(factor x)`: with a negative factor, the denominator of a sigmoid."""
+    xp.multiply(x, factor, out=y)
     xp.exp(y, out=y)
     xp.add(y, 1, out=y)
 
 
 def sigmoid(xp: Any, y: Array, x: Array) -> None:
     """`1 / (1 + exp(-x))`."""
-    neg_exp_plus_1(xp, y, x)
+    one_plus_exp(xp, y, x, -1)
     xp.reciprocal(y, out=y)
 
 
 def silu(xp: Any, y: Array, x: Array, tmp: Array) -> None:
     """`x / (1 + exp(-x))`."""
-    neg_exp_plus_1(xp, tmp, x)
+    one_plus_exp(xp, tmp, x, -1)
     xp.divide(x, tmp, out=y)
 
 
 def gelu_quick(xp: Any, y: Array, x: Array, tmp: Array) -> None:
     """`x / (1 + exp(-1.702 x))`."""
-    neg_exp_plus_1(xp, tmp, x, GELU_QUICK_COEF)
+    one_plus_exp(xp, tmp, x, -GELU_QUICK_COEF)
     xp.divide(x, tmp, out=y)
 
 
@@ -238,3 +238,19 @@ def leaky_relu(lw: Lowering, t: Tensor) -> None:
         xp.add(y, tmp, out=y)
 
     lw.elementwise(kernel, t, *sources(t), scratch=1)
+
+
+@rule(Op.SILU_BACK, operands(FLOAT, FLOAT))
+def silu_back(lw: Lowering, t: Tensor) -> None:
+    """`dy s (1 + x (1 - s))` with `s = sigmoid(x)`, from the gradient `dy` and the operand `x`."""
+    xp = lw.xp
+
+    def kernel(dx: Array, dy: Array, x: Array, s: Array, tmp: Array) -> None:
+        sigmoid(xp, s, x)
+        xp.subtract(1, s, out=tmp)
+        xp.multiply(tmp, x, out=tmp)
+        xp.add(tmp, 1, out=tmp)
+        xp.multiply(tmp, s, out=tmp)
+        xp.multiply(tmp, dy, out=dx)
+
+    lw.elementwise(kernel, t, *sources(t), scratch=2)

@@ -1,0 +1,59 @@
+"""Reading and writing rows by index."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.array.rules import FLOAT, I32, INDEX, VALUE, Types, operands, rule, sources
+from ggmlb.backends.array.views import View
+from ggmlb.dtypes import DType
+from ggmlb.enums import Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.tensor import Tensor
+
+ROWS = Types(FLOAT.plain | I32.plain, quantized=True)
+
+
+@rule(Op.GET_ROWS, operands(ROWS, INDEX, out=Types(FLOAT.plain | I32.plain)))
+def get_rows(lw: Lowering, t: Tensor) -> None:
+    """Row `b[i]` of `a`, in each matrix of a batch."""
+    a, b = sources(t)
+    rows, x = lw.array(a), View.of(a)
+    y = lw.array(t)
+    if a.dtype == t.dtype:
+        lw.emit(lw.take_rows, y, rows, lw.array(b)[0])
+        return
+    raw = lw.scratch((*y.shape[:3], x.shape[3]), x.item)
+    lw.emit(lw.take_rows, raw, rows, lw.array(b)[0])
+    lw.copy(View.of(t), lw.view(raw, a.dtype))
+
+
+@rule(Op.SET_ROWS, operands(FLOAT, INDEX, out=VALUE))
+def set_rows(lw: Lowering, t: Tensor) -> None:
+    """Row `i` of `b` becomes row `c[i]` of the result, in its type."""
+    b, c = sources(t)[:2]
+    rows = View.of(t)
+    index = lw.array(c)[0]
+    if b.dtype == t.dtype or (b.dtype == DType.F32 and t.dtype == DType.F16):
+        lw.emit(lw.put_rows, lw.bind(rows), lw.array(b), index)
+        return
+    raw = lw.scratch((*b.ne[:0:-1], rows.shape[3]), rows.item)
+    lw.copy(lw.view(raw, t.dtype), View.of(b))
+    lw.emit(lw.put_rows, lw.bind(rows), raw, index)
+
+
+@rule(Op.GET_ROWS_BACK, operands(FLOAT, I32))
+def get_rows_back(lw: Lowering, t: Tensor) -> None:
+    """The sum of the rows `i` of `a` with `b[i] = j`, in row `j`."""
+    a, b = sources(t)[:2]
+    xp = lw.xp
+    x, index, y = lw.f32(a)[0, 0], lw.array(b)[0, 0, 0], lw.out_f32(t)
+
+    def step() -> None:
+        y[...] = 0
+        xp.add.at(y[0, 0], index, x)
+
+    lw.emit(step)
+    lw.store(t, y)

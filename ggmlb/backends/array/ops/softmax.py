@@ -1,0 +1,110 @@
+"""soft_max, with scale, mask, ALiBi and sinks; and the causal masks."""
+
+from __future__ import annotations
+
+from math import floor, log2
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.views import View, broadcast
+from ggmlb.enums import Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.workspace import Array
+    from ggmlb.tensor import Tensor
+
+
+def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The factor of the mask by head: powers of two bases, the odd heads in between."""
+    n = 1 << floor(log2(n_head))
+    base, between = 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
+    heads = np.arange(n_head)
+    return np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1)).astype(np.float32)
+
+
+def per_head(view: View, heads: int = 2) -> View:
+    """See one value per head as an operand of `[heads, 1, 1]`."""
+    return view.reshaped((1, view.shape[-1], 1, 1), (0, view.strides[-1], 0, 0))
+
+
+@rule(Op.SOFT_MAX, operands(FLOAT, FLOAT, F32))
+def soft_max(lw: Lowering, t: Tensor) -> None:
+    """`exp(z - max z) / sum`, with `z = x scale + slope mask`; a sink joins maximum and sum."""
+    a, mask, sinks = (*t.src, None, None)[:3]
+    assert a is not None
+    xp, scale, max_bias = lw.xp, t.params["scale"], t.params["max_bias"]
+    views = [View.of(t), View.of(a)]
+    if mask is not None:
+        views.append(View.of(mask).cut(2, 0, a.ne[1]))
+        if max_bias > 0:
+            views.append(per_head(lw.view(lw.xp.asarray(alibi_slopes(a.ne[2], max_bias)))))
+    if sinks is not None:
+        views.append(per_head(View.of(sinks)))
+
+    def kernel(y: Array, x: Array, *rest: Array) -> None:
+        *operands, z = rest
+        xp.multiply(x, scale, out=z)
+        if mask is not None:
+            bias = operands.pop(0)
+            if max_bias > 0:
+                bias = bias * operands.pop(0)
+            xp.add(z, bias, out=z)
+        soft_max_rows(xp, y, z, operands.pop(0) if sinks is not None else None)
+
+    lw.tiled(kernel, *broadcast(views, 1), inner=1, scratch=1)
+
+
+def soft_max_rows(xp: object, y: Array, z: Array, sink: Array | None = None) -> None:
+    """`y = exp(z - max z) / sum exp(z - max z)` along the last axis; destroys `z`."""
+    xp_: Array = xp
+    peak = z.max(axis=-1, keepdims=True)
+    if sink is not None:
+        peak = xp_.maximum(peak, sink)
+    xp_.subtract(z, peak, out=z)
+    xp_.exp(z, out=y)
+    total = y.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total += xp_.exp(sink - peak)
+    xp_.multiply(y, 1 / total, out=y)
+
+
+@rule(Op.SOFT_MAX_BACK, operands(FLOAT, FLOAT))
+def soft_max_back(lw: Lowering, t: Tensor) -> None:
+    """`scale y (dy - sum(y dy))` per row, from the gradient `dy` and the result `y`."""
+    xp, scale = lw.xp, t.params["scale"]
+
+    def kernel(dx: Array, dy: Array, y: Array, tmp: Array) -> None:
+        xp.multiply(y, dy, out=tmp)
+        dot = tmp.sum(axis=-1, keepdims=True)
+        xp.subtract(dy, dot, out=tmp)
+        xp.multiply(tmp, y, out=tmp)
+        xp.multiply(tmp, scale, out=dx)
+
+    lw.rowwise(kernel, t, *sources(t), scratch=1)
+
+
+def _diag_mask(lw: Lowering, t: Tensor, value: float) -> None:
+    (a,) = sources(t)
+    xp = lw.xp
+    later = xp.arange(a.ne[0]) > xp.arange(a.ne[1])[:, None] + t.params["n_past"]
+
+    def kernel(y: Array, x: Array) -> None:
+        xp.copyto(y, x)
+        xp.copyto(y, value, where=later)
+
+    lw.tiled(kernel, View.of(t), View.of(a), inner=2)
+
+
+@rule(Op.DIAG_MASK_INF, operands(FLOAT))
+def diag_mask_inf(lw: Lowering, t: Tensor) -> None:
+    """`-inf` where column `i0` is beyond row `i1` plus `n_past`."""
+    _diag_mask(lw, t, -np.inf)
+
+
+@rule(Op.DIAG_MASK_ZERO, operands(FLOAT))
+def diag_mask_zero(lw: Lowering, t: Tensor) -> None:
+    """0 where column `i0` is beyond row `i1` plus `n_past`."""
+    _diag_mask(lw, t, 0.0)
