@@ -1,0 +1,315 @@
+"""GraphAllocator: places the tensors of a graph in buffers that it grows as graphs need."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ggmlb.alloc.memory import BufferIds, Memories
+from ggmlb.alloc.plan import Plan, make_plan
+from ggmlb.alloc.topology import Topology
+from ggmlb.errors import ArgumentError, FreedError, GraphError
+from ggmlb.interface import Buffer, BufferType
+from ggmlb.tensor import Tensor, placement_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from ggmlb.graph import Graph
+
+MAX_PLANS = 8
+"""Plans that are kept: a program rarely alternates between more topologies."""
+
+
+class GraphAllocator:
+    """Places the tensors of graphs so that those which live at the same time share no byte (ggml_gallocr).
+
+    - Leafs, and nodes flagged as inputs, are placed before all other nodes, side by side. Like any
+      tensor they may be overwritten after the last node that reads them: set them before each
+      computation, or flag them as outputs, too.
+    - Outputs, and results that no node reads, are never overwritten.
+    - Element-wise and row-wise ops take the place of an operand that nothing else needs.
+    - Views lie in the memory of their source, and keep it.
+    - A tensor that lies in a buffer already (a weight) is left alone. One that this allocator placed is
+      placed anew: allocating a graph takes back what was given to the graph before it.
+
+    A plan is kept for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
+    that topology reuse it as long as their tensors are no larger, so that after `reserve` of the
+    largest graph no memory is allocated any more. A context manager: leaving it frees the memory.
+
+    Args:
+        bufts: The kind of memory, or several; the same kind twice is one memory.
+
+    Attributes:
+        bufts: The buffer types, by index.
+        n_plans: Times that a graph was planned.
+        n_reallocs: Times that memory was allocated; it should stand still after `reserve`.
+
+    Raises:
+        ArgumentError: No buffer type was given.
+    """
+
+    def __init__(self, bufts: BufferType | Sequence[BufferType]) -> None:
+        self.bufts = (bufts,) if isinstance(bufts, BufferType) else tuple(bufts)
+        if not self.bufts:
+            raise ArgumentError("a GraphAllocator needs at least one buffer type")
+        self._memories = Memories(self.bufts)
+        self._plans: deque[Plan] = deque(maxlen=MAX_PLANS)
+        self.n_plans = 0
+        self.n_reallocs = 0
+        self.is_freed = False
+
+    # -- reserving -----------------------------------------------------------------------------
+
+    def reserve(self, graph: Graph) -> None:
+        """Allocate what a graph needs, all of the first buffer type, without placing its tensors.
+
+        Raises:
+            AllocationError: A device lacks room. All memory of the allocator was freed; it can be used on.
+            GraphError: A node comes before one that it reads.
+            FreedError: A tensor lies in a freed buffer, or the allocator was freed.
+
+        Source: ggml_gallocr_reserve.
+        """
+        self.reserve_n(graph, None, None)
+
+    def reserve_n(
+        self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
+    ) -> None:
+        """Allocate what a graph needs in several kinds of memory, without placing its tensors.
+
+        Args:
+            graph: The largest graph of its topology that will come.
+            node_buffer_ids: For each node, an index in `bufts`; `None` for zeros. It does not matter for
+                views and for tensors that lie in a buffer already.
+            leaf_buffer_ids: For each leaf, likewise.
+
+        Raises:
+            ArgumentError: There are more or fewer ids than tensors, or one is out of range.
+            AllocationError, GraphError, FreedError: As `reserve`.
+
+        Source: ggml_gallocr_reserve_n.
+        """
+        self._check_alive("reserve")
+        topology = Topology(graph, self._memories.own())
+        plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
+        self._adopt(plan)
+
+    def reserve_n_size(
+        self,
+        graph: Graph,
+        node_buffer_ids: Sequence[int] | None = None,
+        leaf_buffer_ids: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Return what a graph needs, for each of `bufts` [bytes], without allocating anything.
+
+        A buffer type that stands in `bufts` twice is counted where it stands first.
+
+        Raises:
+            ArgumentError, GraphError, FreedError: As `reserve_n`.
+            AllocationError: A tensor is larger than the largest buffer.
+
+        Source: ggml_gallocr_reserve_n_size.
+        """
+        self._check_alive("reserve_n_size")
+        topology = Topology(graph, self._memories.own())
+        plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
+        return self._memories.by_buffer_id([sum(peaks) for peaks in plan.peaks])
+
+    def get_buffer_size(self, buffer_id: int = 0) -> int:
+        """Return what is allocated of a buffer type now [bytes].
+
+        A buffer type that stands in `bufts` twice is counted where it stands first.
+
+        Raises:
+            ArgumentError: `buffer_id` is not an index of `bufts`.
+
+        Source: ggml_gallocr_get_buffer_size.
+        """
+        if not 0 <= buffer_id < len(self.bufts):
+            raise ArgumentError(f"get_buffer_size({buffer_id}): there are {len(self.bufts)} buffer types")
+        sizes = [sum(buffer.size for buffer in chunks) for chunks in self._memories.chunks]
+        return self._memories.by_buffer_id(sizes)[buffer_id]
+
+    # -- placing -------------------------------------------------------------------------------
+
+    def alloc_graph(self, graph: Graph) -> None:
+        """Place the tensors of a graph, allocating what is not reserved yet.
+
+        With several kinds of memory, the buffer ids are those of the last graph of its topology.
+
+        Raises:
+            GraphError: There are several kinds of memory, and no graph of this topology was reserved; or
+                a node comes before one that it reads.
+            AllocationError: A device lacks room. None of the graph's tensors is placed, all memory of the
+                allocator was freed; it can be used on.
+            FreedError: A tensor lies in a freed buffer, or the allocator was freed.
+
+        Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
+        """
+        self._check_alive("alloc_graph")
+        self._alloc(graph, None, ids_given=len(self._memories.bufts) == 1)
+
+    def alloc_graph_n(
+        self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
+    ) -> None:
+        """Place the tensors of a graph in several kinds of memory, allocating what is not reserved yet.
+
+        Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
+        """
+        self._check_alive("alloc_graph_n")
+        self._alloc(graph, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids), ids_given=True)
+
+    def _alloc(self, graph: Graph, ids: BufferIds | None, *, ids_given: bool) -> None:
+        topology = Topology(graph, self._memories.own())
+        try:
+            plan = self._find(topology, ids, ids_given)
+            self._adopt(plan)
+            self._place(topology.tensors, plan)
+        except BaseException:
+            own = self._memories.own()
+            for tensor in topology.tensors:
+                if tensor.buffer in own:
+                    tensor.buffer = None
+            placement_clock.tick()
+            raise
+
+    def _find(self, topology: Topology, ids: BufferIds | None, ids_given: bool) -> Plan:
+        """Return a kept plan that suits the graph, or a new one."""
+        for plan in self._plans:
+            if plan.key == topology.key and (plan.buffer_ids == ids or not ids_given):
+                ids, ids_given = plan.buffer_ids, True
+                owned = [topology.tensors[i] for i in plan.owned]
+                if plan.suits(topology.tensors, self._memories.sizes(owned, plan.memories)):
+                    return plan
+        if not ids_given:
+            raise GraphError(
+                f"alloc_graph: no graph of this topology ({len(topology.n_sources)} nodes) was reserved, so "
+                f"which of {len(self._memories.bufts)} kinds of memory each tensor belongs in is unknown; "
+                "call reserve_n first, or alloc_graph_n"
+            )
+        return self._plan(topology, ids)
+
+    def _place(self, tensors: Sequence[Tensor], plan: Plan) -> None:
+        chunks = self._memories.chunks
+        places = [chunks[m][c] for m, c in zip(plan.memories, plan.chunks, strict=True)]
+        owned = [tensors[i] for i in plan.owned]
+        moved: list[Tensor] = []
+        if [t.buffer for t in owned] != places or [t.offset for t in owned] != plan.offsets:
+            for tensor, buffer, offset in zip(owned, places, plan.offsets, strict=True):
+                tensor.buffer = buffer
+                tensor.offset = offset
+            moved += owned
+        for i in plan.views:
+            view = tensors[i]
+            base = view.view_src
+            assert base is not None
+            offset = base.offset + view.view_offs
+            if view.buffer is not base.buffer or view.offset != offset:
+                view.buffer = base.buffer
+                view.offset = offset
+                moved.append(view)
+        if moved:
+            placement_clock.tick()
+            self._prepare(moved, [*owned, *(tensors[i] for i in plan.views)])
+
+    def _prepare(self, moved: Sequence[Tensor], placed: Sequence[Tensor]) -> None:
+        """Let the buffers that want to prepare their tensors do so, from a clean state in our own."""
+        own = self._memories.in_use()
+        for chunk in own:
+            chunk.reset()
+        buffers = {t.buffer for t in moved} | own
+        hooked = {b for b in buffers if b is not None and type(b)._init_tensor is not Buffer._init_tensor}
+        if hooked:
+            new = set(moved)
+            for tensor in placed:
+                buffer = tensor.buffer
+                if buffer is not None and buffer in hooked and (buffer in own or tensor in new):
+                    buffer.init_tensor(tensor)
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def _plan(self, topology: Topology, ids: BufferIds | None) -> Plan:
+        memories = self._memories
+        where = memories.of_tensors(topology, ids)
+        plan = make_plan(topology, ids, where, memories.sizes(topology.tensors, where), memories.limits)
+        self.n_plans += 1
+        self._check_limits(topology.tensors, plan)
+        return plan
+
+    def _adopt(self, plan: Plan) -> None:
+        """Allocate what the plan needs, and make it the first that is looked at."""
+        if self._memories.grow(plan.peaks):
+            self.n_reallocs += 1
+        if plan in self._plans:
+            self._plans.remove(plan)
+        self._plans.appendleft(plan)
+
+    def _check_limits(self, tensors: Sequence[Tensor], plan: Plan) -> None:
+        limits = self._memories.limits
+        if all(max(peaks, default=0) <= limit for peaks, limit in zip(plan.peaks, limits, strict=True)):
+            return
+        for i, m, size in zip(plan.owned, plan.memories, plan.sizes, strict=True):
+            if size > limits[m]:
+                raise self._memories.bufts[m].out_of_memory(
+                    size, f"{tensors[i].describe()} alone exceeds a buffer's {limits[m]:,} bytes"
+                )
+
+    def free(self) -> None:
+        """Free the memory (ggml_gallocr_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self._check_alive("free")
+        self.is_freed = True
+        self._plans.clear()
+        self._memories.free()
+
+    def _check_alive(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this GraphAllocator was freed")
+
+    # -- Python --------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_freed:
+            self.free()
+
+    def __repr__(self) -> str:
+        if self.is_freed:
+            return "<GraphAllocator freed>"
+        named = zip(self._memories.bufts, self._memories.chunks, strict=True)
+        sizes = (f"{buft.name} {sum(b.size for b in chunks):,} bytes" for buft, chunks in named)
+        return f"<GraphAllocator {', '.join(sizes)}>"
+
+
+def _buffer_ids(
+    graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
+) -> BufferIds | None:
+    """Copy the caller's lists; `None` if there are none.
+
+    Raises:
+        ArgumentError: There are more or fewer ids than tensors.
+    """
+    if node_buffer_ids is None and leaf_buffer_ids is None:
+        return None
+    ids = []
+    for what, tensors, given in (
+        ("node", graph.nodes, node_buffer_ids),
+        ("leaf", graph.leafs, leaf_buffer_ids),
+    ):
+        ids.append(list(given) if given is not None else [0] * len(tensors))
+        if len(ids[-1]) != len(tensors):
+            raise ArgumentError(
+                f"{len(ids[-1])} {what} buffer ids for {len(tensors)} {what}s; give one for each"
+            )
+    return ids[0], ids[1]

@@ -1,0 +1,131 @@
+"""Memories: the kinds of memory of a graph allocator, and the buffers of each that it holds."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from ggmlb.alloc.linear import padded
+from ggmlb.enums import BufferUsage
+from ggmlb.errors import ArgumentError
+from ggmlb.interface import Buffer, BufferType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.alloc.topology import Topology
+    from ggmlb.tensor import Tensor
+
+BufferIds = tuple[list[int], list[int]]
+"""Index of a buffer type for each node, and for each leaf."""
+
+
+class Memories:
+    """The distinct ones among some buffer types, each with its buffers (`struct vbuffer`).
+
+    Attributes:
+        bufts: The distinct buffer types.
+        limits: Largest buffer of each [bytes].
+        chunks: The buffers of each that are in use.
+    """
+
+    __slots__ = ("_alignments", "_former", "_index", "_plain", "bufts", "chunks", "limits")
+
+    def __init__(self, bufts: Sequence[BufferType]) -> None:
+        self.bufts = list(dict.fromkeys(bufts))
+        self.limits = [buft.max_size for buft in self.bufts]
+        self.chunks: list[list[Buffer]] = [[] for _ in self.bufts]
+        self._index = {i: self.bufts.index(buft) for i, buft in enumerate(bufts)}
+        self._alignments = [buft.alignment for buft in self.bufts]
+        self._plain = all(type(buft).alloc_size is BufferType.alloc_size for buft in self.bufts)
+        self._former: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+    # -- what goes where -----------------------------------------------------------------------
+
+    def of_tensors(self, topology: Topology, ids: BufferIds | None) -> list[int]:
+        """Return the index of the memory that each tensor of a graph belongs in.
+
+        Raises:
+            ArgumentError: An id that matters is out of range.
+        """
+        if ids is None:
+            return [0] * len(topology.tensors)
+        node_ids, leaf_ids = ids
+        listed = [self._index.get(i, -1) for i in (*leaf_ids, *node_ids)]
+        where = listed[: topology.n_distinct]
+        if len(listed) > len(where):  # a tensor is listed twice: the first time counts
+            for number, memory in zip(reversed(topology.listed), reversed(listed), strict=True):
+                where[number] = memory
+        where += [where[user] for user in topology.users]
+        if -1 in where:
+            for i, placeable in enumerate(topology.placeable()):
+                if where[i] < 0 and placeable:
+                    raise ArgumentError(
+                        f"the buffer id of {topology.tensors[i].describe()} is out of range; "
+                        f"there are {len(self._index)} buffer types"
+                    )
+            where = [max(m, 0) for m in where]
+        return where
+
+    def sizes(self, tensors: Sequence[Tensor], where: Sequence[int]) -> list[int]:
+        """Return what each tensor takes in its memory [bytes], a multiple of the alignment."""
+        alignments = self._alignments
+        if self._plain:
+            return [(n := t.nbytes) + -n % alignments[m] for t, m in zip(tensors, where, strict=True)]
+        bufts = self.bufts
+        return [padded(bufts[m].alloc_size(t), alignments[m]) for t, m in zip(tensors, where, strict=True)]
+
+    def by_buffer_id(self, sizes: Sequence[int]) -> list[int]:
+        """Spread a figure per memory over the buffer types, counting each memory once."""
+        first = {memory: i for i, memory in reversed(self._index.items())}
+        return [sizes[memory] if first[memory] == i else 0 for i, memory in self._index.items()]
+
+    # -- buffers -------------------------------------------------------------------------------
+
+    def grow(self, peaks: Sequence[Sequence[int]]) -> bool:
+        """Make each memory's chunks as large as asked; return whether anything was allocated.
+
+        Chunks that are large enough stay.
+
+        Raises:
+            AllocationError: A device lacks room; all chunks were freed.
+        """
+        short = [
+            (m, chunk, size)
+            for m, sizes in enumerate(peaks)
+            for chunk, size in enumerate(sizes)
+            if chunk >= len(self.chunks[m]) or self.chunks[m][chunk].size < size
+        ]
+        # The old ones go first: the device may lack room for both.
+        for m, chunk, _ in short:
+            if chunk < len(self.chunks[m]):
+                self._retire(self.chunks[m][chunk])
+        try:
+            for m, chunk, size in short:
+                buffer = self.bufts[m].alloc_buffer(size)
+                self.chunks[m][chunk : chunk + 1] = [buffer]
+                buffer.usage = BufferUsage.COMPUTE
+        except BaseException:
+            self.free()
+            raise
+        return bool(short)
+
+    def free(self) -> None:
+        """Free all chunks."""
+        for chunks in self.chunks:
+            for buffer in chunks:
+                if not buffer.is_freed:
+                    self._retire(buffer)
+            chunks.clear()
+
+    def _retire(self, buffer: Buffer) -> None:
+        self._former.add(buffer)
+        buffer.free()
+
+    def in_use(self) -> set[Buffer]:
+        """The buffers that there are."""
+        return {buffer for chunks in self.chunks for buffer in chunks}
+
+    def own(self) -> set[Buffer]:
+        """The buffers in use, and those freed ones in which tensors may still be placed."""
+        return self.in_use().union(self._former)
