@@ -12,6 +12,7 @@ from ggmlb.ops.base import full_ne
 from ggmlb.ops.binary import BinaryOps
 from ggmlb.ops.constant import ConstantOps
 from ggmlb.ops.conv import ConvOps
+from ggmlb.ops.conv_direct import ConvDirectOps
 from ggmlb.ops.copy import CopyOps
 from ggmlb.ops.custom import CustomOps
 from ggmlb.ops.deepseek import DeepSeekOps
@@ -42,6 +43,7 @@ class Context(
     AttentionOps,
     BinaryOps,
     ConstantOps,
+    ConvDirectOps,
     ConvOps,
     CopyOps,
     CustomOps,

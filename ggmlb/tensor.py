@@ -66,6 +66,7 @@ class Tensor:
 
     __slots__ = (
         "__weakref__",
+        "_contiguous",
         "buffer",
         "dtype",
         "flags",
@@ -96,6 +97,7 @@ class Tensor:
     ) -> None:
         self.dtype = dtype
         self.ne = ne
+        self._contiguous = nb is None
         if nb is None:
             self.nb = contiguous_nb(dtype, ne)
             self.nbytes = self.nb[3] * ne[3]
@@ -155,6 +157,8 @@ class Tensor:
 
         Source: ggml_is_contiguous_0, _1 and _2: with `from_dim=1` rows may have gaps between them, etc.
         """
+        if self._contiguous:
+            return True
         expected = self.dtype.type_size
         if self.ne[0] != self.dtype.block_size and self.nb[0] != expected:
             return False
@@ -246,15 +250,22 @@ class Tensor:
             NotAllocatedError: The tensor is in no buffer.
             DTypeError: The tensor's type cannot be read.
         """
-        memory = self.get()
-        if self.is_contiguous():
-            items = memory[: self.n_rows * self.dtype.row_size(self.ne[0])]
-        else:
-            items = np.ascontiguousarray(self._strided(memory)).view(np.uint8)
+        items = self.packed()
         if self.dtype.is_quantized:
             rows = items.reshape(*self.ne[:0:-1], self.dtype.row_size(self.ne[0]))
             return dtypes.dequantize(rows, self.dtype).reshape(self.shape)
-        return items.reshape(-1).view(self.dtype.numpy).reshape(self.shape)
+        return items.view(self.dtype.numpy).reshape(self.shape)
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """Return a copy of the raw bytes of all elements in order, without the gaps that strides leave.
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+        """
+        memory = self.get()
+        if self.is_contiguous():
+            return memory[: self.n_rows * self.dtype.row_size(self.ne[0])]
+        return np.ascontiguousarray(self._strided(memory)).view(np.uint8).reshape(-1)
 
     def copy_to(self, dst: Tensor) -> None:
         """Copy the data to `dst`, of the same type and layout, on any device (ggml_backend_tensor_copy)."""
@@ -337,9 +348,11 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 def can_repeat(a: Tensor, b: Tensor) -> bool:
     """Whether `a` tiles `b` a whole number of times in every dimension (ggml_can_repeat)."""
-    if a.is_empty:
-        return b.is_empty
-    return all(nb % na == 0 for na, nb in zip(a.ne, b.ne, strict=True))
+    a0, a1, a2, a3 = a.ne
+    b0, b1, b2, b3 = b.ne
+    if a0 and a1 and a2 and a3:
+        return b0 % a0 == 0 and b1 % a1 == 0 and b2 % a2 == 0 and b3 % a3 == 0
+    return b.is_empty
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ggmlb.enums import Op
@@ -158,11 +159,11 @@ def as_enum(fn: str, kind: type[E], value: E | int) -> E:
     """
     if type(value) is kind:
         return value
-    try:
-        return kind(value)
-    except ValueError:
-        known = (f"{kind.__name__}.{name}" for name in kind.__members__)
-        fail_arg(fn, f"{value!r} is not a {kind.__name__}{did_you_mean(str(value), known)}")
+    member = kind._value2member_map_.get(value)
+    if isinstance(member, kind):
+        return member
+    known = (f"{kind.__name__}.{name}" for name in kind.__members__)
+    fail_arg(fn, f"{value!r} is not a {kind.__name__}{did_you_mean(str(value), known)}")
 
 
 def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:
@@ -171,10 +172,13 @@ def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:
     Raises:
         ShapeError: There are none, more than four, or a negative one.
     """
-    extents = (int(ne),) if isinstance(ne, int) else tuple(int(n) for n in ne)
+    try:
+        extents = tuple(map(index, (ne,) if isinstance(ne, int) else ne))
+    except TypeError:
+        extents = ()
     if not 1 <= len(extents) <= 4 or min(extents) < 0:
         raise ShapeError(
-            f"{fn}: ne is {list(extents)}; give one to four extents, none negative, innermost first"
+            f"{fn}: ne is {ne}; give one to four extents, whole numbers, none negative, innermost first"
         )
     a, b, c, d = (*extents, 1, 1, 1)[:4]
     return (a, b, c, d)

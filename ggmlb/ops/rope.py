@@ -8,7 +8,7 @@ ROPE and ROPE_BACK have `src = (a, positions, freq_factors or None)` and the par
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
@@ -23,11 +23,8 @@ P = ParamSpec("P")
 NO_SECTIONS = (0, 0, 0, 0)
 
 
-class Rotation(NamedTuple):
-    """Checked operands and params of a rope node."""
-
-    src: tuple[Tensor, Tensor, Tensor | None]
-    params: dict[str, object]
+Rotation = tuple[tuple[Tensor, Tensor, "Tensor | None"], dict[str, object]]
+"""Checked operands and params of a rope node."""
 
 
 def _node(
@@ -98,7 +95,7 @@ def _multi(
         "sections": tuple(sections),
         "offset": 0,
     }
-    return Rotation((a, b, c), params)
+    return (a, b, c), params
 
 
 def _ext(
