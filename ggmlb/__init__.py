@@ -9,6 +9,7 @@ Importing this package imports NumPy and nothing heavier: a backend and its arra
 when a device of theirs is first asked for.
 """
 
+from ggmlb.alloc import GraphAllocator, TensorAllocator, alloc_ctx_tensors, alloc_ctx_tensors_size
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import (
@@ -82,6 +83,7 @@ from ggmlb.registry import (
     unavailable,
     unload,
 )
+from ggmlb.scheduler import Placement, Scheduler
 from ggmlb.tensor import Tensor
 
 __version__ = "0.1.0"
@@ -111,6 +113,7 @@ __all__ = [
     "FreedError",
     "GluOp",
     "Graph",
+    "GraphAllocator",
     "GraphError",
     "GraphPlan",
     "Hint",
@@ -119,20 +122,25 @@ __all__ = [
     "NotAllocatedError",
     "Op",
     "OpPool",
+    "Placement",
     "Prec",
     "RegistryError",
     "RopeType",
     "ScaleFlag",
     "ScaleMode",
+    "Scheduler",
     "ShapeError",
     "SortOrder",
     "Status",
     "Tensor",
+    "TensorAllocator",
     "TensorFlag",
     "TriType",
     "UnaryOp",
     "UnsupportedOpError",
     "__version__",
+    "alloc_ctx_tensors",
+    "alloc_ctx_tensors_size",
     "cpu_buffer_from_ptr",
     "cpu_buffer_type",
     "device_by_name",

@@ -1,14 +1,17 @@
-"""A registration with devices that can be listed and chosen, but do not compute: for tests of the registry."""
+"""A registration with devices that can be listed and chosen but do not compute, to test the registry with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import DeviceType
-from ggmlb.errors import BackendError
 from ggmlb.interface import API_VERSION, Backend, BackendReg, BufferType, Device
-from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ggmlb.errors import BackendError
+    from ggmlb.tensor import Tensor
 
 
 class StubDevice(Device):

@@ -156,7 +156,7 @@ def test_by_type() -> None:
     assert registry.device_by_type("ACCEL").name == "A0"
     with pytest.raises(RegistryError, match="no device of type IGPU"):
         registry.device_by_type(IGPU)
-    with pytest.raises(ArgumentError, match="no device type 'TPU'; did you mean '.?GPU'"):
+    with pytest.raises(ArgumentError, match=r"no device type 'TPU'; did you mean '.?GPU'"):
         registry.device_by_type("TPU")
 
 

@@ -1,4 +1,4 @@
-"""Discovery: candidates are read as text, imported when first needed, and fail in ways that can be told apart."""
+"""Discovery: candidates are text until one is needed, and fail in ways that can be told apart."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_load_a_file_once(write: Write, tmp_path: Path) -> None:
     assert registry.load(str(tmp_path / "mod_echo.py")) is reg
     assert registry.load(str(tmp_path / "." / "mod_echo.py")) is reg
     assert "mod_echo" not in sys.modules  # under a name of its own: it shadows nothing
-    with pytest.raises(RegistryError, match="no backend at '.*nope.py'"):
+    with pytest.raises(RegistryError, match=r"no backend at '.*nope.py'"):
         registry.load(tmp_path / "nope.py")
 
 
@@ -351,7 +351,7 @@ def test_load_all_from_path(folder: Path) -> None:
     assert registry.load(folder / "echo-fast.py") is registry.reg_by_name("Echo")
     assert [(u.name, u.kind) for u in registry.unavailable()] == [("bad", "broken"), ("echo", "absent")]
     assert registry.load_all_from_path(folder / "ggmlb_other") == []
-    with pytest.raises(RegistryError, match="no folder '.*nope'"):
+    with pytest.raises(RegistryError, match=r"no folder '.*nope'"):
         registry.load_all_from_path(folder / "nope")
 
 

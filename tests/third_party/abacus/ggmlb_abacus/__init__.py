@@ -6,9 +6,8 @@ plan is a list of calls. It uses nothing of ggmlb but the public names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +26,9 @@ from ggmlb import (
     Status,
     Tensor,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 ALIGNMENT = 64
 
@@ -103,6 +105,10 @@ class AbacusDevice(Device):
         if params:
             raise ArgumentError(f"Abacus0 takes no parameters; given: {sorted(params)}")
         return AbacusBackend(self)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Any host memory, also that of other backends."""
+        return buft.is_host
 
     def declines(self, op: Tensor) -> str | None:
         """It takes contiguous float32, and the ops that have a step."""
