@@ -97,7 +97,7 @@ class DType(IntEnum):
         return ne0 // self.block_size * self.type_size
 
     @classmethod
-    def parse(cls, value: DType | int | str | npt.DTypeLike) -> DType:
+    def parse(cls, value: DType | int | str | npt.DTypeLike | None) -> DType:
         """Return the type meant by a member, its number, its name in any case, or a NumPy dtype.
 
         Raises:
@@ -107,9 +107,9 @@ class DType(IntEnum):
             return value
         if isinstance(value, str) and value.upper() in _BY_NAME:
             return _BY_NAME[value.upper()]
-        if isinstance(value, int):
+        if isinstance(value, (int, np.integer)):
             if value in _BY_NUMBER:
-                return _BY_NUMBER[value]
+                return _BY_NUMBER[int(value)]
             raise DTypeError(f"no tensor type has the number {value}")
         wanted = _as_numpy(value)
         for member in cls:
@@ -189,6 +189,9 @@ def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.fl
         return np.ascontiguousarray(blocks).view(dtype.numpy).astype(np.float32)
     if not can_dequantize(dtype):
         raise DTypeError(f"{dtype.name} blocks cannot be read: gguf has no dequantiser for them")
+    if not blocks.size:  # which gguf cannot take
+        n_blocks = blocks.shape[-1] // dtype.type_size
+        return np.empty((*blocks.shape[:-1], n_blocks * dtype.block_size), np.float32)
     values: npt.NDArray[np.float32] = _codecs()[dtype].dequantize(np.ascontiguousarray(blocks))
     return values
 
@@ -207,8 +210,10 @@ def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
     array = np.ascontiguousarray(values, dtype=None if not dtype.is_quantized else np.float32)
     if not dtype.is_quantized:
         return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)
-    dtype.row_size(array.shape[-1])
+    row_size = dtype.row_size(array.shape[-1])
     if not can_quantize(dtype):
         raise DTypeError(f"{dtype.name} blocks cannot be written: gguf has no quantiser for them")
+    if not array.size:
+        return np.empty((*array.shape[:-1], row_size), np.uint8)
     blocks: npt.NDArray[np.uint8] = _codecs()[dtype].quantize(array)
     return blocks
