@@ -1,0 +1,133 @@
+"""The command line's frame: help, usage, how an error is told, and the table of devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ggmlb
+from ggmlb.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ggmlb` with its output piped."""
+    full = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", "ggmlb", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=full, check=False)
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "devices" in capsys.readouterr().out
+
+
+def test_no_arguments_show_the_help() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "Usage: ggmlb" in done.stdout + done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ggmlb {ggmlb.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["device"], ["devices", "--jsn"], ["devices", "extra"], ["--what"]])
+def test_wrong_usage_is_status_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "Usage: ggmlb" in told.err
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_our_error_is_one_line_and_status_1(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    done = run("devices", GGMLB_BACKEND_PATH=nowhere)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    expected = f"ggmlb: GGMLB_BACKEND_PATH is {nowhere!r}: there is no such file or folder\n"
+    assert done.stderr == expected
+
+
+@pytest.mark.parametrize("args", [["devices", "--debug"], ["--debug", "devices"]])
+def test_debug_shows_the_traceback(args: list[str], tmp_path: Path) -> None:
+    done = run(*args, GGMLB_BACKEND_PATH=str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "RegistryError: GGMLB_BACKEND_PATH is" in done.stderr
+
+
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')\n")
+    done = run("devices", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert done.returncode == 1
+    told = "ggmlb: the command line needs the package 'rich'; install it with: pip install 'ggmlb[cli]'\n"
+    assert done.stderr == told
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def test_devices_as_json() -> None:
+    done = run("devices", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    (cpu,) = [d for d in told["devices"] if d["name"] == "CPU"]
+    assert (cpu["backend"], cpu["type"], cpu["device_id"]) == ("CPU", "CPU", None)
+    assert 0 < cpu["memory_free"] <= cpu["memory_total"]
+    assert set(cpu["caps"]) == {"async", "host_buffer", "buffer_from_host_ptr", "events", "mmap_support"}
+    for missing in told["unavailable"]:
+        assert missing["kind"] in ("absent", "broken")
+        assert missing["reason"]
+
+
+def test_devices_as_a_table() -> None:
+    done = run("devices")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout  # no colours in a pipe
+    (cpu,) = [line for line in done.stdout.splitlines() if "│ CPU " in line]
+    assert "buffer_from_host_ptr" in cpu  # and whole lines, whatever their length
+
+
+def test_a_broken_backend_is_listed_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def backend_reg(): pass\nraise OSError('libfoo [v1] is too old')\n")
+    done = run("devices", GGMLB_BACKEND_PATH=str(tmp_path / "bad.py"))
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("bad ")]
+    assert "bad is broken: " in line
+    assert "OSError: libfoo [v1] is too old" in line  # brackets are no markup
+    assert "│ CPU " in done.stdout
+
+
+def test_colours_on_a_terminal() -> None:
+    parent, child = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "120"}
+    env.pop("NO_COLOR", None)
+    command = [sys.executable, "-m", "ggmlb", "devices"]
+    with subprocess.Popen(command, stdout=child, stderr=child, env=env) as process:
+        os.close(child)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(parent, 65536)
+            except OSError:  # how Linux tells that the other end was closed
+                break
+            if not chunk:
+                break
+            shown += chunk
+    os.close(parent)
+    assert process.returncode == 0
+    assert b"\x1b[" in shown
+    assert b"CPU" in shown
