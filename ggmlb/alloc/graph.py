@@ -42,6 +42,8 @@ class GraphAllocator:
 
     Args:
         bufts: The kind of memory, or several; the same kind twice is one memory.
+        keep_inputs: Never overwrite inputs, so that a graph can be computed again without setting them
+            again; ggml does overwrite them.
 
     Attributes:
         bufts: The buffer types, by index.
@@ -52,12 +54,13 @@ class GraphAllocator:
         ArgumentError: No buffer type was given.
     """
 
-    def __init__(self, bufts: BufferType | Sequence[BufferType]) -> None:
+    def __init__(self, bufts: BufferType | Sequence[BufferType], *, keep_inputs: bool = False) -> None:
         self.bufts = (bufts,) if isinstance(bufts, BufferType) else tuple(bufts)
         if not self.bufts:
             raise ArgumentError("a GraphAllocator needs at least one buffer type")
         self._memories = Memories(self.bufts)
         self._plans: deque[Plan] = deque(maxlen=MAX_PLANS)
+        self._keep_inputs = keep_inputs
         self.n_plans = 0
         self.n_reallocs = 0
         self.is_freed = False
@@ -94,7 +97,7 @@ class GraphAllocator:
         Source: ggml_gallocr_reserve_n.
         """
         self._check_alive("reserve")
-        topology = Topology(graph, self._memories.own())
+        topology = self._topology(graph)
         plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
         self._adopt(plan)
 
@@ -115,7 +118,7 @@ class GraphAllocator:
         Source: ggml_gallocr_reserve_n_size.
         """
         self._check_alive("reserve_n_size")
-        topology = Topology(graph, self._memories.own())
+        topology = self._topology(graph)
         plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
         return self._memories.by_buffer_id([sum(peaks) for peaks in plan.peaks])
 
@@ -163,8 +166,11 @@ class GraphAllocator:
         self._check_alive("alloc_graph_n")
         self._alloc(graph, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids), ids_given=True)
 
+    def _topology(self, graph: Graph) -> Topology:
+        return Topology(graph, self._memories.own(), self._keep_inputs)
+
     def _alloc(self, graph: Graph, ids: BufferIds | None, *, ids_given: bool) -> None:
-        topology = Topology(graph, self._memories.own())
+        topology = self._topology(graph)
         try:
             plan = self._find(topology, ids, ids_given)
             self._adopt(plan)

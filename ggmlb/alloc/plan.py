@@ -206,25 +206,18 @@ def _last_readers(topology: Topology, operands: Sequence[Sequence[int]]) -> list
     return last
 
 
-def _dying_operands(
+def _dying_operand(
     topology: Topology, node: int, reads: Sequence[int], last: Sequence[int], position: int
-) -> list[int]:
-    """Return the operands whose memory the node may take because nothing else needs it any more."""
-    n = INPLACE_OPERANDS.get(topology.ops[node], 0)
+) -> int:
+    """Return the operand whose memory the node may take because nothing else needs it; -1 if none."""
     tensors, roots = topology.tensors, topology.roots
-    found = []
-    for i in reads[:n]:
-        if i < 0 or last[roots[i]] != position or not _can_share(tensors[node], tensors[i]):
-            continue
-        # The node may read the same memory otherwise, too: as a mask, transposed, at an offset.
-        if all(j == i and k < n for k, j in enumerate(reads) if j >= 0 and roots[j] == roots[i]):
-            found.append(i)
-    return found
-
-
-def _can_share(node: Tensor, operand: Tensor) -> bool:
-    """Whether the node's elements lie where those of the operand do, if it takes the operand's memory."""
-    return operand.view_offs == 0 and same_layout(node, operand)
+    for i in reads[: INPLACE_OPERANDS.get(topology.ops[node], 0)]:
+        if i >= 0 and last[i] == position and same_layout(tensors[node], tensors[i]):
+            # The node may read the same memory otherwise, too: as a mask, transposed, at an offset.
+            n_reads = sum(roots[j] == i for j in reads if j >= 0)
+            if n_reads == 1:
+                return i
+    return -1
 
 
 def _check_order(topology: Topology, position: int, reads: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.enums import TensorFlag
 from ggmlb.errors import FreedError
 
 if TYPE_CHECKING:
@@ -52,12 +53,13 @@ class Topology:
         "users",
     )
 
-    def __init__(self, graph: Graph, own: Collection[Buffer]) -> None:
+    def __init__(self, graph: Graph, own: Collection[Buffer], keep_inputs: bool = False) -> None:
         """Read a graph.
 
         Args:
             graph: Its lists are read, nothing is changed.
             own: The buffers that the allocator may give out anew.
+            keep_inputs: Flag inputs as outputs, too.
 
         Raises:
             FreedError: A tensor lies in a freed buffer.
@@ -87,6 +89,8 @@ class Topology:
         self.n_sources = [len(t.src) for t in nodes]
         self.ops = [t.op for t in tensors]
         self.flags = [t.flags for t in tensors]
+        if keep_inputs:
+            self.flags = [f | TensorFlag.OUTPUT if f & TensorFlag.INPUT else f for f in self.flags]
         buffers = [t.buffer for t in tensors]
         foreign = set(buffers).difference(own, (None,))
         self.outside = [b in foreign for b in buffers] if foreign else []

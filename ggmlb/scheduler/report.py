@@ -35,16 +35,16 @@ class Placement:
 
 def placements(graph: Graph, assignment: Assignment, split_graph: SplitGraph) -> list[Placement]:
     """Return one record per node that computes something, in order."""
-    del graph
+    index = {node: i for i, node in enumerate(graph.nodes)}
     records = []
     for i_split, split in enumerate(split_graph.splits):
         copied = {item.tensor for item in split.inputs}
-        for i, node in enumerate(split.nodes, split.start):
+        for node in split.nodes:
             if node.op in NO_OPS:
                 continue
             records.append(
                 Placement(
-                    node=node.name or f"{node.op_desc().lower()}_{i}",
+                    node=node.name or f"{node.op_desc().lower()}_{index[node]}",
                     op=node.op_desc(),
                     device=split.backend.name,
                     split=i_split,

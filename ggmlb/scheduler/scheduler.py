@@ -74,7 +74,7 @@ class Scheduler:
         self._strict = strict
         self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
         self._callback: EvalCallback | None = None
-        self._allocator = GraphAllocator(self._bufts)
+        self._allocator = GraphAllocator(self._bufts, keep_inputs=True)
         self._graph: Graph | None = None
         self._n_nodes = 0
         self._assignment: Assignment | None = None

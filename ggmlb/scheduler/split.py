@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ggmlb.enums import NO_OPS, BufferUsage, Op
+from ggmlb.enums import NO_OPS, BufferUsage
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.scheduler.assign import Assignment
@@ -51,20 +51,30 @@ class Split:
 
     Attributes:
         backend: Where it runs.
-        start: Index of its first node in the graph.
-        nodes: The user's nodes, views included.
+        views: Views of tensors of other devices, that nodes here read through copies.
+        nodes: The user's other nodes, views of its own tensors included.
         inputs: What is copied to it first.
         graph: What the backend computes: the nodes without the views, reading the copies.
         plan: The graph lowered; `None` until first computed.
         after: Backends that share memory with this one and must have finished what was queued before.
     """
 
-    __slots__ = ("after", "backend", "backend_id", "graph", "inputs", "nodes", "originals", "plan", "start")
+    __slots__ = (
+        "after",
+        "backend",
+        "backend_id",
+        "graph",
+        "inputs",
+        "nodes",
+        "originals",
+        "plan",
+        "views",
+    )
 
-    def __init__(self, backend: Backend, backend_id: int, start: int) -> None:
+    def __init__(self, backend: Backend, backend_id: int) -> None:
         self.backend = backend
         self.backend_id = backend_id
-        self.start = start
+        self.views: list[Tensor] = []
         self.nodes: list[Tensor] = []
         self.inputs: list[SplitInput] = []
         self.graph = Graph()
@@ -109,15 +119,15 @@ class SplitGraph:
         readable = self._assignment.readable
         backends = self._assignment.backends
         first = next((ids[n] for n in nodes if n.op not in NO_OPS), len(backends) - 1)
-        split = Split(backends[first], first, 0)
+        split = Split(backends[first], first)
         self.splits.append(split)
-        for i, node in enumerate(nodes):
+        for node in nodes:
             if node.op in NO_OPS:
-                split.nodes.append(node)
+                (split.nodes if ids[node] == split.backend_id else split.views).append(node)
                 continue
             b = ids[node]
             if b != split.backend_id or (split.inputs and self._wants_new_split(node, split)):
-                split = Split(backends[b], b, i)
+                split = Split(backends[b], b)
                 self.splits.append(split)
             for src in node.src:
                 if src is not None and ids[src] != b and src not in self._copies[b] and not readable(src, b):
@@ -157,9 +167,12 @@ class SplitGraph:
         for split in self.splits:
             b = split.backend_id
             copies = self._copies[b]
+            for view in split.views:
+                nodes.append(self._rewrite(view, {}))
+                node_ids.append(ids[view])
             for item in split.inputs:
                 item.src = clones.get(item.tensor, item.tensor)
-                # A view keeps the source from being reused before it is copied.
+                # Keeps the source from being reused before it is copied.
                 nodes.append(_view_of(item.src))
                 node_ids.append(ids[item.tensor])
                 nodes.append(item.copy)
@@ -225,6 +238,7 @@ class SplitGraph:
 
 
 def _view_of(tensor: Tensor) -> Tensor:
+    """A view without an op: it only marks that the tensor is read here."""
     return Tensor(
-        tensor.dtype, tensor.ne, tensor.nb, op=Op.VIEW, src=(tensor,), view_src=tensor, name=f"{tensor.name} (copied)"
+        tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=f"{tensor.name} (copied)"
     )

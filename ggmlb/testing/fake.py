@@ -1,0 +1,300 @@
+"""Fake devices: NumPy posing as several GPUs, made to show what a real GPU hides.
+
+Each fake device has memory of its own, poisoned (NaN) when allocated, and a queue that runs only when
+something waits for it. A forgotten wait reads NaN, a forgotten copy is an error, and what a device
+supports, how much memory it has and which of its calls fail is the test's choice. They test the
+scheduler and the allocators; they never stand in for a real device in a claim.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.cpu.buffer import aligned_empty
+from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
+from ggmlb.backends.cpu.threads import Threads
+from ggmlb.enums import DeviceType, Status
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device, Event, GraphPlan
+from ggmlb.interface.buffer import Bytes
+from ggmlb.tensor import Tensor
+
+POISON = 0xFF
+"""Fills fresh memory: NaN in every float type, -1 in every integer type."""
+
+Declines = Callable[[Tensor], "str | None"]
+
+
+class FakeReg(BackendReg):
+    """Some fake devices, as a backend.
+
+    Attributes:
+        calls: Every transfer, computation and wait of the devices, in the order in which they ran.
+    """
+
+    def __init__(
+        self,
+        n_devices: int = 2,
+        *,
+        declines: Declines | None = None,
+        capacity: int = 1 << 30,
+        events: bool = True,
+        async_copies: bool = True,
+        device_type: DeviceType = DeviceType.GPU,
+    ) -> None:
+        self.calls: list[str] = []
+        self.device_type = device_type
+        self.events = events
+        self.async_copies = async_copies
+        self._devices = [FakeDevice(self, i, declines, capacity) for i in range(n_devices)]
+
+    @property
+    def name(self) -> str:
+        """The name of the backend."""
+        return "Fake"
+
+    @property
+    def devices(self) -> Sequence[FakeDevice]:
+        """The fake devices."""
+        return self._devices
+
+
+class FakeDevice(Device):
+    """A fake GPU.
+
+    Attributes:
+        used: Bytes allocated now.
+        capacity: Bytes in all.
+        n_buffers: Buffers allocated and not freed.
+    """
+
+    def __init__(self, reg: FakeReg, index: int, declines: Declines | None, capacity: int) -> None:
+        self._reg = reg
+        self._name = f"Fake{index}"
+        self._declines = declines
+        self.capacity = capacity
+        self.used = 0
+        self.n_buffers = 0
+        self._buft = FakeBufferType(self)
+
+    @property
+    def name(self) -> str:
+        """`Fake0`, `Fake1`, ..."""
+        return self._name
+
+    @property
+    def description(self) -> str:
+        """What a person calls it."""
+        return "NumPy posing as a GPU"
+
+    @property
+    def type(self) -> DeviceType:
+        """As the registration says."""
+        return self._reg.device_type
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Free and total [bytes]."""
+        return self.capacity - self.used, self.capacity
+
+    @property
+    def caps(self) -> Caps:
+        """Asynchronous, with events if the registration says so."""
+        return Caps(async_=True, events=self._reg.events)
+
+    @property
+    def reg(self) -> FakeReg:
+        """The registration."""
+        return self._reg
+
+    @property
+    def buffer_type(self) -> FakeBufferType:
+        """Memory of this device alone."""
+        return self._buft
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> FakeBackend:
+        """Open a stream."""
+        return FakeBackend(self)
+
+    def declines(self, op: Tensor) -> str | None:
+        """As the test says, else as NumPy can."""
+        why = self._declines(op) if self._declines is not None else None
+        return why if why is not None else TABLE.declines(op)
+
+    def event_new(self) -> FakeEvent:
+        """Return an event."""
+        return FakeEvent(self) if self._reg.events else super().event_new()  # type: ignore[return-value]
+
+
+class FakeBufferType(BufferType):
+    """Memory that only its own device can use."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self._device.name
+
+    @property
+    def device(self) -> FakeDevice:
+        """The device."""
+        return self._device
+
+    @property
+    def alignment(self) -> int:
+        """As a GPU's."""
+        return 256
+
+    def _alloc_buffer(self, nbytes: int) -> FakeBuffer:
+        device = self._device
+        if device.used + nbytes > device.capacity:
+            raise self.out_of_memory(nbytes)
+        device.used += nbytes
+        device.n_buffers += 1
+        return FakeBuffer(self, nbytes)
+
+
+class FakeBuffer(Buffer):
+    """NumPy memory, poisoned when allocated and when freed."""
+
+    def __init__(self, buft: FakeBufferType, size: int) -> None:
+        super().__init__(buft, size)
+        self._device = buft.device
+        self._memory = np.full(size, POISON, np.uint8)
+
+    @property
+    def base(self) -> Bytes:
+        """The memory."""
+        return self._memory
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        self._memory[start : start + data.size] = data
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        out[:] = self._memory[start : start + out.size]
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        start = tensor.offset + offset
+        self._memory[start : start + size] = value
+
+    def _clear(self, value: int) -> None:
+        self._memory[:] = value
+
+    def _free(self) -> None:
+        self._memory[:] = POISON
+        self._device.used -= self.size
+        self._device.n_buffers -= 1
+
+
+class FakeBackend(Backend):
+    """A queue of work that runs only when something waits for it.
+
+    Attributes:
+        n_queued: Pieces of work queued so far.
+    """
+
+    device: FakeDevice
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(device)
+        self._queue: deque[Callable[[], object]] = deque()
+        self._workspace = Workspace(aligned_empty)
+        self._threads = Threads(1)
+        self.n_queued = 0
+
+    @property
+    def guid(self) -> str:
+        """Identifies fake backends."""
+        return "ggmlb-fake"
+
+    def enqueue(self, label: str, work: Callable[[], object]) -> None:
+        """Queue a piece of work; it appears in the registration's `calls` when it runs."""
+
+        def run() -> None:
+            self.device.reg.calls.append(f"{self.name} {label}")
+            work()
+
+        self._queue.append(run)
+        self.n_queued += 1
+
+    def run_until(self, n: int) -> None:
+        """Run the queue until `n` pieces of work in all have been taken from it."""
+        while self._queue and self.n_queued - len(self._queue) < n:
+            self._queue.popleft()()
+
+    def _synchronize(self) -> None:
+        self.run_until(self.n_queued)
+
+    def _plan(self, graph: Graph) -> GraphPlan:
+        return ArrayPlan(self, graph, CpuLowering(self._workspace, self._threads))
+
+    def _compute(self, plan: GraphPlan) -> Status:
+        assert isinstance(plan, ArrayPlan)
+
+        def run() -> None:
+            with np.errstate(all="ignore"):  # poison is NaN
+                plan.run()
+
+        self.enqueue(f"computes {len(plan.nodes)} nodes", run)
+        return Status.SUCCESS
+
+    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        buffer = tensor.buffer
+        assert buffer is not None
+        self.enqueue(f"writes {tensor.name}", lambda: buffer._set_tensor(tensor, data, offset))
+
+    def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        buffer = tensor.buffer
+        assert buffer is not None
+        self.enqueue(f"reads {tensor.name}", lambda: buffer._get_tensor(tensor, out, offset))
+
+    def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        if not self.device.reg.async_copies or not isinstance(backend_src, FakeBackend):
+            return False
+        if not isinstance(src.buffer, FakeBuffer) or src.buffer.buft is not backend_src.default_buffer_type:
+            return False
+        buffer, source, before = dst.buffer, src.buffer, backend_src.n_queued
+        assert buffer is not None
+
+        def copy() -> None:
+            backend_src.run_until(before)
+            buffer._set_tensor(dst, source.base[src.offset : src.offset + src.nbytes], 0)
+
+        self.enqueue(f"copies {src.name}", copy)
+        if backend_src is not self:
+            done = self.n_queued
+            backend_src.enqueue(f"waits for the copy of {src.name}", lambda: self.run_until(done))
+        return True
+
+    def _event_record(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        event.backend, event.n = self, self.n_queued
+
+    def _event_wait(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        backend, n = event.backend, event.n
+        if backend is not None and backend is not self:
+            self.enqueue("waits for an event", lambda: backend.run_until(n))
+
+
+class FakeEvent(Event):
+    """A count of a queue's work."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(device)
+        self.backend: FakeBackend | None = None
+        self.n = 0
+
+    def _synchronize(self) -> None:
+        if self.backend is not None:
+            self.backend.run_until(self.n)

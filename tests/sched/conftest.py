@@ -1,0 +1,62 @@
+"""Fake devices beside the CPU, and small graphs whose weights lie on chosen devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import BufferUsage
+from ggmlb.interface import Backend
+from ggmlb.registry import init_by_name
+from ggmlb.tensor import Tensor
+from ggmlb.testing.fake import FakeReg
+
+
+class Bench:
+    """Two fake GPUs and the CPU, with helpers that free all they make.
+
+    Attributes:
+        reg: The fake registration, whose `calls` say what ran in which order.
+        gpu0: A stream on each fake device.
+        gpu1: The second.
+        cpu: The real CPU backend.
+    """
+
+    def __init__(self, stack: ExitStack, reg: FakeReg) -> None:
+        self.stack = stack
+        self.reg = reg
+        self.gpu0, self.gpu1 = (stack.enter_context(d.init_backend()) for d in reg.devices[:2])
+        self.cpu = stack.enter_context(init_by_name("CPU"))
+        self.random = np.random.default_rng(0)
+
+    @property
+    def backends(self) -> list[Backend]:
+        return [self.gpu0, self.gpu1, self.cpu]
+
+    def weight(self, backend: Backend, *ne: int, name: str = "w") -> Tensor:
+        """Place a random float32 weight in the memory of a backend."""
+        ctx = Context()
+        tensor = ctx.new_tensor(DType.F32, ne, name=name)
+        buffer = self.stack.enter_context(alloc_ctx_tensors(ctx, backend))
+        buffer.usage = BufferUsage.WEIGHTS
+        tensor.set_array(self.random.standard_normal(tensor.shape, np.float32))
+        return tensor
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(stack, FakeReg(2))
+
+
+@pytest.fixture
+def make_bench() -> Iterator[object]:
+    """A bench over a fake registration of the test's own making."""
+    with ExitStack() as stack:
+        yield lambda reg: Bench(stack, reg)

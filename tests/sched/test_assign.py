@@ -1,0 +1,234 @@
+"""Which backend each node goes to, and the cause that is given for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import Op, Status
+from ggmlb.errors import ArgumentError, GraphError, UnsupportedOpError
+from ggmlb.graph import Graph
+from ggmlb.scheduler import Cause, Scheduler
+from ggmlb.tensor import Tensor
+from ggmlb.testing.fake import FakeBackend, FakeReg
+
+F32 = DType.F32
+
+
+def inputs(ctx: Context, *ne: int, name: str = "x") -> Tensor:
+    return ctx.set_input(ctx.new_tensor(F32, ne, name=name))
+
+
+def causes(sched: Scheduler) -> dict[str, tuple[str, Cause]]:
+    return {p.node: (p.device, p.cause) for p in sched.placement}
+
+
+def test_nodes_run_where_their_weights_are_and_the_rest_follows(bench):
+    ctx = Context()
+    x = inputs(ctx, 8, 2)
+    a = ctx.set_name(ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), x), "a")
+    b = ctx.set_name(ctx.silu(a), "b")
+    c = ctx.set_name(ctx.mul_mat(bench.weight(bench.gpu1, 8, 8), b), "c")
+    d = ctx.set_name(ctx.scale(c, 2.0), "d")
+    graph = Graph().build_forward_expand(d)
+    with Scheduler(bench.backends) as sched:
+        sched.split_graph(graph)
+        assert causes(sched) == {
+            "a": ("Fake0", Cause.WEIGHT),
+            "b": ("Fake0", Cause.NEIGHBOUR),
+            "c": ("Fake1", Cause.WEIGHT),
+            "d": ("Fake1", Cause.NEIGHBOUR),
+        }
+        assert [[i.tensor.name for i in s.inputs] for s in sched.splits] == [["x"], ["b"]]
+        assert sched.get_tensor_backend(x) is bench.cpu
+
+
+def test_without_weights_the_first_neighbours_decide_and_inputs_stay_on_the_last_backend(bench):
+    ctx = Context()
+    x = inputs(ctx, 4)
+    y = ctx.scale(ctx.silu(x), 3.0)
+    with Scheduler(bench.backends) as sched:
+        sched.split_graph(Graph().build_forward_expand(y))
+        # Nothing is placed and no user asked: the backend that reads most operands in place is the CPU.
+        assert {p.device for p in sched.placement} == {"CPU"}
+        assert sched.get_tensor_backend(x) is bench.cpu
+
+
+def test_a_device_that_declines_an_op_hands_it_on_and_the_reason_is_kept(make_bench):
+    bench = make_bench(FakeReg(2, declines=lambda t: "no kernel for silu" if t.op is Op.UNARY else None))
+    ctx = Context()
+    x = inputs(ctx, 8, 2)
+    a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), x)
+    b = ctx.set_name(ctx.silu(a), "b")
+    c = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), b)
+    with Scheduler(bench.backends) as sched:
+        sched.split_graph(Graph().build_forward_expand(c))
+        assert [s.backend.name for s in sched.splits] == ["Fake0", "CPU", "Fake0"]
+        (record,) = (p for p in sched.placement if p.node == "b")
+        assert record.rejected == {"Fake0": "no kernel for silu", "Fake1": "no kernel for silu"}
+        assert record.copies == ("CPU",) or len(record.copies) == 1
+        assert "no kernel for silu" in str(sched)
+
+
+def test_an_op_that_nobody_runs_names_every_refusal(make_bench):
+    bench = make_bench(FakeReg(2, declines=lambda t: "fakes decline all"))
+    ctx = Context()
+    y = ctx.set_name(ctx.silu(inputs(ctx, 4)), "y")
+    with Scheduler([bench.gpu0, bench.gpu1]) as sched:
+        with pytest.raises(UnsupportedOpError, match=r"no device can run SILU f32\[4\] \(node 'y'\)") as error:
+            sched.alloc_graph(Graph().build_forward_expand(y))
+        assert error.value.reasons == {"Fake0": "fakes decline all", "Fake1": "fakes decline all"}
+        assert "Fake1: fakes decline all" in str(error.value)
+
+
+def test_a_users_wish_is_followed_and_survives_reserve_and_reset(bench):
+    ctx = Context()
+    y = ctx.scale(ctx.silu(inputs(ctx, 4)), 3.0)
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(bench.backends) as sched:
+        sched.set_tensor_backend(y, bench.gpu1)
+        sched.reserve(graph)
+        sched.reset()
+        sched.split_graph(graph)
+        assert sched.placement[-1].device == "Fake1"
+        assert sched.placement[-1].cause is Cause.USER
+        sched.set_tensor_backend(y, None)
+        sched.split_graph(graph)
+        assert sched.placement[-1].device == "CPU"
+        with pytest.raises(ArgumentError, match="not one of this scheduler's backends"):
+            sched.set_tensor_backend(y, FakeReg(1).devices[0].init_backend())
+
+
+def test_a_wish_that_cannot_be_followed_warns_or_if_strict_raises(make_bench):
+    bench = make_bench(FakeReg(2, declines=lambda t: "no silu" if t.op is Op.UNARY else None))
+    ctx = Context()
+    y = ctx.silu(inputs(ctx, 4))
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(bench.backends) as sched:
+        sched.set_tensor_backend(y, bench.gpu0)
+        with pytest.warns(RuntimeWarning, match="Fake0, which the user asked for: no silu"):
+            sched.split_graph(graph)
+        assert sched.placement[0].device == "CPU"
+    with Scheduler(bench.backends, strict=True) as sched:
+        sched.set_tensor_backend(y, bench.gpu0)
+        with pytest.raises(UnsupportedOpError, match="no silu"):
+            sched.split_graph(graph)
+
+
+def test_a_weight_whose_device_declines_the_op_warns_or_if_strict_raises(make_bench):
+    bench = make_bench(FakeReg(2, declines=lambda t: "no product" if t.op is Op.MUL_MAT else None))
+    ctx = Context()
+    y = ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), inputs(ctx, 4, 2))
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(bench.backends) as sched:
+        with pytest.warns(RuntimeWarning, match="Fake0, which holds its weight: no product"):
+            sched.split_graph(graph)
+        assert [i.tensor.name for s in sched.splits for i in s.inputs] == ["w"]
+    with Scheduler(bench.backends, strict=True) as sched, pytest.raises(UnsupportedOpError, match="no product"):
+        sched.split_graph(graph)
+
+
+def test_views_follow_their_source(bench):
+    ctx = Context()
+    a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), inputs(ctx, 8, 2))
+    v = ctx.view_1d(a, 8, 32)
+    y = ctx.mul_mat(bench.weight(bench.gpu1, 8, 8), v)
+    with Scheduler(bench.backends) as sched:
+        sched.split_graph(Graph().build_forward_expand(y))
+        assert sched.get_tensor_backend(v) is bench.gpu0
+        assert [i.tensor for i in sched.splits[1].inputs] == [v]
+
+
+def test_a_node_that_writes_into_a_tensor_runs_where_the_tensor_is(make_bench):
+    # ggml lets the write happen on the other device, where it never reaches the tensor.
+    bench = make_bench(FakeReg(2, declines=lambda t: "no scale" if t.op is Op.SCALE else None))
+    ctx = Context()
+    x = inputs(ctx, 4, 3)
+    base = ctx.set_name(ctx.scale(x, 2.0), "base")  # on the CPU: the fakes decline it
+    rows = inputs(ctx, 4, 1, name="rows")
+    where = ctx.set_input(ctx.new_tensor(DType.I64, (1,), name="where"))
+    written = ctx.set_rows(base, rows, where)
+    y = ctx.set_output(ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), written))
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(bench.backends) as sched:
+        sched.set_tensor_backend(written, bench.gpu0)
+        with pytest.warns(RuntimeWarning, match="writes into SCALE"):
+            sched.alloc_graph(graph)
+        assert sched.get_tensor_backend(written) is bench.cpu
+        x.set_array(np.ones((3, 4)))
+        rows.set_array(np.full((1, 4), 7.0))
+        where.set_array(np.array([1]))
+        sched.graph_compute(graph)
+        expected = np.full((3, 4), 2.0, np.float32)
+        expected[1] = 7
+        w = y.src[0].to_numpy()
+        np.testing.assert_allclose(y.to_numpy(), expected @ w.T, rtol=1e-5)
+    with Scheduler(bench.backends, strict=True) as sched:
+        sched.set_tensor_backend(written, bench.gpu0)
+        with pytest.raises(GraphError, match="set both to the same backend"):
+            sched.alloc_graph(graph)
+
+
+def test_a_write_into_memory_whose_device_declines_it_is_an_error(make_bench):
+    def declines(t: Tensor) -> str | None:
+        return "no set_rows" if t.op is Op.SET_ROWS else None
+
+    bench = make_bench(FakeReg(2, declines=declines))
+    ctx = Context()
+    cache = bench.weight(bench.gpu0, 4, 8, name="cache")
+    rows = inputs(ctx, 4, 1, name="rows")
+    where = ctx.set_input(ctx.new_tensor(DType.I64, (1,), name="where"))
+    y = ctx.set_rows(cache, rows, where)
+    with (
+        Scheduler(bench.backends) as sched,
+        pytest.raises(UnsupportedOpError, match=r"lies in a Fake0 buffer, and no backend(.|\n)*no set_rows"),
+    ):
+        sched.alloc_graph(Graph().build_forward_expand(y))
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_device_may_take_an_op_although_its_weights_are_in_host_memory(make_bench, monkeypatch, offload):
+    bench = make_bench(FakeReg(2))
+    monkeypatch.setattr(type(bench.gpu0.device), "offload_op", lambda self, op: op.op is Op.MUL_MAT)
+    ctx = Context()
+    y = ctx.mul_mat(bench.weight(bench.cpu, 8, 8), inputs(ctx, 8, 2))
+    with Scheduler(bench.backends, op_offload=offload) as sched:
+        sched.split_graph(Graph().build_forward_expand(y))
+        assert sched.placement[0].device == ("Fake0" if offload else "CPU")
+        assert sched.placement[0].cause is (Cause.OFFLOAD if offload else Cause.WEIGHT)
+
+
+def test_two_backends_of_the_same_memory_the_higher_priority_takes_what_it_runs(make_bench):
+    bench = make_bench(FakeReg(2))
+    other = bench.stack.enter_context(bench.gpu0.device.init_backend())
+    ctx = Context()
+    y = ctx.silu(ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), inputs(ctx, 8, 2)))
+    with Scheduler([other, bench.gpu0, bench.cpu]) as sched:
+        sched.set_tensor_backend(y, bench.gpu0)
+        sched.split_graph(Graph().build_forward_expand(y))
+        assert sched.get_tensor_backend(y) is other
+        assert sched.placement[-1].cause is Cause.UPGRADE
+
+
+def test_the_backend_list_is_checked():
+    with pytest.raises(ArgumentError, match="at least one backend"):
+        Scheduler([])
+    reg = FakeReg(2)
+    with reg.devices[0].init_backend() as backend:
+        assert isinstance(backend, FakeBackend)
+        with pytest.raises(ArgumentError, match="Fake0 cannot use Fake1 memory"):
+            Scheduler([backend], [reg.devices[1].buffer_type])
+        with pytest.raises(ArgumentError, match="1 backends, but 2 buffer types"):
+            Scheduler([backend], [reg.devices[0].buffer_type] * 2)
+
+
+def test_a_status_is_returned(bench):
+    ctx = Context()
+    x = inputs(ctx, 4)
+    graph = Graph().build_forward_expand(ctx.scale(x, 2.0))
+    with Scheduler(bench.backends) as sched:
+        sched.alloc_graph(graph)
+        x.set_array(np.ones(4))
+        assert sched.graph_compute(graph) is Status.SUCCESS
