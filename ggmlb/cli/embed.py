@@ -1,0 +1,98 @@
+"""`ggmlb embed`: texts from a JSON file to embeddings in a .npy file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ggmlb.cli.frame import console
+from ggmlb.cli.options import (
+    DevicesOption,
+    LayersOption,
+    ModelOption,
+    device_names,
+    layers_by_device,
+)
+from ggmlb.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.models.embedder import Progress
+
+
+def embed(
+    input_file: Annotated[
+        str, typer.Option("--input", metavar="FILE", help="JSON list of texts; '-' reads standard input.")
+    ],
+    output_file: Annotated[
+        Path, typer.Option("--output", metavar="FILE", help="Where to write the .npy file, float32 (n, 384).")
+    ],
+    model: ModelOption = None,
+    devices: DevicesOption = None,
+    layers_on: LayersOption = None,
+    batch: Annotated[int, typer.Option("--batch", help="Most texts computed together.")] = 32,
+) -> None:
+    """Compute sentence embeddings: a JSON list of texts in, a float32 array of unit vectors out."""
+    texts = read_texts(input_file)
+    if not output_file.parent.is_dir():
+        raise ArgumentError(f"there is no folder {output_file.parent}; make it, or give another --output")
+    import numpy as np
+
+    from ggmlb.models import BertEmbedder
+
+    names = None if devices is None else device_names(devices)
+    with (
+        BertEmbedder(model, names, layers_by_device(layers_on)) as embedder,
+        progress_bar(len(texts)) as progress,
+    ):
+        embeddings = embedder.embed(texts, batch, progress)
+    try:
+        with output_file.open("wb") as file:
+            np.save(file, embeddings)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {output_file}: {error.strerror}; give another --output") from error
+
+
+def read_texts(source: str) -> list[str]:
+    """Return the texts of a JSON file, or of standard input for `-`.
+
+    Raises:
+        ArgumentError: The file cannot be read, or is not a JSON list of strings with at least one.
+    """
+    name = "standard input" if source == "-" else source
+    try:
+        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    except OSError as error:
+        raise ArgumentError(f"cannot read {name}: {error.strerror}; give a JSON file, or '-'") from error
+    try:
+        texts: Any = json.loads(raw)
+    except ValueError as error:
+        raise ArgumentError(f"{name} is not JSON: {error}; give a list of strings") from error
+    if not isinstance(texts, list):
+        raise ArgumentError(f"{name} holds a JSON {type(texts).__name__}; give a list of strings")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ArgumentError(f"{name}: item {i} is a {type(text).__name__}; every item must be a string")
+    if not texts:
+        raise ArgumentError(f"{name} holds an empty list; give at least one string")
+    return texts
+
+
+@contextmanager
+def progress_bar(n_texts: int) -> Iterator[Progress | None]:
+    """Show a bar on standard error while the block runs, if that is a terminal; yields its `progress`."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task("embedding", total=n_texts)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

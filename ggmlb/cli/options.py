@@ -1,0 +1,53 @@
+"""Options that several commands have: which model, which devices, which layers where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ggmlb.errors import ArgumentError
+
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="NAME,NAME,...",
+        help="Devices, highest priority first; the last takes what no other runs. "
+        "By default the best device and the CPU.",
+    ),
+]
+LayersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--layers-on",
+        metavar="NAME=RANGE",
+        help="Layers whose weights lie on a device, as OpenCL0=0-2 or CPU=3,5; also 'all' and 'embeddings'. "
+        "May be given several times.",
+    ),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="DIR", help="Model folder; the installed all-MiniLM-L6-v2 by default."),
+]
+
+
+def device_names(text: str) -> list[str]:
+    """Return the names in `"OpenCL0,CPU"`."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def layers_by_device(options: list[str] | None) -> dict[str, list[str]] | None:
+    """Return what `["OpenCL0=0-2", "CPU=3-5"]` says, by device; `None` if nothing was said.
+
+    Raises:
+        ArgumentError: An option is not `NAME=RANGE`.
+    """
+    found: dict[str, list[str]] = {}
+    for option in options or ():
+        name, equals, layers = option.partition("=")
+        if not (name and equals and layers):
+            raise ArgumentError(f"--layers-on {option}: give NAME=RANGE, as OpenCL0=0-2")
+        found.setdefault(name, []).extend(layers.split(","))
+    return found or None

