@@ -84,7 +84,7 @@ class Plan:
     def suits(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
         """Whether other tensors of the same topology fit, of which the owned ones have these sizes."""
         return all(map(le, sizes, self.sizes)) and all(
-            _can_share(tensors[node], tensors[operand]) for node, operand in self.inplace
+            same_layout(tensors[node], tensors[operand]) for node, operand in self.inplace
         )
 
 
@@ -92,7 +92,7 @@ def make_plan(
     topology: Topology,
     buffer_ids: BufferIds | None,
     memories: Sequence[int],
-    sizes: Sequence[int],
+    sizes: list[int],
     limits: Sequence[int],
 ) -> Plan:
     """Plan a graph in one pass over its nodes.
@@ -138,18 +138,14 @@ def make_plan(
     for position, node in enumerate(nodes):
         if waiting[node]:
             waiting[node] = False
-            arena = arenas[memories[node]]
-            size = sizes[node]
-            for operand in _dying_operands(topology, node, operands[position], last, position):
-                root = roots[operand]
-                if memories[root] == memories[node] and size <= sizes[root]:
-                    last[root] = -1
-                    addresses[node] = addresses[root]
-                    arena.free(addresses[root] + size, sizes[root] - size)
-                    inplace.append((node, operand))
-                    break
+            operand = _dying_operand(topology, node, operands[position], last, position)
+            if operand >= 0 and memories[operand] == memories[node] and sizes[node] <= sizes[operand]:
+                last[operand] = -1
+                addresses[node] = addresses[operand]
+                sizes[node] = sizes[operand]
+                inplace.append((node, operand))
             else:
-                addresses[node] = arena.alloc(size)
+                addresses[node] = arenas[memories[node]].alloc(sizes[node])
         for root in dying[position]:
             if last[root] == position:
                 arenas[memories[root]].free(addresses[root], sizes[root])

@@ -1,0 +1,223 @@
+"""Peak memory of graph allocation: ggmlb beside ggml itself, on the same graphs.
+
+Each graph is built twice by the same function, once with `ggmlb.Context` and once with ggml through
+ggml-python, and measured by each one's graph allocator, for memory of the same alignment. The table is
+printed and saved in `results/alloc_peak.md`; the exit status is 1 if ggmlb needs more for any graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ggml
+
+sys.path.insert(0, str(Path(__file__).parent))
+from alloc_graphs import bert, llama, random_dag, unet
+
+from ggmlb.alloc import GraphAllocator
+from ggmlb.backends.cpu import cpu_buffer_type
+from ggmlb.backends.cpu.buffer import CpuBufferType
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
+
+RESULTS = Path(__file__).parent / "results" / "alloc_peak.md"
+GGML_BUFFER_TYPE = ggml.ggml_backend_get_default_buffer_type(ggml.ggml_backend_cpu_init())
+ALIGNMENT = ggml.ggml_backend_buft_get_alignment(GGML_BUFFER_TYPE)
+N_RANDOM = 300
+
+GRAPHS: dict[str, Callable[[Any], list[Any]]] = {
+    "BERT, MiniLM-L6: 1 text of 128": partial(
+        bert, n_layer=6, n_embd=384, n_head=12, n_tokens=128, n_batch=1
+    ),
+    "BERT, MiniLM-L6: 32 texts of 128": partial(
+        bert, n_layer=6, n_embd=384, n_head=12, n_tokens=128, n_batch=32
+    ),
+    "BERT, base: 8 texts of 512": partial(bert, n_layer=12, n_embd=768, n_head=12, n_tokens=512, n_batch=8),
+    "LLaMA 7B: 1 token of 2048": partial(
+        llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008, n_tokens=1, n_kv=2048
+    ),
+    "LLaMA 7B: 512 tokens": partial(
+        llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008, n_tokens=512, n_kv=512
+    ),
+    "LLaMA 3 8B (grouped queries): 512 tokens of 4096": partial(
+        llama,
+        n_layer=32,
+        n_embd=4096,
+        n_head=32,
+        n_head_kv=8,
+        n_ff=14336,
+        n_tokens=512,
+        n_kv=4096,
+        n_vocab=128256,
+    ),
+    "Mixtral (8 experts): 128 tokens": partial(
+        llama,
+        n_layer=32,
+        n_embd=4096,
+        n_head=32,
+        n_head_kv=8,
+        n_ff=14336,
+        n_tokens=128,
+        n_kv=512,
+        n_expert=8,
+    ),
+    "U-Net, 64 x 64, 320 channels, 3 levels": partial(unet, size=64, channels=320, depth=3, n_batch=1),
+    "U-Net, 256 x 256, 64 channels, 4 levels, batch 2": partial(
+        unet, size=256, channels=64, depth=4, n_batch=2
+    ),
+}
+
+
+class PaperType(CpuBufferType):
+    """Host memory aligned as ggml's."""
+
+    @property
+    def alignment(self) -> int:
+        return ALIGNMENT
+
+
+PAPER = PaperType(cpu_buffer_type().device)
+WEIGHTS = PAPER.alloc_buffer(0)  # weights count as placed, their data is never touched
+
+
+class OurContext(Context):
+    def weight(self, dtype: DType, *ne: int) -> Tensor:
+        tensor = self.new_tensor(dtype, ne)
+        tensor.buffer = WEIGHTS
+        return tensor
+
+
+class GgmlContext:
+    """ggml's functions as methods, without the `ggml_` before the name and without the context argument."""
+
+    def __init__(self) -> None:
+        self.ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=64 << 20, mem_buffer=None, no_alloc=True))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(getattr(ggml, f"ggml_{name}"), self.ctx)
+
+    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
+        return getattr(ggml, f"ggml_new_tensor_{len(ne)}d")(self.ctx, int(dtype), *ne)
+
+    def weight(self, dtype: DType, *ne: int) -> Any:
+        tensor = self.new_tensor(dtype, ne)
+        tensor.contents.data = 4096  # not null: it counts as placed
+        return tensor
+
+    def set_input(self, tensor: Any) -> Any:
+        ggml.ggml_set_input(tensor)
+        return tensor
+
+    def set_output(self, tensor: Any) -> Any:
+        ggml.ggml_set_output(tensor)
+        return tensor
+
+
+def our_peak(build: Callable[[Any], list[Any]]) -> tuple[int, int]:
+    """Return the bytes that ggmlb reserves, and the number of nodes."""
+    graph = Graph().build_forward_expand(*build(OurContext()))
+    return GraphAllocator(PAPER).reserve_n_size(graph)[0], len(graph)
+
+
+def ggml_peak(build: Callable[[Any], list[Any]]) -> tuple[int, int]:
+    """Return the bytes that ggml reserves, and the number of nodes."""
+    ctx = GgmlContext()
+    results = build(ctx)
+    graph = ggml.ggml_new_graph_custom(ctx.ctx, 1 << 14, False)
+    for result in results:
+        ggml.ggml_build_forward_expand(graph, result)
+    allocator = ggml.ggml_gallocr_new(GGML_BUFFER_TYPE)
+    sizes = (ctypes.c_size_t * 1)()
+    ggml.ggml_gallocr_reserve_n_size(allocator, graph, None, None, sizes)
+    n_nodes = ggml.ggml_graph_n_nodes(graph)
+    ggml.ggml_gallocr_free(allocator)
+    ggml.ggml_free(ctx.ctx)
+    return sizes[0], n_nodes
+
+
+def random_peaks() -> list[tuple[int, int, int]]:
+    """Return for each random graph its number of nodes, and the bytes of ggmlb and of ggml."""
+    peaks = []
+    for seed in range(N_RANDOM):
+        build = partial(random_dag, seed=seed, n_nodes=20 + 3 * seed % 400)
+        (ours, n), (theirs, n_ggml) = our_peak(build), ggml_peak(build)
+        if n != n_ggml:
+            raise SystemExit(f"random graph {seed}: {n} nodes here, {n_ggml} in ggml")
+        peaks.append((n, ours, theirs))
+    return peaks
+
+
+def times() -> tuple[float, float, float, int]:
+    """Return the times of a first allocation, of another graph alike, and of the same graph again [ms]."""
+    model = partial(llama, n_layer=32, n_embd=256, n_head=8, n_head_kv=8, n_ff=512, n_tokens=8, n_kv=64)
+    first, alike, again = [], [], []
+    for _ in range(30):
+        graphs = [Graph().build_forward_expand(*model(OurContext())) for _ in range(2)]
+        with GraphAllocator(PAPER) as allocator:
+            for graph, taken in ((graphs[0], first), (graphs[1], alike), (graphs[1], again)):
+                start = time.perf_counter()
+                allocator.alloc_graph(graph)
+                taken.append(1e3 * (time.perf_counter() - start))
+            if (allocator.n_plans, allocator.n_reallocs) != (1, 1):
+                raise SystemExit(f"planned {allocator.n_plans} times, allocated {allocator.n_reallocs} times")
+    return statistics.median(first), statistics.median(alike), statistics.median(again), len(graphs[0])
+
+
+def main() -> int:
+    rows = ["| graph | nodes | ggml [bytes] | ggmlb [bytes] | ggmlb / ggml |", "|---|---:|---:|---:|---:|"]
+    worse = []
+    for name, build in GRAPHS.items():
+        (ours, n), (theirs, n_ggml) = our_peak(build), ggml_peak(build)
+        if n != n_ggml:
+            raise SystemExit(f"{name}: {n} nodes here, {n_ggml} in ggml")
+        rows.append(f"| {name} | {n} | {theirs:,} | {ours:,} | {ours / theirs:.3f} |")
+        if ours > theirs:
+            worse.append(name)
+    peaks = random_peaks()
+    ratios = [ours / theirs for _, ours, theirs in peaks]
+    worse += [f"random graph {i}" for i, ratio in enumerate(ratios) if ratio > 1]
+    sizes = [n for n, _, _ in peaks]
+    rows.append(
+        f"| {N_RANDOM} random graphs, sums | {min(sizes)} to {max(sizes)} | {sum(p[2] for p in peaks):,} | "
+        f"{sum(p[1] for p in peaks):,} | {statistics.fmean(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}) |"
+    )
+    first, alike, again, n_nodes = times()
+    text = "\n".join(
+        [
+            "# Peak memory of graph allocation",
+            "",
+            f"{date.today()}, {platform.machine()} {platform.system()}, Python {platform.python_version()}, "
+            f"ggml {ggml.ggml_version().decode()} (ggml-python {version('ggml_python')}), "
+            f"alignment {ALIGNMENT} bytes. Weights and caches lie elsewhere. "
+            "Made by `python benchmarks/alloc_peak.py`.",
+            "",
+            *rows,
+            "",
+            f"Time for a LLaMA graph of {n_nodes} nodes (median of 30): first allocation {first:.2f} ms; another "
+            f"graph of the same topology {alike:.2f} ms; the same graph again {again:.2f} ms.",
+            "",
+        ]
+    )
+    print(text)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(text)
+    if worse:
+        print(f"ggmlb needs more than ggml for {len(worse)}: {', '.join(worse[:20])}", file=sys.stderr)
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
