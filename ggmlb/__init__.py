@@ -10,6 +10,7 @@ when a device of theirs is first asked for.
 """
 
 from ggmlb.alloc import GraphAllocator, TensorAllocator, alloc_ctx_tensors, alloc_ctx_tensors_size
+from ggmlb.compare import GraphCopy, compare_graph_backend, graph_copy
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import (
@@ -114,6 +115,7 @@ __all__ = [
     "GluOp",
     "Graph",
     "GraphAllocator",
+    "GraphCopy",
     "GraphError",
     "GraphPlan",
     "Hint",
@@ -141,11 +143,13 @@ __all__ = [
     "__version__",
     "alloc_ctx_tensors",
     "alloc_ctx_tensors_size",
+    "compare_graph_backend",
     "cpu_buffer_from_ptr",
     "cpu_buffer_type",
     "device_by_name",
     "device_by_type",
     "devices",
+    "graph_copy",
     "init_best",
     "init_by_name",
     "init_by_type",

@@ -1,0 +1,157 @@
+"""Copies of whole graphs on other devices, and the comparison of two backends node by node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.enums import VIEW_OPS, Status
+from ggmlb.errors import ArgumentError
+from ggmlb.graph import Graph
+from ggmlb.interface import tensor_copy
+from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from ggmlb.interface import Backend
+
+
+class GraphCopy:
+    """A graph's twin in the memory of another backend, data included (ggml_backend_graph_copy).
+
+    A context manager: leaving it frees the memory.
+
+    Attributes:
+        graph: The twin; its nodes and leafs are in the order of the original's.
+        ctx: Holds its tensors.
+        buffer: Holds their data.
+    """
+
+    def __init__(self, backend: Backend, graph: Graph) -> None:
+        self.ctx = Context()
+        self._twins: dict[Tensor, Tensor] = {}
+        nodes = [self._twin(tensor) for tensor in graph.nodes]
+        leafs = [self._twin(tensor) for tensor in graph.leafs]
+        self.graph = Graph(nodes, leafs)
+        self.buffer = alloc_ctx_tensors(self.ctx, backend)
+        try:
+            for tensor, twin in self._twins.items():
+                if twin.view_src is None:
+                    tensor_copy(tensor, twin)
+        except BaseException:
+            self.free()
+            raise
+
+    def _twin(self, tensor: Tensor) -> Tensor:
+        """Return the tensor's copy, made with those of all that it depends on."""
+        twin = self._twins.get(tensor)
+        if twin is None:
+            src = tuple(None if s is None else self._twin(s) for s in tensor.src)
+            view_src = None if tensor.view_src is None else self._twin(tensor.view_src)
+            twin = self._twins[tensor] = Tensor(
+                tensor.dtype,
+                tensor.ne,
+                tensor.nb,
+                op=tensor.op,
+                src=src,
+                params=tensor.params,
+                view_src=view_src,
+                view_offs=tensor.view_offs,
+                name=tensor.name,
+            )
+            twin.flags = tensor.flags
+            self.ctx.tensors.append(twin)
+        return twin
+
+    def __getitem__(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor of the original graph."""
+        return self._twins[tensor]
+
+    def free(self) -> None:
+        """Free the memory (ggml_backend_graph_copy_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self.buffer.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.buffer.is_freed:
+            self.free()
+
+
+def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
+    """Copy an allocated graph with its data to a backend, each tensor in memory of its own.
+
+    Raises:
+        AllocationError: The backend's device lacks room.
+        NotAllocatedError: A tensor of the graph is in no buffer.
+
+    Source: ggml_backend_graph_copy.
+    """
+    return GraphCopy(backend, graph)
+
+
+def compare_graph_backend(
+    backend1: Backend,
+    backend2: Backend,
+    graph: Graph,
+    callback: Callable[[int, Tensor, Tensor], bool],
+    test_nodes: Collection[Tensor] | None = None,
+) -> bool:
+    """Compute a graph on two backends, and show the callback what each made of every node.
+
+    Args:
+        backend1: Where the graph is allocated.
+        backend2: Gets a copy of it.
+        graph: Computed node by node; each node reads what its own backend computed before.
+        callback: Is given the node's index, the node, and its copy. Without `test_nodes`, `False` ends
+            the comparison.
+        test_nodes: Compute both graphs whole, and show these nodes only.
+
+    Returns:
+        Whether every node asked for was shown: `False` if the callback or an abort callback ended it.
+
+    Raises:
+        ArgumentError: One of `test_nodes` is not in the graph.
+        AllocationError: The second backend lacks room for the copy.
+        NotAllocatedError: A tensor of the graph is in no buffer.
+
+    Source: ggml_backend_compare_graph_backend.
+    """
+    for node in test_nodes or ():
+        if node not in graph.nodes:
+            raise ArgumentError(f"compare_graph_backend: {node.describe()}, a test node, is not in the graph")
+    with graph_copy(backend2, graph) as copy:
+        pairs = list(zip(graph.nodes, copy.graph.nodes, strict=True))
+        if test_nodes:
+            if not _computed(backend1, graph) or not _computed(backend2, copy.graph):
+                return False
+            for i, (node, twin) in enumerate(pairs):
+                if node in test_nodes:
+                    callback(i, node, twin)
+            return True
+        for i, (node, twin) in enumerate(pairs):
+            if node.op in VIEW_OPS:
+                continue
+            if not _computed(backend1, graph.view(i, i + 1)) or not _computed(
+                backend2, copy.graph.view(i, i + 1)
+            ):
+                return False
+            if not callback(i, node, twin):
+                return False
+    return True
+
+
+def _computed(backend: Backend, graph: Graph) -> bool:
+    return backend.graph_compute(graph) is Status.SUCCESS
