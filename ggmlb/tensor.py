@@ -188,6 +188,24 @@ class Tensor:
         """Whether the strides are not in ascending order (ggml_is_permuted)."""
         return self.nb[0] > self.nb[1] or self.nb[1] > self.nb[2] or self.nb[2] > self.nb[3]
 
+    def reading(self, src: tuple[Tensor | None, ...], view_src: Tensor | None) -> Tensor:
+        """Return a tensor like this one, in the same place, with other operands; `params` are shared."""
+        clone: Tensor = object.__new__(Tensor)
+        clone.dtype = self.dtype
+        clone.ne = self.ne
+        clone.nb = self.nb
+        clone.nbytes = self.nbytes
+        clone.op = self.op
+        clone.src = src
+        clone.params = self.params
+        clone.view_src = view_src
+        clone.view_offs = self.view_offs
+        clone.buffer = self.buffer
+        clone.offset = self.offset
+        clone.flags = self.flags
+        clone.name = self.name
+        return clone
+
     # -- data ----------------------------------------------------------------------------------
 
     def set(self, data: npt.ArrayLike | bytes | memoryview, offset: int = 0) -> None:

@@ -16,7 +16,7 @@ from enum import Enum
 from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
 from ggmlb.errors import GraphError, UnsupportedOpError
 from ggmlb.graph import Graph
-from ggmlb.interface import Backend, BufferType
+from ggmlb.interface import Backend, Buffer, BufferType
 from ggmlb.tensor import Tensor
 
 
@@ -61,13 +61,14 @@ class Assignment:
         self.bufts = bufts
         self.ids: dict[Tensor, int] = {}
         self.causes: dict[Tensor, Cause] = {}
-        self._user = user
+        self._user = dict(user)
         self._op_offload = op_offload
         self._strict = strict
         self._last = len(backends) - 1
         self._declines = [b.device.declines for b in backends]
         self._supported: list[dict[Tensor, bool]] = [{} for _ in backends]
         self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
+        self._holders: dict[int, tuple[int, ...]] = {}
 
     def run(self, graph: Graph) -> None:
         """Assign every tensor of the graph.
@@ -77,9 +78,7 @@ class Assignment:
         """
         work = [n for n in graph.nodes if n.op not in NO_OPS]
         self._from_places(graph)
-        ids = self.ids
-        if any(n not in ids for n in work):
-            self._expand(work)
+        self._expand(work)
         self._upgrade_or_best(work)
         self._keep_writers_home(work)
         self._rest(graph.nodes)
@@ -102,6 +101,14 @@ class Assignment:
             answer = known[id(buft)] = self.backends[b].supports_buft(buft)
         return answer
 
+    def holders(self, buft: BufferType) -> tuple[int, ...]:
+        """The backends that can use memory of that type."""
+        known = self._holders.get(id(buft))
+        if known is None:
+            n = len(self.backends)
+            known = self._holders[id(buft)] = tuple(b for b in range(n) if self.supports_buft(b, buft))
+        return known
+
     def readable(self, tensor: Tensor, b: int) -> bool:
         """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
         root = tensor.view_src or tensor
@@ -115,12 +122,11 @@ class Assignment:
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
     def _from_places(self, graph: Graph) -> None:
-        for tensor in graph:
-            wanted = self._user.get(tensor)
-            if wanted is not None and self._honour(tensor, wanted):
-                self._set(tensor, wanted, Cause.USER)
-                continue
-            if tensor.buffer is not None or (tensor.view_src is not None and tensor.view_src.buffer is not None):
+        user = self._user
+        for tensor in (*graph.leafs, *graph.nodes):
+            if user and tensor in user and self._honour(tensor, user[tensor]):
+                self._set(tensor, user[tensor], Cause.USER)
+            elif (tensor.view_src or tensor).buffer is not None:
                 self._set(tensor, self._owner_of_placed(tensor), Cause.PLACED)
             elif tensor.flags & TensorFlag.INPUT:
                 self._set(tensor, self._last, Cause.INPUT)
@@ -147,8 +153,8 @@ class Assignment:
         buffer = root.buffer
         assert buffer is not None
         leaf = tensor.op in NO_OPS
-        for b in range(len(self.backends)):
-            if self.supports_buft(b, buffer.buft) and (leaf or self.supports(b, tensor)):
+        for b in self.holders(buffer.buft):
+            if leaf or self.supports(b, tensor):
                 return b
         if leaf:  # memory of a device outside this scheduler: read through host memory
             return self._last
@@ -165,19 +171,22 @@ class Assignment:
         for src in node.src:
             if src is None or src.buffer is None or src.buffer.usage is not BufferUsage.WEIGHTS:
                 continue
-            buft = src.buffer.buft
-            holders = [b for b in range(len(self.backends)) if self.supports_buft(b, buft)]
-            owner = next((b for b in holders if self.supports(b, node)), None)
-            if self._op_offload and owner == self._last and src.buffer.is_host:
-                for b in range(owner):
-                    if self.supports(b, node) and self.backends[b].offload_op(node):
-                        self._set(node, b, Cause.OFFLOAD)
-                        return
-            if owner is not None:
-                self._set(node, owner, Cause.WEIGHT)
-            elif holders:
+            holders = self.holders(src.buffer.buft)
+            for owner in holders:
+                if self.supports(owner, node):
+                    self._from_weight(node, src.buffer, owner)
+                    return
+            if holders:
                 self._leaves(node, holders[0], "holds its weight")
             return
+
+    def _from_weight(self, node: Tensor, buffer: Buffer, owner: int) -> None:
+        if self._op_offload and owner == self._last and buffer.is_host:
+            for b in range(owner):
+                if self.supports(b, node) and self.backends[b].offload_op(node):
+                    self._set(node, b, Cause.OFFLOAD)
+                    return
+        self._set(node, owner, Cause.WEIGHT)
 
     # -- pass 2: neighbours --------------------------------------------------------------------
 
@@ -187,19 +196,24 @@ class Assignment:
         First the backends above the last, down and up, so that the last one (the CPU) runs a node only
         if its operands are there or nothing else surrounds it; then whatever is left.
         """
-        for skip in (self._last, None):
-            self._sweep(work, skip)
-            self._sweep(work[::-1], skip)
+        ids = self.ids
+        if any(ids.get(n, self._last) != self._last for n in work):
+            self._sweep(work, self._last)
+            self._sweep(work[::-1], self._last)
+        self._sweep(work, None)
+        if not ids.keys() >= set(work):
+            self._sweep(work[::-1], None)
 
     def _sweep(self, work: list[Tensor], skip: int | None) -> None:
-        ids = self.ids
+        ids, causes = self.ids, self.causes
         current: int | None = None
         for node in work:
             known = ids.get(node)
             if known is not None:
                 current = None if known == skip else known
             elif current is not None and self.supports(current, node):
-                self._set(node, current, Cause.NEIGHBOUR)
+                ids[node] = current
+                causes[node] = Cause.NEIGHBOUR
 
     # -- pass 3: better places -----------------------------------------------------------------
 
@@ -208,6 +222,8 @@ class Assignment:
         bufts = self.bufts
         above = [[b for b in range(i) if bufts[b] is bufts[i]] for i in range(n)]
         ids = self.ids
+        if not any(above):
+            work = [node for node in work if node not in ids]
         for node in work:
             current = ids.get(node)
             if current is None:

@@ -187,32 +187,20 @@ class SplitGraph:
             split.graph.nodes = [n for n in whole.nodes if n.op not in NO_OPS]
 
     def _rewrite(self, node: Tensor, copies: dict[Tensor, Tensor]) -> Tensor:
+        """Return the node, or a clone if it reads a copy or a clone, or is a view of a clone."""
         clones = self.clones
-        # A view belongs to the memory of its source, wherever it is read: never to a copy.
-        own = copies if node.op not in NO_OPS else {}
-        changed = False
-        sources: list[Tensor | None] = []
-        for s in node.src:
-            if s is None:
-                sources.append(None)
-                continue
-            t = own.get(s) or clones.get(s, s)
-            changed = changed or t is not s
-            sources.append(t)
+        src: tuple[Tensor | None, ...] = node.src
         base = node.view_src
-        if base is not None and base in clones:
-            changed = True
-            base = clones[base]
-        if not changed:
+        if base is not None:
+            base = clones.get(base, base)
+        # A view belongs to the memory of its source, wherever it is read: never to a copy.
+        if copies and node.op not in NO_OPS:
+            src = tuple([copies.get(s) or clones.get(s, s) if s is not None else None for s in src])
+        elif clones:
+            src = tuple([clones.get(s, s) if s is not None else None for s in src])
+        if src == node.src and base is node.view_src:
             return node
-        clone = Tensor(node.dtype, node.ne, node.nb, op=node.op, src=tuple(sources), name=node.name)
-        clone.params = node.params
-        clone.flags = node.flags
-        clone.view_src = base
-        clone.view_offs = node.view_offs
-        clone.buffer = node.buffer
-        clone.offset = node.offset
-        clones[node] = clone
+        clone = clones[node] = node.reading(src, base)
         return clone
 
     # -- order ---------------------------------------------------------------------------------

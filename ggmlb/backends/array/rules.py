@@ -74,13 +74,13 @@ class RuleTable:
 
     def find(self, node: Tensor) -> Rule | str:
         """Return the first rule that takes the node, or why even the last does not."""
-        why = f"there is no rule for {node.op}"
+        why = ""
         for candidate in self._by_op[node.op]:
             reason = candidate.declines(node, self.casts)
             if reason is None:
                 return candidate
             why = reason
-        return why
+        return why or f"there is no rule for {node.op}"
 
     def declines(self, node: Tensor) -> str | None:
         """Return why the node cannot be computed, or `None`."""
