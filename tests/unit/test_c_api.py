@@ -1,0 +1,63 @@
+"""docs/c-api.md: every function of ggml's backend headers has a row, and every Python name resolves."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ggmlb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+NAMES = (Path(__file__).parent / "c_api_names.txt").read_text().split()
+TABLE = dict(
+    re.findall(
+        r"^\| `(\w+)` \| (`[\w.]+`|\*planned\*) \|", (ROOT / "docs/c-api.md").read_text(), re.MULTILINE
+    )
+)
+
+PLANNED = {
+    "ggml_backend_buffer_is_meta",
+    "ggml_backend_buft_is_meta",
+    "ggml_backend_is_meta",
+    "ggml_backend_meta_alloc_ctx_tensors_from_buft",
+    "ggml_backend_meta_device",
+    "ggml_backend_meta_n_backends",
+    "ggml_backend_meta_simple_backend",
+    "ggml_backend_meta_split_axis_name",
+}
+"""The meta device, which shows several devices as one: the only part that is still to come."""
+
+
+@pytest.fixture(scope="module")
+def examples() -> Iterator[dict[str, object]]:
+    """An object of each class whose attributes are set when it is made."""
+    ctx = ggmlb.Context()
+    tensor = ctx.new_tensor(ggmlb.DType.F32, (4,))
+    with ggmlb.init_by_name("CPU") as backend, ggmlb.alloc_ctx_tensors(ctx, backend) as buffer:
+        yield {"Tensor": tensor, "Backend": backend, "Buffer": buffer}
+
+
+def test_every_function_has_a_row() -> None:
+    assert len(NAMES) == len(set(NAMES)) == 139
+    assert list(TABLE) == NAMES
+
+
+def test_what_is_planned() -> None:
+    assert {name for name, python in TABLE.items() if python == "*planned*"} == PLANNED
+
+
+@pytest.mark.parametrize("name", [name for name, python in TABLE.items() if python != "*planned*"])
+def test_the_python_name_resolves(name: str, examples: dict[str, object]) -> None:
+    package, first, *rest = TABLE[name].strip("`").split(".")
+    assert package == "ggmlb"
+    assert first in ggmlb.__all__
+    found = getattr(ggmlb, first)
+    for member in rest:
+        assert not member.startswith("_")
+        found = getattr(found, member) if hasattr(found, member) else getattr(examples[first], member)
