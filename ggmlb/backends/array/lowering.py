@@ -82,6 +82,17 @@ class Lowering(ABC):
         """Return a C-contiguous array that is this node's own while its steps run."""
         return self._workspace.take(shape, dtype)
 
+    # -- arithmetic that a library may do better ---------------------------------------------------
+
+    def row_sum(self, x: Array) -> Array:
+        """The sums along the last axis, which stays, with extent 1."""
+        return self.xp.add.reduce(x, axis=-1, keepdims=True)
+
+    def row_dot(self, x: Array, y: Array, tmp: Array) -> Array:
+        """The sums of `x y` along the last axis, which stays; `tmp` is like `x`."""
+        self.xp.multiply(x, y, out=tmp)
+        return self.row_sum(tmp)
+
     # -- operands ----------------------------------------------------------------------------------
 
     @abstractmethod
@@ -95,6 +106,15 @@ class Lowering(ABC):
     def array(self, t: Tensor) -> Array:
         """The tensor's memory in four dimensions, `ne` reversed; BF16 as `uint16`, blocks as bytes."""
         return self.bind(View.of(t))
+
+    def packed(self, t: Tensor) -> View:
+        """View the values without gaps: the memory, or scratch that a step fills, float32 then."""
+        view = View.of(t)
+        if view.is_packed():
+            return view
+        values = self.view(self.scratch(t.ne[::-1]))
+        self.copy(values, view)
+        return values
 
     def f32(self, t: Tensor) -> Array:
         """The tensor's values as float32, `ne` reversed: its memory, or scratch that a step fills."""
@@ -145,7 +165,7 @@ class Lowering(ABC):
 
     # -- tiles -------------------------------------------------------------------------------------
 
-    def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0) -> None:
+    def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over all elements; sources repeat over the result's shape.
 
         Args:
@@ -153,20 +173,23 @@ class Lowering(ABC):
             out: The result, of any type that can be stored.
             src: Operands, of any type that can be loaded.
             scratch: How many scratch arrays the kernel wants.
+            work: What the kernel does to an element, in additions: tells whether threads pay.
         """
         inner = int(out.dtype.is_quantized or any(s.dtype.is_quantized for s in src))
         views = broadcast([View.of(out), *(View.of(s) for s in src)], inner)
-        self.tiled(kernel, *views, inner=inner, scratch=scratch)
+        self.tiled(kernel, *views, inner=inner, scratch=scratch, work=work)
 
-    def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0) -> None:
+    def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over rows: as `elementwise`, but rows (axis -1) stay whole.
 
         Sources and result have the same number of rows; the lengths of their rows may differ. Scratch
         arrays are like the first source.
         """
-        self.tiled(kernel, View.of(out), *(View.of(s) for s in src), inner=1, scratch=scratch)
+        self.tiled(kernel, View.of(out), *(View.of(s) for s in src), inner=1, scratch=scratch, work=work)
 
-    def tiled(self, kernel: Kernel, out: View, *src: View, inner: int = 0, scratch: int = 0) -> None:
+    def tiled(
+        self, kernel: Kernel, out: View, *src: View, inner: int = 0, scratch: int = 0, work: int = 1
+    ) -> None:
         """Cut views into tiles and emit, for each, its loads, the kernel and its store.
 
         The views agree in all extents but those of the last `inner` dimensions.
@@ -174,7 +197,7 @@ class Lowering(ABC):
         if 0 in out.shape:
             return
         pieces = list(tiles(merged([out, *src], inner), inner, self.tile))
-        n = self.workers(sum(prod(v.shape) for v in (out, *src)), len(pieces))
+        n = min(len(pieces), self.workers(work * max(prod(v.shape) for v in (out, *src))))
         like = 1 if src else 0
         buffers = [_Scratch(self, pieces, like, scratch) for _ in range(n)]
         lists: list[list[Step]] = [[] for _ in range(n)]
@@ -194,8 +217,8 @@ class Lowering(ABC):
         else:
             self.tiled(self.casts.copy, dst, src, inner=inner)
 
-    def workers(self, n_items: int, n_tiles: int) -> int:
-        """Return over how many threads to spread tiles of so many items in all."""
+    def workers(self, work: int) -> int:
+        """Return over how many threads to spread so many additions."""
         return 1
 
     def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:

@@ -147,3 +147,8 @@ def same_types(node: Tensor, casts: Casts) -> str | None:
         if not s.is_contiguous_rows() and s.dtype.is_quantized:
             return f"the rows of src{i} are not contiguous"
     return None
+
+
+def contiguous(node: Tensor, casts: Casts) -> str | None:
+    """Require that the result lies packed, as that of a node that is no view always does."""
+    return None if node.is_contiguous() else "the result is not contiguous"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 import ggmlb.backends.array.ops  # noqa: F401 (registers the reference rules)
-from ggmlb.backends.array.casts import Casts
 from ggmlb.backends.array.lowering import Lowering, Step
 from ggmlb.backends.array.rules import RuleTable, reference
+from ggmlb.backends.cpu.casts import CpuCasts
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.array.workspace import Array, Workspace
     from ggmlb.backends.cpu.threads import Threads
 
-TABLE = RuleTable(Casts(np), reference)
+PARALLEL_WORK = 1 << 19
+"""Additions below which waking a thread costs more than it saves: about 0.1 ms."""
+
+TABLE = RuleTable(CpuCasts(np), reference)
 """What the CPU can compute."""
 
 
@@ -43,12 +47,17 @@ class CpuLowering(Lowering):
         """A NumPy array over the host buffer's memory."""
         return np.ndarray(view.shape, view.item, view.buffer.base, view.offset, view.strides)
 
-    def workers(self, n_items: int, n_tiles: int) -> int:
-        """All threads for work worth waking them."""
-        return min(self._threads.n, n_tiles) if n_items >= self.parallel_least else 1
+    def workers(self, work: int) -> int:
+        """All threads for work that is worth waking them."""
+        return self._threads.n if work >= PARALLEL_WORK else 1
 
-    parallel_least = 1 << 18
-    """Items below which waking threads costs more than it saves."""
+    def row_sum(self, x: Array) -> Array:
+        """As products with ones, by BLAS: half the time of a reduction where rows are short."""
+        return _dot(x, _ones(x.shape[-1]))
+
+    def row_dot(self, x: Array, y: Array, tmp: Array) -> Array:
+        """In one pass, by BLAS."""
+        return _dot(x, y)
 
     def check_index(self, index: Array, n: int) -> None:
         """Raise BackendError for a row number that is not in `range(n)`."""
@@ -71,3 +80,12 @@ class CpuLowering(Lowering):
     def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
         """One list per thread."""
         self._threads.run(lists)
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return np.vecdot(x, y)[..., np.newaxis]
+
+
+@cache
+def _ones(n: int) -> Array:
+    return np.ones(n, np.float32)

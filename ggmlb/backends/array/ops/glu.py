@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 ACTIVATIONS = {
-    GluOp.REGLU: (unary.relu, 0),
-    GluOp.GEGLU: (unary.gelu, 1),
-    GluOp.SWIGLU: (unary.silu, 1),
-    GluOp.GEGLU_ERF: (unary.gelu_erf, 2),
-    GluOp.GEGLU_QUICK: (unary.gelu_quick, 1),
+    GluOp.REGLU: (unary.relu, 0, 1),
+    GluOp.GEGLU: (unary.gelu, 1, 2 * unary.EXP),
+    GluOp.SWIGLU: (unary.silu, 1, unary.EXP),
+    GluOp.GEGLU_ERF: (unary.gelu_erf, 2, 3 * unary.EXP),
+    GluOp.GEGLU_QUICK: (unary.gelu_quick, 1, unary.EXP),
 }
-"""The function of the gate, and how many scratch arrays it wants."""
+"""The function of the gate, how many scratch arrays it wants, and its work per element in additions."""
 
 
 def _is_known(node: Tensor, casts: Casts) -> str | None:
@@ -47,15 +47,15 @@ def glu(lw: Lowering, t: Tensor) -> None:
     xp = lw.xp
     if t.params["op"] == GluOp.SWIGLU_OAI:
         kernel = partial(swiglu_oai, xp, alpha=t.params["alpha"], limit=t.params["limit"])
-        lw.tiled(kernel, View.of(t), gate, up, scratch=2)
+        lw.tiled(kernel, View.of(t), gate, up, scratch=2, work=2 * unary.EXP)
         return
-    activation, n_scratch = ACTIVATIONS[t.params["op"]]
+    activation, n_scratch, work = ACTIVATIONS[t.params["op"]]
 
     def kernel_of(y: Array, gate: Array, up: Array, tmp: Array, *scratch: Array) -> None:
         activation(xp, tmp, gate, *scratch)
         xp.multiply(tmp, up, out=y)
 
-    lw.tiled(kernel_of, View.of(t), gate, up, scratch=1 + n_scratch)
+    lw.tiled(kernel_of, View.of(t), gate, up, scratch=1 + n_scratch, work=work)
 
 
 def swiglu_oai(

@@ -1,10 +1,10 @@
-"""Normalisation of rows."""
+"""Normalisation of rows, and of groups of channels."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, contiguous, operands, rule, sources
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -13,24 +13,35 @@ if TYPE_CHECKING:
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
 
+WORK = 4
+"""Of a norm per element, in additions."""
+
+
+def normalise(lw: Lowering, n: int, eps: float) -> Kernel:
+    """A kernel that brings rows of `n` elements to mean 0 and variance 1."""
+    xp = lw.xp
+
+    def kernel(y: Array, x: Array, tmp: Array) -> None:
+        mean = lw.row_sum(x)
+        mean /= n
+        xp.subtract(x, mean, out=y)
+        xp.multiply(y, rsqrt(lw.row_dot(y, y, tmp), n, eps), out=y)
+
+    return kernel
+
+
+def rsqrt(total: Array, n: int, eps: float) -> Array:
+    """`1 / sqrt(total / n + eps)`, in place."""
+    total /= n
+    total += eps
+    total **= -0.5
+    return total
+
 
 @rule(Op.NORM, operands(FLOAT))
 def norm(lw: Lowering, t: Tensor) -> None:
     """`(x - mean(x)) / sqrt(variance(x) + eps)` per row."""
-    lw.rowwise(_normalise(lw.xp, -1, t.ne[0], t.params["eps"]), t, *sources(t), scratch=1)
-
-
-def _normalise(xp: Any, axis: int | tuple[int, ...], n: int, eps: float) -> Kernel:
-    """A kernel that takes the mean of `n` elements along `axis` to 0, and the variance to 1."""
-
-    def kernel(y: Array, x: Array, tmp: Array) -> None:
-        mean = xp.add.reduce(x, axis=axis, keepdims=True)
-        mean /= n
-        xp.subtract(x, mean, out=y)
-        xp.multiply(y, y, out=tmp)
-        xp.multiply(y, _rsqrt(xp.add.reduce(tmp, axis=axis, keepdims=True), n, eps), out=y)
-
-    return kernel
+    lw.rowwise(normalise(lw, t.ne[0], t.params["eps"]), t, *sources(t), scratch=1, work=WORK)
 
 
 @rule(Op.RMS_NORM, operands(FLOAT))
@@ -39,10 +50,9 @@ def rms_norm(lw: Lowering, t: Tensor) -> None:
     xp, eps, n = lw.xp, t.params["eps"], t.ne[0]
 
     def kernel(y: Array, x: Array, tmp: Array) -> None:
-        xp.multiply(x, x, out=tmp)
-        xp.multiply(x, _rsqrt(xp.add.reduce(tmp, axis=-1, keepdims=True), n, eps), out=y)
+        xp.multiply(x, rsqrt(lw.row_dot(x, x, tmp), n, eps), out=y)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1)
+    lw.rowwise(kernel, t, *sources(t), scratch=1, work=WORK)
 
 
 @rule(Op.L2_NORM, operands(FLOAT))
@@ -51,25 +61,33 @@ def l2_norm(lw: Lowering, t: Tensor) -> None:
     xp, eps = lw.xp, t.params["eps"]
 
     def kernel(y: Array, x: Array, tmp: Array) -> None:
-        xp.multiply(x, x, out=tmp)
-        length = xp.sqrt(xp.add.reduce(tmp, axis=-1, keepdims=True))
+        length = xp.sqrt(lw.row_dot(x, x, tmp))
         xp.divide(x, xp.maximum(length, eps, out=length), out=y)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1)
+    lw.rowwise(kernel, t, *sources(t), scratch=1, work=WORK)
 
 
-@rule(Op.GROUP_NORM, operands(FLOAT))
+@rule(Op.GROUP_NORM, operands(FLOAT), contiguous)
 def group_norm(lw: Lowering, t: Tensor) -> None:
     """`norm` over groups of channels (dimension 2); the last group may have fewer."""
-    eps, n_channels = t.params["eps"], t.ne[2]
+    n_channels, plane = t.ne[2], t.ne[0] * t.ne[1]
     per_group = -(-n_channels // t.params["n_groups"])
-    y, x = View.of(t), View.of(*sources(t))
+    (a,) = sources(t)
+    y, x = View.of(t), lw.packed(a)
     whole = n_channels // per_group * per_group
     for start, n, size in ((0, whole, per_group), (whole, n_channels - whole, n_channels - whole)):
         if n:
-            kernel = _normalise(lw.xp, (-3, -2, -1), size * t.ne[1] * t.ne[0], eps)
-            parts = (v.cut(1, start, n).split(1, size) for v in (y, x))
-            lw.tiled(kernel, *parts, inner=3, scratch=1)
+            kernel = normalise(lw, size * plane, t.params["eps"])
+            lw.tiled(kernel, *(_groups(v, start, n, size) for v in (y, x)), inner=1, scratch=1, work=WORK)
+
+
+def _groups(view: View, start: int, n: int, size: int) -> View:
+    """`n` channels of a packed view as rows of `size` channels each."""
+    part = view.cut(1, start, n)
+    shape, strides = part.shape, part.strides
+    return part.reshaped(
+        (shape[0], n // size, size * shape[2] * shape[3]), (strides[0], size * strides[1], strides[3])
+    )
 
 
 @rule(Op.RMS_NORM_BACK, operands(FLOAT, FLOAT))
@@ -78,21 +96,10 @@ def rms_norm_back(lw: Lowering, t: Tensor) -> None:
     xp, eps, n = lw.xp, t.params["eps"], t.ne[0]
 
     def kernel(dx: Array, dy: Array, x: Array, tmp: Array) -> None:
-        xp.multiply(x, x, out=tmp)
-        square = xp.add.reduce(tmp, axis=-1, keepdims=True)
-        xp.multiply(x, dy, out=tmp)
-        dot = xp.add.reduce(tmp, axis=-1, keepdims=True)
+        square, dot = lw.row_dot(x, x, tmp), lw.row_dot(x, dy, tmp)
         dot /= square + n * eps
         xp.multiply(x, dot, out=tmp)
         xp.subtract(dy, tmp, out=tmp)
-        xp.multiply(tmp, _rsqrt(square, n, eps), out=dx)
+        xp.multiply(tmp, rsqrt(square, n, eps), out=dx)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1)
-
-
-def _rsqrt(total: Array, n: int, eps: float) -> Array:
-    """`1 / sqrt(total / n + eps)`, in place."""
-    total /= n
-    total += eps
-    total **= -0.5
-    return total
+    lw.rowwise(kernel, t, *sources(t), scratch=1, work=2 * WORK)

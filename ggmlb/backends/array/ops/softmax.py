@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
 from ggmlb.backends.array.views import View, broadcast
 from ggmlb.enums import Op
@@ -25,7 +26,7 @@ def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray[tuple[int], np.dtyp
     return np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1)).astype(np.float32)
 
 
-def per_head(view: View, heads: int = 2) -> View:
+def per_head(view: View) -> View:
     """See one value per head as an operand of `[heads, 1, 1]`."""
     return view.reshaped((1, view.shape[-1], 1, 1), (0, view.strides[-1], 0, 0))
 
@@ -46,29 +47,24 @@ def soft_max(lw: Lowering, t: Tensor) -> None:
 
     def kernel(y: Array, x: Array, *rest: Array) -> None:
         *operands, z = rest
+        sink = operands.pop() if sinks is not None else None
         xp.multiply(x, scale, out=z)
         if mask is not None:
-            bias = operands.pop(0)
+            bias = operands[0]
             if max_bias > 0:
-                bias = bias * operands.pop(0)
+                bias = xp.multiply(bias, operands[1], out=y)
             xp.add(z, bias, out=z)
-        soft_max_rows(xp, y, z, operands.pop(0) if sinks is not None else None)
+        peak = z.max(axis=-1, keepdims=True)
+        if sink is not None:
+            peak = xp.maximum(peak, sink)
+        xp.subtract(z, peak, out=z)
+        xp.exp(z, out=y)
+        total = lw.row_sum(y)
+        if sink is not None:
+            total += xp.exp(sink - peak)
+        xp.multiply(y, 1 / total, out=y)
 
-    lw.tiled(kernel, *broadcast(views, 1), inner=1, scratch=1)
-
-
-def soft_max_rows(xp: object, y: Array, z: Array, sink: Array | None = None) -> None:
-    """`y = exp(z - max z) / sum exp(z - max z)` along the last axis; destroys `z`."""
-    xp_: Array = xp
-    peak = z.max(axis=-1, keepdims=True)
-    if sink is not None:
-        peak = xp_.maximum(peak, sink)
-    xp_.subtract(z, peak, out=z)
-    xp_.exp(z, out=y)
-    total = y.sum(axis=-1, keepdims=True)
-    if sink is not None:
-        total += xp_.exp(sink - peak)
-    xp_.multiply(y, 1 / total, out=y)
+    lw.tiled(kernel, *broadcast(views, 1), inner=1, scratch=1, work=2 * EXP)
 
 
 @rule(Op.SOFT_MAX_BACK, operands(FLOAT, FLOAT))
@@ -77,9 +73,7 @@ def soft_max_back(lw: Lowering, t: Tensor) -> None:
     xp, scale = lw.xp, t.params["scale"]
 
     def kernel(dx: Array, dy: Array, y: Array, tmp: Array) -> None:
-        xp.multiply(y, dy, out=tmp)
-        dot = tmp.sum(axis=-1, keepdims=True)
-        xp.subtract(dy, dot, out=tmp)
+        xp.subtract(dy, lw.row_dot(y, dy, tmp), out=tmp)
         xp.multiply(tmp, y, out=tmp)
         xp.multiply(tmp, scale, out=dx)
 

@@ -21,16 +21,17 @@ SQRT_2_OVER_PI = 0.79788456080286535588
 GELU_COEF = 0.044715
 GELU_QUICK_COEF = 1.702
 
-# atanh(erf(x / sqrt(2))) / x as a polynomial in x^2, highest power first: a minimax fit that leaves an
-# error of 7e-8 in x/2 * (1 + tanh(..)). It grows without bound, so that the tanh saturates.
-ATANH_ERF = (
-    1.805623655554211e-09,
-    -1.3344673411343746e-07,
-    3.9691147366337246e-06,
-    -5.524019716630813e-05,
-    -3.3129864849316525e-05,
-    0.03633428334553507,
-    0.7978842161663176,
+# The normal distribution function as a sigmoid: log(Phi(x) / Phi(-x)) / x is even and smooth. This is a
+# minimax polynomial in x^2, highest power first; the error of x * Phi(x) is 7e-8. It is positive and grows
+# without bound, so that the sigmoid saturates.
+NORMAL_AS_SIGMOID = (
+    3.6112370316510383e-09,
+    -2.668930074770149e-07,
+    7.938221990564175e-06,
+    -0.00011048033954260706,
+    -6.625991177758288e-05,
+    0.07266856692793666,
+    1.5957684322633572,
 )
 
 
@@ -48,44 +49,38 @@ def sigmoid(xp: Any, y: Array, x: Array) -> None:
 
 
 def silu(xp: Any, y: Array, x: Array, tmp: Array) -> None:
-    """`x / (1 + exp(-x))`."""
+    """`x sigmoid(x)`."""
     one_plus_exp(xp, tmp, x, -1)
     xp.divide(x, tmp, out=y)
 
 
 def gelu_quick(xp: Any, y: Array, x: Array, tmp: Array) -> None:
-    """`x / (1 + exp(-1.702 x))`."""
+    """`x sigmoid(1.702 x)`."""
     one_plus_exp(xp, tmp, x, -GELU_QUICK_COEF)
     xp.divide(x, tmp, out=y)
 
 
-def half_x_plus_x_tanh(xp: Any, y: Array, x: Array, t: Array) -> None:
-    """`x/2 * (1 + tanh(t))`; destroys `t`."""
-    xp.tanh(t, out=t)
-    xp.add(t, 1, out=t)
-    xp.multiply(t, x, out=t)
-    xp.multiply(t, 0.5, out=y)
-
-
 def gelu(xp: Any, y: Array, x: Array, tmp: Array) -> None:
-    """`x/2 * (1 + tanh(sqrt(2/pi) * x * (1 + 0.044715 x^2)))`."""
+    """`x/2 (1 + tanh z) = x sigmoid(2 z)`, with `z = sqrt(2/pi) x (1 + 0.044715 x^2)`."""
     xp.multiply(x, x, out=tmp)
-    xp.multiply(tmp, SQRT_2_OVER_PI * GELU_COEF, out=tmp)
-    xp.add(tmp, SQRT_2_OVER_PI, out=tmp)
+    xp.multiply(tmp, GELU_COEF, out=tmp)
+    xp.add(tmp, 1, out=tmp)
     xp.multiply(tmp, x, out=tmp)
-    half_x_plus_x_tanh(xp, y, x, tmp)
+    one_plus_exp(xp, tmp, tmp, -2 * SQRT_2_OVER_PI)
+    xp.divide(x, tmp, out=y)
 
 
 def gelu_erf(xp: Any, y: Array, x: Array, tmp: Array, square: Array) -> None:
-    """`x/2 * (1 + erf(x / sqrt(2)))`; array libraries have `tanh`, but no `erf`."""
+    """`x/2 (1 + erf(x / sqrt(2))) = x Phi(x)`; array libraries have no error function."""
     xp.multiply(x, x, out=square)
-    xp.multiply(square, ATANH_ERF[0], out=tmp)
-    for coefficient in ATANH_ERF[1:-1]:
+    xp.multiply(square, NORMAL_AS_SIGMOID[0], out=tmp)
+    for coefficient in NORMAL_AS_SIGMOID[1:-1]:
         xp.add(tmp, coefficient, out=tmp)
         xp.multiply(tmp, square, out=tmp)
-    xp.add(tmp, ATANH_ERF[-1], out=tmp)
+    xp.add(tmp, NORMAL_AS_SIGMOID[-1], out=tmp)
     xp.multiply(tmp, x, out=tmp)
-    half_x_plus_x_tanh(xp, y, x, tmp)
+    one_plus_exp(xp, tmp, tmp, -1)
+    xp.divide(x, tmp, out=y)
 
 
 def relu(xp: Any, y: Array, x: Array) -> None:
@@ -158,31 +153,34 @@ def ufunc(name: str) -> Function:
     return apply
 
 
-FUNCTIONS: dict[UnaryOp, tuple[Function, int]] = {
-    UnaryOp.ABS: (ufunc("abs"), 0),
-    UnaryOp.SGN: (ufunc("sign"), 0),
-    UnaryOp.NEG: (ufunc("negative"), 0),
-    UnaryOp.STEP: (step, 0),
-    UnaryOp.TANH: (ufunc("tanh"), 0),
-    UnaryOp.ELU: (elu, 1),
-    UnaryOp.RELU: (relu, 0),
-    UnaryOp.SIGMOID: (sigmoid, 0),
-    UnaryOp.GELU: (gelu, 1),
-    UnaryOp.GELU_QUICK: (gelu_quick, 1),
-    UnaryOp.SILU: (silu, 1),
-    UnaryOp.HARDSWISH: (hardswish, 1),
-    UnaryOp.HARDSIGMOID: (hardsigmoid, 0),
-    UnaryOp.EXP: (ufunc("exp"), 0),
-    UnaryOp.EXPM1: (ufunc("expm1"), 0),
-    UnaryOp.SOFTPLUS: (softplus, 1),
-    UnaryOp.GELU_ERF: (gelu_erf, 2),
-    UnaryOp.XIELU: (xielu, 1),
-    UnaryOp.FLOOR: (ufunc("floor"), 0),
-    UnaryOp.CEIL: (ufunc("ceil"), 0),
-    UnaryOp.ROUND: (round_half_away, 1),
-    UnaryOp.TRUNC: (ufunc("trunc"), 0),
+EXP = 10
+"""The work of an exponential, in additions."""
+
+FUNCTIONS: dict[UnaryOp, tuple[Function, int, int]] = {
+    UnaryOp.ABS: (ufunc("abs"), 0, 1),
+    UnaryOp.SGN: (ufunc("sign"), 0, 1),
+    UnaryOp.NEG: (ufunc("negative"), 0, 1),
+    UnaryOp.STEP: (step, 0, 1),
+    UnaryOp.TANH: (ufunc("tanh"), 0, 2 * EXP),
+    UnaryOp.ELU: (elu, 1, 10 * EXP),
+    UnaryOp.RELU: (relu, 0, 1),
+    UnaryOp.SIGMOID: (sigmoid, 0, EXP),
+    UnaryOp.GELU: (gelu, 1, 2 * EXP),
+    UnaryOp.GELU_QUICK: (gelu_quick, 1, EXP),
+    UnaryOp.SILU: (silu, 1, EXP),
+    UnaryOp.HARDSWISH: (hardswish, 1, 3),
+    UnaryOp.HARDSIGMOID: (hardsigmoid, 0, 3),
+    UnaryOp.EXP: (ufunc("exp"), 0, EXP),
+    UnaryOp.EXPM1: (ufunc("expm1"), 0, 10 * EXP),
+    UnaryOp.SOFTPLUS: (softplus, 1, 10 * EXP),
+    UnaryOp.GELU_ERF: (gelu_erf, 2, 3 * EXP),
+    UnaryOp.XIELU: (xielu, 1, 10 * EXP),
+    UnaryOp.FLOOR: (ufunc("floor"), 0, 1),
+    UnaryOp.CEIL: (ufunc("ceil"), 0, 1),
+    UnaryOp.ROUND: (round_half_away, 1, 6),
+    UnaryOp.TRUNC: (ufunc("trunc"), 0, 1),
 }
-"""Each function, and how many scratch arrays it wants."""
+"""Each function, how many scratch arrays it wants, and its work per element in additions."""
 
 
 def _is_known(node: Tensor, casts: Casts) -> str | None:
@@ -193,17 +191,23 @@ def _is_known(node: Tensor, casts: Casts) -> str | None:
 @rule(Op.UNARY, operands(FLOAT), _is_known)
 def unary(lw: Lowering, t: Tensor) -> None:
     """The function that `op` names; its other parameters by name."""
-    function, n_scratch = FUNCTIONS[t.params["op"]]
+    function, scratch, work = FUNCTIONS[t.params["op"]]
     params = {name: value for name, value in t.params.items() if name != "op"}
-    _apply(lw, t, function, n_scratch, **params)
+    lw.elementwise(partial(function, lw.xp, **params), t, *sources(t), scratch=scratch, work=work)
 
 
-def _apply(lw: Lowering, t: Tensor, function: Function, n_scratch: int = 0, **params: float) -> None:
-    lw.elementwise(partial(function, lw.xp, **params), t, *sources(t), scratch=n_scratch)
+def _ufunc(lw: Lowering, t: Tensor, name: str, work: int) -> None:
+    lw.elementwise(partial(ufunc(name), lw.xp), t, *sources(t), work=work)
 
 
-for _op, _name in ((Op.SQR, "square"), (Op.SQRT, "sqrt"), (Op.LOG, "log"), (Op.SIN, "sin"), (Op.COS, "cos")):
-    rule(_op, operands(FLOAT))(partial(_apply, function=ufunc(_name)))
+for _op, _name, _work in (
+    (Op.SQR, "square", 1),
+    (Op.SQRT, "sqrt", 2),
+    (Op.LOG, "log", EXP),
+    (Op.SIN, "sin", EXP),
+    (Op.COS, "cos", EXP),
+):
+    rule(_op, operands(FLOAT))(partial(_ufunc, name=_name, work=_work))
 
 
 @rule(Op.SCALE, operands(FLOAT))
@@ -253,4 +257,4 @@ def silu_back(lw: Lowering, t: Tensor) -> None:
         xp.multiply(tmp, s, out=tmp)
         xp.multiply(tmp, dy, out=dx)
 
-    lw.elementwise(kernel, t, *sources(t), scratch=2)
+    lw.elementwise(kernel, t, *sources(t), scratch=2, work=2 * EXP)
