@@ -36,13 +36,15 @@ lint: $(VENV)/.dev
 	$(BIN)/python scripts/long_files.py
 
 bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/alloc_peak.py
+	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/embed.py
 
 test-gpu: $(VENV)/.dev $(VENV)/.cuda
 	$(RUN) pytest -m gpu $(PYTEST_ARGS)
 
 bench-gpu: $(VENV)/.bench $(VENV)/.cuda
-	$(BIN)/python benchmarks/run.py --gpu
+	$(BIN)/python benchmarks/embed.py --devices CUDA0,CPU
 
 notebooks: $(VENV)/.dev
 	$(BIN)/python scripts/run_notebooks.py notebooks

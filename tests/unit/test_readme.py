@@ -1,0 +1,75 @@
+"""README.md keeps its word: its Python runs as it stands, and the commands it shows are real."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ggmlb.cli import main
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+SHELL = [line.split("#")[0] for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines()]
+PYTHON = blocks("python")
+
+
+def test_the_first_example_prints_what_it_says(tmp_path: Path) -> None:
+    told = run(PYTHON[0], tmp_path)
+    assert told.startswith("(8, 1024)\n")
+    assert "MUL_MAT" in told.upper()
+
+
+def test_the_embedding_example_runs(tmp_path: Path) -> None:
+    similar = [float(number) for number in re.findall(r"-?\d+\.\d*", run(PYTHON[1], tmp_path))]
+    assert similar[0] == pytest.approx(1, abs=1e-5)
+    assert similar[1] > 0.5 > similar[2]
+
+
+def test_there_is_no_other_python() -> None:
+    assert len(PYTHON) == 2
+
+
+def run(program: str, folder: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("ggmlb ")])
+def test_commands_and_their_options_exist(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, command, *rest = shlex.split(line)
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in rest if option.startswith("--"))
+
+
+def test_make_targets_and_extras_exist() -> None:
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    targets = [line.split()[1] for line in SHELL if line.startswith("make ")]
+    assert targets
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    (extras,) = re.findall(r"Extras add the rest: (.*?)A missing extra", README, re.DOTALL)
+    assert all(
+        re.search(rf"^{extra} = \[", project, re.MULTILINE)
+        for extra in re.findall(r"`(\w+)`", extras)
+        if extra != "ggmlb"
+    )
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
+def test_links_lead_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
