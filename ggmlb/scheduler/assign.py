@@ -244,33 +244,48 @@ class Assignment:
                     self._set(node, b, Cause.BEST)
 
     def _keep_writers_home(self, work: list[Tensor]) -> None:
-        ids = self.ids
+        """Let the nodes that write into a tensor run where it is, or bring it to where all can run."""
+        writers: dict[Tensor, list[Tensor]] = {}
         for node in work:
-            base = node.view_src
-            if base is None or node not in ids:
+            if node.view_src is not None and node in self.ids:
+                writers.setdefault(node.view_src, []).append(node)
+        for base, nodes in writers.items():
+            home = self.ids.setdefault(base, self.ids[nodes[0]])
+            self.causes.setdefault(base, Cause.USED)
+            away = [n for n in nodes if self.ids[n] != home and not self.readable(base, self.ids[n])]
+            if not away:
                 continue
-            home = ids.get(base)
-            if home is None:
-                self._set(base, ids[node], Cause.USED)
-            elif home != ids[node] and not self.readable(base, ids[node]):
-                if not self.supports(home, node):
-                    raise UnsupportedOpError(
-                        f"{node.describe()} writes into {base.describe()}, which lies on "
-                        f"{self.backends[home].name}; that device declines: {self._declines[home](node)}. "
-                        "Compute the tensor it writes into on a device that runs both.",
-                        reasons=self.reasons(node),
-                    )
+            if not all(self.supports(home, n) for n in away):
+                home = self._common_home(base, nodes, home)
+                away = [n for n in (base, *nodes) if self.ids[n] != home]
+            for node in away:
                 if self.causes.get(node) is Cause.USER:
-                    self._leaves_home(node, base, home)
+                    self._moves(node, base, home)
                 self._set(node, home, Cause.WRITES)
 
-    def _leaves_home(self, node: Tensor, base: Tensor, home: int) -> None:
+    def _common_home(self, base: Tensor, nodes: list[Tensor], home: int) -> int:
+        """Return a backend that runs a tensor's op and all nodes that write into the tensor."""
+        if base.buffer is None:
+            group = nodes if base.op in NO_OPS else [base, *nodes]
+            for b in range(len(self.backends)):
+                if all(self.supports(b, n) for n in group):
+                    return b
+        node = next(n for n in nodes if not self.supports(home, n))
+        raise UnsupportedOpError(
+            f"{node.describe()} writes into {base.describe()}, which lies on {self.backends[home].name}, and no "
+            f"device runs what computes and what writes it:\n{self.complaints(node)}\n"
+            "Add a backend that runs them all, or write into a copy.",
+            reasons=self.reasons(node),
+        )
+
+    def _moves(self, node: Tensor, base: Tensor, home: int) -> None:
+        """Report that a wish is not followed because a tensor and its writers stay together."""
         message = (
-            f"{node.describe()} was set to {self.backends[self.ids[node]].name}, but writes into "
-            f"{base.describe()} on {self.backends[home].name}"
+            f"{node.describe()} was set to {self.backends[self.ids[node]].name}, but {base.describe()} and what "
+            f"writes into it must be on one device: {self.backends[home].name}"
         )
         if self._strict:
-            raise GraphError(message + "; set both to the same backend")
+            raise GraphError(message + "; set all of them to the same backend")
         warnings.warn(message + "; it runs there", RuntimeWarning, stacklevel=2)
 
     # -- pass 4: sources and leftovers ---------------------------------------------------------

@@ -154,7 +154,7 @@ def test_a_node_that_writes_into_a_tensor_runs_where_the_tensor_is(make_bench):
     graph = Graph().build_forward_expand(y)
     with Scheduler(bench.backends) as sched:
         sched.set_tensor_backend(written, bench.gpu0)
-        with pytest.warns(RuntimeWarning, match="writes into SCALE"):
+        with pytest.warns(RuntimeWarning, match="must be on one device: CPU"):
             sched.alloc_graph(graph)
         assert sched.get_tensor_backend(written) is bench.cpu
         x.set_array(np.ones((3, 4)))
@@ -167,8 +167,25 @@ def test_a_node_that_writes_into_a_tensor_runs_where_the_tensor_is(make_bench):
         np.testing.assert_allclose(y.to_numpy(), expected @ w.T, rtol=1e-5)
     with Scheduler(bench.backends, strict=True) as sched:
         sched.set_tensor_backend(written, bench.gpu0)
-        with pytest.raises(GraphError, match="set both to the same backend"):
+        with pytest.raises(GraphError, match="set all of them to the same backend"):
             sched.alloc_graph(graph)
+
+
+def test_a_tensor_moves_to_the_device_that_can_also_write_into_it(make_bench):
+    bench = make_bench(FakeReg(2, declines=lambda t: "no scale" if t.op is Op.SCALE else None))
+    ctx = Context()
+    x = inputs(ctx, 4)
+    base = ctx.silu(x)
+    y = ctx.set_output(ctx.scale_inplace(base, 3.0))
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(bench.backends) as sched:
+        sched.set_tensor_backend(base, bench.gpu0)
+        with pytest.warns(RuntimeWarning, match="SILU"):
+            sched.alloc_graph(graph)
+        assert sched.get_tensor_backend(base) is bench.cpu
+        x.set_array(np.ones(4))
+        sched.graph_compute(graph)
+        np.testing.assert_allclose(y.to_numpy(), np.full(4, 3 / (1 + np.exp(-1))), rtol=1e-6)
 
 
 def test_a_write_into_memory_whose_device_declines_it_is_an_error(make_bench):
