@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import floor, log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from ggmlb.backends.array.views import View, broadcast
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
@@ -54,17 +56,24 @@ def soft_max(lw: Lowering, t: Tensor) -> None:
             if max_bias > 0:
                 bias = xp.multiply(bias, operands[1], out=y)
             xp.add(z, bias, out=z)
-        peak = z.max(axis=-1, keepdims=True)
-        if sink is not None:
-            peak = xp.maximum(peak, sink)
-        xp.subtract(z, peak, out=z)
-        xp.exp(z, out=y)
-        total = lw.row_sum(y)
-        if sink is not None:
-            total += xp.exp(sink - peak)
-        xp.multiply(y, 1 / total, out=y)
+        soft_max_rows(xp, y, z, sink, lw.row_sum)
 
     lw.tiled(kernel, *broadcast(views, 1), inner=1, scratch=1, work=2 * EXP)
+
+
+def soft_max_rows(
+    xp: Any, y: Array, z: Array, sink: Array | None = None, row_sum: Callable[[Array], Array] | None = None
+) -> None:
+    """`y = exp(z - max z) / sum exp(z - max z)` along the last axis; destroys `z`."""
+    peak = z.max(axis=-1, keepdims=True)
+    if sink is not None:
+        peak = xp.maximum(peak, sink)
+    xp.subtract(z, peak, out=z)
+    xp.exp(z, out=y)
+    total = row_sum(y) if row_sum else y.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total += xp.exp(sink - peak)
+    xp.multiply(y, 1 / total, out=y)
 
 
 @rule(Op.SOFT_MAX_BACK, operands(FLOAT, FLOAT))
