@@ -25,12 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from alloc_graphs import bert, llama, random_dag, unet
 
 from ggmlb.alloc import GraphAllocator
-from ggmlb.backends.cpu import cpu_buffer_type
-from ggmlb.backends.cpu.buffer import CpuBufferType
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.graph import Graph
 from ggmlb.tensor import Tensor
+from ggmlb.testing.memory import TestMemory
 
 RESULTS = Path(__file__).parent / "results" / "alloc_peak.md"
 GGML_BUFFER_TYPE = ggml.ggml_backend_get_default_buffer_type(ggml.ggml_backend_cpu_init())
@@ -80,15 +79,7 @@ GRAPHS: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
-class PaperType(CpuBufferType):
-    """Host memory aligned as ggml's."""
-
-    @property
-    def alignment(self) -> int:
-        return ALIGNMENT
-
-
-PAPER = PaperType(cpu_buffer_type().device)
+PAPER = TestMemory(alignment=ALIGNMENT)
 WEIGHTS = PAPER.alloc_buffer(0)  # weights count as placed, their data is never touched
 
 

@@ -167,7 +167,7 @@ class GraphAllocator:
         self._alloc(graph, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids), ids_given=True)
 
     def _topology(self, graph: Graph) -> Topology:
-        return Topology(graph, self._memories.own(), self._keep_inputs)
+        return Topology(graph, self._memories.in_use(), self._keep_inputs)
 
     def _alloc(self, graph: Graph, ids: BufferIds | None, *, ids_given: bool) -> None:
         topology = self._topology(graph)
@@ -176,9 +176,9 @@ class GraphAllocator:
             self._adopt(plan)
             self._place(topology.tensors, plan)
         except BaseException:
-            own = self._memories.own()
-            for tensor in topology.tensors:
-                if tensor.buffer in own:
+            placeable = topology.placeable()
+            for tensor, base, own in zip(topology.tensors, topology.bases, placeable, strict=True):
+                if own or (base >= 0 and placeable[base]):
                     tensor.buffer = None
             placement_clock.tick()
             raise
@@ -220,21 +220,21 @@ class GraphAllocator:
                 moved.append(view)
         if moved:
             placement_clock.tick()
-            self._prepare(moved, [*owned, *(tensors[i] for i in plan.views)])
+            self._prepare(tensors, plan, moved)
 
-    def _prepare(self, moved: Sequence[Tensor], placed: Sequence[Tensor]) -> None:
+    def _prepare(self, tensors: Sequence[Tensor], plan: Plan, moved: Sequence[Tensor]) -> None:
         """Let the buffers that want to prepare their tensors do so, from a clean state in our own."""
         own = self._memories.in_use()
         for chunk in own:
             chunk.reset()
-        buffers = {t.buffer for t in moved} | own
-        hooked = {b for b in buffers if b is not None and type(b)._init_tensor is not Buffer._init_tensor}
+        buffers = own.union(t.buffer for t in moved if t.buffer is not None)
+        hooked = {b for b in buffers if type(b)._init_tensor is not Buffer._init_tensor}
         if hooked:
             new = set(moved)
-            for tensor in placed:
-                buffer = tensor.buffer
-                if buffer is not None and buffer in hooked and (buffer in own or tensor in new):
-                    buffer.init_tensor(tensor)
+            for i in (*plan.owned, *plan.views):
+                buffer = tensors[i].buffer
+                if buffer is not None and buffer in hooked and (buffer in own or tensors[i] in new):
+                    buffer.init_tensor(tensors[i])
 
     # -- plans ---------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import padded
@@ -29,7 +28,7 @@ class Memories:
         chunks: The buffers of each that are in use.
     """
 
-    __slots__ = ("_alignments", "_former", "_index", "_plain", "bufts", "chunks", "limits")
+    __slots__ = ("_alignments", "_index", "_plain", "bufts", "chunks", "limits")
 
     def __init__(self, bufts: Sequence[BufferType]) -> None:
         self.bufts = list(dict.fromkeys(bufts))
@@ -38,7 +37,6 @@ class Memories:
         self._index = {i: self.bufts.index(buft) for i, buft in enumerate(bufts)}
         self._alignments = [buft.alignment for buft in self.bufts]
         self._plain = all(type(buft).alloc_size is BufferType.alloc_size for buft in self.bufts)
-        self._former: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     # -- what goes where -----------------------------------------------------------------------
 
@@ -99,7 +97,7 @@ class Memories:
         # The old ones go first: the device may lack room for both.
         for m, chunk, _ in short:
             if chunk < len(self.chunks[m]):
-                self._retire(self.chunks[m][chunk])
+                self.chunks[m][chunk].free()
         try:
             for m, chunk, size in short:
                 buffer = self.bufts[m].alloc_buffer(size)
@@ -115,17 +113,9 @@ class Memories:
         for chunks in self.chunks:
             for buffer in chunks:
                 if not buffer.is_freed:
-                    self._retire(buffer)
+                    buffer.free()
             chunks.clear()
-
-    def _retire(self, buffer: Buffer) -> None:
-        self._former.add(buffer)
-        buffer.free()
 
     def in_use(self) -> set[Buffer]:
         """The buffers that there are."""
         return {buffer for chunks in self.chunks for buffer in chunks}
-
-    def own(self) -> set[Buffer]:
-        """The buffers in use, and those freed ones in which tensors may still be placed."""
-        return self.in_use().union(self._former)

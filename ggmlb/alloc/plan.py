@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from operator import le
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from ggmlb.alloc.arena import CHUNK_BITS, Arena
 from ggmlb.enums import Op, TensorFlag
@@ -18,31 +18,29 @@ if TYPE_CHECKING:
     from ggmlb.alloc.memory import BufferIds
     from ggmlb.alloc.topology import Topology, TopologyKey
 
-INPLACE_OPERANDS: Mapping[Op, int] = MappingProxyType(
-    {
-        Op.FILL: 1,
-        Op.SCALE: 1,
-        Op.DIAG_MASK_ZERO: 1,
-        Op.DIAG_MASK_INF: 1,
-        Op.ADD: 2,
-        Op.ADD_ID: 1,
-        Op.ADD1: 1,
-        Op.SUB: 2,
-        Op.MUL: 2,
-        Op.DIV: 2,
-        Op.SQR: 1,
-        Op.SQRT: 1,
-        Op.LOG: 1,
-        Op.UNARY: 1,
-        Op.ROPE: 1,
-        Op.ROPE_BACK: 1,
-        Op.SILU_BACK: 2,
-        Op.RMS_NORM: 1,
-        Op.RMS_NORM_BACK: 1,
-        Op.SOFT_MAX: 1,
-        Op.SOFT_MAX_BACK: 1,
-    }
-)
+INPLACE_OPERANDS: Final[Mapping[Op, int]] = {
+    Op.FILL: 1,
+    Op.SCALE: 1,
+    Op.DIAG_MASK_ZERO: 1,
+    Op.DIAG_MASK_INF: 1,
+    Op.ADD: 2,
+    Op.ADD_ID: 1,
+    Op.ADD1: 1,
+    Op.SUB: 2,
+    Op.MUL: 2,
+    Op.DIV: 2,
+    Op.SQR: 1,
+    Op.SQRT: 1,
+    Op.LOG: 1,
+    Op.UNARY: 1,
+    Op.ROPE: 1,
+    Op.ROPE_BACK: 1,
+    Op.SILU_BACK: 2,
+    Op.RMS_NORM: 1,
+    Op.RMS_NORM_BACK: 1,
+    Op.SOFT_MAX: 1,
+    Op.SOFT_MAX_BACK: 1,
+}
 """How many of an op's first operands may lend their memory to its result.
 
 Kernels of these ops must work when the result lies exactly where one of those operands does. The ops
@@ -50,7 +48,8 @@ are those of ggml_op_can_inplace. ggml may take any operand of the same layout; 
 kernel naturally reads element by element or row by row: not a mask, a bias or a table.
 """
 
-_FROM_OUTSIDE = TensorFlag.INPUT | TensorFlag.PARAM
+_PLACED_EARLY = TensorFlag.INPUT | TensorFlag.PARAM
+_STAYS = TensorFlag.OUTPUT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,41 +112,71 @@ def make_plan(
 
     Source: ggml_gallocr_alloc_graph_impl.
     """
-    roots, flags = topology.roots, topology.flags
-    arenas = [Arena(limit) for limit in limits]
-    nodes = topology.listed[topology.n_leafs :]
-    operands = _operands(topology)
-    last = _last_readers(topology, operands)
-    dying: list[list[int]] = [[] for _ in nodes]
-    for root, position in enumerate(last):
-        if position >= 0:
-            dying[position].append(root)
+    tensors, sources, ops = topology.tensors, topology.sources, topology.ops
+    n, n_leafs = len(tensors), topology.n_leafs
+    views = [i for i, base in enumerate(topology.bases) if base >= 0]
+    outside = list(compress(range(n), topology.outside))
+    flagged = [i for i, flags in enumerate(topology.flags) if flags & (_PLACED_EARLY | _STAYS)]
 
-    addresses = [-1] * len(roots)
-    waiting = topology.placeable()
+    # By number, with one more item than tensors: an absent source has the number -1.
+    roots = [*range(n), -1]
+    waiting = [True] * n + [False]
+    for i in views:
+        roots[i] = topology.bases[i]
+        waiting[i] = False
+    for i in outside:
+        waiting[i] = False
+
+    # `last[root]` is the index in `reads` of the last time that the memory is read; -1 if it must stay.
+    reads = [roots[i] for i in sources]
+    last = [-1] * len(roots)
+    for read, root in enumerate(reads):
+        last[root] = read
+    read_as_such = set(sources)
     for i in (
-        *topology.listed[: topology.n_leafs],
-        *topology.unlisted,
-        *(node for node in nodes if flags[node] & _FROM_OUTSIDE),
+        -1,
+        *outside,
+        *(i for i in flagged if topology.flags[i] & _STAYS),
+        # A node that nobody reads is a result, views included. But a view without an op is none: the
+        # scheduler lists such views to mark how long their source is needed.
+        *(i for i in views if i not in read_as_such and ops[i] is not Op.NONE),
     ):
+        last[roots[i]] = -1
+
+    arenas = [Arena(limit) for limit in limits]
+    addresses = [-1] * n
+    early = [i for i in flagged if topology.flags[i] & _PLACED_EARLY]
+    for i in (*topology.listed[:n_leafs], *topology.unlisted, *early):
         if waiting[i]:
             waiting[i] = False
             addresses[i] = arenas[memories[i]].alloc(sizes[i])
 
     inplace: list[tuple[int, int]] = []
-    for position, node in enumerate(nodes):
+    end = 0
+    for node, n_reads in zip(topology.listed[n_leafs:], topology.n_sources, strict=True):
+        start, end = end, end + n_reads
         if waiting[node]:
             waiting[node] = False
-            operand = _dying_operand(topology, node, operands[position], last, position)
-            if operand >= 0 and memories[operand] == memories[node] and sizes[node] <= sizes[operand]:
-                last[operand] = -1
-                addresses[node] = addresses[operand]
-                sizes[node] = sizes[operand]
-                inplace.append((node, operand))
+            memory, size = memories[node], sizes[node]
+            for operand in sources[start : start + INPLACE_OPERANDS.get(ops[node], 0)]:
+                if (
+                    start <= last[operand] < end
+                    and memories[operand] == memory
+                    and sizes[operand] == size
+                    and same_layout(tensors[operand], tensors[node])
+                    and (n_reads == 1 or reads[start:end].count(operand) == 1)
+                ):
+                    addresses[node] = addresses[operand]
+                    last[operand] = -1
+                    inplace.append((node, operand))
+                    break
             else:
-                addresses[node] = arenas[memories[node]].alloc(sizes[node])
-        for root in dying[position]:
-            if last[root] == position:
+                addresses[node] = arenas[memory].alloc(size)
+        for read in range(start, end):
+            root = reads[read]
+            if waiting[root]:
+                _fail_order(topology, node, root)
+            if last[root] == read:
                 arenas[memories[root]].free(addresses[root], sizes[root])
 
     owned = [i for i, address in enumerate(addresses) if address >= 0]
@@ -160,67 +189,14 @@ def make_plan(
         chunks=[addresses[i] >> CHUNK_BITS for i in owned],
         offsets=[addresses[i] & mask for i in owned],
         sizes=[sizes[i] for i in owned],
-        views=[i for i, root in enumerate(roots) if i != root],
+        views=views,
         inplace=inplace,
         peaks=[arena.peaks for arena in arenas],
     )
 
 
-def _operands(topology: Topology) -> list[list[int]]:
-    """Cut the sources into one list per node."""
-    sources = topology.sources
-    operands = []
-    end = 0
-    for n in topology.n_sources:
-        start, end = end, end + n
-        operands.append(sources[start:end])
-    return operands
-
-
-def _last_readers(topology: Topology, operands: Sequence[Sequence[int]]) -> list[int]:
-    """For each tensor, the position of the last node that reads its memory; -1 if it must stay."""
-    roots = topology.roots
-    n_leafs = topology.n_leafs
-    last = [-1] * len(roots)
-    for position, reads in enumerate(operands):
-        for i in reads:
-            if i >= 0:
-                last[roots[i]] = position
-        if reads and max(reads) >= n_leafs + position:
-            _check_order(topology, position, reads)
-    for i in set(topology.listed).difference(topology.sources):
-        # What no node reads is a result, and stays. But a view without an op is none: the scheduler lists
-        # such views to mark how long their source is needed.
-        if topology.ops[i] is not Op.NONE:
-            last[roots[i]] = -1
-    for i, flags in enumerate(topology.flags):
-        if flags & TensorFlag.OUTPUT:
-            last[roots[i]] = -1
-    for i, outside in enumerate(topology.outside):
-        if outside:
-            last[i] = -1
-    return last
-
-
-def _dying_operand(
-    topology: Topology, node: int, reads: Sequence[int], last: Sequence[int], position: int
-) -> int:
-    """Return the operand whose memory the node may take because nothing else needs it; -1 if none."""
-    tensors, roots = topology.tensors, topology.roots
-    for i in reads[: INPLACE_OPERANDS.get(topology.ops[node], 0)]:
-        if i >= 0 and last[i] == position and same_layout(tensors[node], tensors[i]):
-            # The node may read the same memory otherwise, too: as a mask, transposed, at an offset.
-            n_reads = sum(roots[j] == i for j in reads if j >= 0)
-            if n_reads == 1:
-                return i
-    return -1
-
-
-def _check_order(topology: Topology, position: int, reads: Sequence[int]) -> None:
-    for i in reads:
-        if i >= topology.n_leafs + position and i not in topology.unlisted:
-            node = topology.tensors[topology.listed[topology.n_leafs + position]]
-            raise GraphError(
-                f"the graph lists {node.describe()} before its source {topology.tensors[i].describe()}; "
-                "build it with build_forward_expand, or list nodes after what they read"
-            )
+def _fail_order(topology: Topology, node: int, source: int) -> NoReturn:
+    raise GraphError(
+        f"the graph lists {topology.tensors[node].describe()} before {topology.tensors[source].describe()}, "
+        "which it reads; build it with build_forward_expand, or list nodes after what they read"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.enums import TensorFlag
+from ggmlb.enums import BufferUsage, TensorFlag
 from ggmlb.errors import FreedError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Topology:
         n_leafs: How many of `listed` are leafs.
         ops: By number.
         flags: By number.
-        roots: Number of the tensor whose memory each one uses: itself, unless it is a view.
+        bases: Number of the tensor in whose memory each view lies; -1 for what is no view.
         sources: For all nodes, one after another, the numbers of their sources; -1 for an absent one.
         n_sources: How many of `sources` belong to each node.
         outside: Whether each lies in a buffer that is not the allocator's; empty if none does.
@@ -38,6 +38,7 @@ class Topology:
     """
 
     __slots__ = (
+        "bases",
         "flags",
         "key",
         "listed",
@@ -46,7 +47,6 @@ class Topology:
         "n_sources",
         "ops",
         "outside",
-        "roots",
         "sources",
         "tensors",
         "unlisted",
@@ -62,7 +62,7 @@ class Topology:
             keep_inputs: Flag inputs as outputs, too.
 
         Raises:
-            FreedError: A tensor lies in a freed buffer.
+            FreedError: A tensor lies in a freed buffer of the user's.
         """
         leafs, nodes = graph.leafs, graph.nodes
         listed = [*leafs, *nodes]
@@ -78,30 +78,29 @@ class Topology:
         self.users: list[int] = []
         try:
             self.sources = [ids[s] for t in nodes for s in t.src]
-            bases = [ids[t.view_src] for t in tensors]
+            self.bases = [ids[t.view_src] for t in tensors]
         except KeyError:
             self._add_unlisted(ids, nodes)
             self.sources = [ids[s] for t in nodes for s in t.src]
-            bases = [ids[t.view_src] for t in tensors]
+            self.bases = [ids[t.view_src] for t in tensors]
         self.n_distinct = len(tensors) - len(self.users)
         self.unlisted = range(self.n_distinct, len(tensors))
-        self.roots = [i if base < 0 else base for i, base in enumerate(bases)]
         self.n_sources = [len(t.src) for t in nodes]
         self.ops = [t.op for t in tensors]
         self.flags = [t.flags for t in tensors]
         if keep_inputs:
             self.flags = [f | TensorFlag.OUTPUT if f & TensorFlag.INPUT else f for f in self.flags]
         buffers = [t.buffer for t in tensors]
-        foreign = set(buffers).difference(own, (None,))
+        foreign = {b for b in set(buffers).difference(own) if b is not None and not _is_void(b)}
         self.outside = [b in foreign for b in buffers] if foreign else []
-        if any(b is not None and b.is_freed for b in foreign):
+        if any(b.is_freed for b in foreign):
             self._check_freed()
         self.key: TopologyKey = (
             self.n_leafs,
             self.listed,
             self.n_sources,
             self.sources,
-            self.roots,
+            self.bases,
             self.ops,
             self.flags,
             self.outside,
@@ -109,10 +108,9 @@ class Topology:
 
     def placeable(self) -> list[bool]:
         """For each tensor, whether it needs a place: it is no view, and does not lie elsewhere."""
-        is_base = [i == root for i, root in enumerate(self.roots)]
         if not self.outside:
-            return is_base
-        return [base and not outside for base, outside in zip(is_base, self.outside, strict=True)]
+            return [base < 0 for base in self.bases]
+        return [base < 0 and not outside for base, outside in zip(self.bases, self.outside, strict=True)]
 
     def _add_unlisted(self, ids: dict[Tensor | None, int], nodes: Sequence[Tensor]) -> None:
         tensors, users = self.tensors, self.users
@@ -131,10 +129,15 @@ class Topology:
                 users.append(number if number < n_listed else users[number - n_listed])
 
     def _check_freed(self) -> None:
-        for tensor in self.tensors:
+        for tensor, placeable in zip(self.tensors, self.placeable(), strict=True):
             buffer = tensor.buffer
-            if buffer is not None and buffer.is_freed and tensor.view_src is None:
+            if buffer is not None and buffer.is_freed and tensor.view_src is None and not placeable:
                 raise FreedError(
                     f"{tensor.describe()} lies in a {buffer.name} buffer of {buffer.size:,} bytes that "
                     "was freed; place it anew before the graph is allocated"
                 )
+
+
+def _is_void(buffer: Buffer) -> bool:
+    """Whether the buffer is freed memory of an allocator: what lay there is to be placed anew."""
+    return buffer.is_freed and buffer.usage is BufferUsage.COMPUTE

@@ -1,0 +1,164 @@
+"""Memory for tests of the allocators: host memory whose limits and failures the test chooses."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ggmlb.enums import DeviceType
+from ggmlb.errors import BackendError
+from ggmlb.interface import BackendReg, Buffer, BufferType, Device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ggmlb.interface.buffer import Bytes
+    from ggmlb.tensor import Tensor
+
+POISON = 0xFF
+"""Fills fresh memory: NaN in every float type, -1 in every integer type."""
+
+
+class TestMemory(BufferType):
+    """Host memory of a test's choice, poisoned when allocated.
+
+    Args:
+        name: Of the buffer type.
+        alignment: Of tensors [bytes].
+        max_size: Largest buffer [bytes].
+        capacity: Bytes in all.
+
+    Attributes:
+        used: Bytes allocated now.
+        n_buffers: Buffers allocated and not freed.
+        n_calls: Allocations tried so far.
+        fail_at: The allocation that fails, counted as `n_calls`; -1 for none.
+    """
+
+    __test__ = False  # pytest: this is no test case
+
+    def __init__(
+        self, name: str = "Test", *, alignment: int = 32, max_size: int = sys.maxsize, capacity: int = 1 << 30
+    ) -> None:
+        self._name = name
+        self._alignment = alignment
+        self._max_size = max_size
+        self.capacity = capacity
+        self.used = 0
+        self.n_buffers = 0
+        self.n_calls = 0
+        self.fail_at = -1
+
+    @property
+    def name(self) -> str:
+        """As given."""
+        return self._name
+
+    @property
+    def device(self) -> Device:
+        """A device that computes nothing."""
+        return _MemoryDevice(self)
+
+    @property
+    def alignment(self) -> int:
+        """As given."""
+        return self._alignment
+
+    @property
+    def max_size(self) -> int:
+        """As given."""
+        return self._max_size
+
+    @property
+    def is_host(self) -> bool:
+        """Always."""
+        return True
+
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        call = self.n_calls
+        self.n_calls += 1
+        if call == self.fail_at:
+            raise self.out_of_memory(nbytes, "the test asked for this failure")
+        if self.used + nbytes > self.capacity:
+            raise self.out_of_memory(nbytes)
+        self.used += nbytes
+        self.n_buffers += 1
+        return TestBuffer(self, nbytes)
+
+
+class TestBuffer(Buffer):
+    """NumPy memory, poisoned."""
+
+    __test__ = False
+    buft: TestMemory
+
+    def __init__(self, buft: TestMemory, size: int) -> None:
+        super().__init__(buft, size)
+        self._memory = np.full(size, POISON, np.uint8)
+
+    @property
+    def base(self) -> Bytes:
+        """The memory."""
+        return self._memory
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        self._memory[start : start + data.size] = data
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        out[:] = self._memory[start : start + out.size]
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        start = tensor.offset + offset
+        self._memory[start : start + size] = value
+
+    def _clear(self, value: int) -> None:
+        self._memory[:] = value
+
+    def _free(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self.buft.used -= self.size
+        self.buft.n_buffers -= 1
+
+
+class _MemoryDevice(Device):
+    """The device of a `TestMemory`: it says how much is free."""
+
+    def __init__(self, buft: TestMemory) -> None:
+        self._buft = buft
+
+    @property
+    def name(self) -> str:
+        return self._buft.name
+
+    @property
+    def description(self) -> str:
+        return "memory for tests"
+
+    @property
+    def type(self) -> DeviceType:
+        return DeviceType.CPU
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        return self._buft.capacity - self._buft.used, self._buft.capacity
+
+    @property
+    def reg(self) -> BackendReg:
+        self._fail()
+
+    @property
+    def buffer_type(self) -> BufferType:
+        return self._buft
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> NoReturn:
+        self._fail()
+
+    def declines(self, op: Tensor) -> str:
+        return "it has memory only"
+
+    def _fail(self) -> NoReturn:
+        raise BackendError(f"{self.name} is memory for tests: it has no backend")
