@@ -112,6 +112,12 @@ FLOAT = Types(frozenset({DType.F32, DType.F16, DType.BF16}))
 VALUE = Types(FLOAT.plain, quantized=True)
 """Types of weights: floats and blocks."""
 
+PLAIN = Types(frozenset(d for d in DType if not d.is_quantized))
+"""Types of which each element can be moved by itself."""
+
+ANY = Types(PLAIN.plain, quantized=True)
+"""Every type."""
+
 INDEX = Types(frozenset({DType.I32, DType.I64}))
 """Types of positions and row numbers."""
 

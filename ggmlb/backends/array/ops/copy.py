@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import Types, operands, rule, sources
+from ggmlb.backends.array.rules import ANY, operands, rule, sources
 from ggmlb.backends.array.views import View
-from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.tensor import Tensor
-
-ANY = Types(frozenset(d for d in DType if not d.is_quantized), quantized=True)
 
 _converts = operands(ANY, out=ANY)
 

@@ -88,18 +88,3 @@ def _groups(view: View, start: int, n: int, size: int) -> View:
     return part.reshaped(
         (shape[0], n // size, size * shape[2] * shape[3]), (strides[0], size * strides[1], strides[3])
     )
-
-
-@rule(Op.RMS_NORM_BACK, operands(FLOAT, FLOAT))
-def rms_norm_back(lw: Lowering, t: Tensor) -> None:
-    """`(dy - x dot(x, dy) / (sum(x^2) + n eps)) / sqrt(mean(x^2) + eps)` from `dy` and the operand `x`."""
-    xp, eps, n = lw.xp, t.params["eps"], t.ne[0]
-
-    def kernel(dx: Array, dy: Array, x: Array, tmp: Array) -> None:
-        square, dot = lw.row_dot(x, x, tmp), lw.row_dot(x, dy, tmp)
-        dot /= square + n * eps
-        xp.multiply(x, dot, out=tmp)
-        xp.subtract(dy, tmp, out=tmp)
-        xp.multiply(tmp, rsqrt(square, n, eps), out=dx)
-
-    lw.rowwise(kernel, t, *sources(t), scratch=1, work=2 * WORK)

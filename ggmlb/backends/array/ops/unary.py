@@ -242,19 +242,3 @@ def leaky_relu(lw: Lowering, t: Tensor) -> None:
         xp.add(y, tmp, out=y)
 
     lw.elementwise(kernel, t, *sources(t), scratch=1)
-
-
-@rule(Op.SILU_BACK, operands(FLOAT, FLOAT))
-def silu_back(lw: Lowering, t: Tensor) -> None:
-    """`dy s (1 + x (1 - s))` with `s = sigmoid(x)`, from the gradient `dy` and the operand `x`."""
-    xp = lw.xp
-
-    def kernel(dx: Array, dy: Array, x: Array, s: Array, tmp: Array) -> None:
-        sigmoid(xp, s, x)
-        xp.subtract(1, s, out=tmp)
-        xp.multiply(tmp, x, out=tmp)
-        xp.add(tmp, 1, out=tmp)
-        xp.multiply(tmp, s, out=tmp)
-        xp.multiply(tmp, dy, out=dx)
-
-    lw.elementwise(kernel, t, *sources(t), scratch=2, work=2 * EXP)
