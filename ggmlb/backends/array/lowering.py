@@ -140,6 +140,10 @@ class Lowering(ABC):
         """The values as a NumPy array, for steps that must look at them."""
         return np.asarray(array)
 
+    def take(self, y: Array, x: Array, index: Array, axis: int) -> None:
+        """`y[.., i, ..] = x[.., index[i], ..]` along one axis, by an index that is known to fit; a step."""
+        y[...] = x.take(index, axis)
+
     # -- rows --------------------------------------------------------------------------------------
 
     def take_rows(self, y: Array, x: Array, index: Array) -> None:

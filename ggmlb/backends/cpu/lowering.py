@@ -64,6 +64,10 @@ class CpuLowering(Lowering):
         if index.size and not (index.min() >= 0 and index.max() < n):
             raise BackendError(f"row numbers from {index.min()} to {index.max()} for a tensor of {n} rows")
 
+    def take(self, y: Array, x: Array, index: Array, axis: int) -> None:
+        """Take elements without a temporary; a step."""
+        np.take(x, index, axis=axis, out=y, mode="clip")
+
     def take_rows(self, y: Array, x: Array, index: Array) -> None:
         """Copy rows without a temporary where they lie packed; a step."""
         self.check_index(index, x.shape[2])

@@ -1,0 +1,99 @@
+"""Convolution as one op: the kernel as a matrix, times patches, as many at a time as fit in some scratch."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.array.ops.patches import (
+    as_f32,
+    axes_of,
+    each_tap,
+    packed_f32,
+    padded,
+    sum_of_products,
+    windows,
+)
+from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.views import View, cuts, merged
+from ggmlb.dtypes import DType
+from ggmlb.enums import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.ops.patches import Axis
+    from ggmlb.backends.array.workspace import Array
+    from ggmlb.tensor import Tensor
+
+N_PATCH_ITEMS = 1 << 20
+"""Items of patches that are held at a time."""
+
+
+@rule(Op.CONV_2D, operands(FLOAT, FLOAT))
+def conv_2d(lw: Lowering, t: Tensor) -> None:
+    """`y[n, o, place] = sum a[o, c, tap] b[n, c, place s + tap d - p]`."""
+    kernel, data = sources(t)
+    axes = axes_of(t.params, data.ne[:2], kernel.ne[:2], t.ne[:2])
+    _convolve(lw, View.of(t), View.of(data), View.of(kernel), axes)
+
+
+@rule(Op.CONV_3D, operands(FLOAT, FLOAT))
+def conv_3d(lw: Lowering, t: Tensor) -> None:
+    """As `conv_2d`, with depth; channels share a dimension with the batch."""
+    kernel, data = sources(t)
+    n_in, n_out = t.params["c"], t.params["oc"]
+    axes = axes_of(t.params, data.ne[:3], kernel.ne[:3], t.ne[:3])
+    _convolve(
+        lw,
+        View.of(t).split(0, n_out),
+        View.of(data).split(0, n_in),
+        View.of(kernel).split(0, n_in),
+        axes,
+    )
+
+
+def _convolve(lw: Lowering, y: View, data: View, kernel: View, axes: Sequence[Axis]) -> None:
+    """Emit `y`, `[N, OC, places..]`, of data `[N, IC, spatial..]` and a kernel `[OC, IC, taps..]`."""
+    weight = packed_f32(lw, kernel).reshape(kernel.shape[0], -1)
+    met = windows(padded(lw, data, axes), axes)
+    out = y if y.type == DType.F32 else lw.view(lw.scratch(y.shape))
+    n_items = weight.shape[1] * prod(y.shape[3:])
+    pieces = list(cuts((y.shape[0], y.shape[2]), n_items, N_PATCH_ITEMS))
+    scratch = lw.scratch((max(n * m for (_, n), (_, m) in pieces) * n_items,))
+    for images, places in pieces:
+        patches = _patches(lw, met.cut(0, *images).cut(2, *places), scratch)
+        into = out.cut(0, *images).cut(2, *places)
+        result = into.reshaped((*into.shape[:2], prod(into.shape[2:])), (*into.strides[:2], into.strides[-1]))
+        lw.emit(lw.xp.matmul, weight, patches, out=lw.bind(result))
+    if out is not y:
+        lw.copy(y, out)
+
+
+def _patches(lw: Lowering, met: View, scratch: Array) -> Array:
+    """Patches `[N, IC, places.., taps..]` as `[N, IC taps.., places..]`: the data itself, or copied."""
+    rank = (len(met.shape) - 2) // 2
+    n, channels, *rest = met.shape
+    places, taps = rest[:rank], rest[rank:]
+    if prod(taps) == 1:
+        (flat,) = merged([met.reshaped(tuple(places), met.strides[2 : 2 + rank])])
+        if len(flat.shape) == 1:
+            return lw.bind(met.reshaped((n, channels, *flat.shape), (*met.strides[:2], *flat.strides)))
+    items = scratch[: prod(met.shape)].reshape(n, channels, *taps, *places)
+    copies = lw.view(items).transposed(0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
+    for to, of in each_tap(copies, met):
+        lw.copy(to, of)
+    return items.reshape(n, channels * prod(taps), prod(places))
+
+
+@rule(Op.CONV_2D_DW, operands(FLOAT, FLOAT))
+def conv_2d_dw(lw: Lowering, t: Tensor) -> None:
+    """`y[n, c, place] = sum a[c, tap] b[n, c, place s + tap d - p]`: each channel has its own kernel."""
+    kernel, data = sources(t)
+    axes = axes_of(t.params, data.ne[:2], kernel.ne[:2], t.ne[:2])
+    met = windows(padded(lw, View.of(data), axes), axes)
+    weight = as_f32(lw, View.of(kernel))
+    weights = weight.reshaped(met.shape, (0, weight.strides[0], 0, 0, *weight.strides[2:]))
+    pairs = list(each_tap(met, weights))
+    lw.tiled(sum_of_products(lw.xp), View.of(t), *(v for pair in pairs for v in pair), scratch=1)

@@ -1,0 +1,49 @@
+"""Transposed convolution: each element of the data spreads the kernel over the result."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.array.ops.patches import Axis, fold, packed_f32, without_first
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.views import View
+from ggmlb.enums import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.tensor import Tensor
+
+
+@rule(Op.CONV_TRANSPOSE_1D, operands(FLOAT, FLOAT, out=F32))
+def conv_transpose_1d(lw: Lowering, t: Tensor) -> None:
+    """`y[o, i] = sum a[c, o, tap] b[c, place]` over all that have `i = place s + tap`."""
+    y, kernel, data = (without_first(View.of(x)) for x in (t, *sources(t)))
+    _spread(lw, y, data, kernel, [t.params["s0"]])
+
+
+@rule(Op.CONV_TRANSPOSE_2D, operands(FLOAT, FLOAT, out=F32))
+def conv_transpose_2d(lw: Lowering, t: Tensor) -> None:
+    """As `conv_transpose_1d`, in two dimensions, for each image of a batch."""
+    y, kernel, data = (View.of(x) for x in (t, *sources(t)))
+    _spread(lw, y, data, kernel, [t.params["stride"]] * 2)
+
+
+def _spread(lw: Lowering, y: View, data: View, kernel: View, strides: Sequence[int]) -> None:
+    """Emit `y`, `[N, OC, ..]`, of data `[N, IC, places..]` and a kernel `[IC, OC, taps..]`."""
+    n_in, n_out, *taps = kernel.shape
+    n, _, *places = data.shape
+    rank = len(taps)
+    weight = packed_f32(lw, kernel).reshape(n_in, -1)
+    patches = lw.scratch((n, n_out, *taps, *places))
+    lw.emit(
+        lw.xp.matmul,
+        weight.T,
+        packed_f32(lw, data).reshape(n, n_in, -1),
+        out=patches.reshape(n, weight.shape[1], prod(places)),
+    )
+    axes = [Axis(m, k, p, s) for m, k, p, s in zip(y.shape[2:], taps, places, strides, strict=True)]
+    order = (0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
+    fold(lw, y, lw.view(patches).transposed(*order), axes)

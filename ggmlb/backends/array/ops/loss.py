@@ -1,0 +1,49 @@
+"""Cross entropy of logits and probabilities, and its gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.array.ops.softmax import soft_max_rows
+from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.views import View
+from ggmlb.enums import Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.workspace import Array
+    from ggmlb.tensor import Tensor
+
+
+@rule(Op.CROSS_ENTROPY_LOSS, operands(FLOAT, FLOAT))
+def cross_entropy_loss(lw: Lowering, t: Tensor) -> None:
+    """`-sum(p log soft_max(x))` per row of logits `x` and probabilities `p`, the mean of all rows."""
+    xp, (a, b) = lw.xp, sources(t)
+    by_row, y = lw.scratch((*a.ne[:0:-1], 1)), lw.out_f32(t)
+
+    def kernel(y: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:
+        xp.subtract(x, x.max(axis=-1, keepdims=True), out=z)
+        xp.exp(z, out=tmp)
+        xp.subtract(z, xp.log(tmp.sum(axis=-1, keepdims=True)), out=z)
+        xp.multiply(z, p, out=z)
+        xp.sum(z, axis=-1, keepdims=True, out=y)
+
+    lw.tiled(kernel, lw.view(by_row), View.of(a), View.of(b), inner=1, scratch=2)
+    lw.emit(xp.sum, by_row, keepdims=True, out=y)
+    lw.emit(xp.divide, y, -a.n_rows, out=y)
+    lw.store(t, y)
+
+
+@rule(Op.CROSS_ENTROPY_LOSS_BACK, operands(FLOAT, FLOAT, FLOAT))
+def cross_entropy_loss_back(lw: Lowering, t: Tensor) -> None:
+    """`grad (soft_max(x) - p) / n_rows`."""
+    xp, (grad, a, b) = lw.xp, sources(t)
+    g, n = lw.f32(grad).reshape(1), a.n_rows
+
+    def kernel(dx: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:
+        xp.copyto(z, x)
+        soft_max_rows(xp, tmp, z)
+        xp.subtract(tmp, p, out=tmp)
+        xp.multiply(tmp, g / n, out=dx)
+
+    lw.rowwise(kernel, t, a, b, scratch=2)
