@@ -1,0 +1,64 @@
+"""The OpenCL backend, over PyOpenCL: GPUs, and CPUs through a runtime such as PoCL.
+
+Importing it imports no OpenCL; that happens when its devices are first asked for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ggmlb.errors import BackendUnavailable
+from ggmlb.interface import BackendReg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from ggmlb.interface import Backend, Device
+
+
+class OpenClReg(BackendReg):
+    """The registration of OpenCL: a device for each of every platform."""
+
+    priority = 50
+
+    def __init__(self) -> None:
+        self._devices: tuple[Device, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """`OpenCL`."""
+        return "OpenCL"
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices `OpenCL0` on, in the order of the platforms.
+
+        Raises:
+            BackendUnavailable: PyOpenCL, a platform or a device is missing; the message says how to get it.
+        """
+        if self._devices is None:
+            try:
+                import pyopencl  # noqa: F401
+            except ImportError as error:
+                raise BackendUnavailable(
+                    f"PyOpenCL cannot be imported ({error}): pip install 'ggmlb[opencl]'"
+                ) from error
+            from ggmlb.backends.opencl.device import find_devices
+
+            self._devices = find_devices(self)
+        return self._devices
+
+    def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        return {"set_abort_callback": _set_abort_callback}
+
+
+@cache
+def backend_reg() -> OpenClReg:
+    """Return the registration; the registry calls this."""
+    return OpenClReg()
+
+
+def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
+    backend.abort_callback = callback

@@ -1,0 +1,175 @@
+"""OpenCL's stream: an in-order queue."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, cast
+
+import pyopencl as cl
+
+from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy
+from ggmlb.backends.opencl.event import OpenClEvent
+from ggmlb.backends.opencl.plan import OpenClPlan
+from ggmlb.backends.opencl.runtime import check_outcome, check_process, cl_errors, is_done
+from ggmlb.enums import Status
+from ggmlb.interface import Backend
+
+if TYPE_CHECKING:
+    from ggmlb.backends.opencl.device import OpenClDevice
+    from ggmlb.graph import Graph
+    from ggmlb.interface import Event, GraphPlan
+    from ggmlb.interface.buffer import Bytes
+    from ggmlb.kernels import Target
+    from ggmlb.tensor import Tensor
+
+_queue_ids = itertools.count()
+
+MAX_HELD = 256
+"""Events of transfers that are kept before those that ended are looked for."""
+
+
+class OpenClBackend(Backend):
+    """An in-order command queue.
+
+    Attributes:
+        queue: PyOpenCL's queue.
+        target: How kernels split their work here.
+    """
+
+    device: OpenClDevice
+
+    def __init__(self, device: OpenClDevice, target: Target) -> None:
+        super().__init__(device)
+        self.target = target
+        self.queue = cl.CommandQueue(device.context, device.cl_device)
+        self._id = next(_queue_ids)
+        # A transfer's event holds the host array, and must have ended before it is dropped: its destructor
+        # would wait with the interpreter locked, and so for ever, if another Python thread is to let it go on.
+        self._held: list[cl.Event] = []
+        self._last: cl.Event | None = None
+
+    @property
+    def guid(self) -> str:
+        """Identifies the kind."""
+        return "ggmlb-opencl"
+
+    # -- graphs --------------------------------------------------------------------------------
+
+    def _plan(self, graph: Graph) -> GraphPlan:
+        check_process(f"plan a graph on {self.name}")
+        return OpenClPlan(self, graph)
+
+    def _compute(self, plan: GraphPlan) -> Status:
+        plan = cast("OpenClPlan", plan)
+        plan.check_buffers()
+        queue, enqueue, event = self.queue, cl.enqueue_nd_range_kernel, None
+        abort = self.abort_callback
+        status = Status.SUCCESS
+        with cl_errors(f"queue a graph on {self.name}"):
+            for kernel, global_size, local_size in plan.steps:
+                if abort is not None and abort():
+                    status = Status.ABORTED
+                    break
+                event = enqueue(queue, kernel, global_size, local_size)
+            if event is not None:
+                self._note(event, *plan.buffers)
+        return status
+
+    def _plan_free(self, plan: GraphPlan) -> None:
+        cast("OpenClPlan", plan).release()
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        buffer = tensor.buffer
+        if not self._owns(buffer):
+            super()._set_tensor_async(tensor, data, offset)
+            return
+        buffer = cast("OpenClBuffer", buffer)
+        buffer.check_writable(tensor, "set_tensor_async")
+        with cl_errors(f"set_tensor_async on {tensor.describe()}"):
+            start = tensor.offset + offset
+            event = cl.enqueue_copy(self.queue, buffer.memory, data, dst_offset=start, is_blocking=False)
+            self._hold(event, buffer)
+
+    def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        buffer = tensor.buffer
+        if not self._owns(buffer):
+            super()._get_tensor_async(tensor, out, offset)
+            return
+        buffer = cast("OpenClBuffer", buffer)
+        with cl_errors(f"get_tensor_async on {tensor.describe()}"):
+            start = tensor.offset + offset
+            event = cl.enqueue_copy(self.queue, out, buffer.memory, src_offset=start, is_blocking=False)
+            self._hold(event, buffer)
+
+    def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        source, target = src.buffer, dst.buffer
+        if not isinstance(backend_src, OpenClBackend) or not backend_src._owns(source) or not self._owns(target):
+            return False
+        source, target = cast("OpenClBuffer", source), cast("OpenClBuffer", target)
+        if not can_copy(source, src, target, dst):
+            return False
+        target.check_writable(dst, "cpy_tensor_async")
+        with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
+            across = backend_src is not self
+            before = [backend_src._mark()] if across else None
+            event = cl.enqueue_copy(
+                self.queue,
+                target.memory,
+                source.memory,
+                src_offset=src.offset,
+                dst_offset=dst.offset,
+                byte_count=src.nbytes,
+                wait_for=before,
+            )
+            self._note(event, source, target)
+            if across:  # what comes next on the source may overwrite it
+                cl.enqueue_barrier(backend_src.queue, wait_for=[event])
+                backend_src.queue.flush()
+        return True
+
+    def _owns(self, buffer: object) -> bool:
+        return isinstance(buffer, OpenClBuffer) and buffer.device is self.device
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _mark(self) -> cl.Event:
+        """Return an event for all work queued so far, and start that work."""
+        marker = cl.enqueue_marker(self.queue)
+        self.queue.flush()
+        return marker
+
+    def _note(self, event: cl.Event, *buffers: OpenClBuffer) -> None:
+        """Start the queued work; `event` is its last, and uses the buffers."""
+        self._last = event
+        for buffer in buffers:
+            buffer.note_use(self._id, event)
+        self.queue.flush()  # another queue that waits for it may never start otherwise
+
+    def _hold(self, event: cl.Event, buffer: OpenClBuffer) -> None:
+        self._held.append(event)
+        self._note(event, buffer)
+        if len(self._held) > MAX_HELD:
+            self._held = [e for e in self._held if not is_done(e)]
+
+    def _event_record(self, event: Event) -> None:
+        with cl_errors(f"record an event on {self.name}"):
+            cast("OpenClEvent", event).marker = self._mark()
+
+    def _event_wait(self, event: Event) -> None:
+        if not isinstance(event, OpenClEvent) or event.device.context is not self.device.context:
+            event.synchronize()
+        elif event.marker is not None:
+            with cl_errors(f"wait for an event on {self.name}"):
+                cl.enqueue_barrier(self.queue, wait_for=[event.marker])
+
+    def _synchronize(self) -> None:
+        with cl_errors(f"synchronize {self.name}"):
+            self.queue.finish()
+        ended, self._held = self._held, []
+        if self._last is not None:
+            ended.append(self._last)
+            self._last = None
+        for event in ended:
+            check_outcome(event, self.name)

@@ -1,0 +1,180 @@
+"""Device memory: one OpenCL buffer for each of ours, in which tensors are byte offsets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyopencl as cl
+
+from ggmlb.backends.opencl.runtime import cl_errors, is_done
+from ggmlb.errors import ArgumentError
+from ggmlb.interface import Buffer, BufferType
+
+if TYPE_CHECKING:
+    from ggmlb.backends.opencl.device import OpenClDevice
+    from ggmlb.interface.buffer import Bytes
+    from ggmlb.tensor import Tensor
+
+ALIGNMENT = 128
+"""Alignment of tensors [bytes]: the base alignment of PoCL and of the common GPUs, and a cache line of theirs."""
+
+
+class OpenClBufferType(BufferType):
+    """The memory of an OpenCL device."""
+
+    def __init__(self, device: OpenClDevice) -> None:
+        self._device = device
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self._device.name
+
+    @property
+    def device(self) -> OpenClDevice:
+        """The device."""
+        return self._device
+
+    @property
+    def alignment(self) -> int:
+        """`ALIGNMENT`."""
+        return ALIGNMENT
+
+    @property
+    def max_size(self) -> int:
+        """What the runtime gives in one piece [bytes]."""
+        return int(self._device.cl_device.max_mem_alloc_size)
+
+    def _alloc_buffer(self, nbytes: int) -> OpenClBuffer:
+        device = self._device
+        if nbytes > device.ledger.free:
+            raise self.out_of_memory(nbytes)
+        if not nbytes:
+            return OpenClBuffer(self, None, 0)
+        with cl_errors(f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
+            memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, nbytes)
+            # Runtimes reserve memory when it is first used; now is when its lack can be handled.
+            undefined = cl.mem_migration_flags.CONTENT_UNDEFINED
+            cl.enqueue_migrate_mem_objects(device.transfers, [memory], undefined).wait()
+        return OpenClBuffer(self, memory, nbytes)
+
+
+class OpenClBuffer(Buffer):
+    """An OpenCL buffer.
+
+    Synchronous transfers run on the device's transfer queue, after the work that backends queued with this
+    buffer; they disturb nothing else.
+
+    Attributes:
+        memory: The OpenCL buffer; `None` for a size of 0, which OpenCL does not have.
+    """
+
+    def __init__(
+        self, buft: OpenClBufferType, memory: cl.Buffer | None, nbytes: int, host: Bytes | None = None
+    ) -> None:
+        super().__init__(buft, nbytes)
+        self.device = buft.device
+        self.memory = memory
+        self._host = host
+        self._uses: dict[int, cl.Event] = {}
+        self._n_owned = 0 if host is not None else nbytes
+        self.device.ledger.take(self._n_owned)
+
+    @classmethod
+    def over_host_memory(cls, buft: OpenClBufferType, array: Bytes) -> OpenClBuffer:
+        """Return a buffer that is the array's own memory."""
+        if not array.size:
+            return cls(buft, None, 0, array)
+        access = cl.mem_flags.READ_WRITE if array.flags.writeable else cl.mem_flags.READ_ONLY
+        with cl_errors(f"use {array.size:,} bytes of host memory on {buft.name}", buft, array.size):
+            memory = cl.Buffer(buft.device.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+        return cls(buft, memory, array.size, array)
+
+    @property
+    def base(self) -> cl.Buffer | None:
+        """The OpenCL buffer."""
+        return self.memory
+
+    def note_use(self, queue_id: int, event: cl.Event) -> None:
+        """Remember the last command of a backend's queue that uses the buffer."""
+        self._uses[queue_id] = event
+
+    def uses(self) -> list[cl.Event]:
+        """Return the commands that may still use the buffer."""
+        if self._uses:
+            self._uses = {q: e for q, e in self._uses.items() if not is_done(e)}
+        return list(self._uses.values())
+
+    def check_writable(self, tensor: Tensor, call: str) -> None:
+        """Raise an ArgumentError if the buffer is read-only host memory."""
+        if self._host is not None and not self._host.flags.writeable:
+            raise ArgumentError(f"{call} on {tensor.describe()}: it lies in host memory that is read-only")
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        self.check_writable(tensor, "set_tensor")
+        with cl_errors(f"set_tensor on {tensor.describe()}"):
+            cl.enqueue_copy(
+                self.device.transfers,
+                self.memory,
+                data,
+                dst_offset=tensor.offset + offset,
+                wait_for=self.uses(),
+                is_blocking=True,
+            )
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        with cl_errors(f"get_tensor on {tensor.describe()}"):
+            cl.enqueue_copy(
+                self.device.transfers,
+                out,
+                self.memory,
+                src_offset=tensor.offset + offset,
+                wait_for=self.uses(),
+                is_blocking=True,
+            )
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        self.check_writable(tensor, "memset_tensor")
+        self._fill(value, tensor.offset + offset, size)
+
+    def _clear(self, value: int) -> None:
+        self._fill(value, 0, self.size)
+
+    def _fill(self, value: int, offset: int, nbytes: int) -> None:
+        with cl_errors(f"fill {nbytes:,} bytes on {self.name}"):
+            cl.enqueue_fill_buffer(
+                self.device.transfers, self.memory, np.uint8(value), offset, nbytes, wait_for=self.uses()
+            ).wait()
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        source = src.buffer
+        if not isinstance(source, OpenClBuffer) or not can_copy(source, src, self, dst):
+            return False
+        self.check_writable(dst, "copy")
+        with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
+            cl.enqueue_copy(
+                self.device.transfers,
+                self.memory,
+                source.memory,
+                src_offset=src.offset,
+                dst_offset=dst.offset,
+                byte_count=src.nbytes,
+                wait_for=[*source.uses(), *self.uses()],
+            ).wait()
+        return True
+
+    def _free(self) -> None:
+        if self.memory is not None:
+            self.device.ledger.give_back(self.memory, self._n_owned, self.uses())
+        self.memory = None
+        self._uses.clear()
+        self._host = None
+
+
+def can_copy(src_buffer: OpenClBuffer, src: Tensor, dst_buffer: OpenClBuffer, dst: Tensor) -> bool:
+    """Whether one command copies between them: they share a context, and do not overlap."""
+    if src_buffer.device.context is not dst_buffer.device.context:
+        return False
+    overlap = src.offset < dst.offset + dst.nbytes and dst.offset < src.offset + src.nbytes
+    return src_buffer is not dst_buffer or not overlap

@@ -1,0 +1,190 @@
+"""OpenCL devices, and how they are found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyopencl as cl
+
+from ggmlb.backends.opencl.backend import OpenClBackend
+from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
+from ggmlb.backends.opencl.event import OpenClEvent
+from ggmlb.backends.opencl.host import OpenClHostBufferType
+from ggmlb.backends.opencl.memory import MemoryLedger
+from ggmlb.backends.opencl.program import Programs
+from ggmlb.backends.opencl.runtime import cl_errors
+from ggmlb.enums import DeviceType, Op
+from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
+from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
+from ggmlb.interface.device import host_bytes
+from ggmlb.kernels import Target, declines
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from ggmlb.backends.opencl import OpenClReg
+    from ggmlb.tensor import Tensor
+
+GPU_WG = 128
+"""Work-items of a group on a GPU: a multiple of the widths of all makers' wavefronts."""
+
+MIN_OFFLOAD_COLUMNS = 32
+"""A product of so many columns is worth the upload of its weights to a discrete GPU (ggml's threshold)."""
+
+
+class OpenClDevice(Device):
+    """A device of an OpenCL platform, in a context that it shares with the platform's others.
+
+    Attributes:
+        cl_device: PyOpenCL's device.
+        context: The platform's context: its buffers and events work on all its devices.
+        transfers: The queue of synchronous transfers.
+        programs: Kernels built for it.
+        ledger: What is allocated on it.
+    """
+
+    def __init__(self, reg: OpenClReg, name: str, cl_device: cl.Device, context: cl.Context) -> None:
+        self._reg = reg
+        self._name = name
+        self.cl_device = cl_device
+        self.context = context
+        self.is_cpu = bool(cl_device.type & cl.device_type.CPU)
+        self.transfers = cl.CommandQueue(context, cl_device)
+        self.programs = Programs(context, cl_device)
+        self.ledger = MemoryLedger(cl_device.global_mem_size)
+        self._buffer_type = OpenClBufferType(self)
+        self._host_buffer_type = OpenClHostBufferType(self)
+
+    @property
+    def name(self) -> str:
+        """`OpenCL0`, and so on."""
+        return self._name
+
+    @property
+    def description(self) -> str:
+        """The device's and the platform's own names."""
+        return f"{self.cl_device.name.strip()} ({self.cl_device.platform.name.strip()})"
+
+    @property
+    def type(self) -> DeviceType:
+        """GPU, IGPU where it shares the host's memory, ACCEL for CPU-type devices and accelerators."""
+        if not self.cl_device.type & cl.device_type.GPU:
+            return DeviceType.ACCEL
+        return DeviceType.IGPU if self.cl_device.host_unified_memory else DeviceType.GPU
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Total memory as the runtime tells it, and that less what ggmlb allocated [bytes]."""
+        return self.ledger.free, self.ledger.total
+
+    @property
+    def caps(self) -> Caps:
+        """All; a caller's memory only where the device shares the host's."""
+        return Caps(
+            async_=True,
+            host_buffer=True,
+            buffer_from_host_ptr=bool(self.cl_device.host_unified_memory),
+            events=True,
+        )
+
+    @property
+    def reg(self) -> OpenClReg:
+        """The registration `OpenCL`."""
+        return self._reg
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream: an in-order queue.
+
+        Args:
+            params: `work_split`: `"cpu"` gives a core rows to itself, `"gpu"` shares a row among the
+                work-items of a group. The device's type decides by default.
+
+        Raises:
+            ArgumentError: An unknown parameter or work split.
+            BackendError: The queue cannot be made.
+        """
+        params = dict(params or {})
+        split = params.pop("work_split", "cpu" if self.is_cpu else "gpu")
+        if params:
+            raise ArgumentError(f"{self.name}: unknown parameters {sorted(params)}; known: work_split")
+        if split not in ("cpu", "gpu"):
+            raise ArgumentError(f"{self.name}: work_split is {split!r}; give 'cpu' or 'gpu'")
+        with cl_errors(f"open a queue on {self.name}"):
+            return OpenClBackend(self, self._target(split == "cpu"))
+
+    def _target(self, on_cpu: bool) -> Target:
+        limit = self.cl_device.max_work_group_size
+        return Target(on_cpu, self.cl_device.max_compute_units, 1 if on_cpu else min(GPU_WG, limit))
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """The device's memory."""
+        return self._buffer_type
+
+    @property
+    def host_buffer_type(self) -> BufferType:
+        """Host memory that the runtime allocated, and reads and writes in place."""
+        return self._host_buffer_type
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Use a NumPy array's memory as a buffer; see `Device.buffer_from_host_ptr`.
+
+        Raises:
+            ArgumentError: The array is not contiguous.
+            BackendError: The device has memory of its own.
+        """
+        if not self.caps.buffer_from_host_ptr:
+            raise BackendError(
+                f"buffer_from_host_ptr: {self.name} has memory of its own; allocate a buffer and copy into it"
+            )
+        return OpenClBuffer.over_host_memory(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the node cannot be computed, from the table that computes it."""
+        return declines(op)
+
+    def offload_op(self, op: Tensor) -> bool:
+        """Whether it is a discrete GPU, and the product has many columns."""
+        if self.type is not DeviceType.GPU:
+            return False
+        n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]
+        return op.op in (Op.MUL_MAT, Op.MUL_MAT_ID) and n_columns >= MIN_OFFLOAD_COLUMNS
+
+    def event_new(self) -> OpenClEvent:
+        """Return an event to record on the device's queues."""
+        return OpenClEvent(self)
+
+
+def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
+    """Return a device for each of every platform, each platform once.
+
+    Raises:
+        BackendUnavailable: No platform or device is there; the message says what to install.
+    """
+    found: list[OpenClDevice] = []
+    for platform in _platforms():
+        try:
+            cl_devices = platform.get_devices()
+            context = cl.Context(cl_devices) if cl_devices else None
+        except cl.Error:
+            continue  # a platform without a usable device, as a driver without its card is
+        for cl_device in cl_devices:
+            if context is not None and cl_device.available and cl_device.compiler_available:
+                found.append(OpenClDevice(reg, f"OpenCL{len(found)}", cl_device, context))
+    if not found:
+        raise BackendUnavailable(
+            "no OpenCL platform has a device: install the card's OpenCL driver, or a runtime for the CPU with "
+            "pip install 'ggmlb[opencl]'"
+        )
+    return tuple(found)
+
+
+def _platforms() -> Sequence[cl.Platform]:
+    """Return the platforms, one of each: a runtime that is installed twice is found twice."""
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error:  # the loader's way to say that it knows none
+        return ()
+    return list({(p.vendor, p.name, p.version): p for p in reversed(platforms)}.values())[::-1]

@@ -1,0 +1,79 @@
+"""The border to PyOpenCL: its errors made ours, and a guard against use after a fork."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pyopencl as cl
+
+from ggmlb.errors import BackendError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.interface import BufferType
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_process(call: str) -> None:
+    """Raise a BackendError in a process that was forked after OpenCL was used: its runtime would hang there."""
+    if _forked:
+        raise BackendError(
+            f"{call}: OpenCL was used before this process was forked, and cannot be used in it; start workers "
+            "with the 'spawn' method, or use OpenCL in the workers only"
+        )
+
+
+@contextmanager
+def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
+    """Turn PyOpenCL's errors into a BackendError, or an AllocationError where memory ran out.
+
+    Args:
+        call: What was being done.
+        buft: The memory type that is being allocated from.
+        nbytes: The bytes asked for.
+    """
+    check_process(call)
+    try:
+        yield
+    except cl.Error as error:
+        if buft is not None and is_out_of_memory(error):
+            raise buft.out_of_memory(nbytes, str(error)) from None
+        raise BackendError(f"{call}: {error}") from None
+
+
+def is_out_of_memory(error: cl.Error) -> bool:
+    """Whether the runtime says that it has no room."""
+    codes = cl.status_code
+    return isinstance(error, cl.MemoryError) or error.code in (
+        codes.MEM_OBJECT_ALLOCATION_FAILURE,
+        codes.OUT_OF_RESOURCES,
+        codes.OUT_OF_HOST_MEMORY,
+        codes.INVALID_BUFFER_SIZE,
+    )
+
+
+def is_done(event: cl.Event) -> bool:
+    """Whether the command has ended, well or badly."""
+    return bool(event.command_execution_status <= cl.command_execution_status.COMPLETE)
+
+
+def check_outcome(event: cl.Event, call: str) -> None:
+    """Raise a BackendError if the command, which has ended, failed."""
+    status = event.command_execution_status
+    if status < 0:
+        raise BackendError(
+            f"{call}: queued work failed with OpenCL status {status} ({cl.status_code.to_string(status)})"
+        )

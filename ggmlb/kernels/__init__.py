@@ -1,0 +1,28 @@
+"""Portable kernels: one text that compiles as OpenCL C 1.2 and as CUDA C++.
+
+    node ── lowering ──> Launch(kernel, defines, tensors and numbers, work split)
+                           │
+    prelude + headers + kernel text ──> source(kernel, language) ──> a backend compiles and runs it
+
+The texts (`*.knl`, `*.h`) are written against a prelude of macros, one per language. A kernel's parameter list is
+read from its text, so that all launchers set arguments from one description. Whether a group of work-items
+shares a row (GPUs) or a work-item has rows to itself (CPU-type devices) is chosen by the macro WG.
+"""
+
+from ggmlb.kernels.launch import Defines, Launch, Mem, Target
+from ggmlb.kernels.lowering import declines, lower
+from ggmlb.kernels.source import Kernel, Param, families, kernels, source
+
+__all__ = [
+    "Defines",
+    "Kernel",
+    "Launch",
+    "Mem",
+    "Param",
+    "Target",
+    "declines",
+    "families",
+    "kernels",
+    "lower",
+    "source",
+]

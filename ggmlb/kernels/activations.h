@@ -1,0 +1,60 @@
+/* The functions of map (fn_), combine (fn2_) and glu (glu_), by the names of ggml's ops in lower case. */
+#define FN_(name, expr) DEVICE_FN float fn_##name(float x, float p0, float p1, float p2, float p3) { return (expr); }
+DEVICE_FN float gelu_tanh(float x) { return 0.5f*x*(1.0f + TANH(0.797884561f*x*(1.0f + 0.044715f*x*x))); }
+DEVICE_FN float sigmoid(float x) { return 1.0f/(1.0f + EXP(-x)); }
+DEVICE_FN float softplus(float x) { return x > 20.0f ? x : LOG1P(EXP(x)); }
+DEVICE_FN float gelu_quick(float x) { return x*sigmoid(1.702f*x); }
+DEVICE_FN float gelu_erf(float x) { return 0.5f*x*(1.0f + ERF(0.707106781f*x)); }
+DEVICE_FN float relu(float x) { return FMAX(x, 0.0f); }
+DEVICE_FN float silu(float x) { return x*sigmoid(x); }
+DEVICE_FN float xielu(float x, float alpha_n, float alpha_p, float beta, float eps)
+{
+    return x > 0.0f ? alpha_p*x*x + beta*x : (EXPM1(FMIN(x, eps)) - x)*alpha_n + beta*x;
+}
+
+FN_(abs, FABS(x))
+FN_(sgn, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : 0.0f)
+FN_(neg, -x)
+FN_(step, x > 0.0f ? 1.0f : 0.0f)
+FN_(tanh, TANH(x))
+FN_(elu, x > 0.0f ? x : EXPM1(x))
+FN_(relu, relu(x))
+FN_(sigmoid, sigmoid(x))
+FN_(gelu, gelu_tanh(x))
+FN_(gelu_quick, gelu_quick(x))
+FN_(silu, silu(x))
+FN_(hardswish, x*FMIN(1.0f, FMAX(0.0f, (x + 3.0f)/6.0f)))
+FN_(hardsigmoid, FMIN(1.0f, FMAX(0.0f, (x + 3.0f)/6.0f)))
+FN_(exp, EXP(x))
+FN_(expm1, EXPM1(x))
+FN_(softplus, softplus(x))
+FN_(gelu_erf, gelu_erf(x))
+FN_(xielu, xielu(x, p0, p1, p2, p3))
+FN_(floor, FLOOR(x))
+FN_(ceil, CEIL(x))
+FN_(round, ROUND(x))
+FN_(trunc, TRUNC(x))
+FN_(sqr, x*x)
+FN_(sqrt, SQRT(x))
+FN_(log, LOG(x))
+FN_(sin, SIN(x))
+FN_(cos, COS(x))
+FN_(scale, FMA(x, p0, p1))
+FN_(clamp, x < p0 ? p0 : x > p1 ? p1 : x)
+FN_(leaky_relu, x > 0.0f ? x : p0*x)
+FN_(fill, p0)
+
+#define FN2_(name, expr) DEVICE_FN float fn2_##name(float x, float y) { return (expr); }
+FN2_(add, x + y)
+FN2_(sub, x - y)
+FN2_(mul, x*y)
+FN2_(div, x/y)
+DEVICE_FN float fn2_silu_back(float dy, float x) { const float s = sigmoid(x); return dy*s*(1.0f + x*(1.0f - s)); }
+
+#define GLU_(name, expr) DEVICE_FN float glu_##name(float x, float g, float alpha, float limit) { return (expr); }
+GLU_(reglu, relu(x)*g)
+GLU_(geglu, gelu_tanh(x)*g)
+GLU_(swiglu, silu(x)*g)
+GLU_(geglu_erf, gelu_erf(x)*g)
+GLU_(geglu_quick, gelu_quick(x)*g)
+GLU_(swiglu_oai, FMIN(x, limit)*sigmoid(alpha*FMIN(x, limit))*(FMIN(FMAX(g, -limit), limit) + 1.0f))

@@ -1,0 +1,198 @@
+"""Launches: a kernel, the tensors and numbers it takes, and how its work is split. No device is needed here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ggmlb.kernels.source import Kernel, kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.dtypes import DType
+    from ggmlb.interface import Buffer
+    from ggmlb.tensor import Ne, Tensor
+
+Defines = tuple[tuple[str, str], ...]
+
+MIN_GROUP_WORK = 4096
+"""Elements that a core should have before the work is dealt out to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How the work of kernels is split on a device.
+
+    Attributes:
+        on_cpu: A group is one work-item that has rows to itself, and the compiler vectorises its loops.
+        n_units: Cores, or multiprocessors.
+        wg: Work-items of a group, where a kernel does not fix it; 1 with `on_cpu`.
+    """
+
+    on_cpu: bool
+    n_units: int
+    wg: int
+
+    def groups_for(self, n_rows: int, row_size: int) -> int:
+        """Return how many groups share `n_rows` rows: one each, or few where cores have them to themselves."""
+        if not self.on_cpu:
+            return n_rows
+        return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
+
+
+@dataclass(slots=True)
+class Mem:
+    """A tensor as a kernel sees it: where it lies and how it is walked; a view of it needs no Tensor.
+
+    Attributes:
+        buffer: The buffer it lies in.
+        offset: Of its first element [bytes].
+        dtype: Its type.
+        ne: Extents, innermost first.
+        nb: Strides in the same order [bytes]; 0 where one element stands for all.
+    """
+
+    buffer: Buffer | None
+    offset: int
+    dtype: DType
+    ne: Ne
+    nb: Ne
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Mem:
+        """Describe a tensor as it lies."""
+        return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb)
+
+    def window(self, ne: Ne, nb: Ne | None = None, offset: int = 0, dtype: DType | None = None) -> Mem:
+        """Return the same memory under other extents, strides or type, from `offset` bytes on."""
+        return Mem(
+            self.buffer,
+            self.offset + offset,
+            self.dtype if dtype is None else dtype,
+            ne,
+            self.nb if nb is None else nb,
+        )
+
+    def tiled_to(self, ne: Ne) -> Mem:
+        """Return itself as seen by a loop over `ne`: strides of 0 in the dimensions where it has one element."""
+        nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
+        return self.window(ne, nb)  # type: ignore[arg-type]
+
+    @property
+    def step(self) -> str:
+        """What a kernel's `x_STEP` is, after the `x_`-less name: a number, or `nb0` where none is known."""
+        nb0 = self.nb[0]
+        if self.ne[0] == 1 and nb0:
+            return str(self.dtype.type_size)
+        return str(nb0) if nb0 == self.dtype.type_size or nb0 == 0 else "nb0"
+
+
+@dataclass(slots=True)
+class Launch:
+    """A kernel to run.
+
+    Attributes:
+        kernel: What it runs.
+        defines: Macros to build it with, sorted.
+        args: A `Mem` for each tensor parameter, a number for each other.
+        groups: Work-groups in three dimensions.
+        wg: Work-items of a group.
+    """
+
+    kernel: Kernel
+    defines: Defines
+    args: tuple[Mem | int | float, ...]
+    groups: tuple[int, int, int]
+    wg: int
+
+
+def launch(
+    name: str,
+    args: Sequence[Mem | int | float],
+    groups: tuple[int, int, int],
+    wg: int,
+    **defines: str | int,
+) -> Launch:
+    """Return a launch; the types and steps of its tensors become defines by themselves."""
+    kernel = kernels()[name]
+    macros = {key: str(value) for key, value in defines.items()}
+    for param, arg in zip(kernel.params, args, strict=True):
+        if isinstance(arg, Mem):
+            macros[f"{param.name}_T"] = arg.dtype.name.lower()
+            step = arg.step
+            macros[f"{param.name}_STEP"] = f"{param.name}_nb0" if step == "nb0" else step
+    return Launch(kernel, tuple(sorted(macros.items())), tuple(args), groups, wg)
+
+
+def elementwise(
+    target: Target, name: str, mems: Sequence[Mem], *numbers: int | float, over: int = -1, **defines: str | int
+) -> Launch:
+    """Return a launch with a step for each element of `mems[over]`."""
+    ne = mems[over].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    if target.on_cpu:
+        groups = target.groups_for(n_rows, ne[0])
+    else:
+        groups = min(-(-ne[0] * n_rows // target.wg), 1 << 20)
+    return launch(name, (*mems, *numbers), (groups, 1, 1), target.wg, **defines)
+
+
+def rowwise(
+    target: Target, name: str, mems: Sequence[Mem], *numbers: int | float, over: int = -1, **defines: str | int
+) -> Launch:
+    """Return a launch with a group for each row of `mems[over]`, or for several on a CPU."""
+    ne = mems[over].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    groups = target.groups_for(n_rows, max(m.ne[0] for m in mems))
+    return launch(name, (*mems, *numbers), (groups, 1, 1), target.wg, **defines)
+
+
+def flattened(target: Target, mems: Sequence[Mem]) -> list[Mem]:
+    """Return mems of equal extents with as few, and as long, dimensions as their strides allow.
+
+    Where a core has rows to itself, one long row is cut into several.
+    """
+    ne: list[int] = []
+    nbs: list[list[int]] = [[] for _ in mems]
+    for i, n in enumerate(mems[0].ne):
+        if n == 1:
+            continue
+        if ne and all(m.nb[i] == nb[-1] * ne[-1] for m, nb in zip(mems, nbs, strict=True)):
+            ne[-1] *= n
+            continue
+        ne.append(n)
+        for m, nb in zip(mems, nbs, strict=True):
+            nb.append(m.nb[i])
+    if not ne:
+        ne = [1]
+        for m, nb in zip(mems, nbs, strict=True):
+            nb.append(m.dtype.type_size)
+    if target.on_cpu and len(ne) == 1:
+        row = row_length(ne[0])
+        ne = [row, ne[0] // row]
+        for nb in nbs:
+            nb.append(nb[0] * row)
+    return [m.window(_four(ne, 1), _four(nb, 0)) for m, nb in zip(mems, nbs, strict=True)]
+
+
+def _four(values: list[int], rest: int) -> Ne:
+    return tuple((*values, rest, rest, rest)[:4])  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1024)
+def row_length(n: int) -> int:
+    """Return the length of equal rows to cut `n` elements into: the largest divisor from 256 to 4096, or `n`."""
+    if n <= MIN_GROUP_WORK:
+        return n
+    for length in range(MIN_GROUP_WORK, 255, -1):
+        if n % length == 0:
+            return length
+    return n
+
+
+def n_elements(ne: Ne) -> int:
+    """Return the product of the extents."""
+    return math.prod(ne)

@@ -1,0 +1,41 @@
+"""From nodes to launches: one table says what the kernels take and how they are launched.
+
+A rule has two halves that stand side by side: `declines`, which says why a node cannot be done, and `lower`,
+which turns one that can into launches. Both are found here by the node's op.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.enums import NO_OPS
+from ggmlb.kernels.lowering import copy, elementwise, matmul, norm, softmax
+from ggmlb.kernels.lowering.base import Rule
+
+if TYPE_CHECKING:
+    from ggmlb.enums import Op
+    from ggmlb.kernels.launch import Launch, Target
+    from ggmlb.tensor import Tensor
+
+RULES: dict[Op, Rule] = {
+    **elementwise.RULES,
+    **copy.RULES,
+    **norm.RULES,
+    **softmax.RULES,
+    **matmul.RULES,
+}
+
+
+def declines(node: Tensor) -> str | None:
+    """Return why the kernels cannot compute a node, or `None` if they can."""
+    rule = RULES.get(node.op)
+    if rule is not None:
+        return rule.declines(node)
+    return None if node.op in NO_OPS else f"no kernel for {node.op}"
+
+
+def lower(node: Tensor, target: Target) -> list[Launch]:
+    """Return the launches that compute a node that is not declined; none for views and empty results."""
+    if node.op in NO_OPS or node.is_empty:
+        return []
+    return RULES[node.op].lower(node, target)

@@ -1,0 +1,115 @@
+/* The portable kernel dialect, OpenCL C 1.2 side; prelude_cuda.h is its twin.
+
+   The host defines WG, the work-group size: a power of two, 1 on CPU-type devices. There a work-item has a
+   row to itself, the compiler vectorises its loops, and ON_CPU is defined.
+   PoCL before 4.0 never inlines its builtin functions: with ON_CPU the common ones are spelled out. */
+#define ON_OPENCL 1
+#pragma OPENCL FP_CONTRACT ON
+
+#define KERNEL       __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
+#define DEVICE_FN    static inline
+#define GLOBAL       __global
+#define CGLOBAL      __global const
+#define LOCAL        __local
+#define CONSTANT     __constant
+#define RESTRICT     restrict
+#define LOCAL_ARRAY(T, name, n) __local T name[n]
+#define LOCAL_ID     ((int)get_local_id(0))
+#define GROUP_ID(d)  ((int)get_group_id(d))
+#define NUM_GROUPS(d) ((int)get_num_groups(d))
+#define BARRIER()    barrier(CLK_LOCAL_MEM_FENCE)
+#define UNROLL       __attribute__((opencl_unroll_hint))
+
+typedef char  i8_t;
+typedef uchar u8_t;
+typedef long  i64_t;
+typedef ulong u64_t;
+
+#define AS_FLOAT(u)  as_float(u)
+#define AS_UINT(f)   as_uint(f)
+#define FMA(a, b, c) ((a)*(b) + (c))     /* contracted; mad() is a call on PoCL */
+
+#if defined(ON_CPU) && defined(__clang__)
+#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a kernel whose sums may be vectorised */
+#define SQRT(x)      __builtin_sqrtf(x)
+#define FABS(x)      __builtin_fabsf(x)
+#define FLOOR(x)     __builtin_floorf(x)
+#define CEIL(x)      __builtin_ceilf(x)
+#define TRUNC(x)     __builtin_truncf(x)
+#define FMAX(a, b)   ((a) > (b) ? (a) : (b))
+#define FMIN(a, b)   ((a) < (b) ? (a) : (b))
+#define LOAD_HALF(p)     __builtin_load_halff((__global const half *)(p))
+#define STORE_HALF(p, v) __builtin_store_halff((v), (__global half *)(p))
+typedef float f8u_ __attribute__((ext_vector_type(8), aligned(4)));
+typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
+#define LOAD8(p)      ((float8)(*(const __global f8u_ *)(p)))
+#define LOAD8_L(p)    ((float8)(*(const __local f8u_ *)(p)))
+#define STORE8(p, v)  (*(__global f8u_ *)(p) = (v))
+#define STORE8_L(p, v) (*(__local f8u_ *)(p) = (v))
+#define LOAD_U8(p)    ((uchar8)(*(const __global u8u_ *)(p)))
+#define F8_FROM_U8(q) __builtin_convertvector(__builtin_convertvector((q), int8), float8)
+#define F8_FROM_I8(q) __builtin_convertvector(__builtin_convertvector(__builtin_astype((q), char8), int8), float8)
+#else
+#define REASSOCIATE
+#define SQRT(x)      sqrt(x)
+#define FABS(x)      fabs(x)
+#define FLOOR(x)     floor(x)
+#define CEIL(x)      ceil(x)
+#define TRUNC(x)     trunc(x)
+#define FMAX(a, b)   fmax((a), (b))
+#define FMIN(a, b)   fmin((a), (b))
+#define LOAD_HALF(p)     vload_half(0, (__global const half *)(p))
+#define STORE_HALF(p, v) vstore_half((v), 0, (__global half *)(p))
+#define LOAD8(p)      vload8(0, (p))
+#define LOAD8_L(p)    vload8(0, (p))
+#define STORE8(p, v)  vstore8((v), 0, (p))
+#define STORE8_L(p, v) vstore8((v), 0, (p))
+#define LOAD_U8(p)    vload8(0, (p))
+#define F8_FROM_U8(q) convert_float8(q)
+#define F8_FROM_I8(q) convert_float8(as_char8(q))
+#endif
+#define RSQRT(x)     (1.0f/SQRT(x))
+#define POW(x, y)    pow((x), (y))
+#define SIN(x)       sin(x)
+#define COS(x)       cos(x)
+#define LOG(x)       log(x)
+#define LOG1P(x)     log1p(x)
+#ifdef ON_CPU
+#include "math_cpu.h"
+#else
+#define ROUND(x)     round(x)
+#define EXP(x)       exp(x)
+#define EXPM1(x)     expm1(x)
+#define TANH(x)      tanh(x)
+#define ERF(x)       erf(x)
+#endif
+
+/* eight floats, and eight bytes */
+typedef float8 F8;
+typedef uchar8 U8;
+#define F8_SPLAT(x)  ((float8)(x))
+#define U8_SPLAT(x)  ((uchar8)(x))
+#define MAKE_F8(E)   ((float8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
+#define MAKE_U8(E)   ((uchar8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
+DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
+
+#define ATOMIC_ADD_I32(p, v) atomic_add((p), (v))
+
+/* every work-item of the group gets the result; s: LOCAL float[WG] */
+#if WG == 1
+#define WG_REDUCE_(OP) return x;
+#else
+#define WG_REDUCE_(OP) const int l_ = LOCAL_ID; BARRIER(); s[l_] = x; BARRIER(); \
+    for (int n_ = WG/2; n_ > 0; n_ >>= 1) { if (l_ < n_) s[l_] = OP(s[l_], s[l_ + n_]); BARRIER(); } \
+    return s[0];
+#endif
+#define ADD_(a, b) ((a) + (b))
+DEVICE_FN float WG_REDUCE_ADD(float x, LOCAL float *s) { WG_REDUCE_(ADD_) }
+DEVICE_FN float WG_REDUCE_MAX(float x, LOCAL float *s) { WG_REDUCE_(FMAX) }
+
+#define AT8(x, j)    x.s##j
+#if defined(ON_CPU) && defined(__clang__)
+#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* its rounds are independent, in place too */
+#else
+#define VECTORIZE
+#endif

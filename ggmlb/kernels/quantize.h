@@ -1,0 +1,85 @@
+/* Blocks written from f32 rows: quantize_T(row_a, step, row_d, i) makes block i of row_d, as ggml's reference does. */
+#define X_(j) ld_f32(row_a + (32*(i64_t)i + (j))*step)
+#define QUANTIZE_(T, size) \
+    DEVICE_FN void quantize_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *row_d, i64_t i) \
+    { GLOBAL char *d = row_d + i*(size); quantize_block_##T(row_a, step, d, i); }
+#define BLOCK_FN_(T) DEVICE_FN void quantize_block_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *d, i64_t i)
+#define ST_BYTE(p, v) (*(GLOBAL uchar *)(p) = (uchar)(v))
+
+/* the element of largest magnitude, with its sign */
+DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
+{
+    float best = 0.0f;
+    for (int j = 0; j < 32; j++) { const float x = X_(j); best = FABS(best) < FABS(x) ? x : best; }
+    return best;
+}
+DEVICE_FN float inverse(float d) { return d != 0.0f ? 1.0f/d : 0.0f; }
+
+/* 32 levels (x - low)*scale + shift, cut off at top: nibbles, and the fifth bits of each eight in a byte */
+#define LEVEL_(j) quantum(X_(j), low, scale, shift, top)
+DEVICE_FN int quantum(float x, float low, float scale, float shift, int top)
+{
+    const int q = (int)((x - low)*scale + shift);
+    return q < top ? q : top;
+}
+DEVICE_FN void pack_nibbles(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, float shift, int top, GLOBAL char *qs)
+{
+    for (int j = 0; j < 16; j++) ST_BYTE(qs + j, (LEVEL_(j) & 15) | (LEVEL_(j + 16) & 15) << 4);
+}
+DEVICE_FN void pack_fifth_bits(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, float shift, int top, GLOBAL char *qh)
+{
+    for (int b = 0; b < 4; b++) {
+        int bits = 0;
+        for (int j = 0; j < 8; j++) bits |= (LEVEL_(8*b + j) >> 4 & 1) << j;
+        ST_BYTE(qh + b, bits);
+    }
+}
+
+BLOCK_FN_(q4_0)
+{
+    const float scale = extreme32(row_a, step, i)/-8.0f;
+    st_f16(d, scale);
+    pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 8.5f, 15, d + 2);
+}
+BLOCK_FN_(q5_0)
+{
+    const float scale = extreme32(row_a, step, i)/-16.0f;
+    st_f16(d, scale);
+    pack_fifth_bits(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + 2);
+    pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + 6);
+}
+/* least element and step of 2^bits levels, stored first */
+DEVICE_FN float range32(CGLOBAL char *row_a, i64_t step, i64_t i, GLOBAL char *d, float top, float *low)
+{
+    float least = X_(0), most = least;
+    for (int j = 1; j < 32; j++) { const float x = X_(j); least = FMIN(least, x); most = FMAX(most, x); }
+    const float scale = (most - least)/top;
+    st_f16(d, scale);
+    st_f16(d + 2, least);
+    *low = least;
+    return scale;
+}
+BLOCK_FN_(q4_1)
+{
+    float low;
+    const float scale = range32(row_a, step, i, d, 15.0f, &low);
+    pack_nibbles(row_a, step, i, low, inverse(scale), 0.5f, 15, d + 4);
+}
+BLOCK_FN_(q5_1)
+{
+    float low;
+    const float scale = range32(row_a, step, i, d, 31.0f, &low);
+    pack_fifth_bits(row_a, step, i, low, inverse(scale), 0.5f, 31, d + 4);
+    pack_nibbles(row_a, step, i, low, inverse(scale), 0.5f, 31, d + 8);
+}
+BLOCK_FN_(q8_0)
+{
+    const float scale = FABS(extreme32(row_a, step, i))/127.0f, up = inverse(scale);
+    st_f16(d, scale);
+    for (int j = 0; j < 32; j++) st_i8(d + 2 + j, (int)ROUND(X_(j)*up));
+}
+QUANTIZE_(q4_0, 18)
+QUANTIZE_(q4_1, 20)
+QUANTIZE_(q5_0, 22)
+QUANTIZE_(q5_1, 24)
+QUANTIZE_(q8_0, 34)

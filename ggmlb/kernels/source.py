@@ -1,0 +1,98 @@
+"""Kernel texts: found, assembled for a language, and their parameter lists read from the text itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from ggmlb.errors import BackendBroken
+
+Language = Literal["opencl", "cuda"]
+ParamKind = Literal["tensor", "int", "float"]
+
+_INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
+_BODY = re.compile(r"^KERNEL (\w+)\(.*?^}\n", re.MULTILINE | re.DOTALL)
+_PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<scalar>\w+))$")
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A kernel's parameter; a tensor's stands for a buffer, an i64 offset, four int extents and i64 strides."""
+
+    kind: ParamKind
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel as its text declares it.
+
+    Attributes:
+        name: Its name, unique over all families.
+        family: The file that holds it, without the ending.
+        params: What it takes.
+    """
+
+    name: str
+    family: str
+    params: tuple[Param, ...]
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """Return the names of the kernel files, sorted."""
+    folder = resources.files(__package__)
+    return tuple(sorted(f.name.removesuffix(".knl") for f in folder.iterdir() if f.name.endswith(".knl")))
+
+
+@cache
+def kernels() -> dict[str, Kernel]:
+    """Return all kernels by name.
+
+    Raises:
+        BackendBroken: A text declares a parameter of another kind, or a name twice.
+    """
+    found: dict[str, Kernel] = {}
+    for family in families():
+        for name, params in _KERNEL.findall(_text(f"{family}.knl")):
+            if name in found:
+                raise BackendBroken(f"kernel {name} stands in both {found[name].family}.knl and {family}.knl")
+            found[name] = Kernel(name, family, tuple(_param(name, p) for p in params.split(",")))
+    return found
+
+
+def _param(kernel: str, text: str) -> Param:
+    match = _PARAM.match(" ".join(text.split()))
+    if match is None:
+        raise BackendBroken(f"kernel {kernel}: parameter {text!r} is none of IN(x), OUT(x), int x, float x")
+    if match["tensor"]:
+        return Param("tensor", match["tensor"])
+    return Param("int" if match["kind"] == "int" else "float", match["scalar"])
+
+
+@cache
+def source(kernel: Kernel, language: Language) -> str:
+    """Return the whole text of one kernel for a compiler: the language's prelude, the headers, its file.
+
+    The file's other kernels are left out: they need not compile with this one's macros.
+    """
+    seen: set[str] = set()
+    text = _assemble(f"prelude_{language}.h", seen) + _assemble(f"{kernel.family}.knl", seen)
+    return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
+
+
+def _assemble(file: str, seen: set[str]) -> str:
+    """Put each header in the place where it is first included."""
+    if file in seen:
+        return ""
+    seen.add(file)
+    return _INCLUDE.sub(lambda m: _assemble(m[1], seen), _text(file))
+
+
+@cache
+def _text(file: str) -> str:
+    return (resources.files(__package__) / file).read_text(encoding="utf-8")
