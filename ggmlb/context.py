@@ -167,6 +167,17 @@ class Context(
             raise ArgumentError(f"set_loss: {tensor.describe()} is not an f32 scalar")
         return _flag(tensor, TensorFlag.LOSS)
 
+    # -- data ----------------------------------------------------------------------------------
+
+    def set_zero(self, tensor: Tensor) -> Tensor:
+        """Set all bytes of a placed tensor to zero; return it (ggml_set_zero).
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+        """
+        tensor.memset(0)
+        return tensor
+
     # -- contents ------------------------------------------------------------------------------
 
     def reset(self) -> None:

@@ -38,7 +38,7 @@ class CopyOps(OpBase):
         """
         if a.ne != b.ne and a.n_elements != b.n_elements:
             fail_shape("cpy", f"a has {a.n_elements} elements, b {b.n_elements}; they must be equal", a, b)
-        node = self._op_into(Op.CPY, b, (a, b), suffix=f"copy of {a.name}")
+        node = self._op_into(Op.CPY, b, (a, b), suffix=f"copy of {a.name}" if a.name else "copy")
         if a.name and not b.name:
             node.name = f"{a.name} (copy)"
         return node

@@ -1,0 +1,48 @@
+"""Operands of op tests, written as text: `f32[4, 3]`, with the layout after a dot.
+
+f32[4, 3].T    a transposed view: extents as written, strides swapped
+f32[4, 3].P    a view whose dimensions 1 and 2 are permuted
+f32[4, 3].G    a view of rows with gaps between them
+f32[4, 3].W    a parameter (set_param)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ggmlb.dtypes import DType
+
+if TYPE_CHECKING:
+    from ggmlb.context import Context
+    from ggmlb.tensor import Tensor
+
+
+def operand(ctx: Context, text: str) -> Tensor:
+    """Make the leaf or view that the text describes."""
+    match = re.fullmatch(r"(\w*)\[([\d, ]*)\](?:\.(\w))?", text)
+    assert match, text
+    dtype = DType.parse(match[1] or "f32")
+    ne = [*map(int, match[2].split(",")), 1, 1, 1][:4]
+    match match[3]:
+        case "T":
+            return ctx.transpose(ctx.new_tensor(dtype, [ne[1], ne[0], *ne[2:]]))
+        case "P":
+            return ctx.permute(ctx.new_tensor(dtype, [ne[0], ne[2], ne[1], ne[3]]), 0, 2, 1, 3)
+        case "G":
+            wide = ctx.new_tensor(dtype, [ne[0] + 4 * dtype.block_size, *ne[1:]])
+            return ctx.view_4d(wide, *ne, *wide.nb[1:], 0)
+        case "W":
+            return ctx.set_param(ctx.new_tensor(dtype, ne))
+    return ctx.new_tensor(dtype, ne)
+
+
+def is_operand(arg: object) -> bool:
+    """Whether an argument is the text of an operand."""
+    return isinstance(arg, str) and "[" in arg
+
+
+def call(ctx: Context, fn: str, args: tuple[object, ...]) -> Tensor:
+    """Call a method of the context, its operands given as text."""
+    result: Tensor = getattr(ctx, fn)(*(operand(ctx, a) if is_operand(a) else a for a in args))
+    return result
