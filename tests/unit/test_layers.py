@@ -19,8 +19,9 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
-    "errors", "env", "enums", "quants", "dtypes", "tensor", "ops", "context", "graph", "interface", "registry",
-    "alloc", "compare", "scheduler", "kernels", "backends", "", "models", "testing", "cli", "__main__",
+    "errors", "env", "enums", "quants", "dtypes", "tensor", "ops", "context", "graph", "interface",
+    "registry", "alloc", "compare", "scheduler", "kernels", "backends", "", "models", "testing", "cli",
+    "__main__",
 )  # fmt: skip
 """Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""
 
