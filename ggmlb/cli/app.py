@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ggmlb.cli import demo, devices, embed
+from ggmlb.cli import demo, devices, embed, ops
 from ggmlb.cli.frame import console
 from ggmlb.errors import Error
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(devices.devices)
+app.command()(ops.ops)
 app.command()(embed.embed)
 app.command()(demo.demo)
 

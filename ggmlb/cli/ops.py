@@ -1,0 +1,89 @@
+"""`ggmlb ops`: which op runs on which device, for which types, as `supports_op` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ggmlb.cli.frame import console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.interface import Device
+
+
+def ops(
+    devices: Annotated[
+        str, typer.Option(help="Devices to ask, separated by commas; all by default.", show_default=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the table to a Markdown file, one device of each backend.")
+    ] = None,
+) -> None:
+    """Show which op runs where: for each device, the types of the op's main operand that it takes.
+
+    Example: ggmlb ops --devices CPU,OpenCL0
+    """
+    import ggmlb
+
+    chosen = [ggmlb.device_by_name(n) for n in devices.split(",")] if devices else ggmlb.devices()
+    if markdown is not None:
+        first = {device.reg.name: device for device in reversed(chosen)}
+        markdown.write_text(as_markdown([first[name] for name in sorted(first)]), encoding="utf-8")
+        console().print(f"written to {markdown}", markup=False)
+    elif as_json:
+        import json
+
+        from ggmlb.testing.samples import SAMPLES, supported_types
+
+        print(json.dumps({d.name: {op: _names(supported_types(d, op)) for op in SAMPLES} for d in chosen}, indent=1))
+    else:
+        _print_table(chosen)
+
+
+def _names(types: Sequence[object]) -> list[str]:
+    return [t.name.lower() for t in types]  # type: ignore[attr-defined]
+
+
+def _print_table(devices: Sequence[Device]) -> None:
+    from rich.table import Table
+
+    table = Table(title="Types of the main operand that each device takes", title_justify="left")
+    table.add_column("Op", style="bold", no_wrap=True)
+    for device in devices:
+        table.add_column(device.name)
+    for op, cells in _rows(devices):
+        table.add_row(op, *cells)
+    console().print(table)
+
+
+def _rows(devices: Sequence[Device]) -> list[tuple[str, list[str]]]:
+    from ggmlb.testing.samples import SAMPLES, brief, supported_types
+
+    return [(op, [brief(supported_types(d, op)) for d in devices]) for op in SAMPLES]
+
+
+def as_markdown(devices: Sequence[Device]) -> str:
+    """Return the page `docs/ops.md`: the table, and what its words mean."""
+    from ggmlb.testing.samples import FAMILIES
+
+    names = [device.reg.name for device in devices]
+    lines = [
+        "# What runs where",
+        "",
+        "For each op and backend, the types of the op's main operand (the weight of a product, the tensor that is",
+        "copied or looked up, the KV cache of an attention) that the backend takes, as its `supports_op` answers for",
+        "a small contiguous node. `Device.declines(node)` says why another node is refused. Made by",
+        "`python -m ggmlb ops --markdown docs/ops.md`; a test checks that it is current.",
+        "",
+        f"| op | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+        *(f"| {op} | {' | '.join(cells)} |" for op, cells in _rows(devices)),
+        "",
+        *(f"- **{word}**: {', '.join(sorted(t.name.lower() for t in family))}" for word, family in FAMILIES.items()),
+    ]
+    return "\n".join(lines) + "\n"
