@@ -11,13 +11,10 @@ backend is there and fails, which the user must hear of.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendBroken, BackendUnavailable
@@ -86,7 +83,7 @@ class Candidate:
 
     def _import(self) -> tuple[ModuleType, str]:
         if os.path.isabs(self.target):
-            return _module_from_path(Path(self.target)), FACTORY
+            return _module_from_path(self.target), FACTORY
         module, _, factory = self.target.partition(":")
         return importlib.import_module(module), factory or FACTORY
 
@@ -94,7 +91,7 @@ class Candidate:
         """Whether a module is of the backend's own package, so that its absence is a fault of it."""
         root = module.partition(".")[0]
         if os.path.isabs(self.target):
-            return root == _path_module_name(Path(self.target))
+            return root == _path_module_name(self.target)
         return root == self.target.partition(":")[0].partition(".")[0]
 
     def _broken(self, error: Exception) -> BackendBroken:
@@ -128,16 +125,18 @@ def check_reg(reg: Any, source: str) -> None:
         raise BackendBroken(f"{source} gave {reg!r}; it must give a ggmlb.BackendReg")
 
 
-def _module_from_path(path: Path) -> ModuleType:
+def _module_from_path(path: str) -> ModuleType:
     """Import a `.py` file or a package's folder, once: by a module name made from its full path."""
     name = _path_module_name(path)
     if name in sys.modules:
         return sys.modules[name]
-    file, inside = (path / "__init__.py", [str(path)]) if path.is_dir() else (path, None)
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=inside)
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    file, inside = (os.path.join(path, "__init__.py"), [path]) if os.path.isdir(path) else (path, None)
+    spec = spec_from_file_location(name, file, submodule_search_locations=inside)
     if spec is None or spec.loader is None:
         raise BackendBroken(f"{file} is not Python source")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[name] = module  # before it runs, as a package's own imports ask for it
     try:
         spec.loader.exec_module(module)
@@ -147,6 +146,8 @@ def _module_from_path(path: Path) -> ModuleType:
     return module
 
 
-def _path_module_name(path: Path) -> str:
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    return f"ggmlb_loaded_{path.stem.replace('.', '_')}_{digest}"
+def _path_module_name(path: str) -> str:
+    from hashlib import sha256
+
+    stem = os.path.basename(path).partition(".")[0]
+    return f"ggmlb_loaded_{stem}_{sha256(path.encode()).hexdigest()[:12]}"

@@ -1,11 +1,11 @@
-"""Finding candidates, all by reading text: nothing here imports a backend."""
+"""Finding candidates, all by reading text: nothing here imports a backend.
+
+What `import ggmlb` does not need (entry points, packages) is imported in the functions that do.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import pkgutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ggmlb import env
@@ -24,19 +24,22 @@ _SHARED = frozenset({"array"})
 
 def in_tree() -> Iterator[Candidate]:
     """The backends of ggmlb itself, which need no installation to be found."""
-    spec = importlib.util.find_spec("ggmlb.backends")
-    for info in pkgutil.iter_modules(spec.submodule_search_locations if spec else ()):
+    from importlib.util import find_spec
+    from pkgutil import iter_modules
+
+    spec = find_spec("ggmlb.backends")
+    for info in iter_modules(spec.submodule_search_locations if spec else ()):
         if info.ispkg and info.name not in _SHARED:
             yield Candidate(info.name, f"ggmlb.backends.{info.name}:{FACTORY}", info.name, "ggmlb")
 
 
 def installed() -> Iterator[Candidate]:
     """The backends that installed packages announce by an entry point."""
-    from importlib.metadata import entry_points  # slow to import, and not needed before
+    from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP):
         origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
-        yield Candidate(point.name, point.value.replace(" ", ""), point.name.casefold(), origin)
+        yield Candidate(point.name, f"{point.module}:{point.attr or FACTORY}", point.name.casefold(), origin)
 
 
 def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
@@ -48,15 +51,17 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
     Raises:
         RegistryError: There is no such folder.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise RegistryError(f"there is no folder {str(folder)!r} to load backends from")
-    for path in sorted(root.iterdir()):
-        file = path / "__init__.py" if path.is_dir() else path
-        if path.name.startswith((".", "_")) or file.suffix != ".py" or not file.is_file():
+    root = os.fspath(folder)
+    if not os.path.isdir(root):
+        raise RegistryError(f"there is no folder {root!r} to load backends from")
+    for name in sorted(os.listdir(root)):
+        path = os.path.join(root, name)
+        file = os.path.join(path, "__init__.py") if os.path.isdir(path) else path
+        if name.startswith((".", "_")) or not file.endswith(".py") or not os.path.isfile(file):
             continue
-        if FACTORY in file.read_text(encoding="utf-8", errors="replace"):
-            yield _at_path(path, group=str(root.resolve()))
+        with open(file, encoding="utf-8", errors="replace") as text:
+            if FACTORY in text.read():
+                yield _at_path(path, group=os.path.realpath(root))
 
 
 def at(where: str | os.PathLike[str]) -> Candidate:
@@ -69,12 +74,11 @@ def at(where: str | os.PathLike[str]) -> Candidate:
     """
     text = os.fspath(where)
     if isinstance(where, os.PathLike) or "/" in text or os.sep in text or text.endswith(".py"):
-        path = Path(text)
-        if not (path.is_file() or _is_package(path)):
+        if not (os.path.isfile(text) or _is_package(text)):
             raise RegistryError(
                 f"there is no backend at {text!r}; give a .py file, a package folder or a module"
             )
-        return _at_path(path, group=text)
+        return _at_path(text, group=text)
     module, _, factory = text.partition(":")
     return Candidate(module.rpartition(".")[2], f"{module}:{factory or FACTORY}", text, "load")
 
@@ -88,11 +92,10 @@ def from_environment() -> Iterator[Candidate]:
     where = env.backend_path()
     if where is None:
         return
-    path = Path(where)
-    if path.is_file() or _is_package(path):
-        yield _at_path(path, group=where)
-    elif path.is_dir():
-        yield from in_folder(path)
+    if os.path.isfile(where) or _is_package(where):
+        yield _at_path(where, group=where)
+    elif os.path.isdir(where):
+        yield from in_folder(where)
     else:
         raise RegistryError(f"GGMLB_BACKEND_PATH is {where!r}: there is no such file or folder")
 
@@ -109,10 +112,11 @@ def discover() -> list[Candidate]:
     return list(found.values())
 
 
-def _is_package(path: Path) -> bool:
-    return (path / "__init__.py").is_file()
+def _is_package(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "__init__.py"))
 
 
-def _at_path(path: Path, group: str) -> Candidate:
-    name = path.stem.partition("-")[0].removeprefix("ggmlb_")
-    return Candidate(name, str(path.resolve()), group, str(path))
+def _at_path(path: str, group: str) -> Candidate:
+    target = os.path.realpath(path)
+    stem = os.path.basename(target).partition(".")[0]
+    return Candidate(stem.partition("-")[0].removeprefix("ggmlb_"), target, group, path)
