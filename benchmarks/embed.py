@@ -1,35 +1,31 @@
 """Sentences per second: ggmlb on the CPU against sentence-transformers on PyTorch, in one run.
 
-    python benchmarks/embed.py [--rounds 7] [--threads 2] [--devices CPU] [--output FILE]
-
 Each library runs in a process of its own, so that neither's idle threads disturb the other; they take
 turns, never run at the same time, and get the same sentences. Every round draws other sentences, as a
-service would see; plans and caches are warm from a round that does not count. Batch 1 is one call per
-sentence, batch 32 one call for all.
+service would see; a round that does not count comes first. Batch 1 is one call per sentence, batch 32
+one call for all. The sentences are those of the Python language reference: 4 to 51 words, mean 15.
+
+    python benchmarks/embed.py [--rounds 7] [--threads 2] [--devices CPU]
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import multiprocessing
 import os
-import platform
 import random
 import re
 import statistics
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from report import Table, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-RESULTS = Path(__file__).parent / "results" / "embed.md"
 N_SENTENCES = {1: 64, 32: 256}
 """Sentences per round, by batch."""
 TARGETS = {1: 1.5, 32: 1.0}
@@ -37,7 +33,7 @@ PACKAGES = ("numpy", "torch", "sentence-transformers", "transformers", "tokenize
 
 
 def english_sentences() -> list[str]:
-    """Sentences of the Python language reference, which every Python brings: 4 to 51 words, mean 15."""
+    """The sentences, in order; every Python brings them."""
     from pydoc_data.topics import topics
 
     prose = " ".join(" ".join(topic.split()) for topic in topics.values())
@@ -121,36 +117,8 @@ def measure(rounds: int, threads: int, devices: str) -> tuple[dict[tuple[str, in
     return rates, least
 
 
-def report(rates: dict[tuple[str, int], list[float]], least: float, args: argparse.Namespace) -> str:
-    versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in PACKAGES)
-    lines = [
-        "# Sentence embeddings, all-MiniLM-L6-v2",
-        "",
-        f"{datetime.date.today()}, {cpu_name()}, {args.threads} threads, Python {platform.python_version()}, "
-        f"{versions}. Devices of ggmlb: {args.devices}.",
-        "",
-        f"Sentences per second, median of {args.rounds} interleaved rounds (least and most in brackets); "
-        f"`python benchmarks/embed.py`. Sentences of the Python language reference, 4 to 51 words.",
-        "",
-        "| batch | ggmlb | sentence-transformers on PyTorch | ratio | target |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for batch in N_SENTENCES:
-        ours, theirs = (rates[name, batch] for name in LIBRARIES)
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        lines.append(f"| {batch} | {spread(ours)} | {spread(theirs)} | {ratio:.2f} | {TARGETS[batch]:.1f} |")
-    lines += ["", f"The ratio is the median of the rounds' ratios. Least cosine between both: {least:.7f}."]
-    return "\n".join(lines) + "\n"
-
-
 def spread(rates: list[float]) -> str:
     return f"{statistics.median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f})"
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def main() -> None:
@@ -158,12 +126,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--devices", default="CPU")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    text = report(*measure(args.rounds, args.threads, args.devices), args)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text)
-    print(text)
+    rates, least = measure(args.rounds, args.threads, args.devices)
+    table = Table("batch", "ggmlb", "sentence-transformers", "ratio", "target")
+    for batch, target in TARGETS.items():
+        ours, theirs = (rates[name, batch] for name in LIBRARIES)
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+        table.row(batch, spread(ours), spread(theirs), f"{ratio:.2f}", f"{target:.1f}")
+    about = f"""Sentence embeddings, all-MiniLM-L6-v2
+Sentences per second by `python benchmarks/embed.py`: median of {args.rounds} rounds, least and most in
+brackets; the ratio is the median of the rounds' ratios. {args.threads} threads each; ggmlb runs on
+{args.devices}. Least cosine between the embeddings of both: {least:.7f}.
+
+{__doc__.partition("    python")[0]}"""
+    save("embed", about, table, packages=PACKAGES)
 
 
 if __name__ == "__main__":

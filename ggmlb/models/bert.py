@@ -225,12 +225,12 @@ class BertGraph:
         is_token = np.arange(self._n_tokens) < lengths
         ids = np.zeros(is_token.shape, np.int32)
         ids[is_token] = np.concatenate(sequences)
-        mask = np.where(is_token, np.float32(0), np.float32(-np.inf))[:, None, None, :]
-        shape = (self._n_batch, 1, self._n_tokens, self._n_tokens)
+        mask = np.empty(self.mask.ne[::-1], np.float32)
+        mask[...] = np.where(is_token, np.float32(0), np.float32(-np.inf))[:, None, None, :]
         pool = is_token / lengths if self._config.pooling == "mean" else np.eye(1, self._n_tokens)
-        self.ids.set_array(ids.reshape(-1))
-        self.mask.set_array(np.broadcast_to(mask, shape))
-        self.pool.set_array(np.broadcast_to(pool, is_token.shape).astype(np.float32)[:, None, :])
+        self.ids.set(ids)
+        self.mask.set(mask)
+        self.pool.set(np.broadcast_to(pool, is_token.shape).astype(np.float32))
 
     # Hidden states are `[n_embd, n_tokens * n_batch]` throughout.
 

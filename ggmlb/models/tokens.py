@@ -18,10 +18,13 @@ Tokens = npt.NDArray[np.int32]
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of texts per batch that are used: few, so that the graphs of earlier batches serve again."""
 
-TOKENS_STEP = 8
+LENGTH_STEP = 4
 """Padded lengths are multiples of this, for the same reason."""
 
-BATCH_OVERHEAD = 24
+COLUMNS_STEP = 8
+"""Numbers of tokens in a batch are multiples of this: products of such widths are the fastest."""
+
+BATCH_OVERHEAD = 64
 """What one more batch costs, in tokens' worth of computation."""
 
 
@@ -80,18 +83,23 @@ def plan_batches(lengths: Sequence[int], most: int, n_max: int) -> list[Batch]:
         The batches, longest texts last.
     """
     order = np.argsort(lengths, kind="stable")
-    padded = [min(-(-lengths[i] // TOKENS_STEP) * TOKENS_STEP, n_max) for i in order]
+    # A batch is padded to what its last and longest text needs: in steps of 4 for an even number of texts,
+    # of 8 for an odd one, so that their product is a multiple of 8.
+    needed = [
+        [min(-(-int(lengths[i]) // step) * step, n_max) for i in order]
+        for step in (LENGTH_STEP, COLUMNS_STEP)
+    ]
     sizes = [k for k in BATCH_SIZES if k < most] + [most]
     cost = [0]
     taken = [0]
-    for end, n_tokens in enumerate(padded, 1):
-        least, size = min((cost[end - k] + k * n_tokens, k) for k in sizes if k <= end)
+    for end in range(1, len(order) + 1):
+        least, size = min((cost[end - k] + k * needed[k % 2][end - 1], k) for k in sizes if k <= end)
         cost.append(least + BATCH_OVERHEAD)
         taken.append(size)
     batches = []
-    end = len(padded)
+    end = len(order)
     while end:
         size = taken[end]
-        batches.append(Batch(order[end - size : end], padded[end - 1]))
+        batches.append(Batch(order[end - size : end], needed[size % 2][end - 1]))
         end -= size
     return batches[::-1]

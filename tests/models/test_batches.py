@@ -7,9 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.models.tokens import BATCH_OVERHEAD, BATCH_SIZES, TOKENS_STEP, plan_batches
+from ggmlb.models.tokens import BATCH_OVERHEAD, BATCH_SIZES, COLUMNS_STEP, LENGTH_STEP, plan_batches
 
 N_MAX = 256
+
+
+def step(n_texts: int) -> int:
+    return COLUMNS_STEP if n_texts % 2 else LENGTH_STEP
 
 
 @given(
@@ -24,14 +28,16 @@ def test_every_text_is_in_one_batch_that_it_fits(lengths: list[int], most: int) 
         assert len(batch.members) <= most
         assert len(batch.members) in (*BATCH_SIZES, most)
         longest = max(lengths[i] for i in batch.members)
-        assert longest <= batch.n_tokens < longest + TOKENS_STEP
-        assert batch.n_tokens <= N_MAX
+        assert longest <= batch.n_tokens <= N_MAX
+        assert batch.n_tokens - longest < step(len(batch.members))
+        assert len(batch.members) * batch.n_tokens % COLUMNS_STEP == 0
 
 
 @given(lengths=st.lists(st.integers(2, N_MAX), min_size=1, max_size=9))
 def test_no_grouping_costs_less(lengths: list[int]) -> None:
     def cost(groups: list[list[int]]) -> int:
-        return sum(len(g) * (-(-max(g) // TOKENS_STEP) * TOKENS_STEP) + BATCH_OVERHEAD for g in groups)
+        padded = (len(g) * -(-max(g) // step(len(g))) * step(len(g)) for g in groups)
+        return sum(padded) + BATCH_OVERHEAD * len(groups)
 
     def groupings(rest: list[int]) -> list[list[list[int]]]:
         if not rest:
@@ -51,7 +57,7 @@ def test_one_long_text_does_not_pad_the_short_ones() -> None:
 
 def test_equal_texts_fill_whole_batches() -> None:
     batches = plan_batches([20] * 64, 32, N_MAX)
-    assert [(len(b.members), b.n_tokens) for b in batches] == [(32, 24)] * 2
+    assert [(len(b.members), b.n_tokens) for b in batches] == [(32, 20)] * 2
 
 
 @pytest.mark.parametrize("n_max", [250, 12])
