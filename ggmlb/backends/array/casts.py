@@ -55,6 +55,10 @@ class Casts:
             return _Quantize(dtype)
         return self.copy
 
+    def is_plain(self, *types: DType) -> bool:
+        """Whether the library itself converts between these types."""
+        return not any(t.is_quantized or t == DType.BF16 for t in types)
+
     def copy(self, dst: Array, src: Array) -> None:
         """Convert as C does: floats to integers towards zero."""
         self.xp.copyto(dst, src, casting="unsafe")

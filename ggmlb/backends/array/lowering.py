@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.array.views import View, broadcast, merged, tiles
+from ggmlb.backends.array.tiling import Tiling
+from ggmlb.backends.array.views import View, broadcast, merged
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import UnsupportedOpError
 
 if TYPE_CHECKING:
-    from ggmlb.backends.array.casts import Cast
     from ggmlb.backends.array.rules import Rule, RuleTable
     from ggmlb.backends.array.workspace import Array, Workspace
     from ggmlb.tensor import Tensor
 
 Step = Callable[[], Any]
 """A call with everything bound."""
+
+CAST = 8
+"""The work of a conversion, in additions."""
 
 Kernel = Callable[..., Any]
 """`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""
@@ -192,34 +195,39 @@ class Lowering(ABC):
         self.tiled(kernel, View.of(out), *(View.of(s) for s in src), inner=1, scratch=scratch, work=work)
 
     def tiled(
-        self, kernel: Kernel, out: View, *src: View, inner: int = 0, scratch: int = 0, work: int = 1
+        self,
+        kernel: Kernel,
+        out: View,
+        *src: View,
+        inner: int = 0,
+        scratch: int = 0,
+        work: int = 1,
+        convert: bool = True,
     ) -> None:
         """Cut views into tiles and emit, for each, its loads, the kernel and its store.
 
-        The views agree in all extents but those of the last `inner` dimensions.
+        The views agree in all extents but those of the last `inner` dimensions. Without `convert`, the
+        kernel sees the memory as it is, and no loads and stores are emitted.
         """
         if 0 in out.shape:
             return
-        pieces = list(tiles(merged([out, *src], inner), inner, self.tile))
-        n = min(len(pieces), self.workers(work * max(prod(v.shape) for v in (out, *src))))
-        like = 1 if src else 0
-        buffers = [_Scratch(self, pieces, like, scratch) for _ in range(n)]
-        lists: list[list[Step]] = [[] for _ in range(n)]
-        for i, (y, *xs) in enumerate(pieces):
-            _tile_steps(lists[i % n], self, buffers[i % n], kernel, y, xs)
-        if n == 1:
+        views = merged([out, *src], inner)
+        tiling = Tiling(self, views, inner, scratch, convert)
+        lists = tiling.lists(kernel, self.workers(work * max(prod(v.shape) for v in views)))
+        if len(lists) == 1:
             self._steps += lists[0]
         else:
             self.emit(self.run_parallel, lists)
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""
-        inner = int(dst.type.is_quantized or src.type.is_quantized)
-        if dst.type == src.type or not {dst.type, src.type} & {DType.BF16, *_quantized(dst, src)}:
-            dst, src = merged([dst, src])
-            self.emit(self.casts.copy, self.bind(dst), self.bind(src))
+        casts, inner = self.casts, int(dst.type.is_quantized or src.type.is_quantized)
+        if dst.type == src.type or casts.is_plain(dst.type, src.type):
+            self.tiled(casts.copy, dst, src, convert=False)
+        elif dst.type == DType.F32 and dst.is_packed():
+            self.tiled(casts.load(src.type) or casts.copy, dst, src, inner=inner, work=CAST, convert=False)
         else:
-            self.tiled(self.casts.copy, dst, src, inner=inner)
+            self.tiled(casts.copy, dst, src, inner=inner, work=CAST)
 
     def workers(self, work: int) -> int:
         """Return over how many threads to spread so many additions."""
@@ -242,55 +250,3 @@ class _Held:
 
     def __init__(self, array: Array) -> None:
         self.base = array.reshape(-1).view(np.uint8)
-
-
-class _Scratch:
-    """The scratch of one worker: float32 memory for the largest tile, seen in the shape of each."""
-
-    def __init__(self, lw: Lowering, pieces: list[list[View]], like: int, n_kernel: int) -> None:
-        self.like = like
-        self.casts = [lw.casts.load(v.type) for v in pieces[0]]
-        self.casts[0] = lw.casts.store(pieces[0][0].type)
-        self.operands: list[Array] = [
-            lw.scratch((max(_n_values(p[i]) for p in pieces),)) if cast else None
-            for i, cast in enumerate(self.casts)
-        ]
-        largest = max(_n_values(p[like]) for p in pieces)
-        self.kernel = [lw.scratch((largest,)) for _ in range(n_kernel)]
-
-
-def _tile_steps(
-    steps: list[Step], lw: Lowering, scratch: _Scratch, kernel: Kernel, y: View, xs: list[View]
-) -> None:
-    args = []
-    for i, view in enumerate((y, *xs)):
-        memory = lw.bind(view)
-        cast: Cast | None = scratch.casts[i]
-        if cast is None:
-            args.append(memory)
-            continue
-        shape = _value_shape(view)
-        values = scratch.operands[i][: prod(shape)].reshape(shape)
-        args.append(values)
-        if i:
-            steps.append(partial(cast, values, memory))
-    shape = _value_shape((y, *xs)[scratch.like])
-    args += [s[: prod(shape)].reshape(shape) for s in scratch.kernel]
-    steps.append(partial(kernel, *args))
-    if scratch.casts[0] is not None:
-        steps.append(partial(scratch.casts[0], lw.bind(y), args[0]))
-
-
-def _quantized(*views: View) -> set[DType]:
-    return {v.type for v in views if v.type.is_quantized}
-
-
-def _value_shape(view: View) -> tuple[int, ...]:
-    """The shape in elements; a view of blocks counts bytes in its last dimension."""
-    if not view.type.is_quantized:
-        return view.shape
-    return (*view.shape[:-1], view.shape[-1] // view.type.type_size * view.type.block_size)
-
-
-def _n_values(view: View) -> int:
-    return prod(_value_shape(view))

@@ -6,6 +6,7 @@ Shapes and strides are in NumPy order, strides in bytes.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,7 +69,7 @@ class View(NamedTuple):
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
-        return self._replace(shape=shape, strides=strides, offset=self.offset + offset)
+        return View(self.buffer, self.type, self.item, self.offset + offset, shape, strides)
 
     def transposed(self, *axes: int) -> View:
         """Return the view with its axes in another order, as `numpy.transpose`."""
@@ -90,12 +91,20 @@ class View(NamedTuple):
 
     def is_packed(self) -> bool:
         """Whether the items lie side by side in order."""
-        expected = self.item.itemsize
-        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if n != 1 and stride != expected:
-                return False
-            expected *= n
-        return True
+        packed = packed_strides(self.shape, self.item.itemsize)
+        return self.strides == packed or all(
+            n == 1 or stride == p for n, stride, p in zip(self.shape, self.strides, packed, strict=True)
+        )
+
+
+@lru_cache(4096)
+def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides of items that lie side by side in order."""
+    strides = []
+    for n in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= n
+    return tuple(reversed(strides))
 
 
 def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
@@ -104,22 +113,25 @@ def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
     An extent of 1 repeats with stride 0. Where an extent divides the first view's (ggml's broadcasting),
     the dimension is split in two in all views. The last `inner` dimensions stay as they are.
     """
-    n_outer = len(views[0].shape) - inner
+    shape = views[0].shape
+    n_outer = len(shape) - inner
+    if all(v.shape[:n_outer] == shape[:n_outer] for v in views):
+        return list(views)
     parts: list[tuple[list[int], list[int]]] = [([], []) for _ in views]
     for d in range(n_outer):
+        n = shape[d]
         extents = [v.shape[d] for v in views]
-        n = extents[0]
         period = next((m for m in extents if m not in (1, n)), n)
-        for (shape, strides), m, view in zip(parts, extents, views, strict=True):
+        for (new_shape, strides), m, view in zip(parts, extents, views, strict=True):
             stride = 0 if m == 1 else view.strides[d]
             if period != n:
-                shape.append(n // period)
+                new_shape.append(n // period)
                 strides.append(period * stride if m == n else 0)
-            shape.append(period)
+            new_shape.append(period)
             strides.append(stride)
     return [
-        v.reshaped((*shape, *v.shape[n_outer:]), (*strides, *v.strides[n_outer:]))
-        for v, (shape, strides) in zip(views, parts, strict=True)
+        v.reshaped((*new_shape, *v.shape[n_outer:]), (*strides, *v.strides[n_outer:]))
+        for v, (new_shape, strides) in zip(views, parts, strict=True)
     ]
 
 
@@ -131,21 +143,23 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
     """
     n_outer = len(views[0].shape) - inner
     outer = views[0].shape[:n_outer]
+    if all(v.strides == packed_strides(v.shape, v.item.itemsize) for v in views):
+        n = prod(outer)
+        return [v.reshaped((n, *v.shape[n_outer:]), v.strides[n_outer - 1 :]) for v in views]
     shape: list[int] = []
     strides: list[list[int]] = [[] for _ in views]
     for d in range(n_outer):
         n = outer[d]
         if n == 1:
             continue
-        steps = [v.strides[d] for v in views]
-        if shape and all(s[-1] == step * n for s, step in zip(strides, steps, strict=True)):
+        if shape and all(s[-1] == v.strides[d] * n for s, v in zip(strides, views, strict=True)):
             shape[-1] *= n
-            for s, step in zip(strides, steps, strict=True):
-                s[-1] = step
+            for s, v in zip(strides, views, strict=True):
+                s[-1] = v.strides[d]
         else:
             shape.append(n)
-            for s, step in zip(strides, steps, strict=True):
-                s.append(step)
+            for s, v in zip(strides, views, strict=True):
+                s.append(v.strides[d])
     if not shape:
         shape, strides = [1], [[0] for _ in views]
     return [
@@ -185,15 +199,16 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
             yield (here, *whole[1:])
 
 
-def tiles(views: Sequence[View], inner: int, limit: int | None) -> Iterator[list[View]]:
+def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
     """Cut views of equal outer extents alike, into pieces of at most about `limit` items of the largest.
 
     The last `inner` dimensions are never cut.
     """
+    if limit is None or max(prod(v.shape) for v in views) <= limit:
+        return [list(views)]
     n_outer = len(views[0].shape) - inner
     row = max(prod(v.shape[n_outer:]) for v in views)
-    for piece in cuts(views[0].shape[:n_outer], row, limit):
-        yield [_piece(v, piece) for v in views]
+    return [[_piece(v, piece) for v in views] for piece in cuts(views[0].shape[:n_outer], row, limit)]
 
 
 def _piece(view: View, cut: Cut) -> View:
