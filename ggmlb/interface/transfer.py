@@ -23,6 +23,7 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     Raises:
         ArgumentError: The tensor is a view or placed already, or the offset is not aligned.
         BoundsError: It would end beyond the buffer.
+        FreedError: The buffer was freed.
 
     Source: ggml_backend_tensor_alloc.
     """
@@ -42,10 +43,7 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
             f"tensor_alloc: {tensor.describe()} would take bytes {offset} to {offset + size} of a buffer of "
             f"{buffer.size}"
         )
-    tensor.buffer = buffer
-    tensor.offset = offset
-    placement_clock.tick()
-    buffer.init_tensor(tensor)
+    _place(tensor, buffer, offset)
 
 
 def view_init(tensor: Tensor) -> None:
@@ -64,10 +62,18 @@ def view_init(tensor: Tensor) -> None:
         raise NotAllocatedError(
             f"view_init: the source of {tensor.describe()} is in no buffer yet; place it first"
         )
+    _place(tensor, buffer, tensor.view_src.offset + tensor.view_offs)
+
+
+def _place(tensor: Tensor, buffer: Buffer, offset: int) -> None:
     tensor.buffer = buffer
-    tensor.offset = tensor.view_src.offset + tensor.view_offs
+    tensor.offset = offset
     placement_clock.tick()
-    buffer.init_tensor(tensor)
+    try:
+        buffer.init_tensor(tensor)
+    except BaseException:
+        tensor.buffer = None
+        raise
 
 
 def tensor_copy(src: Tensor, dst: Tensor) -> None:
