@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,6 +131,36 @@ def test_demo_answers_its_questions(options: list[str], capfd: pytest.CaptureFix
         assert name in out
     if not options:
         assert "hidden_3" in out and "layers 0-2" in out and "layers 3-5" in out
+
+
+def on_terminal(args: list[str], typed: str) -> str:
+    """Run the command line with a terminal as its streams; return all that it showed."""
+    pty = pytest.importorskip("pty", reason="no pseudo-terminals on this system")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ggmlb", *args]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        os.write(ours, typed.encode())
+        shown = b""
+        with contextlib.suppress(OSError):  # raised when the other side has closed the terminal
+            while part := os.read(ours, 4096):
+                shown += part
+        assert process.wait() == 0, shown.decode()
+    os.close(ours)
+    return shown.decode()
+
+
+def test_shows_progress_on_a_terminal(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.json", tmp_path / "out.npy"
+    source.write_text(json.dumps([f"text {'a ' * i}" for i in range(9)]))
+    args = ["embed", "--input", str(source), "--output", str(target), "--devices", "CPU", "--batch", "2"]
+    assert "9/9" in on_terminal(args, "")
+    assert np.load(target).shape == (9, 384)
+
+
+def test_demo_asks_on_a_terminal() -> None:
+    shown = on_terminal(["demo", "--devices", "CPU"], "Who keeps time for the workers?\n\n")
+    assert "knocker-up" in shown and not any(question in shown for question in QUESTIONS)
 
 
 def test_passages_are_many_and_different() -> None:

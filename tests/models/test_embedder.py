@@ -50,6 +50,11 @@ WHERE: dict[str, tuple[list[str], Mapping[str, str] | None, list[tuple[str, list
         # The pooling has no weights: it follows the last layer.
         [(CPU, []), (CL, ["hidden_3", "mask", "pool"])],
     ),
+    "all weights on opencl": (
+        [CL, CPU],
+        {CL: "all,embeddings"},
+        [(CL, ["ids", "mask", "pool"])],  # the inputs belong to the last device
+    ),
     "all layers on opencl, embeddings on cpu": (
         [CL, CPU],
         None,
