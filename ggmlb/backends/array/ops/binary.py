@@ -9,9 +9,17 @@ from ggmlb.backends.array.rules import VALUE, operands, rule, sources
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
+    from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
+
+
+def _whole_rows(node: Tensor, casts: Casts) -> str | None:
+    a, b = sources(node)
+    if b.ne[0] == node.ne[0] or not (a.dtype.is_quantized or b.dtype.is_quantized or node.dtype.is_quantized):
+        return None
+    return "blocks and rows of src1 that repeat do not go together"
 
 
 def _binary(ufunc: str, lw: Lowering, t: Tensor) -> None:
@@ -30,4 +38,4 @@ for _op, _ufunc in (
     (Op.MUL, "multiply"),
     (Op.DIV, "divide"),
 ):
-    rule(_op, operands(VALUE, VALUE, out=VALUE))(partial(_binary, _ufunc))
+    rule(_op, operands(VALUE, VALUE, out=VALUE), _whole_rows)(partial(_binary, _ufunc))

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.backends.cpu import backend_reg
+from ggmlb.backends.cpu.threads import Threads
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import DeviceType, Op, Status
+from ggmlb.errors import ArgumentError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
+
+REG = backend_reg()
+DEVICE = REG.devices[0]
+
+
+@pytest.fixture
+def cpu():
+    with DEVICE.init_backend() as backend:
+        yield backend
+
+
+class TestDevice:
+    def test_facts(self):
+        props = DEVICE.props
+        assert (props.name, props.type, props.device_id) == ("CPU", DeviceType.CPU, None)
+        assert props.description
+        assert 0 < props.memory_free <= props.memory_total
+        assert props.caps.as_dict() == {
+            "async": False,
+            "host_buffer": False,
+            "buffer_from_host_ptr": True,
+            "events": False,
+            "mmap_support": True,
+        }
+        assert DEVICE.reg is REG
+        assert REG.name == "CPU"
+
+    def test_the_system_may_tell_nothing(self, monkeypatch):
+        from ggmlb.backends.cpu import device
+
+        monkeypatch.setattr(device, "Path", lambda name: device_path_missing)
+        device_path_missing = type("Missing", (), {"exists": lambda self: False})()
+        monkeypatch.setattr(os, "sysconf", lambda name: 4096)
+        monkeypatch.setattr(platform, "processor", lambda: "some chip")
+        assert device._memory() == (4096 * 4096, 4096 * 4096)
+        assert device._description() == "some chip"
+
+        def unknown(name):
+            raise ValueError(name)
+
+        monkeypatch.setattr(os, "sysconf", unknown)
+        assert device._memory() == (0, 0)
+
+    def test_any_host_memory_will_do(self):
+        assert DEVICE.supports_buft(DEVICE.buffer_type)
+        assert DEVICE.buffer_type.is_host
+        assert DEVICE.host_buffer_type is None
+
+    def test_declines_say_why(self):
+        ctx = Context()
+        a = ctx.new_tensor(DType.F32, (4, 4))
+        assert DEVICE.declines(ctx.mul_mat(a, a)) is None
+        odd = Tensor(DType.I32, (4, 4, 1, 1), op=Op.MUL_MAT, src=(a, a))
+        assert DEVICE.declines(odd) == "it cannot produce i32"
+        assert not DEVICE.supports_op(odd)
+
+    def test_parameters_are_checked(self):
+        with DEVICE.init_backend({"n_threads": 1}) as backend:
+            assert backend.n_threads == 1
+        with pytest.raises(ArgumentError, match=r"unknown parameters \['n_thread'\]; known: n_threads"):
+            DEVICE.init_backend({"n_thread": 1})
+        with pytest.raises(ArgumentError, match="0 threads"):
+            DEVICE.init_backend({"n_threads": 0})
+
+
+class TestProcs:
+    def test_features_are_pairs_of_text(self):
+        features = REG.get_proc_address("ggml_backend_get_features")(REG)
+        assert dict(features)["NUMPY"] == np.__version__
+        assert "BLAS" in dict(features)
+        assert all(isinstance(name, str) and isinstance(value, str) for name, value in features)
+
+    def test_no_extra_buffer_types_yet(self):
+        assert REG.get_proc_address("dev_get_extra_bufts")(DEVICE) == []
+
+    def test_number_of_threads(self, cpu):
+        import threadpoolctl
+
+        set_n_threads = REG.get_proc_address("set_n_threads")
+        with threadpoolctl.threadpool_limits():  # puts back what was set before
+            for n in (1, 2):
+                set_n_threads(cpu, n)
+                assert cpu.n_threads == n
+                assert {p["num_threads"] for p in threadpoolctl.threadpool_info()} == {n}
+            with pytest.raises(ArgumentError, match="give 1 or more"):
+                set_n_threads(cpu, 0)
+
+    def test_abort_callback(self, cpu):
+        ctx = Context()
+        y = ctx.sqr(ctx.new_tensor(DType.F32, (4,)))
+        set_abort_callback = REG.get_proc_address("set_abort_callback")
+        with alloc_ctx_tensors(ctx, cpu):
+            set_abort_callback(cpu, lambda: True)
+            assert cpu.graph_compute(Graph().build_forward_expand(y)) is Status.ABORTED
+            set_abort_callback(cpu, None)
+            assert cpu.graph_compute(Graph().build_forward_expand(y)) is Status.SUCCESS
+
+    def test_unknown_ones_are_none(self):
+        assert REG.get_proc_address("comm_init") is None
+
+
+class TestBackend:
+    def test_tensors_must_be_placed(self, cpu):
+        ctx = Context()
+        y = ctx.sqr(ctx.new_tensor(DType.F32, (4,), "x"))
+        with pytest.raises(NotAllocatedError, match=r"CPU cannot compute SQR.*in no buffer"):
+            cpu.graph_compute(Graph().build_forward_expand(y))
+
+    def test_a_freed_buffer_is_noticed_before_computing(self, cpu):
+        ctx = Context()
+        y = ctx.sqr(ctx.new_tensor(DType.F32, (4,)))
+        graph = Graph().build_forward_expand(y)
+        buffer = alloc_ctx_tensors(ctx, cpu)
+        assert cpu.graph_compute(graph) is Status.SUCCESS
+        buffer.free()
+        with pytest.raises(FreedError, match="freed buffer"):
+            cpu.graph_compute(graph)
+
+    def test_an_op_it_declines_is_an_error_that_says_why(self, cpu):
+        ctx = Context()
+        a = ctx.new_tensor(DType.F32, (4,))
+        y = Tensor(DType.I32, (4, 1, 1, 1), op=Op.SQR, src=(a,))
+        ctx.tensors.append(y)
+        with (
+            alloc_ctx_tensors(ctx, cpu),
+            pytest.raises(UnsupportedOpError, match=r"CPU cannot run SQR.*cannot produce i32") as caught,
+        ):
+            cpu.graph_compute(Graph().build_forward_expand(y))
+        assert caught.value.reasons == {"CPU": "it cannot produce i32"}
+
+    def test_a_plan_is_bound_to_its_backend_and_life(self, cpu):
+        ctx = Context()
+        y = ctx.sqr(ctx.new_tensor(DType.F32, (4,)))
+        graph = Graph().build_forward_expand(y)
+        with alloc_ctx_tensors(ctx, cpu), DEVICE.init_backend() as other:
+            plan = cpu.graph_plan_create(graph)
+            assert cpu.graph_plan_update(plan, graph) is plan
+            with pytest.raises(GraphError, match="another backend"):
+                other.graph_plan_compute(plan)
+            cpu.graph_plan_free(plan)
+            with pytest.raises(FreedError, match="plan was freed"):
+                cpu.graph_plan_compute(plan)
+
+    def test_infinities_and_nan_raise_no_warnings(self, cpu):
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (4,))
+        y = ctx.soft_max(ctx.log(ctx.sub(ctx.div(x, x), x)))
+        with alloc_ctx_tensors(ctx, cpu), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            x.set_array(np.array([0, np.inf, -1, 1e38]))
+            assert cpu.graph_compute(Graph().build_forward_expand(y)) is Status.SUCCESS
+
+    def test_big_nodes_over_threads_compute_the_same(self):
+        ctx = Context()
+        x = ctx.new_tensor(DType.F16, (512, 1024))
+        y = ctx.gelu_erf(ctx.cast(x, DType.F32))
+        data = np.random.default_rng(0).standard_normal(x.shape)
+        results = []
+        for n in (1, 3):
+            with DEVICE.init_backend({"n_threads": n}) as cpu, alloc_ctx_tensors(ctx, cpu) as buffer:
+                buffer.clear(0xFF)
+                x.set_array(data)
+                cpu.graph_compute(Graph().build_forward_expand(y))
+                results.append(y.to_numpy())
+            for t in ctx:
+                t.buffer = None
+        assert np.array_equal(*results)
+        assert np.isfinite(results[0]).all()
+
+    def test_it_is_freed_once(self):
+        cpu = DEVICE.init_backend()
+        cpu.free()
+        with pytest.raises(FreedError):
+            cpu.free()
+        with pytest.raises(FreedError):
+            cpu.synchronize()
+
+
+class TestThreads:
+    def test_lists_run_at_the_same_time(self):
+        threads = Threads(3)
+        meeting = threading.Barrier(3, timeout=30)
+        threads.run([[meeting.wait]] * 3)
+        threads.free()
+
+    @pytest.mark.parametrize("n", [1, 2, 5])
+    def test_every_step_runs_once_and_in_order(self, n):
+        threads = Threads(n)
+        seen = [[] for _ in range(4)]
+        for _ in range(3):
+            threads.run([[lambda i=i, j=j: seen[i].append(j) for j in range(50)] for i in range(4)])
+        assert seen == [list(range(50)) * 3] * 4
+        threads.free()
+
+    @pytest.mark.parametrize("culprit", [0, 1])
+    def test_a_failure_surfaces_and_harms_nothing_later(self, culprit):
+        threads = Threads(2)
+
+        def fail():
+            raise ValueError("bad step")
+
+        done = []
+        lists = [[lambda: done.append(0)], [lambda: done.append(1)]]
+        lists[culprit] = [fail]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad step"):
+                threads.run(lists)
+        threads.run([[lambda: done.append(2)]] * 2)
+        assert done.count(2) == 2
+        threads.free()
+
+    def test_threads_see_no_floating_point_warnings(self):
+        threads = Threads(2)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("error")
+            threads.run([[lambda: np.log(np.zeros(3, np.float32))]] * 2)
+        threads.free()
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+    def test_threads_start_anew_after_a_fork(self):
+        threads = Threads(2)
+        threads.run([[int], [int]])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking a process that has threads
+            child = os.fork()
+        if child == 0:
+            try:
+                threads.run([[int], [int]])
+            finally:
+                os._exit(0)
+        for _ in range(3000):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                break
+            threading.Event().wait(0.01)
+        else:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child hung")
+        assert status == 0
+        threads.free()
