@@ -1,7 +1,7 @@
 """Ops whose function is a Python callable. They run on the CPU backend.
 
-Params: `fun`, `n_tasks` and `userdata`. The backend calls `fun` with NumPy arrays of the shape
-`Tensor.shape`; the operands are to be read, the result `dst` is to be written in place:
+Params: `fun`, `n_tasks` and `userdata`. The backend calls `fun` with NumPy arrays of four dimensions,
+`ne` reversed; the operands are to be read, the result `dst` is to be written in place:
 
     MAP_CUSTOM1    fun(dst, a, ith, nth, userdata)
     MAP_CUSTOM2    fun(dst, a, b, ith, nth, userdata)
