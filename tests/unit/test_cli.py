@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,29 @@ def test_a_broken_backend_is_listed_with_its_reason(tmp_path: Path) -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("bad ")]
     assert "bad is broken: " in line
     assert "OSError: libfoo [v1] is too old" in line  # brackets are no markup
+    assert "│ CPU " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("pyopencl", "told"),
+    [
+        (
+            "raise ModuleNotFoundError('No module named pyopencl', name='pyopencl')",
+            "OpenCL is not available: .*pip install 'ggmlb\\[opencl\\]'",
+        ),
+        (
+            "raise OSError('libOpenCL.so.1: wrong version')",
+            "OpenCL is broken: .*libOpenCL.so.1: wrong version",
+        ),
+    ],
+    ids=["absent", "broken"],
+)
+def test_absent_and_broken_differ(pyopencl: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "pyopencl.py").write_text(pyopencl + "\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run("devices", PYTHONPATH=path)
+    assert done.returncode == 0
+    assert re.search(f"^{told}", done.stdout, re.MULTILINE)
     assert "│ CPU " in done.stdout
 
 
