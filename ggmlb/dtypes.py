@@ -1,6 +1,6 @@
 """Tensor types (`enum ggml_type`), their traits, and conversion to and from float32.
 
-The block formats are read and written by the `gguf` package, which is imported on first use only.
+The block formats are in `ggmlb.quants`, each imported when it is first used.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb import quants
 from ggmlb.errors import DTypeError, ShapeError, did_you_mean
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from ggmlb.quants.codec import Codec
 
 
 class DType(IntEnum):
@@ -149,30 +150,18 @@ def _as_numpy(value: npt.DTypeLike | None) -> np.dtype[Any] | None:
 
 
 @cache
-def _gguf() -> ModuleType:
-    import gguf
-
-    return gguf
+def _codec(dtype: DType) -> Codec:
+    return quants.by_name(dtype.name)
 
 
 def can_dequantize(dtype: DType) -> bool:
-    """Whether `dequantize` reads the type."""
-    return not dtype.is_quantized or dtype in _codecs()
+    """Whether `dequantize` reads the type; it reads all."""
+    return not dtype.is_quantized or dtype.name in quants.NAMES
 
 
 def can_quantize(dtype: DType) -> bool:
-    """Whether `quantize` writes the type."""
-    if not dtype.is_quantized:
-        return True
-    codec = _codecs().get(dtype)
-    return codec is not None and "quantize_blocks" in vars(codec)
-
-
-@cache
-def _codecs() -> dict[DType, Any]:
-    quants = _gguf().quants
-    traits = ((_BY_NUMBER[int(number)], codec) for number, codec in quants._type_traits.items())
-    return {dtype: codec for dtype, codec in traits if dtype.is_quantized}
+    """Whether `quantize` writes the type: all but IQ1, IQ2 and IQ3, as ggml's CPU backend does."""
+    return not dtype.is_quantized or _codec(dtype).write is not None
 
 
 def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:
@@ -183,21 +172,50 @@ def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.fl
         dtype: The type of the blocks; a plain type is viewed and converted.
 
     Raises:
-        DTypeError: The type cannot be read.
+        ShapeError: A row is not whole blocks.
     """
-    if not dtype.is_quantized:
-        return np.ascontiguousarray(blocks).view(dtype.numpy).astype(np.float32)
-    if not can_dequantize(dtype):
-        raise DTypeError(f"{dtype.name} blocks cannot be read: gguf has no dequantiser for them")
-    if not blocks.size:  # which gguf cannot take
-        n_blocks = blocks.shape[-1] // dtype.type_size
-        return np.empty((*blocks.shape[:-1], n_blocks * dtype.block_size), np.float32)
-    values: npt.NDArray[np.float32] = _codecs()[dtype].dequantize(np.ascontiguousarray(blocks))
+    n_blocks, rest = divmod(blocks.shape[-1], dtype.type_size)
+    if rest:
+        raise ShapeError(
+            f"a row of {blocks.shape[-1]} bytes is not a whole number of {dtype.name} blocks; "
+            f"give rows of a multiple of {dtype.type_size} bytes"
+        )
+    values = np.empty((*blocks.shape[:-1], n_blocks * dtype.block_size), np.float32)
+    dequantize_into(values, blocks, dtype)
     return values
+
+
+def dequantize_into(out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8], dtype: DType) -> None:
+    """Fill `out` with the float32 values of rows of blocks, with little memory besides.
+
+    Threads may do this side by side: no scratch is shared, and NumPy lets go of the GIL.
+
+    Args:
+        out: C-contiguous, shape `(..., ne0)` in NumPy order.
+        blocks: Raw bytes, shape `(..., row_size)`; those that are not C-contiguous are copied first.
+        dtype: The type of the blocks; a plain type is viewed and converted.
+
+    Raises:
+        ShapeError: The shapes do not fit each other, or `out` is not C-contiguous.
+    """
+    if out.shape != (*blocks.shape[:-1], blocks.shape[-1] // dtype.type_size * dtype.block_size):
+        raise ShapeError(
+            f"{dtype.name} blocks of shape {blocks.shape} were to fill an array of shape {out.shape}; "
+            f"a row of {dtype.block_size} values is {dtype.type_size} bytes"
+        )
+    if not out.flags.c_contiguous:
+        raise ShapeError(f"dequantize_into fills contiguous arrays; this one has strides {out.strides}")
+    rows = np.ascontiguousarray(blocks)
+    if dtype.is_quantized:
+        quants.read(_codec(dtype), out, rows)
+    else:
+        np.copyto(out, rows.view(dtype.numpy), casting="unsafe")
 
 
 def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
     """Return the raw bytes, shape `(..., row_size)`, of float values quantised row by row.
+
+    The blocks are those of ggml's reference quantisers (`quantize_row_*_ref`).
 
     Args:
         values: Shape `(..., ne0)` in NumPy order, any real type.
@@ -212,8 +230,8 @@ def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
         return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)
     row_size = dtype.row_size(array.shape[-1])
     if not can_quantize(dtype):
-        raise DTypeError(f"{dtype.name} blocks cannot be written: gguf has no quantiser for them")
-    if not array.size:
-        return np.empty((*array.shape[:-1], row_size), np.uint8)
-    blocks: npt.NDArray[np.uint8] = _codecs()[dtype].quantize(array)
+        writable = ", ".join(d.name for d in DType if d.is_quantized and can_quantize(d))
+        raise DTypeError(f"{dtype.name} blocks are written with an importance matrix only; use {writable}")
+    blocks = np.empty((*array.shape[:-1], row_size), np.uint8)
+    quants.write(_codec(dtype), blocks, array)
     return blocks

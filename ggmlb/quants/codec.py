@@ -1,0 +1,102 @@
+"""What a block format is made of, and the moves of bytes that reading shares.
+
+All functions work on many blocks at once. Packed codes are read as *planes*, bytes of shape
+`(n_planes, n_blocks, width)`, so that one NumPy call masks or shifts one kind of bits of all blocks in a
+long run; `blockwise` then puts the codes in the order of the elements. Runs of bytes are moved as single
+items of a void type, which NumPy copies about five times as fast as short rows of bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Blocks = npt.NDArray[Any]
+"""`(n_blocks,)` of a structured type, the codec's layout."""
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[Any]
+Floats = npt.NDArray[Any]
+"""float32; NumPy's hints take many float32 expressions for float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the blocks of one type are laid out, read and written.
+
+    Attributes:
+        layout: The fields of a block.
+        read: `read(values, blocks)` fills float32 `(n_blocks, block_size)`.
+        write: `write(blocks, columns)` fills the blocks from float32 `(block_size, n_blocks)`, two blocks or
+            more; may change `columns`. `None` where ggml wants an importance matrix.
+    """
+
+    layout: np.dtype[Any]
+    read: Callable[[Floats, Blocks], None]
+    write: Callable[[Blocks, Floats], None] | None = None
+
+
+def runs(k: int, width: int) -> tuple[str, int]:
+    """Return the type of a field of `k` runs of `width` bytes."""
+    return f"V{width}", k
+
+
+def layout(**fields: str | tuple[str, int]) -> np.dtype[Any]:
+    """Return a packed structured type, of scalars and of `(type, count)` arrays."""
+    return np.dtype([(name, *((spec,) if isinstance(spec, str) else spec)) for name, spec in fields.items()])
+
+
+def f32(field: npt.NDArray[Any]) -> Floats:
+    """Return a field of numbers as float32."""
+    return field.astype(np.float32)
+
+
+def planes(field: Blocks) -> Bytes:
+    """Return a field of runs as planes `(k, n_blocks, width)`."""
+    out = np.ascontiguousarray(field.T)
+    return out.view(np.uint8).reshape(*out.shape, -1)
+
+
+def blockwise(codes: Bytes) -> Bytes:
+    """Return planes `(k, n_blocks, width)` as `(n_blocks, k, width)`: block after block."""
+    k, n, width = codes.shape
+    out = np.empty((n, k), f"V{width}")
+    for i, plane in enumerate(codes.reshape(k, n * width).view(out.dtype)):
+        out[:, i] = plane
+    return out.view(np.uint8).reshape(n, k, width)
+
+
+def split(packed: Bytes, n_bits: int) -> Bytes:
+    """Split each byte of planes `(k, n, width)` into `(k, 8 / n_bits, n, width)` codes, lowest bits first."""
+    k, n, width = packed.shape
+    out = np.empty((k, 8 // n_bits, n, width), np.uint8)
+    for i in range(1, out.shape[1]):
+        np.right_shift(packed, np.uint8(i * n_bits), out=out[:, i])
+    mask = np.uint8((1 << n_bits) - 1)
+    np.bitwise_and(packed, mask, out=out[:, 0])
+    if n_bits < 4:
+        out[:, 1:-1] &= mask
+    return out
+
+
+def expand(values: Floats, codes: Ints, scale: Floats, minimum: Floats | None = None) -> None:
+    """Fill `values` with `codes * scale - minimum`.
+
+    Args:
+        values: `(n_blocks, block_size)`.
+        codes: As many integers, in the order of the elements.
+        scale: One for each run of equal length: `(n_blocks,)` or `(n_blocks, n_runs)`.
+        minimum: Like `scale`.
+    """
+    n = len(values)
+    parts = values.reshape(n, scale.size // n, -1)
+    np.copyto(parts, codes.reshape(parts.shape))
+    parts *= scale.reshape(n, -1, 1)
+    if minimum is not None:
+        parts -= minimum.reshape(n, -1, 1)
