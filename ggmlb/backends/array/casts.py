@@ -86,7 +86,7 @@ class _Dequantize:
         self.dtype = dtype
 
     def __call__(self, dst: Array, src: Array) -> None:
-        dst[...] = dtypes.dequantize(src, self.dtype)
+        dtypes.dequantize_into(dst, src, self.dtype)
 
 
 class _Quantize:
