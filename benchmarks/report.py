@@ -7,8 +7,11 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -23,7 +26,9 @@ class Table:
     def row(self, *cells: object) -> None:
         """Add a row, and show it at once."""
         self.rows.append(tuple(map(str, cells)))
-        print("  ".join(f"{name}: {cell}" for name, cell in zip(self.columns, cells, strict=True)), flush=True)
+        print(
+            "  ".join(f"{name}: {cell}" for name, cell in zip(self.columns, cells, strict=True)), flush=True
+        )
 
     def __str__(self) -> str:
         lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
@@ -43,7 +48,9 @@ def processor() -> str:
 def revision() -> str:
     """The code's revision, and whether it was changed since."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    run = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
     return run.stdout.strip() or "unknown"
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from report import Table, save
@@ -22,9 +21,13 @@ from report import Table, save
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Tensor, tensor_copy
 from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.backends.array.plan import ArrayPlan
-from ggmlb.interface import Backend
 from ggmlb.testing.fake import FakeReg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.backends.array.plan import ArrayPlan
+    from ggmlb.interface import Backend
 
 WIDTH, HEADS, N_KV = 64, 4, 32
 
@@ -45,7 +48,8 @@ class Llama:
                 name: ctx.new_tensor(DType.F32, ne, name=f"{name}.{i}")
                 for name, ne in {
                     "norm": (WIDTH,), "wq": (WIDTH, WIDTH), "wk": (WIDTH, WIDTH), "wv": (WIDTH, WIDTH),
-                    "wo": (WIDTH, WIDTH), "norm2": (WIDTH,), "gate": (WIDTH, 2 * WIDTH), "up": (WIDTH, 2 * WIDTH),
+                    "wo": (WIDTH, WIDTH), "norm2": (WIDTH,), "gate": (WIDTH, 2 * WIDTH),
+                    "up": (WIDTH, 2 * WIDTH),
                     "down": (2 * WIDTH, WIDTH), "k": (WIDTH, N_KV), "v": (WIDTH, N_KV),
                 }.items()
             }  # fmt: skip
@@ -124,7 +128,7 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
         steps: list[Callable[[], object]] = []
         for split in sched.splits:
             steps += [partial(tensor_copy, item.src, item.copy) for item in split.inputs]
-            steps += cast(ArrayPlan, split.plan).steps
+            steps += cast("ArrayPlan", split.plan).steps
 
         def bare() -> None:
             for step in steps:
@@ -143,7 +147,9 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     table = Table(

@@ -6,8 +6,9 @@ import sys
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ggmlb.cli.frame import console, readable_size
+from ggmlb.cli.frame import console
 from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
+from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
     import numpy as np

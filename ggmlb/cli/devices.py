@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ggmlb.cli.frame import console, readable_size
+from ggmlb.cli.frame import console
+from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,13 +22,3 @@ def console(stream: TextIO | None = None) -> Console:
     stream = sys.stdout if stream is None else stream
     fixed = None if stream.isatty() or "COLUMNS" in os.environ else _UNLIMITED
     return Console(file=stream, width=fixed, highlight=False)
-
-
-def readable_size(nbytes: int) -> str:
-    """Return a size as a person reads it: `"15.6 GiB"`."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

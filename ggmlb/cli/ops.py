@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 (typer reads the annotations)
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,7 +40,11 @@ def ops(
 
         from ggmlb.testing.samples import SAMPLES, supported_types
 
-        print(json.dumps({d.name: {op: _names(supported_types(d, op)) for op in SAMPLES} for d in chosen}, indent=1))
+        print(
+            json.dumps(
+                {d.name: {op: _names(supported_types(d, op)) for op in SAMPLES} for d in chosen}, indent=1
+            )
+        )
     else:
         _print_table(chosen)
 
@@ -75,15 +79,19 @@ def as_markdown(devices: Sequence[Device]) -> str:
     lines = [
         "# What runs where",
         "",
-        "For each op and backend, the types of the op's main operand (the weight of a product, the tensor that is",
-        "copied or looked up, the KV cache of an attention) that the backend takes, as its `supports_op` answers for",
-        "a small contiguous node. `Device.declines(node)` says why another node is refused. Made by",
-        "`python -m ggmlb ops --markdown docs/ops.md`; a test checks that it is current.",
+        "For each op and backend: the types of the op's main operand that the backend takes, as its",
+        "`supports_op` answers for a small contiguous node. The main operand is the weight of a product, the",
+        "tensor that is copied or looked up, the KV cache of an attention. `Device.declines(node)` says why",
+        "another node is refused. Made by `python -m ggmlb ops --markdown docs/ops.md`; a test checks that it",
+        "is current.",
         "",
         f"| op | {' | '.join(names)} |",
         f"|---|{'---|' * len(names)}",
         *(f"| {op} | {' | '.join(cells)} |" for op, cells in _rows(devices)),
         "",
-        *(f"- **{word}**: {', '.join(sorted(t.name.lower() for t in family))}" for word, family in FAMILIES.items()),
+        *(
+            f"- **{word}**: {', '.join(sorted(t.name.lower() for t in family))}"
+            for word, family in FAMILIES.items()
+        ),
     ]
     return "\n".join(lines) + "\n"

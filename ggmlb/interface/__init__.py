@@ -9,9 +9,13 @@ the underscored hooks below them: the abstract ones always, the others where it 
 than the default.
 """
 
-from ggmlb.interface.backend import Backend, Event, GraphPlan
-from ggmlb.interface.buffer import Buffer, BufferType, MultiBuffer
+from ggmlb.interface.backend import Backend
+from ggmlb.interface.buffer import Buffer
+from ggmlb.interface.buffer_type import BufferType
 from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, DeviceProps
+from ggmlb.interface.event import Event
+from ggmlb.interface.multi_buffer import MultiBuffer
+from ggmlb.interface.plan import GraphPlan
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Backend, Event and GraphPlan: streams of work on a device, points in them, and work bound for them."""
+"""Backend: a stream of work on a device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
-from ggmlb.interface.buffer import Buffer, BufferType, Bytes, as_bytes, writable_bytes
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.interface.data import as_bytes, writable_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -19,99 +18,16 @@ if TYPE_CHECKING:
 
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
+    from ggmlb.interface.buffer import Buffer
+    from ggmlb.interface.buffer_type import BufferType
+    from ggmlb.interface.data import Bytes
     from ggmlb.interface.device import Device
+    from ggmlb.interface.event import Event
+    from ggmlb.interface.plan import GraphPlan
+    from ggmlb.tensor import Tensor
 
 AbortCallback = Callable[[], bool]
 """Asked between steps; `True` stops the computation with `Status.ABORTED`."""
-
-
-class Event(ABC):
-    """A point in the work queued on a backend (ggml_backend_event).
-
-    An event that was never recorded counts as reached, as in CUDA. Recording it again moves it.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.is_freed = False
-
-    def synchronize(self) -> None:
-        """Block until the point is reached (ggml_backend_event_synchronize).
-
-        Raises:
-            BackendError: Work before the point failed.
-            FreedError: The event was freed.
-        """
-        self.check_alive("synchronize")
-        self._synchronize()
-
-    def free(self) -> None:
-        """Release the event (ggml_backend_event_free).
-
-        Raises:
-            FreedError: It was freed before.
-        """
-        self.check_alive("free")
-        self.is_freed = True
-        self._free()
-
-    def check_alive(self, call: str) -> None:
-        """Raise FreedError if the event was freed."""
-        if self.is_freed:
-            raise FreedError(f"{call}: this event of {self.device.name} was freed")
-
-    @abstractmethod
-    def _synchronize(self) -> None:
-        """Block until reached; return at once if never recorded."""
-
-    def _free(self) -> None:  # noqa: B027 (an optional hook)
-        """Release what the runtime holds."""
-
-
-class GraphPlan:
-    """A graph lowered for one backend: steps with their arrays and arguments bound.
-
-    A plan stays valid while its tensors stay where they are and keep their parameters. It holds the
-    tensors, not the graph, so that a backend's cache of plans does not keep graphs alive.
-
-    Attributes:
-        backend: The backend that made it, and alone can run it.
-        nodes: The nodes it computes.
-    """
-
-    def __init__(self, backend: Backend, graph: Graph) -> None:
-        self.backend = backend
-        self.nodes = tuple(graph.nodes)
-        self._checked_at = placement_clock.now
-        self._binding = binding(self.nodes)
-        self.is_freed = False
-
-    def is_valid_for(self, graph: Graph) -> bool:
-        """Whether computing the plan computes the graph as it is now."""
-        if len(graph.nodes) != len(self.nodes):
-            return False
-        if self._checked_at == placement_clock.now:
-            return True
-        now = placement_clock.now
-        if any(a is not b for a, b in zip(self.nodes, graph.nodes, strict=True)):
-            return False
-        if binding(self.nodes) != self._binding:
-            return False
-        self._checked_at = now
-        return True
-
-
-def binding(nodes: tuple[Tensor, ...]) -> list[Any]:
-    """Return all that a plan binds and that may change: places, operands and parameters."""
-    facts: list[Any] = []
-    for node in nodes:
-        facts += (id(node.buffer), node.offset, node.src, dict(node.params))
-        for s in node.src:
-            if s is not None:
-                if s.buffer is not None and s.buffer.is_freed:
-                    raise FreedError(f"{s.describe()}, a source of {node.describe()}, lies in a freed buffer")
-                facts += (id(s.buffer), s.offset)
-    return facts
 
 
 class Backend(ABC):

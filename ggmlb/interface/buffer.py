@@ -1,104 +1,24 @@
-"""BufferType and Buffer: kinds of memory, and allocations of them."""
+"""Buffer: an allocation of memory, and the transfers to and from the tensors in it."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ggmlb.enums import BufferUsage
-from ggmlb.errors import AllocationError, ArgumentError, BoundsError, FreedError
+from ggmlb.errors import ArgumentError, BoundsError, FreedError
+from ggmlb.interface.data import Bytes, as_bytes, writable_bytes
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import TracebackType
 
+    import numpy.typing as npt
     from typing_extensions import Self
 
-    from ggmlb.interface.device import Device
-
-Bytes = npt.NDArray[np.uint8]
-
-
-def as_bytes(data: npt.ArrayLike | bytes | memoryview) -> Bytes:
-    """View data as a flat uint8 array, copying only what is not contiguous."""
-    if isinstance(data, (bytes, bytearray, memoryview)):
-        return np.frombuffer(data, np.uint8)
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-
-
-class BufferType(ABC):
-    """A kind of memory that a device can use (ggml_backend_buffer_type)."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Unique name, as `CPU`, `CUDA0`, `CUDA_Host` (ggml_backend_buft_name)."""
-
-    @property
-    @abstractmethod
-    def device(self) -> Device:
-        """The device that the memory belongs to (ggml_backend_buft_get_device)."""
-
-    @property
-    @abstractmethod
-    def alignment(self) -> int:
-        """Tensors start at multiples of this [bytes] (ggml_backend_buft_get_alignment)."""
-
-    @property
-    def max_size(self) -> int:
-        """Largest buffer that can be allocated [bytes] (ggml_backend_buft_get_max_size)."""
-        return sys.maxsize
-
-    @property
-    def is_host(self) -> bool:
-        """Whether NumPy can read and write the memory at its address (ggml_backend_buft_is_host)."""
-        return False
-
-    def alloc_size(self, tensor: Tensor) -> int:
-        """Return the bytes that the tensor takes in this memory (ggml_backend_buft_get_alloc_size)."""
-        return tensor.nbytes
-
-    def alloc_buffer(self, nbytes: int) -> Buffer:
-        """Reserve memory; its contents are undefined until written.
-
-        Args:
-            nbytes: Size asked for [bytes]; 0 gives a buffer that holds only empty tensors.
-
-        Raises:
-            AllocationError: The device lacks room; carries `asked`, `free`, `total` [bytes].
-            ArgumentError: A negative size.
-
-        Source: ggml_backend_buft_alloc_buffer.
-        """
-        if nbytes < 0:
-            raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes}; give 0 or more bytes")
-        if nbytes > self.max_size:
-            raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
-        return self._alloc_buffer(nbytes)
-
-    def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
-        """Return the error for an allocation that failed, with the device's memory figures."""
-        free, total = self.device.memory
-        return AllocationError(
-            f"{self.name}: no room for {asked:,} bytes ({free:,} of {total:,} free)"
-            + (f": {detail}" if detail else "")
-            + "; free buffers, use a smaller batch, or split the graph over more devices",
-            asked=asked,
-            free=free,
-            total=total,
-        )
-
-    @abstractmethod
-    def _alloc_buffer(self, nbytes: int) -> Buffer:
-        """Allocate; raise `self.out_of_memory(nbytes)` where the runtime reports that it cannot."""
-
-    def __repr__(self) -> str:
-        return f"<BufferType {self.name}>"
+    from ggmlb.interface.buffer_type import BufferType
 
 
 class Buffer(ABC):
@@ -439,74 +359,6 @@ class Buffer(ABC):
         return f"<Buffer {self.name} {self.size:,} bytes, {state}>"
 
 
-class MultiBuffer(Buffer):
-    """Several buffers that are cleared and freed, and given a usage, as one.
-
-    Tensors lie in the parts, never in the whole. Source: ggml_backend_multi_buffer_alloc_buffer.
-
-    Raises:
-        ArgumentError: No parts were given.
-    """
-
-    def __init__(self, parts: Sequence[Buffer]) -> None:
-        if not parts:
-            raise ArgumentError("a MultiBuffer needs at least one buffer")
-        self.parts = tuple(parts)
-        super().__init__(parts[0].buft, sum(p.size for p in parts))
-
-    @property
-    def usage(self) -> BufferUsage:
-        """What the parts hold (ggml_backend_multi_buffer_set_usage)."""
-        return self._usage
-
-    @usage.setter
-    def usage(self, usage: BufferUsage) -> None:
-        self._usage = usage
-        for part in self.parts:
-            part.usage = usage
-
-    @property
-    def base(self) -> Any:
-        """The base of the first part."""
-        return self.parts[0].base
-
-    def _no_tensors(self, tensor: Tensor) -> ArgumentError:
-        return ArgumentError(f"{tensor.describe()} lies in no MultiBuffer; use the part that is its `buffer`")
-
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        raise self._no_tensors(tensor)
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        raise self._no_tensors(tensor)
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        raise self._no_tensors(tensor)
-
-    def _clear(self, value: int) -> None:
-        for part in self.parts:
-            part.clear(value)
-
-    def _reset(self) -> None:
-        for part in self.parts:
-            part.reset()
-
-    def _free(self) -> None:
-        for part in self.parts:
-            if not part.is_freed:
-                part.free()
-
-
 def _check_byte(call: str, value: int) -> None:
     if not 0 <= value <= 255:
         raise ArgumentError(f"{call}: the value is {value}; give a byte, 0 to 255")
-
-
-def writable_bytes(call: str, data: npt.NDArray[Any]) -> Bytes:
-    """View a caller's array as flat bytes to be filled.
-
-    Raises:
-        ArgumentError: It is not a writable C-contiguous NumPy array.
-    """
-    if not isinstance(data, np.ndarray) or not data.flags.c_contiguous or not data.flags.writeable:
-        raise ArgumentError(f"{call}: the data is filled in place; give a writable C-contiguous NumPy array")
-    return data.reshape(-1).view(np.uint8)

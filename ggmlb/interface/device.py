@@ -6,17 +6,18 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ggmlb.errors import ArgumentError, BackendError
+from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import numpy.typing as npt
+
     from ggmlb.enums import DeviceType
-    from ggmlb.interface.backend import Backend, Event
-    from ggmlb.interface.buffer import Buffer, BufferType
+    from ggmlb.interface.backend import Backend
+    from ggmlb.interface.buffer import Buffer
+    from ggmlb.interface.buffer_type import BufferType
+    from ggmlb.interface.event import Event
     from ggmlb.tensor import Tensor
 
 API_VERSION = 1
@@ -223,14 +224,3 @@ class BackendReg(ABC):
 
     def __repr__(self) -> str:
         return f"<BackendReg {self.name}>"
-
-
-def host_bytes(array: npt.NDArray[Any], call: str) -> npt.NDArray[np.uint8]:
-    """View an array's own memory as flat bytes, for `buffer_from_host_ptr`.
-
-    Raises:
-        ArgumentError: It is not a C-contiguous NumPy array.
-    """
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
-        raise ArgumentError(f"{call}: give a C-contiguous NumPy array, whose memory can be used as it lies")
-    return array.reshape(-1).view(np.uint8)

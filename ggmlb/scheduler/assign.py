@@ -10,14 +10,18 @@ another device, whose result then never reaches the tensor).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
 from ggmlb.errors import GraphError, UnsupportedOpError
-from ggmlb.graph import Graph
-from ggmlb.interface import Backend, Buffer, BufferType
-from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ggmlb.graph import Graph
+    from ggmlb.interface import Backend, Buffer, BufferType
+    from ggmlb.tensor import Tensor
 
 
 class Cause(str, Enum):
@@ -272,8 +276,8 @@ class Assignment:
                     return b
         node = next(n for n in nodes if not self.supports(home, n))
         raise UnsupportedOpError(
-            f"{node.describe()} writes into {base.describe()}, which lies on {self.backends[home].name}, and no "
-            f"device runs what computes and what writes it:\n{self.complaints(node)}\n"
+            f"{node.describe()} writes into {base.describe()}, which lies on {self.backends[home].name}, "
+            f"and no device runs what computes and what writes it:\n{self.complaints(node)}\n"
             "Add a backend that runs them all, or write into a copy.",
             reasons=self.reasons(node),
         )
@@ -281,8 +285,8 @@ class Assignment:
     def _moves(self, node: Tensor, base: Tensor, home: int) -> None:
         """Report that a wish is not followed because a tensor and its writers stay together."""
         message = (
-            f"{node.describe()} was set to {self.backends[self.ids[node]].name}, but {base.describe()} and what "
-            f"writes into it must be on one device: {self.backends[home].name}"
+            f"{node.describe()} was set to {self.backends[self.ids[node]].name}, but {base.describe()} and "
+            f"what writes into it must be on one device: {self.backends[home].name}"
         )
         if self._strict:
             raise GraphError(message + "; set all of them to the same backend")
@@ -330,7 +334,9 @@ class Assignment:
 
     def reasons(self, node: Tensor) -> dict[str, str]:
         """What each backend that declines the node says, by its name."""
-        answers = ((b.name, declines(node)) for b, declines in zip(self.backends, self._declines, strict=True))
+        answers = (
+            (b.name, declines(node)) for b, declines in zip(self.backends, self._declines, strict=True)
+        )
         return {name: why for name, why in answers if why is not None}
 
     def complaints(self, node: Tensor) -> str:

@@ -8,12 +8,15 @@ that shares memory with others waits for what they were given before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ggmlb.enums import Status, TensorFlag
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend, tensor_copy, tensor_copy_async
-from ggmlb.scheduler.split import Split, SplitInput
 from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.scheduler.split import Split, SplitInput
 
 EvalCallback = Callable[[Tensor, bool], bool]
 """`callback(node, ask)`: with `ask` it says whether it wants the node's data; without, the data is

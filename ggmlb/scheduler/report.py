@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS
-from ggmlb.graph import Graph
-from ggmlb.scheduler.assign import Assignment, Cause
-from ggmlb.scheduler.split import Split, SplitGraph
+from ggmlb.errors import readable_size
+
+if TYPE_CHECKING:
+    from ggmlb.graph import Graph
+    from ggmlb.scheduler.assign import Assignment, Cause
+    from ggmlb.scheduler.split import Split, SplitGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +70,14 @@ def render(graph: Graph, assignment: Assignment, split_graph: SplitGraph) -> str
     n_work = sum(n.op not in NO_OPS for n in graph.nodes)
     lines = [
         f"{n_work} nodes in {_count(len(split_graph.splits), 'split')}, "
-        f"{_count(n_inputs, 'copy', 'copies')} between devices ({human(n_copied)})"
+        f"{_count(n_inputs, 'copy', 'copies')} between devices ({readable_size(n_copied)})"
     ]
     for i, split in enumerate(split_graph.splits):
         work = [n for n in split.nodes if n.op not in NO_OPS]
         lines.append(f"split {i} on {split.backend.name}: {_count(len(work), 'node')}")
         lines += [
-            f"  copies {item.tensor.name or item.tensor.describe()} from {item.backend.name} ({human(item.nbytes)})"
+            f"  copies {item.tensor.name or item.tensor.describe()} from {item.backend.name} "
+            f"({readable_size(item.nbytes)})"
             for item in split.inputs
         ]
         lines += _runs(split, assignment)
@@ -105,15 +110,3 @@ def _brief(names: list[str]) -> str:
 
 def _count(n: int, one: str, many: str = "") -> str:
     return f"{n} {one if n == 1 else many or one + 's'}"
-
-
-def human(nbytes: int) -> str:
-    """Return a size as `"640 bytes"`, `"1.5 KiB"`, `"12.0 MiB"`."""
-    if nbytes < 1024:
-        return f"{nbytes} bytes"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024 or unit == "GiB":
-            break
-    return f"{size:.1f} {unit}"

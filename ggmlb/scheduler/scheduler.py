@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.enums import BufferUsage, Status
 from ggmlb.errors import ArgumentError, FreedError, GraphError
-from ggmlb.graph import Graph
-from ggmlb.interface import Backend, Buffer, BufferType
 from ggmlb.scheduler.assign import Assignment
 from ggmlb.scheduler.execute import EvalCallback, compute_splits
 from ggmlb.scheduler.report import Placement, placements, render
@@ -19,7 +15,13 @@ from ggmlb.scheduler.split import Split, SplitGraph
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
     from typing_extensions import Self
+
+    from ggmlb.graph import Graph
+    from ggmlb.interface import Backend, Buffer, BufferType
 
 _Place = tuple[Tensor, "Buffer | None", int, "tuple[Tensor | None, ...]"]
 
@@ -69,7 +71,9 @@ class Scheduler:
         self._bufts = tuple(bufts) if bufts is not None else tuple(b.default_buffer_type for b in backends)
         for backend, buft in zip(self._backends, self._bufts, strict=True):
             if not backend.supports_buft(buft):
-                raise ArgumentError(f"{backend.name} cannot use {buft.name} memory; give it another buffer type")
+                raise ArgumentError(
+                    f"{backend.name} cannot use {buft.name} memory; give it another buffer type"
+                )
         self._op_offload = op_offload
         self._strict = strict
         self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()

@@ -7,13 +7,17 @@ consistent graph of its own. After allocation the user's tensors share the memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS, BufferUsage
 from ggmlb.graph import Graph
-from ggmlb.interface import Backend, GraphPlan
-from ggmlb.scheduler.assign import Assignment
 from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.interface import Backend, GraphPlan
+    from ggmlb.scheduler.assign import Assignment
 
 MAX_SPLIT_INPUTS = 30
 """A split with this many inputs is closed before the next node that needs another (as in ggml)."""
@@ -215,7 +219,11 @@ class SplitGraph:
         n = len(assignment.backends)
         shared = [
             [
-                a != b and (assignment.supports_buft(a, assignment.bufts[b]) or assignment.supports_buft(b, assignment.bufts[a]))
+                a != b
+                and (
+                    assignment.supports_buft(a, assignment.bufts[b])
+                    or assignment.supports_buft(b, assignment.bufts[a])
+                )
                 for a in range(n)
             ]
             for b in range(n)

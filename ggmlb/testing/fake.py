@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,10 +20,12 @@ from ggmlb.backends.cpu.buffer import aligned_empty
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.enums import DeviceType, Status
-from ggmlb.graph import Graph
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device, Event, GraphPlan
-from ggmlb.interface.buffer import Bytes
 from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.graph import Graph
+    from ggmlb.interface.data import Bytes
 
 POISON = 0xFF
 """Fills fresh memory: NaN in every float type, -1 in every integer type."""

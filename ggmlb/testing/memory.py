@@ -14,7 +14,7 @@ from ggmlb.interface import BackendReg, Buffer, BufferType, Device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ggmlb.interface.buffer import Bytes
+    from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
 POISON = 0xFF

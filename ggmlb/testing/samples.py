@@ -7,14 +7,16 @@ or looked up, the KV cache of an attention. The others have the types that model
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import GluOp, Op, OpPool, ScaleMode, TriType, UnaryOp
 from ggmlb.errors import DTypeError, ShapeError
-from ggmlb.interface import Device
 from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Device
 
 Sample = Callable[[Context, DType], Tensor]
 
@@ -59,13 +61,24 @@ def _flash_attn(c: Context, t: DType) -> Tensor:
 def _ssm_scan(c: Context, t: DType) -> Tensor:
     state, heads, tokens = 16, 4, 3
     return c.ssm_scan(
-        _main(c, t, state, 8, heads, 1), _f32(c, 8, heads, tokens, 1), _f32(c, heads, tokens, 1), _f32(c, 1, heads),
-        _f32(c, state, 1, tokens, 1), _f32(c, state, 1, tokens, 1), _i32(c, 1),
+        _main(c, t, state, 8, heads, 1), _f32(c, 8, heads, tokens, 1), _f32(c, heads, tokens, 1),
+        _f32(c, 1, heads), _f32(c, state, 1, tokens, 1), _f32(c, state, 1, tokens, 1), _i32(c, 1),
     )  # fmt: skip
 
 
-def _wkv(c: Context, t: DType, n: int) -> list[Tensor]:
-    return [_main(c, t, 64, 2, 3), *(_f32(c, 64, 2, 3) for _ in range(n - 1))]
+def _wkv6(c: Context, t: DType) -> Tensor:
+    k, v, r, td = (_main(c, t, 64, 2, 3) for _ in range(4))
+    return c.rwkv_wkv6(k, v, r, _f32(c, 64, 2), td, _f32(c, 64 * 64 * 2, 1))
+
+
+def _wkv7(c: Context, t: DType) -> Tensor:
+    r, w, k, v, a, b = (_main(c, t, 64, 2, 3) for _ in range(6))
+    return c.rwkv_wkv7(r, w, k, v, a, b, _f32(c, 64 * 64 * 2, 1))
+
+
+def _gated_linear_attn(c: Context, t: DType) -> Tensor:
+    k, v, q, g = (_main(c, t, 64, 2, 3) for _ in range(4))
+    return c.gated_linear_attn(k, v, q, g, _f32(c, 64 * 64 * 2, 1), 0.1)
 
 
 def _gated_delta_net(c: Context, t: DType) -> Tensor:
@@ -157,19 +170,21 @@ SAMPLES: Final[dict[str, Sample]] = {
     "pool_2d": lambda c, t: c.pool_2d(_main(c, t, 16, 16, 2), OpPool.AVG, 2, 2, 2, 2),
     "ssm_conv": lambda c, t: c.ssm_conv(_main(c, t, 6, 8, 1), _f32(c, 4, 8)),
     "ssm_scan": _ssm_scan,
-    "rwkv_wkv6": lambda c, t: c.rwkv_wkv6(
-        *_wkv(c, t, 3), _f32(c, 64, 2), _f32(c, 64, 2, 3), _f32(c, 64 * 64 * 2, 1)
-    ),
-    "rwkv_wkv7": lambda c, t: c.rwkv_wkv7(*_wkv(c, t, 6), _f32(c, 64 * 64 * 2, 1)),
-    "gated_linear_attn": lambda c, t: c.gated_linear_attn(*_wkv(c, t, 4), _f32(c, 64 * 64 * 2, 1), 0.1),
+    "rwkv_wkv6": _wkv6,
+    "rwkv_wkv7": _wkv7,
+    "gated_linear_attn": _gated_linear_attn,
     "gated_delta_net": _gated_delta_net,
     "solve_tri": lambda c, t: c.solve_tri(_main(c, t, 16, 16), _f32(c, 8, 16)),
     "win_part": lambda c, t: c.win_part(_main(c, t, 8, 14, 14), 7),
     "win_unpart": lambda c, t: c.win_unpart(_main(c, t, 8, 7, 7, 4), 14, 14, 7),
     "get_rel_pos": lambda c, t: c.get_rel_pos(_main(c, t, 8, 7), 4, 4),
-    "add_rel_pos": lambda c, t: c.add_rel_pos(_main(c, t, 16, 16, 2), _f32(c, 4, 4, 4, 2), _f32(c, 4, 4, 4, 2)),
+    "add_rel_pos": lambda c, t: c.add_rel_pos(
+        _main(c, t, 16, 16, 2), _f32(c, 4, 4, 4, 2), _f32(c, 4, 4, 4, 2)
+    ),
     "cross_entropy_loss": lambda c, t: c.cross_entropy_loss(_main(c, t), _f32(c, ROW, 4)),
-    "cross_entropy_loss_back": lambda c, t: c.cross_entropy_loss_back(_f32(c, 1), _main(c, t), _f32(c, ROW, 4)),
+    "cross_entropy_loss_back": lambda c, t: c.cross_entropy_loss_back(
+        _f32(c, 1), _main(c, t), _f32(c, ROW, 4)
+    ),
     "im2col_back": lambda c, t: c.im2col_back(
         _main(c, t, 18, 8, 7, 2), _f32(c, 3, 3, 2, 3), (8, 7, 2, 2), 1, 1, 1, 1, 1, 1, True
     ),

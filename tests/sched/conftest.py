@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,10 +12,14 @@ from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
-from ggmlb.interface import Backend
 from ggmlb.registry import init_by_name
-from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.interface import Backend
+    from ggmlb.tensor import Tensor
 
 
 class Bench:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,10 @@ from ggmlb.enums import Op, Status
 from ggmlb.errors import ArgumentError, GraphError, UnsupportedOpError
 from ggmlb.graph import Graph
 from ggmlb.scheduler import Cause, Scheduler
-from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend, FakeReg
+
+if TYPE_CHECKING:
+    from ggmlb.tensor import Tensor
 
 F32 = DType.F32
 
@@ -77,7 +81,9 @@ def test_an_op_that_nobody_runs_names_every_refusal(make_bench):
     ctx = Context()
     y = ctx.set_name(ctx.silu(inputs(ctx, 4)), "y")
     with Scheduler([bench.gpu0, bench.gpu1]) as sched:
-        with pytest.raises(UnsupportedOpError, match=r"no device can run SILU f32\[4\] \(node 'y'\)") as error:
+        with pytest.raises(
+            UnsupportedOpError, match=r"no device can run SILU f32\[4\] \(node 'y'\)"
+        ) as error:
             sched.alloc_graph(Graph().build_forward_expand(y))
         assert error.value.reasons == {"Fake0": "fakes decline all", "Fake1": "fakes decline all"}
         assert "Fake1: fakes decline all" in str(error.value)
@@ -126,7 +132,10 @@ def test_a_weight_whose_device_declines_the_op_warns_or_if_strict_raises(make_be
         with pytest.warns(RuntimeWarning, match="Fake0, which holds its weight: no product"):
             sched.split_graph(graph)
         assert [i.tensor.name for s in sched.splits for i in s.inputs] == ["w"]
-    with Scheduler(bench.backends, strict=True) as sched, pytest.raises(UnsupportedOpError, match="no product"):
+    with (
+        Scheduler(bench.backends, strict=True) as sched,
+        pytest.raises(UnsupportedOpError, match="no product"),
+    ):
         sched.split_graph(graph)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage, Op, Status
 from ggmlb.errors import AllocationError, FreedError, GraphError, NotAllocatedError
 from ggmlb.graph import Graph
-from ggmlb.interface import BufferType
 from ggmlb.scheduler import Scheduler
-from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend, FakeDevice, FakeReg
+
+if TYPE_CHECKING:
+    from ggmlb.interface import BufferType
+    from ggmlb.tensor import Tensor
 
 F32 = DType.F32
 
@@ -114,7 +117,9 @@ def test_a_source_used_twice_is_copied_once(bench):
         data = np.random.default_rng(3).standard_normal((4, 4)).astype(np.float32)
         x.set_array(data)
         sched.graph_compute(graph)
-        np.testing.assert_allclose(y.to_numpy(), (data @ w.to_numpy().T) * data + 2 * data, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            y.to_numpy(), (data @ w.to_numpy().T) * data + 2 * data, rtol=2e-5, atol=1e-6
+        )
 
 
 def test_the_users_graph_stays_as_it_is_and_serves_several_schedulers(bench):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -15,11 +16,13 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, BufferUsage, Op
 from ggmlb.graph import Graph
-from ggmlb.interface import Backend
 from ggmlb.registry import init_by_name
 from ggmlb.scheduler import Scheduler
 from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Backend
 
 NE = (8, 4)
 DECLINABLE = (Op.ADD, Op.MUL_MAT, Op.UNARY, Op.SCALE, Op.CONT, Op.SOFT_MAX)
@@ -123,7 +126,9 @@ def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
     declined = {f"Fake{i}": ops for i, ops in enumerate(recipe.declined)}
     reg = FakeReg(2, async_copies=recipe.async_copies)
     for device in reg.devices:
-        device._declines = lambda t, name=device.name: "declined by the test" if t.op in declined[name] else None
+        device._declines = lambda t, name=device.name: (
+            "declined by the test" if t.op in declined[name] else None
+        )
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # wishes that cannot be followed
         cpu = stack.enter_context(init_by_name("CPU"))
@@ -155,7 +160,13 @@ def test_the_recipes_reach_what_they_are_for() -> None:
     # The program builder must be able to make graphs in which several devices take part.
     reg = FakeReg(2)
     recipe = Recipe(
-        1, (0, 1, 2), tuple(("mul_mat", 99, i, 0) for i in range(6)), (frozenset(), frozenset()), (), frozenset(), True
+        1,
+        (0, 1, 2),
+        tuple(("mul_mat", 99, i, 0) for i in range(6)),
+        (frozenset(), frozenset()),
+        (),
+        frozenset(),
+        True,
     )
     with ExitStack() as stack:
         cpu = stack.enter_context(init_by_name("CPU"))

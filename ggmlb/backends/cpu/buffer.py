@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from ggmlb.errors import BackendError
 from ggmlb.interface import Buffer, BufferType
-from ggmlb.interface.device import host_bytes
+from ggmlb.interface.data import host_bytes
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
-    from ggmlb.interface.buffer import Bytes
+    from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
 ALIGNMENT = 64

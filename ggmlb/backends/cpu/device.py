@@ -17,7 +17,7 @@ from ggmlb.backends.cpu.lowering import TABLE
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
-from ggmlb.interface.device import host_bytes
+from ggmlb.interface.data import host_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

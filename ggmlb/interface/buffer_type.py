@@ -1,0 +1,84 @@
+"""BufferType: a kind of memory."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from ggmlb.errors import AllocationError, ArgumentError
+
+if TYPE_CHECKING:
+    from ggmlb.interface.buffer import Buffer
+    from ggmlb.interface.device import Device
+    from ggmlb.tensor import Tensor
+
+
+class BufferType(ABC):
+    """A kind of memory that a device can use (ggml_backend_buffer_type)."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique name, as `CPU`, `CUDA0`, `CUDA_Host` (ggml_backend_buft_name)."""
+
+    @property
+    @abstractmethod
+    def device(self) -> Device:
+        """The device that the memory belongs to (ggml_backend_buft_get_device)."""
+
+    @property
+    @abstractmethod
+    def alignment(self) -> int:
+        """Tensors start at multiples of this [bytes] (ggml_backend_buft_get_alignment)."""
+
+    @property
+    def max_size(self) -> int:
+        """Largest buffer that can be allocated [bytes] (ggml_backend_buft_get_max_size)."""
+        return sys.maxsize
+
+    @property
+    def is_host(self) -> bool:
+        """Whether NumPy can read and write the memory at its address (ggml_backend_buft_is_host)."""
+        return False
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        """Return the bytes that the tensor takes in this memory (ggml_backend_buft_get_alloc_size)."""
+        return tensor.nbytes
+
+    def alloc_buffer(self, nbytes: int) -> Buffer:
+        """Reserve memory; its contents are undefined until written.
+
+        Args:
+            nbytes: Size asked for [bytes]; 0 gives a buffer that holds only empty tensors.
+
+        Raises:
+            AllocationError: The device lacks room; carries `asked`, `free`, `total` [bytes].
+            ArgumentError: A negative size.
+
+        Source: ggml_backend_buft_alloc_buffer.
+        """
+        if nbytes < 0:
+            raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes}; give 0 or more bytes")
+        if nbytes > self.max_size:
+            raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
+        return self._alloc_buffer(nbytes)
+
+    def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
+        """Return the error for an allocation that failed, with the device's memory figures."""
+        free, total = self.device.memory
+        return AllocationError(
+            f"{self.name}: no room for {asked:,} bytes ({free:,} of {total:,} free)"
+            + (f": {detail}" if detail else "")
+            + "; free buffers, use a smaller batch, or split the graph over more devices",
+            asked=asked,
+            free=free,
+            total=total,
+        )
+
+    @abstractmethod
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        """Allocate; raise `self.out_of_memory(nbytes)` where the runtime reports that it cannot."""
+
+    def __repr__(self) -> str:
+        return f"<BufferType {self.name}>"

@@ -1,0 +1,54 @@
+"""Event: a point in a stream's work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from ggmlb.errors import FreedError
+
+if TYPE_CHECKING:
+    from ggmlb.interface.device import Device
+
+
+class Event(ABC):
+    """A point in the work queued on a backend (ggml_backend_event).
+
+    An event that was never recorded counts as reached, as in CUDA. Recording it again moves it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.is_freed = False
+
+    def synchronize(self) -> None:
+        """Block until the point is reached (ggml_backend_event_synchronize).
+
+        Raises:
+            BackendError: Work before the point failed.
+            FreedError: The event was freed.
+        """
+        self.check_alive("synchronize")
+        self._synchronize()
+
+    def free(self) -> None:
+        """Release the event (ggml_backend_event_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self.check_alive("free")
+        self.is_freed = True
+        self._free()
+
+    def check_alive(self, call: str) -> None:
+        """Raise FreedError if the event was freed."""
+        if self.is_freed:
+            raise FreedError(f"{call}: this event of {self.device.name} was freed")
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Block until reached; return at once if never recorded."""
+
+    def _free(self) -> None:  # noqa: B027 (an optional hook)
+        """Release what the runtime holds."""
