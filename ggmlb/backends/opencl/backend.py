@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
     from ggmlb.graph import Graph
     from ggmlb.interface import Event, GraphPlan
-    from ggmlb.interface.buffer import Bytes
+    from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Target
     from ggmlb.tensor import Tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from ggmlb.interface import Buffer, BufferType
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.interface.buffer import Bytes
+    from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
 ALIGNMENT = 128
@@ -78,8 +79,11 @@ class OpenClBuffer(Buffer):
         self.memory = memory
         self._host = host
         self._uses: dict[int, cl.Event] = {}
-        self._n_owned = 0 if host is not None else nbytes
-        self.device.ledger.take(self._n_owned)
+        n_owned = 0 if host is not None else nbytes
+        ledger = self.device.ledger
+        ledger.take(n_owned)
+        self._release = weakref.finalize(self, ledger.give_back, memory, n_owned, self._uses)
+        self._release.atexit = False
 
     @classmethod
     def over_host_memory(cls, buft: OpenClBufferType, array: Bytes) -> OpenClBuffer:
@@ -102,8 +106,8 @@ class OpenClBuffer(Buffer):
 
     def uses(self) -> list[cl.Event]:
         """Return the commands that may still use the buffer."""
-        if self._uses:
-            self._uses = {q: e for q, e in self._uses.items() if not is_done(e)}
+        for queue_id in [q for q, e in self._uses.items() if is_done(e)]:
+            del self._uses[queue_id]
         return list(self._uses.values())
 
     def check_writable(self, tensor: Tensor, call: str) -> None:
@@ -165,10 +169,8 @@ class OpenClBuffer(Buffer):
         return True
 
     def _free(self) -> None:
-        if self.memory is not None:
-            self.device.ledger.give_back(self.memory, self._n_owned, self.uses())
+        self._release()
         self.memory = None
-        self._uses.clear()
         self._host = None
 
 

@@ -16,7 +16,7 @@ from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.enums import DeviceType, Op
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
-from ggmlb.interface.device import host_bytes
+from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target, declines
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ggmlb.interface import Buffer, BufferType
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.interface.buffer import Bytes
+    from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.opencl.runtime import is_done
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
     import pyopencl as cl
 
@@ -22,7 +22,7 @@ class MemoryLedger:
     def __init__(self, total: int) -> None:
         self.total = total
         self._used = 0
-        self._leaving: list[tuple[cl.Buffer, int, list[cl.Event]]] = []
+        self._leaving: list[tuple[cl.Buffer | None, int, list[cl.Event]]] = []
 
     @property
     def free(self) -> int:
@@ -34,13 +34,13 @@ class MemoryLedger:
         """Note an allocation."""
         self._used += nbytes
 
-    def give_back(self, memory: cl.Buffer, nbytes: int, uses: Iterable[cl.Event]) -> None:
+    def give_back(self, memory: cl.Buffer | None, nbytes: int, uses: Mapping[int, cl.Event]) -> None:
         """Release memory as soon as the commands that use it have ended."""
-        self._leaving.append((memory, nbytes, list(uses)))
+        self._leaving.append((memory, nbytes, list(uses.values())))
         self._sweep()
 
     def _sweep(self) -> None:
-        still: list[tuple[cl.Buffer, int, list[cl.Event]]] = []
+        still: list[tuple[cl.Buffer | None, int, list[cl.Event]]] = []
         for memory, nbytes, uses in self._leaving:
             if all(map(is_done, uses)):
                 self._used -= nbytes
