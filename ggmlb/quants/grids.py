@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.quants.codec import Blocks, Bytes, Codec, Floats, Ints, expand, f32, layout
+from ggmlb.quants.codec import Blocks, Codec, Floats, Ints, expand, f32, layout
 
 
 @cache
@@ -53,29 +53,31 @@ def _expand_signed(values: Floats, grid: str, index: Ints, signs: Ints, scales: 
     expand(values, codes, scales)
 
 
-def _nibbles(packed: Bytes) -> Bytes:
-    """Return the low and high halves of bytes `(n, k)` as `(n, 2 k)`."""
-    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], -1).reshape(len(packed), -1)
+def _parts(field: Ints, step: int, count: int) -> Ints:
+    """Take integers `(n, k)` apart into numbers of `step` bits, lowest first: `(n, k * count)`."""
+    field = np.ascontiguousarray(field)
+    out = np.empty((*field.shape, count), field.dtype)
+    for i in range(count):
+        np.right_shift(field, field.dtype.type(i * step), out=out[..., i])
+    out &= field.dtype.type((1 << step) - 1)
+    return out.reshape(len(field), -1)
 
 
-def _bytes(field: Ints) -> Bytes:
-    return np.ascontiguousarray(field).view(np.uint8)
-
-
-_SEVENS = np.array([0, 7, 14, 21], np.uint32)
-"""Where in a word the four sets of sign bits start; a scale lies above them."""
+def _high(parts: Ints) -> Ints:
+    """Make the upper bits of indices, whose lower 8 are elsewhere."""
+    return parts.astype(np.uint16) << np.uint16(8)
 
 
 def _signs_and_scales(words: Ints) -> tuple[Ints, Floats]:
-    """Take apart the words of IQ2_XXS and IQ3_XXS, `(n, 8)`, into signs and scales counted in halves."""
-    signs = _look_up(_even_signs(), words[..., None] >> _SEVENS & np.uint32(127))
+    """Take apart the words of IQ2_XXS and IQ3_XXS, `(n, 8)`: four sets of seven signs, and a scale + 0.5."""
+    signs = _look_up(_even_signs(), _parts(words, 7, 4))
     return signs, f32(words >> np.uint32(28)) + np.float32(0.5)
 
 
 def _read_iq2_xxs(values: Floats, blocks: Blocks) -> None:
     signs, scales = _signs_and_scales(blocks["qs"][:, 1::2])
     scales *= f32(blocks["d"])[:, None] * np.float32(0.25)
-    _expand_signed(values, "IQ2_XXS", _bytes(blocks["qs"][:, ::2]), signs, scales)
+    _expand_signed(values, "IQ2_XXS", _parts(blocks["qs"][:, ::2], 8, 4), signs, scales)
 
 
 def _read_iq3_xxs(values: Floats, blocks: Blocks) -> None:
@@ -85,7 +87,7 @@ def _read_iq3_xxs(values: Floats, blocks: Blocks) -> None:
 
 
 def _iq2_scales(blocks: Blocks) -> Floats:
-    scales = f32(_nibbles(blocks["scales"])) + np.float32(0.5)
+    scales = f32(_parts(blocks["scales"], 4, 2)) + np.float32(0.5)
     scales *= f32(blocks["d"])[:, None] * np.float32(0.25)
     return scales
 
@@ -97,46 +99,43 @@ def _read_iq2_xs(values: Floats, blocks: Blocks) -> None:
 
 
 def _read_iq2_s(values: Floats, blocks: Blocks) -> None:
-    high = blocks["qh"][..., None] >> np.array([0, 2, 4, 6], np.uint8) & np.uint8(3)
-    index = blocks["qs"] | high.reshape(len(blocks), -1).astype(np.uint16) << np.uint16(8)
+    index = blocks["qs"] | _high(_parts(blocks["qh"], 2, 4))
     _expand_signed(values, "IQ2_S", index, _look_up(_signs(), blocks["signs"]), _iq2_scales(blocks))
 
 
 def _read_iq3_s(values: Floats, blocks: Blocks) -> None:
-    high = np.unpackbits(_bytes(blocks["qh"]), axis=-1, bitorder="little")
-    index = blocks["qs"] | high.astype(np.uint16) << np.uint16(8)
-    scales = f32(_nibbles(blocks["scales"])) * np.float32(2) + np.float32(1)
+    index = blocks["qs"] | _high(_parts(blocks["qh"], 1, 8))
+    scales = f32(_parts(blocks["scales"], 4, 2)) * np.float32(2) + np.float32(1)
     scales *= f32(blocks["d"])[:, None]
     _expand_signed(values, "IQ3_S", index, _look_up(_signs(), blocks["signs"]), scales)
 
 
-def _expand_shifted(values: Floats, index: Ints, negative: Ints, scales: Floats) -> None:
-    """Add 1/8 to each entry of the grid of IQ1, or take it away: 8 * entry + 1 or - 1 is an integer."""
-    codes = _look_up(_grid("IQ1_S"), index)
-    codes <<= np.int8(3)
-    eights = codes.reshape(len(codes), -1, 8)
-    eights += (1 - 2 * negative.astype(np.int8)).reshape(len(codes), -1, 1)
-    expand(values, codes, scales * np.float32(0.125))
+@cache
+def _shifted_grid() -> Ints:
+    """The grid of IQ1 with 1/8 added to each element, then with 1/8 taken away; counted in eighths."""
+    eighths = 8 * _grid("IQ1_S").view(np.int8)
+    return np.concatenate([eighths + np.int8(1), eighths - np.int8(1)]).view(np.uint64)
+
+
+def _expand_shifted(values: Floats, index: Ints, scales: Floats) -> None:
+    expand(values, _look_up(_shifted_grid(), index), scales * np.float32(0.125))
 
 
 def _read_iq1_s(values: Floats, blocks: Blocks) -> None:
     words = blocks["qh"]
-    high = words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7)
-    index = blocks["qs"] | high.reshape(len(blocks), -1) << np.uint16(8)
+    shift = np.repeat(words >> np.uint16(15), 4, axis=1) << np.uint16(11)
     scales = f32(words >> np.uint16(12) & np.uint16(7)) * np.float32(2) + np.float32(1)
     scales *= f32(blocks["d"])[:, None]
-    _expand_shifted(values, index, np.repeat(words >> np.uint16(15), 4, axis=1), scales)
+    _expand_shifted(values, blocks["qs"] | _high(_parts(words, 3, 4)) | shift, scales)
 
 
 def _read_iq1_m(values: Floats, blocks: Blocks) -> None:
     words = blocks["scales"]
-    bits = words >> np.array([12, 8, 4, 0], np.uint16) & np.array([0xF, 0xF0, 0xF00, 0xF000], np.uint16)
-    d = f32(np.bitwise_or.reduce(bits, axis=1).view(np.float16))
-    scales = f32(words[..., None] >> np.array([0, 3, 6, 9], np.uint16) & np.uint16(7))
-    scales = (scales * np.float32(2) + np.float32(1)).reshape(len(blocks), -1) * d[:, None]
-    high = _nibbles(blocks["qh"])
-    index = blocks["qs"] | (high & np.uint8(7)).astype(np.uint16) << np.uint16(8)
-    _expand_shifted(values, index, high >> np.uint8(3), scales)
+    top = _parts(words, 4, 4)[:, 3::4]  # a digit of the block's scale in each word
+    d = f32((top << np.array([0, 4, 8, 12], np.uint16)).sum(1, dtype=np.uint16).view(np.float16))
+    scales = f32(_parts(words, 3, 4)) * np.float32(2) + np.float32(1)
+    scales *= d[:, None]
+    _expand_shifted(values, blocks["qs"] | _high(_parts(blocks["qh"], 4, 2)), scales)
 
 
 def _codec(read: Any, **fields: str | tuple[str, int]) -> Codec:

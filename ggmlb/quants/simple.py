@@ -41,7 +41,8 @@ def _nibbles(blocks: Blocks) -> Bytes:
 
 
 def _bits(blocks: Blocks, name: str) -> Bytes:
-    return np.unpackbits(planes(blocks[name])[0], axis=-1, bitorder="little")
+    bits = np.unpackbits(planes(blocks[name]).reshape(-1), bitorder="little")
+    return bits.reshape(len(blocks), -1)
 
 
 def _five_bits(blocks: Blocks) -> Bytes:
@@ -83,13 +84,14 @@ def _read_q1_0(values: Floats, blocks: Blocks) -> None:
     expand(values, _centered(codes, 1), f32(blocks["d"]))
 
 
+_QUARTERS = (np.arange(256)[:, None] >> np.array([0, 2, 4, 6]) & 3).astype(np.int8) - np.int8(1)
+_QUARTERS = _QUARTERS.view(np.uint32)[:, 0]
+"""The four codes in a byte, less 1, as one item."""
+
+
 def _read_q2_0(values: Floats, blocks: Blocks) -> None:
-    packed = planes(blocks["qs"])[0]
-    codes = np.empty((*packed.shape, 4), np.uint8)
-    for i in range(4):
-        np.right_shift(packed, 2 * i, out=codes[..., i])
-    codes &= np.uint8(3)
-    expand(values, _centered(codes, 1), f32(blocks["d"]))
+    codes = np.take(_QUARTERS, planes(blocks["qs"]), mode="clip").view(np.int8)
+    expand(values, codes, f32(blocks["d"]))
 
 
 # -- writing ---------------------------------------------------------------------------------------------
