@@ -42,7 +42,6 @@ FN_(cos, COS(x))
 FN_(scale, FMA(x, p0, p1))
 FN_(clamp, x < p0 ? p0 : x > p1 ? p1 : x)
 FN_(leaky_relu, x > 0.0f ? x : p0*x)
-FN_(fill, p0)
 
 #define FN2_(name, expr) DEVICE_FN float fn2_##name(float x, float y) { return (expr); }
 FN2_(add, x + y)

@@ -19,6 +19,7 @@
 #define GROUP_ID(d)  ((int)DIM_(blockIdx, d))
 #define NUM_GROUPS(d) ((int)DIM_(gridDim, d))
 #define BARRIER()    __syncthreads()
+#define BARRIER_ALL() __syncthreads()
 #define UNROLL       _Pragma("unroll")
 #define REASSOCIATE
 

@@ -18,6 +18,7 @@
 #define GROUP_ID(d)  ((int)get_group_id(d))
 #define NUM_GROUPS(d) ((int)get_num_groups(d))
 #define BARRIER()    barrier(CLK_LOCAL_MEM_FENCE)
+#define BARRIER_ALL() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #define UNROLL       __attribute__((opencl_unroll_hint))
 
 typedef char  i8_t;

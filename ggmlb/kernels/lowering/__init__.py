@@ -9,7 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS
-from ggmlb.kernels.lowering import copy, elementwise, matmul, norm, softmax
+from ggmlb.kernels.lowering import (
+    attention,
+    conv,
+    copy,
+    elementwise,
+    matmul,
+    norm,
+    recurrent,
+    reduce,
+    rope,
+    shape,
+    softmax,
+)
 from ggmlb.kernels.lowering.base import Rule
 
 if TYPE_CHECKING:
@@ -20,9 +32,15 @@ if TYPE_CHECKING:
 RULES: dict[Op, Rule] = {
     **elementwise.RULES,
     **copy.RULES,
+    **shape.RULES,
     **norm.RULES,
     **softmax.RULES,
+    **rope.RULES,
     **matmul.RULES,
+    **attention.RULES,
+    **reduce.RULES,
+    **conv.RULES,
+    **recurrent.RULES,
 }
 
 

@@ -16,7 +16,6 @@ _NUMBERS: dict[Op | UnaryOp, tuple[str, ...]] = {
     Op.SCALE: ("scale", "bias"),
     Op.CLAMP: ("min", "max"),
     Op.LEAKY_RELU: ("negative_slope",),
-    Op.FILL: ("value",),
     UnaryOp.XIELU: ("alpha_n", "alpha_p", "beta", "eps"),
 }
 """Params that a function takes, in the order of the kernel's p0 to p3."""
@@ -75,7 +74,7 @@ _COMBINE = Rule(_combine_declines, _combine)
 
 RULES = {
     **dict.fromkeys(
-        (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU, Op.FILL), _MAP
+        (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU), _MAP
     ),
     **dict.fromkeys((Op.ADD, Op.ADD1, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), _COMBINE),
     Op.GLU: Rule(_combine_declines, _glu),

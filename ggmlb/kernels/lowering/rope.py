@@ -1,0 +1,64 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from math import ceil, floor, inf, log, pi
+from typing import TYPE_CHECKING
+
+from ggmlb.dtypes import DType
+from ggmlb.enums import Op, RopeType
+from ggmlb.kernels.launch import Mem, rowwise
+from ggmlb.kernels.lowering.base import Rule, not_f32, not_floats
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from ggmlb.kernels.launch import Launch, Target
+    from ggmlb.tensor import Tensor
+
+
+def _declines(node: Tensor) -> str | None:
+    a, positions, factors = (*node.src, None)[:3]
+    assert positions is not None
+    if positions.dtype is not DType.I32:
+        return f"positions are {positions.dtype.name.lower()}: only i32"
+    return not_floats(a, node) or not_f32(factors)
+
+
+def yarn_ramp(p: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the pair from which frequencies begin to be interpolated, and over how many pairs that grows."""
+    n_dims, n_ctx = p["n_dims"], p["n_ctx_orig"]
+    if not n_ctx:
+        return 0.0, 0.001
+
+    def pair_of(n_turns: float) -> float:
+        return n_dims * log(n_ctx / (n_turns * 2 * pi)) / (2 * log(p["freq_base"])) if n_turns else inf
+
+    low = max(0, floor(pair_of(p["beta_fast"])))
+    high = min(n_dims - 1, ceil(pair_of(p["beta_slow"])))
+    return low, max(0.001, high - low)
+
+
+def _rope(node: Tensor, target: Target) -> list[Launch]:
+    a, positions, factors = (*node.src, None)[:3]
+    assert a is not None and positions is not None
+    p = node.params
+    ext, scale = p["ext_factor"], p["freq_scale"]
+    magnitude = p["attn_factor"] * (1 + 0.1 * log(1 / scale) if ext else 1)
+    d = Mem.of(node)
+    n_heads = 1
+    if target.on_cpu:  # the angles are computed once for all heads
+        n_heads = node.ne[1]
+        d = d.window((d.ne[0], 1, d.ne[2], d.ne[3]))
+    flags = {"FACTORS": 1} if factors is not None else {}
+    mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), d]
+    n_pairs = p["n_dims"] if p["mode"] == RopeType.VISION else p["n_dims"] // 2
+    numbers = (
+        n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
+        p["freq_base"], scale, ext, magnitude, *yarn_ramp(p), 1.0 if node.op is Op.ROPE else -1.0,
+    )  # fmt: skip
+    return [rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)]
+
+
+RULES = dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_declines, _rope))
