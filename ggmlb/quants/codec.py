@@ -49,7 +49,12 @@ def runs(k: int, width: int) -> tuple[str, int]:
 
 def layout(**fields: str | tuple[str, int]) -> np.dtype[Any]:
     """Return a packed structured type, of scalars and of `(type, count)` arrays."""
-    return np.dtype([(name, *((spec,) if isinstance(spec, str) else spec)) for name, spec in fields.items()])
+    return np.dtype(
+        [
+            (name, spec) if isinstance(spec, str) else (name, spec[0], (spec[1],))
+            for name, spec in fields.items()
+        ]
+    )
 
 
 def f32(field: npt.NDArray[Any]) -> Floats:
