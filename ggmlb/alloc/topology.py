@@ -29,7 +29,7 @@ class Topology:
         bases: Number of the tensor in whose memory each view lies; -1 for what is no view.
         sources: For all nodes, one after another, the numbers of their sources; -1 for an absent one.
         n_sources: How many of `sources` belong to each node.
-        outside: Whether each lies in a buffer that is not the allocator's; empty if none does.
+        outside: Whether each, no view, lies in a buffer that is not the allocator's; empty if none does.
         unlisted: Numbers of the tensors that are needed, as a source or as the base of a view, but not
             listed. They hold data from outside, like leafs.
         n_distinct: How many numbers are listed.
@@ -92,7 +92,9 @@ class Topology:
             self.flags = [f | TensorFlag.OUTPUT if f & TensorFlag.INPUT else f for f in self.flags]
         buffers = [t.buffer for t in tensors]
         foreign = {b for b in set(buffers).difference(own) if b is not None and not _is_void(b)}
-        self.outside = [b in foreign for b in buffers] if foreign else []
+        self.outside: list[bool] = []
+        if foreign:  # a view is where its base is, or will be
+            self.outside = [base < 0 and b in foreign for base, b in zip(self.bases, buffers, strict=True)]
         if any(b.is_freed for b in foreign):
             self._check_freed()
         self.key: TopologyKey = (

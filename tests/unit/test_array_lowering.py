@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 
 from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.backends.array.lowering import Lowering
 from ggmlb.backends.array.rules import FLOAT, Rules, RuleTable, operands, sources
 from ggmlb.backends.array.workspace import Workspace
-from ggmlb.backends.cpu import backend_reg
+from ggmlb.backends.cpu import backend_reg, cpu_buffer_from_ptr
 from ggmlb.backends.cpu.casts import CpuCasts
-from ggmlb.backends.cpu.lowering import TABLE
+from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
+from ggmlb.backends.cpu.threads import Threads
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, Status
 from ggmlb.errors import BackendError, UnsupportedOpError
 from ggmlb.graph import Graph
+from ggmlb.interface import tensor_alloc
 
 
 @pytest.fixture
@@ -53,19 +54,15 @@ class TestWorkspace:
         assert (first == 7).all()
 
 
-class SmallTiles(Lowering):
-    """A plain lowering that cuts after few items, over one thread."""
+class SmallTiles(CpuLowering):
+    """Cuts after few items."""
 
-    xp = np
     tile = 8
     weight_tile = 16
 
-    def bind(self, view):
-        return np.ndarray(view.shape, view.item, view.buffer.base, view.offset, view.strides)
-
 
 def compute(y, table=TABLE):
-    lowering = SmallTiles(table, Workspace(bytes_for))
+    lowering = SmallTiles(Workspace(bytes_for), Threads(1), table)
     graph = Graph().build_forward_expand(y)
     with np.errstate(all="ignore"):
         steps, counts = lowering.lower(graph.nodes)
@@ -260,6 +257,22 @@ class TestPlan:
                 cpu.graph_compute(Graph().build_forward_expand(z))
             rows.set_array(np.array([1, 2], np.int32))
             assert cpu.graph_compute(Graph().build_forward_expand(z)) is Status.SUCCESS
+
+    def test_nodes_that_run_tile_by_tile_fail_together(self, cpu):
+        frozen = np.zeros((100, 1000), np.float32)
+        frozen.flags.writeable = False
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (1000, 100))
+        w = ctx.new_tensor(DType.F32, (1000, 100), "frozen")
+        y = ctx.add_inplace(w, ctx.sqr(x))
+        with cpu_buffer_from_ptr(frozen) as buffer:
+            tensor_alloc(buffer, w, 0)
+            with (
+                alloc_ctx_tensors(ctx, cpu) as rest,
+                pytest.raises(BackendError, match=r"SQR f32\[1000, 100\] with ADD .*frozen.*read-only"),
+            ):
+                rest.clear()
+                cpu.graph_compute(Graph().build_forward_expand(y))
 
     def test_the_abort_callback_is_asked_before_each_node(self, cpu):
         ctx = Context()
