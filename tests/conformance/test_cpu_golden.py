@@ -8,6 +8,7 @@ import pytest
 
 from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.cpu import backend_reg
+from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import Status
 from ggmlb.testing.programs import load_cases
 
@@ -36,15 +37,33 @@ def test_every_tensor_in_memory_of_its_own(case, cpu):
         check(built)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_results_in_the_memory_of_their_operands(case, cpu):
-    built = case.build()
+def place_sharing_memory(built, cpu):
+    """Allocate as for use: results lie in the memory of operands that are needed no more."""
     allocator = GraphAllocator(cpu.default_buffer_type)
     allocator.alloc_graph(built.graph)
-    for leaf in case.leafs:
+    for leaf in built.case.leafs:
         tensor = built.tensors[leaf.name]
         if tensor.buffer is not None:  # some give only their shape, and are in no graph
             tensor.set(leaf.data)
+    return allocator
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_results_in_the_memory_of_their_operands(case, cpu):
+    built = case.build()
+    allocator = place_sharing_memory(built, cpu)
+    assert cpu.graph_compute(built.graph) is Status.SUCCESS
+    check(built)
+    allocator.free()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_small_tiles_over_threads(case, cpu, monkeypatch):
+    monkeypatch.setattr(CpuLowering, "tile", 50)
+    monkeypatch.setattr(CpuLowering, "weight_tile", 700)
+    monkeypatch.setattr(CpuLowering, "parallel_work", 0)
+    built = case.build()
+    allocator = place_sharing_memory(built, cpu)
     assert cpu.graph_compute(built.graph) is Status.SUCCESS
     check(built)
     allocator.free()

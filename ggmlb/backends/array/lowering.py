@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.array.tiling import Tiling
+from ggmlb.backends.array.tiling import Group, Stage
 from ggmlb.backends.array.views import View, broadcast, merged
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS
@@ -52,6 +52,9 @@ class Lowering(ABC):
         self.casts = table.casts
         self._workspace = workspace
         self._steps: list[Step] = []
+        self._counts: list[int] = []
+        self._group: Group | None = None
+        self._group_node = 0
 
     def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
         """Return the steps that compute the nodes, and how many of them each node has.
@@ -59,15 +62,15 @@ class Lowering(ABC):
         Raises:
             UnsupportedOpError: No rule takes a node.
         """
-        self._steps = []
-        counts = []
+        self._steps, self._counts = [], []
         for node in nodes:
-            n = len(self._steps)
+            self._counts.append(0)
             if node.op not in NO_OPS and not node.is_empty:
-                self._workspace.restart()
+                if self._group is None:
+                    self._workspace.restart()
                 self._rule(node).lower(self, node)
-            counts.append(len(self._steps) - n)
-        return self._steps, counts
+        self._flush()
+        return self._steps, self._counts
 
     def _rule(self, node: Tensor) -> Rule:
         found = self.table.find(node)
@@ -79,7 +82,27 @@ class Lowering(ABC):
 
     def emit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Append a call to the plan."""
+        self._flush()
         self._steps.append(partial(fn, *args, **kwargs) if args or kwargs else fn)
+        self._counts[-1] += 1
+
+    def _emit_stage(self, stage: Stage) -> None:
+        """Append a stage to those before it that run over the same tiles, or begin with it anew."""
+        if self._group is None or not self._group.accepts(stage):
+            self._flush()
+            self._group = Group(stage)
+        else:
+            self._group.stages.append(stage)
+        self._group_node = len(self._counts) - 1
+
+    def _flush(self) -> None:
+        """Append the steps of the stages that wait for others; they count as those of the last one's node."""
+        group, self._group = self._group, None
+        if group is not None:
+            lists = group.lists(self)
+            steps = lists[0] if len(lists) == 1 else [partial(self.run_parallel, lists)]
+            self._steps += steps
+            self._counts[self._group_node] += len(steps)
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """Return a C-contiguous array that is this node's own while its steps run."""
@@ -101,6 +124,10 @@ class Lowering(ABC):
     @abstractmethod
     def bind(self, view: View) -> Array:
         """Make the array of a view on a buffer that this library can reach."""
+
+    @abstractmethod
+    def address(self, view: View) -> int:
+        """The address of the first item of a view: tells whether views share memory."""
 
     def view(self, array: Array, dtype: DType = DType.F32) -> View:
         """View a C-contiguous array of this library, scratch or constant, as an operand of type `dtype`."""
@@ -211,13 +238,10 @@ class Lowering(ABC):
         """
         if 0 in out.shape:
             return
+        unit = out.shape[-1]
         views = merged([out, *src], inner)
-        tiling = Tiling(self, views, inner, scratch, convert)
-        lists = tiling.lists(kernel, self.workers(work * max(prod(v.shape) for v in views)))
-        if len(lists) == 1:
-            self._steps += lists[0]
-        else:
-            self.emit(self.run_parallel, lists)
+        work *= max(prod(v.shape) for v in views)
+        self._emit_stage(Stage(self, kernel, views, inner, unit, scratch, work, convert))
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""

@@ -6,7 +6,7 @@ from itertools import islice
 from operator import length_hint
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import Status
+from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import BackendError, Error
 from ggmlb.interface import GraphPlan
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ArrayPlan(GraphPlan):
-    """Steps, and for each node how many of them are its own."""
+    """Steps, and for each node how many of them it counts: all that end with it."""
 
     def __init__(self, backend: Backend, graph: Graph, lowering: Lowering) -> None:
         super().__init__(backend, graph)
@@ -48,8 +48,14 @@ class ArrayPlan(GraphPlan):
         return Status.SUCCESS
 
     def _node_of(self, step: int) -> str:
+        """Describe the node of a step: the one that counts it, with those before it that run tile by tile."""
+        together: list[str] = []
         for node, count in zip(self.nodes, self.counts, strict=True):
-            step -= count
-            if step < 0:
-                return node.describe()
+            if count:
+                step -= count
+                if step < 0:
+                    return " with ".join([*together, node.describe()])
+                together = []
+            elif node.op not in NO_OPS and not node.is_empty:
+                together.append(node.describe())
         raise AssertionError("more steps than the nodes have")

@@ -89,6 +89,10 @@ class View(NamedTuple):
             (*self.strides[:axis], period * stride, *self.strides[axis:]),
         )
 
+    def extent(self) -> int:
+        """The bytes from the first item to the end of the last."""
+        return self.item.itemsize + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
     def is_packed(self) -> bool:
         """Whether the items lie side by side in order."""
         packed = packed_strides(self.shape, self.item.itemsize)
@@ -179,10 +183,10 @@ Cut = tuple[tuple[int, int], ...]
 """A start and a count per dimension."""
 
 
-def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
+def cuts(shape: tuple[int, ...], row: int, limit: int | None, unit: int = 1) -> Iterator[Cut]:
     """Cut an outer shape, of rows of `row` items, into pieces of at most about `limit` items.
 
-    `None` cuts nothing.
+    `None` cuts nothing. Where single items are cut apart, it is at multiples of `unit`.
     """
     whole = tuple((0, n) for n in shape)
     if limit is None or prod(shape) * row <= limit or not shape:
@@ -190,25 +194,27 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
         return
     rest = prod(shape[1:]) * row
     step = max(1, limit // rest) if rest else shape[0]
+    if rest == 1 and step > unit:
+        step -= step % unit
     for start in range(0, shape[0], step):
         here = (start, min(step, shape[0] - start))
         if rest > limit:
-            for inner in cuts(shape[1:], row, limit):
+            for inner in cuts(shape[1:], row, limit, unit):
                 yield (here, *inner)
         else:
             yield (here, *whole[1:])
 
 
-def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
+def tiles(views: Sequence[View], inner: int, limit: int | None, unit: int = 1) -> list[list[View]]:
     """Cut views of equal outer extents alike, into pieces of at most about `limit` items of the largest.
 
-    The last `inner` dimensions are never cut.
+    The last `inner` dimensions are never cut; for `unit` see `cuts`.
     """
     if limit is None or max(prod(v.shape) for v in views) <= limit:
         return [list(views)]
     n_outer = len(views[0].shape) - inner
     row = max(prod(v.shape[n_outer:]) for v in views)
-    return [[_piece(v, piece) for v in views] for piece in cuts(views[0].shape[:n_outer], row, limit)]
+    return [[_piece(v, piece) for v in views] for piece in cuts(views[0].shape[:n_outer], row, limit, unit)]
 
 
 def _piece(view: View, cut: Cut) -> View:

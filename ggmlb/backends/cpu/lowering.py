@@ -16,12 +16,9 @@ from ggmlb.errors import BackendError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ggmlb.backends.array.views import View
+    from ggmlb.backends.array.views import Memory, View
     from ggmlb.backends.array.workspace import Array, Workspace
     from ggmlb.backends.cpu.threads import Threads
-
-PARALLEL_WORK = 1 << 19
-"""Additions below which waking a thread costs more than it saves: about 0.1 ms."""
 
 TABLE = RuleTable(CpuCasts(np), reference)
 """What the CPU can compute."""
@@ -33,23 +30,34 @@ class CpuLowering(Lowering):
     Args:
         workspace: Scratch memory.
         threads: Run the tiles of big nodes.
+        table: The rules.
     """
 
     xp = np
     tile = 1 << 15
     weight_tile = 1 << 20
+    parallel_work = 1 << 19
+    """Additions below which waking a thread costs more than it saves: about 0.1 ms."""
 
-    def __init__(self, workspace: Workspace, threads: Threads) -> None:
-        super().__init__(TABLE, workspace)
+    def __init__(self, workspace: Workspace, threads: Threads, table: RuleTable = TABLE) -> None:
+        super().__init__(table, workspace)
         self._threads = threads
+        self._addresses: dict[Memory, int] = {}
 
     def bind(self, view: View) -> Array:
         """A NumPy array over the host buffer's memory."""
         return np.ndarray(view.shape, view.item, view.buffer.base, view.offset, view.strides)
 
+    def address(self, view: View) -> int:
+        """The address of the first item of a view."""
+        memory = view.buffer
+        if memory not in self._addresses:
+            self._addresses[memory] = memory.base.ctypes.data
+        return self._addresses[memory] + view.offset
+
     def workers(self, work: int) -> int:
         """All threads for work that is worth waking them."""
-        return self._threads.n if work >= PARALLEL_WORK else 1
+        return self._threads.n if work >= self.parallel_work else 1
 
     def row_sum(self, x: Array) -> Array:
         """As products with ones, by BLAS: half the time of a reduction where rows are short."""
