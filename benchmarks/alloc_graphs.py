@@ -14,6 +14,7 @@ from ggmlb.dtypes import DType
 
 F32, F16, I32, Q4_0 = DType.F32, DType.F16, DType.I32, DType.Q4_0
 SIZE = {F32: 4, F16: 2}
+KINDS = ["add", "mul", "scale", "gelu", "norm", "mul_mat", "concat", "view", "reshape", "soft_max", "cont"]
 
 
 def bert(ctx: Any, n_layer: int, n_embd: int, n_head: int, n_tokens: int, n_batch: int) -> list[Any]:
@@ -98,7 +99,7 @@ def llama(
     x = ctx.get_rows(ctx.weight(Q4_0, n_embd, n_vocab), tokens)
     row = SIZE[F16] * n_embd_kv
     stored = []
-    for layer in range(n_layer):
+    for _layer in range(n_layer):
         y = norm(x)
         q = rope(ctx.mul_mat(ctx.weight(Q4_0, n_embd, n_embd), y), n_head)
         k = rope(ctx.mul_mat(ctx.weight(Q4_0, n_embd, n_embd_kv), y), n_head_kv)
@@ -163,9 +164,7 @@ def random_dag(ctx: Any, seed: int, n_nodes: int) -> list[Any]:
         # Recent tensors more often: as in a model, with a few long edges.
         a, rows = pool[-1 - min(int(rng.expovariate(0.3)), len(pool) - 1)]
         same = [t for t, r in pool if r == rows]
-        kind = rng.choice(
-            ["add", "mul", "scale", "gelu", "norm", "mul_mat", "concat", "view", "reshape", "soft_max", "cont"]
-        )
+        kind = rng.choice(KINDS)
         if kind in ("add", "mul"):
             new = getattr(ctx, kind)(a, rng.choice(same)), rows
         elif kind == "scale":

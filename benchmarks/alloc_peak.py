@@ -12,12 +12,11 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ggml
 
@@ -26,10 +25,14 @@ from alloc_graphs import bert, llama, random_dag, unet
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.context import Context
-from ggmlb.dtypes import DType
 from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.dtypes import DType
+    from ggmlb.tensor import Tensor
 
 RESULTS = Path(__file__).parent / "results" / "alloc_peak.md"
 GGML_BUFFER_TYPE = ggml.ggml_backend_get_default_buffer_type(ggml.ggml_backend_cpu_init())
@@ -197,8 +200,8 @@ def main() -> int:
             "",
             *rows,
             "",
-            f"Time for a LLaMA graph of {n_nodes} nodes (median of 30): first allocation {first:.2f} ms; another "
-            f"graph of the same topology {alike:.2f} ms; the same graph again {again:.2f} ms.",
+            f"Time for a LLaMA graph of {n_nodes} nodes (median of 30): first allocation {first:.2f} ms; "
+            f"another graph of the same topology {alike:.2f} ms; the same graph again {again:.2f} ms.",
             "",
         ]
     )

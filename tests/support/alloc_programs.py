@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from ggmlb.enums import Op, TensorFlag
 from ggmlb.graph import Graph
 from ggmlb.tensor import Tensor, contiguous_nb
 from ggmlb.testing.memory import TestMemory
+
+if TYPE_CHECKING:
+    from ggmlb.interface import BufferType
 
 SHAPES = [(4, 4), (2, 4), (4, 2), (8, 4), (0, 4), (1, 1)]
 KINDS = [
@@ -61,8 +64,8 @@ class Program:
 
 
 @st.composite
-def programs(draw: st.DrawFn, n_bufts: int, max_nodes: int = 24) -> Program:
-    """Draw a program of float32 matrices."""
+def programs(draw: st.DrawFn, n_bufts: int, max_nodes: int = 24, *, splits: bool = True) -> Program:
+    """Draw a program of float32 matrices; with `splits` it has copies as the scheduler makes them."""
     program = Program()
     ctx, graph = program.ctx, program.graph
     pool: list[Tensor] = []
@@ -82,7 +85,7 @@ def programs(draw: st.DrawFn, n_bufts: int, max_nodes: int = 24) -> Program:
     for _ in range(draw(st.integers(1, max_nodes))):
         known = len(ctx.tensors)
         a = pool[-1 - draw(st.integers(0, min(7, len(pool) - 1)))]
-        new = _apply(draw, program, draw(st.sampled_from(KINDS)), a, pool)
+        new = _apply(draw, program, draw(st.sampled_from(KINDS if splits else KINDS[:-1])), a, pool)
         nodes = [*ctx.tensors[known:], *([] if new in ctx.tensors[known:] else [new])]
         if new in program.copies:
             nodes.append(_dependency(program.copies[new]))
@@ -214,10 +217,11 @@ def _lies_on_operand(node: Tensor, operand: Tensor) -> bool:
 # -- what it computes ------------------------------------------------------------------------------
 
 
-def place_without_reuse(program: Program) -> None:
+def place_without_reuse(program: Program, kind: BufferType | None = None) -> None:
     """Place every tensor in bytes of its own."""
+    kind = kind or TestMemory()
     roots = [t for t in program.graph if t.view_src is None and t.buffer is None]
-    buffer = TestMemory().alloc_buffer(sum(t.nbytes + 32 for t in roots))
+    buffer = kind.alloc_buffer(sum(t.nbytes + kind.alignment for t in roots))
     allocator = TensorAllocator(buffer)
     for t in roots:
         allocator.alloc(t)
@@ -233,11 +237,7 @@ def run(program: Program) -> tuple[list[bytes], list[bytes]]:
     A node is poisoned before its operands are read, unless it lies exactly on one that may lend its place.
     """
     graph = program.graph
-    for i, t in enumerate(graph.leafs):
-        t.set(np.random.default_rng(i).uniform(0.5, 1.5, t.n_elements).astype(np.float32))
-    for i, t in enumerate(graph.leafs):
-        expected = np.random.default_rng(i).uniform(0.5, 1.5, t.n_elements).astype(np.float32)
-        assert (_array(t).reshape(-1) == expected).all()
+    set_leafs(program)
     computed = []
     for node in graph.nodes:
         if node in program.copies:
@@ -249,8 +249,25 @@ def run(program: Program) -> tuple[list[bytes], list[bytes]]:
                 _array(node)[...] = np.nan
             _compute(node)
         computed.append(_array(node).tobytes())
+    return computed, [_array(t).tobytes() for t in results(graph)]
+
+
+def set_leafs(program: Program) -> None:
+    """Set all leafs, and check that none disturbs another."""
+    leafs = program.graph.leafs
+    values = [
+        np.random.default_rng(i).uniform(0.5, 1.5, t.n_elements).astype(np.float32)
+        for i, t in enumerate(leafs)
+    ]
+    for t, value in zip(leafs, values, strict=True):
+        t.set(value)
+    assert all((t.get().view(np.float32) == value).all() for t, value in zip(leafs, values, strict=True))
+
+
+def results(graph: Graph) -> list[Tensor]:
+    """The tensors whose data is there when the graph was computed."""
     life = lifetimes(graph)
-    return computed, [_array(t).tobytes() for t in graph if life[_root(t)][1] == inf]
+    return [t for t in graph if life[_root(t)][1] == inf]
 
 
 def _array(t: Tensor) -> npt.NDArray[Any]:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import sys
 
-from alloc_programs import Program, check_places, overlap, place_without_reuse, programs, run
+from alloc_programs import (
+    Program,
+    check_places,
+    overlap,
+    place_without_reuse,
+    programs,
+    results,
+    run,
+    set_leafs,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ggmlb.alloc import GraphAllocator, TensorAllocator
+from ggmlb.registry import init_by_name
 from ggmlb.testing.memory import TestMemory
 
 N_BUFTS = 3
@@ -105,3 +115,22 @@ def test_inputs_survive_on_request(program: Program, kinds: list[TestMemory]) ->
         run(program)
         others = [t for t in program.graph if t.view_src is None]
         assert not any(overlap(x, t) for x in inputs for t in others if t is not x)
+
+
+@given(program=programs(1, splits=False))
+def test_the_cpu_computes_the_same_with_reuse_as_without(program: Program) -> None:
+    with init_by_name("CPU") as cpu:
+        graph = program.graph
+
+        def compute() -> list[bytes]:
+            set_leafs(program)
+            cpu.graph_compute(graph)
+            return [t.get().tobytes() for t in results(graph)]
+
+        place_without_reuse(program, cpu.default_buffer_type)
+        expected = compute()
+        unplace(program)
+        place_weights(program)
+        with GraphAllocator(cpu.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            assert compute() == expected
