@@ -4,9 +4,10 @@
                            │
     prelude + headers + kernel text ──> source(kernel, language) ──> a backend compiles and runs it
 
-The texts (`*.knl`, `*.h`) are written against a prelude of macros, one per language. A kernel's parameter list is
-read from its text, so that all launchers set arguments from one description. Whether a group of work-items
-shares a row (GPUs) or a work-item has rows to itself (CPU-type devices) is chosen by the macro WG.
+The texts (`*.knl`, `*.h`) are written against a prelude of macros, one per language. A kernel's
+parameter list is read from its text, so that all launchers set arguments from one description. Whether
+a group of work-items shares a row (GPUs) or a work-item has rows to itself (CPU-type devices) is chosen
+by the macro WG.
 """
 
 from ggmlb.kernels.launch import Defines, Launch, Mem, Target

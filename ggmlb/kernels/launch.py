@@ -1,4 +1,4 @@
-"""Launches: a kernel, the tensors and numbers it takes, and how its work is split. No device is needed here."""
+"""Launches: a kernel, the tensors and numbers it takes, and how its work is split. No device is needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Target:
     wg: int
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
-        """Return how many groups share `n_rows` rows: one each, or few where cores have them to themselves."""
+        """Return how many groups share `n_rows` rows: one each, or few where a core has rows to itself."""
         if not self.on_cpu:
             return n_rows
         return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
@@ -77,7 +77,7 @@ class Mem:
         )
 
     def tiled_to(self, ne: Ne) -> Mem:
-        """Return itself as seen by a loop over `ne`: strides of 0 in the dimensions where it has one element."""
+        """Return itself as a loop over `ne` sees it: strides of 0 in dimensions where it has one element."""
         nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
         return self.window(ne, nb)  # type: ignore[arg-type]
 
@@ -128,7 +128,12 @@ def launch(
 
 
 def elementwise(
-    target: Target, name: str, mems: Sequence[Mem], *numbers: int | float, over: int = -1, **defines: str | int
+    target: Target,
+    name: str,
+    mems: Sequence[Mem],
+    *numbers: int | float,
+    over: int = -1,
+    **defines: str | int,
 ) -> Launch:
     """Return a launch with a step for each element of `mems[over]`."""
     ne = mems[over].ne
@@ -141,7 +146,12 @@ def elementwise(
 
 
 def rowwise(
-    target: Target, name: str, mems: Sequence[Mem], *numbers: int | float, over: int = -1, **defines: str | int
+    target: Target,
+    name: str,
+    mems: Sequence[Mem],
+    *numbers: int | float,
+    over: int = -1,
+    **defines: str | int,
 ) -> Launch:
     """Return a launch with a group for each row of `mems[over]`, or for several on a CPU."""
     ne = mems[over].ne
@@ -184,7 +194,7 @@ def _four(values: list[int], rest: int) -> Ne:
 
 @lru_cache(maxsize=1024)
 def row_length(n: int) -> int:
-    """Return the length of equal rows to cut `n` elements into: the largest divisor from 256 to 4096, or `n`."""
+    """Return the length of equal rows to cut `n` elements into: the largest divisor in 256..4096, or `n`."""
     if n <= MIN_GROUP_WORK:
         return n
     for length in range(MIN_GROUP_WORK, 255, -1):

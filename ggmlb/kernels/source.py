@@ -21,7 +21,7 @@ _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<s
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A kernel's parameter; a tensor's stands for a buffer, an i64 offset, four int extents and i64 strides."""
+    """A kernel's parameter; a tensor's stands for buffer, i64 offset, four int extents, four i64 strides."""
 
     kind: ParamKind
     name: str

@@ -5,14 +5,18 @@ On a CPU-type device such as PoCL, the work split of GPUs is run too: the kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ggmlb import alloc_ctx_tensors, device_by_name
-from ggmlb.interface import Backend
 from ggmlb.testing.programs import Case, load_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.interface import Backend
 
 CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
 FAMILIES = sorted({case.family for case in CASES})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyopencl as cl
@@ -15,7 +15,11 @@ from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, FreedError, UnsupportedOpError
-from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.tensor import Tensor
 
 
 @pytest.fixture
@@ -186,7 +190,7 @@ def test_an_op_without_a_kernel_is_refused_by_name(streams: tuple[OpenClBackend,
     a = ctx.new_tensor(DType.F64, (8,), "a")
     y = ctx.scale(a, 2.0)
     alloc_ctx_tensors(ctx, stream)
-    with pytest.raises(UnsupportedOpError, match="SCALE.*'a' is f64"):
+    with pytest.raises(UnsupportedOpError, match=r"SCALE.*'a' is f64"):
         stream.graph_compute(Graph().build_forward_expand(y))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyopencl as cl
@@ -15,7 +15,11 @@ from ggmlb.backends.opencl.buffer import OpenClBuffer
 from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.errors import AllocationError, ArgumentError, BackendError, BoundsError, FreedError
 from ggmlb.interface import tensor_alloc, tensor_copy, tensor_copy_async
-from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.tensor import Tensor
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class OpenClBackend(Backend):
         self.queue = cl.CommandQueue(device.context, device.cl_device)
         self._id = next(_queue_ids)
         # A transfer's event holds the host array, and must have ended before it is dropped: its destructor
-        # would wait with the interpreter locked, and so for ever, if another Python thread is to let it go on.
+        # would wait with the interpreter locked: for ever, if another Python thread is to let it go on.
         self._held: list[cl.Event] = []
         self._last: cl.Event | None = None
 
@@ -105,7 +105,11 @@ class OpenClBackend(Backend):
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         source, target = src.buffer, dst.buffer
-        if not isinstance(backend_src, OpenClBackend) or not backend_src._owns(source) or not self._owns(target):
+        if (
+            not isinstance(backend_src, OpenClBackend)
+            or not backend_src._owns(source)
+            or not self._owns(target)
+        ):
             return False
         source, target = cast("OpenClBuffer", source), cast("OpenClBuffer", target)
         if not can_copy(source, src, target, dst):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 ALIGNMENT = 128
-"""Alignment of tensors [bytes]: the base alignment of PoCL and of the common GPUs, and a cache line of theirs."""
+"""Alignment of tensors [bytes]: the base alignment of PoCL and of common GPUs, and a cache line of theirs."""
 
 
 class OpenClBufferType(BufferType):
@@ -68,7 +68,7 @@ class OpenClBuffer(Buffer):
     buffer; they disturb nothing else.
 
     Attributes:
-        memory: The OpenCL buffer; `None` for a size of 0, which OpenCL does not have.
+        device: The device it belongs to.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OpenClBuffer(Buffer):
     ) -> None:
         super().__init__(buft, nbytes)
         self.device = buft.device
-        self.memory = memory
+        self._memory = memory
         self._host = host
         self._uses: dict[int, cl.Event] = {}
         n_owned = 0 if host is not None else nbytes
@@ -97,8 +97,14 @@ class OpenClBuffer(Buffer):
 
     @property
     def base(self) -> cl.Buffer | None:
-        """The OpenCL buffer."""
-        return self.memory
+        """The OpenCL buffer; `None` for a size of 0, which OpenCL does not have."""
+        return self._memory
+
+    @property
+    def memory(self) -> cl.Buffer:
+        """The OpenCL buffer, where there are bytes to move."""
+        assert self._memory is not None
+        return self._memory
 
     def note_use(self, queue_id: int, event: cl.Event) -> None:
         """Remember the last command of a backend's queue that uses the buffer."""
@@ -148,7 +154,12 @@ class OpenClBuffer(Buffer):
     def _fill(self, value: int, offset: int, nbytes: int) -> None:
         with cl_errors(f"fill {nbytes:,} bytes on {self.name}"):
             cl.enqueue_fill_buffer(
-                self.device.transfers, self.memory, np.uint8(value), offset, nbytes, wait_for=self.uses()
+                self.device.transfers,
+                self.memory,
+                np.full(1, value, np.uint8),
+                offset,
+                nbytes,
+                wait_for=self.uses(),
             ).wait()
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
@@ -170,7 +181,7 @@ class OpenClBuffer(Buffer):
 
     def _free(self) -> None:
         self._release()
-        self.memory = None
+        self._memory = None
         self._host = None
 
 

@@ -175,8 +175,8 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
                 found.append(OpenClDevice(reg, f"OpenCL{len(found)}", cl_device, context))
     if not found:
         raise BackendUnavailable(
-            "no OpenCL platform has a device: install the card's OpenCL driver, or a runtime for the CPU with "
-            "pip install 'ggmlb[opencl]'"
+            "no OpenCL platform has a device: install the card's OpenCL driver, or a runtime for the CPU "
+            "with pip install 'ggmlb[opencl]'"
         )
     return tuple(found)
 

@@ -53,11 +53,16 @@ class OpenClHostBufferType(BufferType):
             return OpenClHostBuffer(self, np.empty(0, np.uint8))
         device = self._device
         with cl_errors(f"allocate {nbytes:,} bytes of host memory for {device.name}", self, nbytes):
-            memory = cl.Buffer(
-                device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes
-            )
+            memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
             access = cl.map_flags.READ | cl.map_flags.WRITE
-            array, _ = cl.enqueue_map_buffer(device.transfers, memory, access, 0, (nbytes,), np.uint8)
+            array, _ = cl.enqueue_map_buffer(
+                device.transfers,
+                memory,
+                access,  # type: ignore[arg-type]
+                0,
+                (nbytes,),
+                np.dtype(np.uint8),
+            )
         return OpenClHostBuffer(self, array)
 
 

@@ -65,4 +65,6 @@ class Programs:
             options.append("-DON_CPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", cl.CompilerWarning)  # PoCL logs even when it has nothing to say
-            return cl.Program(self._context, source(kernel, "opencl")).build(options, devices=[self._device])
+            program = cl.Program(self._context, source(kernel, "opencl"))
+            program.build(options, devices=[self._device])
+        return program

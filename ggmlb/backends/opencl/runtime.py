@@ -28,11 +28,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_process(call: str) -> None:
-    """Raise a BackendError in a process that was forked after OpenCL was used: its runtime would hang there."""
+    """Raise a BackendError in a process that was forked after OpenCL was used: it would hang there."""
     if _forked:
         raise BackendError(
-            f"{call}: OpenCL was used before this process was forked, and cannot be used in it; start workers "
-            "with the 'spawn' method, or use OpenCL in the workers only"
+            f"{call}: OpenCL was used before this process was forked, and cannot be used in it; start "
+            "workers with the 'spawn' method, or use OpenCL in the workers only"
         )
 
 
@@ -74,6 +74,5 @@ def check_outcome(event: cl.Event, call: str) -> None:
     """Raise a BackendError if the command, which has ended, failed."""
     status = event.command_execution_status
     if status < 0:
-        raise BackendError(
-            f"{call}: queued work failed with OpenCL status {status} ({cl.status_code.to_string(status)})"
-        )
+        name = cl.status_code.to_string(status)  # type: ignore[operator]
+        raise BackendError(f"{call}: queued work failed with OpenCL status {status} ({name})")

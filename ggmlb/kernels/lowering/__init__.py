@@ -22,11 +22,11 @@ from ggmlb.kernels.lowering import (
     shape,
     softmax,
 )
-from ggmlb.kernels.lowering.base import Rule
 
 if TYPE_CHECKING:
     from ggmlb.enums import Op
     from ggmlb.kernels.launch import Launch, Target
+    from ggmlb.kernels.lowering.base import Rule
     from ggmlb.tensor import Tensor
 
 RULES: dict[Op, Rule] = {

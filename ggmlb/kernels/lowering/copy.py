@@ -21,7 +21,7 @@ _WORDS = {8: DType.I64, 4: DType.I32, 2: DType.I16, 1: DType.I8}
 
 
 def _conversion(src: DType, dst: DType) -> str | None:
-    """Return how elements of one type become another's: the kernel's CONVERT, or `None` where none does it."""
+    """Return how elements of one type become another's: the kernel's CONVERT; `None` where nothing does."""
     if src == dst or (src in _PLAIN and dst in _PLAIN):
         return "plain"
     if src in READ_IN_EIGHTS and dst in FLOATS:
@@ -32,7 +32,7 @@ def _conversion(src: DType, dst: DType) -> str | None:
 
 
 def _units(kind: str, a: Mem, d: Mem) -> tuple[Mem, Mem]:
-    """Return both with extents that count what the kernel moves at a step: elements, groups of eight, blocks."""
+    """Return both with extents that count what the kernel moves at a step: elements, eights, or blocks."""
     if kind == "plain":
         return (_as_words(a), _as_words(d)) if a.dtype.is_quantized else (a, d)
     step = 8 if kind == "dequantize" else d.dtype.block_size
@@ -42,7 +42,9 @@ def _units(kind: str, a: Mem, d: Mem) -> tuple[Mem, Mem]:
 
 def _as_words(m: Mem) -> Mem:
     """Return a quantised mem as integers, for blocks that are moved unchanged."""
-    size = next(s for s in (8, 4, 2, 1) if not (m.dtype.type_size | m.nb[1] | m.nb[2] | m.nb[3] | m.offset) % s)
+    size = next(
+        s for s in (8, 4, 2, 1) if not (m.dtype.type_size | m.nb[1] | m.nb[2] | m.nb[3] | m.offset) % s
+    )
     n = m.ne[0] // m.dtype.block_size * m.dtype.type_size // size
     return m.window((n, *m.ne[1:]), (size, *m.nb[1:]), dtype=_WORDS[size])
 

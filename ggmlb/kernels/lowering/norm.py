@@ -46,7 +46,9 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
     ):
         if n_groups and n:
             mems = [
-                m.window((n * plane, n_groups, 1, n_images), (m.nb[0], n * m.nb[2], 0, m.nb[3]), first * m.nb[2])
+                m.window(
+                    (n * plane, n_groups, 1, n_images), (m.nb[0], n * m.nb[2], 0, m.nb[3]), first * m.nb[2]
+                )
                 for m in (Mem.of(node.src[0]), Mem.of(node))  # type: ignore[arg-type]
             ]
             launches.append(rowwise(target, "layer_norm", mems, node.params["eps"]))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def alibi(max_bias: float, n_head: int) -> tuple[float, int, float, float]:
-    """Return the kernels' four numbers for ALiBi's slopes: bias, the power of two below the heads, both bases."""
+    """Return what the kernels take for ALiBi: the bias, the power of two below the heads, both bases."""
     n_log2 = 1 << int(math.log2(n_head))
     return max_bias, n_log2, 2.0 ** (-max_bias / n_log2), 2.0 ** (-max_bias / 2 / n_log2)
 
