@@ -86,23 +86,28 @@ class Lowering(ABC):
         self._steps.append(partial(fn, *args, **kwargs) if args or kwargs else fn)
         self._counts[-1] += 1
 
+    def emit_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
+        """Append lists of steps that may run at the same time."""
+        self._flush()
+        self._append(lists, len(self._counts) - 1)
+
+    def _append(self, lists: Sequence[Sequence[Step]], node: int) -> None:
+        steps = lists[0] if len(lists) == 1 else [partial(self.run_parallel, lists)]
+        self._steps += steps
+        self._counts[node] += len(steps)
+
     def _emit_stage(self, stage: Stage) -> None:
-        """Append a stage to those before it that run over the same tiles, or begin with it anew."""
+        """Let a stage join those before it, or begin a group with it."""
         if self._group is None or not self._group.accepts(stage):
             self._flush()
-            self._group = Group(stage)
-        else:
-            self._group.stages.append(stage)
+            self._group = Group(self, stage)
         self._group_node = len(self._counts) - 1
 
     def _flush(self) -> None:
         """Append the steps of the stages that wait for others; they count as those of the last one's node."""
         group, self._group = self._group, None
         if group is not None:
-            lists = group.lists(self)
-            steps = lists[0] if len(lists) == 1 else [partial(self.run_parallel, lists)]
-            self._steps += steps
-            self._counts[self._group_node] += len(steps)
+            self._append(group.lists(), self._group_node)
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """Return a C-contiguous array that is this node's own while its steps run."""
@@ -226,6 +231,7 @@ class Lowering(ABC):
         kernel: Kernel,
         out: View,
         *src: View,
+        whole: Sequence[View] = (),
         inner: int = 0,
         scratch: int = 0,
         work: int = 1,
@@ -233,15 +239,22 @@ class Lowering(ABC):
     ) -> None:
         """Cut views into tiles and emit, for each, its loads, the kernel and its store.
 
-        The views agree in all extents but those of the last `inner` dimensions. Without `convert`, the
-        kernel sees the memory as it is, and no loads and stores are emitted.
+        Args:
+            kernel: Called as `kernel(y, *x, *whole, *scratch)`.
+            out: The result; agrees with `src` in all extents but those of the last `inner` dimensions.
+            src: Operands that are cut like the result.
+            whole: Operands that every tile reads whole, as they are.
+            inner: How many dimensions are never cut.
+            scratch: How many scratch arrays the kernel wants, of the shape of the first source.
+            work: As for `elementwise`.
+            convert: Whether the kernel sees float32, with loads and a store where needed; else it sees the
+                memory as it is.
         """
         if 0 in out.shape:
             return
-        unit = out.shape[-1]
         views = merged([out, *src], inner)
         work *= max(prod(v.shape) for v in views)
-        self._emit_stage(Stage(self, kernel, views, inner, unit, scratch, work, convert))
+        self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, convert))
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""

@@ -1,16 +1,17 @@
 """Tiling: a kernel's steps over the tiles of its operands, with conversions at the tiles' edges.
 
-Kernels that follow each other over the same tiles are grouped: all of them run over the first tile, then
-over the second, so that what one writes the next finds in the cache.
+Kernels that follow each other and can be cut alike are grouped: all of them run over the first tile, then
+over the second, so that what one writes the next finds in the cache, and threads need not meet in between.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ggmlb.backends.array.views import View, tiles
+from ggmlb.backends.array.views import View, piece, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,31 +22,22 @@ if TYPE_CHECKING:
 
     Step = Callable[[], Any]
 
+Range = tuple[int, int]
+"""First address, and the one after the last."""
 
-class Span(NamedTuple):
-    """The memory of an operand: its range, and the sizes of its tiles if each of them is packed."""
-
-    start: int
-    end: int
-    sizes: tuple[int, ...] | None
-
-    def conflicts(self, other: Span) -> bool:
-        """Whether they share memory other than tile by tile."""
-        if self.end <= other.start or other.end <= self.start:
-            return False
-        return self.start != other.start or self.sizes is None or self.sizes != other.sizes
+_LEAST_ITEMS = 1 << 10
+"""Items per tile below which a stage is not worth cutting."""
 
 
 class Stage:
-    """A kernel, with its operands cut alike; the first of them is the result.
+    """A kernel with its operands, the first of them the result, not cut yet.
 
     Args:
         lw: Makes arrays and scratch.
         kernel: What to run on each tile.
         views: Result and sources, equal in all extents but those of the last `inner` dimensions.
+        whole: Operands that every tile reads whole.
         inner: How many dimensions are never cut.
-        unit: Where single elements are cut apart, it is at multiples of this: the length of a row, so that
-            stages over rows and stages over elements are cut alike.
         n_scratch: How many scratch arrays the kernel wants; they are like the first source.
         work: What the kernel does to all elements, in additions.
         convert: Whether the kernel sees float32; else it sees the memory as it is.
@@ -56,49 +48,46 @@ class Stage:
         lw: Lowering,
         kernel: Kernel,
         views: Sequence[View],
+        whole: Sequence[View],
         inner: int,
-        unit: int,
         n_scratch: int,
         work: int,
         convert: bool,
     ) -> None:
         self.lw = lw
         self.kernel = kernel
-        self.pieces = tiles(views, inner, lw.tile, unit)
+        self.views = views
+        self.whole = whole
+        self.inner = inner
         self.n_scratch = n_scratch
         self.work = work
+        self.n = views[0].shape[0]
+        self.n_items = max(prod(v.shape) for v in views)
         self.like = 1 if len(views) > 1 else 0
         self.casts: list[Cast | None] = [None] * len(views)
         if convert:
             self.casts = [lw.casts.load(v.type) for v in views]
             self.casts[0] = lw.casts.store(views[0].type)
         self.n_slots = n_scratch + sum(cast is not None for cast in self.casts)
-        self.largest = max(prod(value_shape(v)) for piece in self.pieces for v in piece)
 
-    def spans(self) -> list[Span]:
-        """The memory of each operand."""
-        first, last = self.pieces[0], self.pieces[-1]
-        return [self._span(i, first[i], last[i]) for i in range(len(first))]
+    def cut(self, bounds: Sequence[int]) -> list[list[View]]:
+        """Cut the first dimension at the bounds."""
+        parts = [((a, b - a),) for a, b in itertools.pairwise(bounds)]
+        return [[piece(v, part) for v in self.views] for part in parts]
 
-    def _span(self, i: int, first: View, last: View) -> Span:
-        start = self.lw.address(first)
-        end = start - first.offset + last.offset + last.extent()
-        packed = all(piece[i].is_packed() for piece in self.pieces)
-        sizes = tuple(prod(p[i].shape) * p[i].item.itemsize for p in self.pieces) if packed else None
-        return Span(start, end, sizes)
-
-    def add_steps(self, steps: list[Step], piece: list[View], slots: Sequence[Array]) -> None:
+    def add_steps(self, steps: list[Step], tile: list[View], slots: Sequence[Array]) -> None:
         """Append the loads, the kernel and the store of a tile."""
         free = iter(slots)
-        arrays = [self.lw.bind(view) for view in piece]
+        arrays = [self.lw.bind(view) for view in tile]
         args = list(arrays)
         for i, cast in enumerate(self.casts):
             if cast is not None:
-                args[i] = _shaped(next(free), value_shape(piece[i]))
+                args[i] = _shaped(next(free), value_shape(tile[i]))
                 if i:
                     steps.append(partial(cast, args[i], arrays[i]))
+        args += [self.lw.bind(view) for view in self.whole]
         if self.n_scratch:
-            shape = value_shape(piece[self.like])
+            shape = value_shape(tile[self.like])
             args += [_shaped(next(free), shape) for _ in range(self.n_scratch)]
         steps.append(partial(self.kernel, *args))
         store = self.casts[0]
@@ -107,37 +96,87 @@ class Stage:
 
 
 class Group:
-    """Stages that run one after another on each tile, with scratch that they share."""
+    """Stages that run one after another on each tile, with scratch that they share.
 
-    def __init__(self, stage: Stage) -> None:
+    The first stage decides how all are cut: where its first dimension is. Another can join if its own first
+    dimension can be cut at the same fractions, and if no tile of it touches memory of another tile.
+    """
+
+    def __init__(self, lw: Lowering, stage: Stage) -> None:
+        self.lw = lw
         self.stages = [stage]
-        self._spans: list[list[Span]] | None = None
+        self._bounds: list[int] | None = None
+        n_tiles = self._n_tiles(stage)
+        if n_tiles <= stage.n:
+            self._bounds = [i * stage.n // n_tiles for i in range(n_tiles + 1)]
+            self._tiles = [stage.cut(self._bounds)]
+        else:  # the first dimension is too short
+            self._tiles = [tiles(stage.views, stage.inner, lw.tile)]
+        self._ranges: list[list[list[Range]]] | None = None
+
+    def _n_tiles(self, stage: Stage) -> int:
+        limit = self.lw.tile
+        n = 1 if limit is None else -(-stage.n_items // limit)
+        workers = self.lw.workers(stage.work)
+        return n if workers == 1 else -(-n // workers) * workers
 
     def accepts(self, stage: Stage) -> bool:
-        """Whether the stage can run on a tile as soon as all before it have: it touches no other tile."""
-        n = len(stage.pieces)
-        if n == 1 or n != len(self.stages[0].pieces):
+        """Take the stage in, if it can run on a tile as soon as those before it have."""
+        bounds, limit = self._bounds, self.lw.tile
+        if bounds is None or limit is None or len(bounds) == 2:
             return False
-        if self._spans is None:
-            self._spans = [s.spans() for s in self.stages]
-        out, *_src = spans = stage.spans()
-        for written, *read in self._spans:
-            if any(s.conflicts(written) for s in spans) or any(out.conflicts(s) for s in read):
+        n_tiles, own = len(bounds) - 1, self.stages[0].n
+        if not _LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * limit * n_tiles:
+            return False
+        if any(b * stage.n % own for b in bounds):
+            return False
+        cut = stage.cut([b * stage.n // own for b in bounds])
+        if self._ranges is None:
+            self._ranges = [self._ranges_of(self.stages[0], self._tiles[0])]
+        out, *_src = ranges = self._ranges_of(stage, cut)
+        for written, *read in self._ranges:
+            if any(_meet(r, written) for r in ranges) or any(_meet(out, r) for r in read):
                 return False
-        self._spans.append(spans)
+        self._ranges.append(ranges)
+        self._tiles.append(cut)
+        self.stages.append(stage)
         return True
 
-    def lists(self, lw: Lowering) -> list[list[Step]]:
+    def _ranges_of(self, stage: Stage, cut: list[list[View]]) -> list[list[Range]]:
+        """By operand and tile, the addresses that the tile touches."""
+        address = self.lw.address
+        by_tile = [[_range(v, address(v)) for v in tile] for tile in cut]
+        whole = [[_range(v, address(v))] * len(cut) for v in stage.whole]
+        return [list(ranges) for ranges in zip(*by_tile, strict=True)] + whole
+
+    def lists(self) -> list[list[Step]]:
         """Return the steps of each worker; tiles go round."""
-        n_tiles = len(self.stages[0].pieces)
-        n = min(n_tiles, lw.workers(sum(s.work for s in self.stages)))
-        n_slots, largest = max(s.n_slots for s in self.stages), max(s.largest for s in self.stages)
-        slots = [[lw.scratch((largest,)) for _ in range(n_slots)] for _ in range(n)]
+        n_tiles = len(self._tiles[0])
+        n = min(n_tiles, self.lw.workers(sum(s.work for s in self.stages)))
+        n_slots = max(s.n_slots for s in self.stages)
+        largest = (
+            max(prod(value_shape(v)) for cut in self._tiles for tile in cut for v in tile) if n_slots else 0
+        )
+        slots = [[self.lw.scratch((largest,)) for _ in range(n_slots)] for _ in range(n)]
         lists: list[list[Step]] = [[] for _ in range(n)]
         for i in range(n_tiles):
-            for stage in self.stages:
-                stage.add_steps(lists[i % n], stage.pieces[i], slots[i % n])
+            for stage, cut in zip(self.stages, self._tiles, strict=True):
+                stage.add_steps(lists[i % n], cut[i], slots[i % n])
         return lists
+
+
+def _range(view: View, address: int) -> Range:
+    return address, address + view.extent()
+
+
+def _meet(a: list[Range], b: list[Range]) -> bool:
+    """Whether a tile of one operand shares memory with another tile of the other.
+
+    Tiles follow each other in memory, so that neighbours tell for all.
+    """
+    if a[-1][1] <= b[0][0] or b[-1][1] <= a[0][0]:
+        return False
+    return any(a[i][1] > b[i + 1][0] or b[i][1] > a[i + 1][0] for i in range(len(a) - 1))
 
 
 def _shaped(flat: Array, shape: tuple[int, ...]) -> Array:

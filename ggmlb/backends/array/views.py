@@ -183,10 +183,10 @@ Cut = tuple[tuple[int, int], ...]
 """A start and a count per dimension."""
 
 
-def cuts(shape: tuple[int, ...], row: int, limit: int | None, unit: int = 1) -> Iterator[Cut]:
+def cuts(shape: tuple[int, ...], row: int, limit: int | None) -> Iterator[Cut]:
     """Cut an outer shape, of rows of `row` items, into pieces of at most about `limit` items.
 
-    `None` cuts nothing. Where single items are cut apart, it is at multiples of `unit`.
+    `None` cuts nothing.
     """
     whole = tuple((0, n) for n in shape)
     if limit is None or prod(shape) * row <= limit or not shape:
@@ -194,29 +194,28 @@ def cuts(shape: tuple[int, ...], row: int, limit: int | None, unit: int = 1) -> 
         return
     rest = prod(shape[1:]) * row
     step = max(1, limit // rest) if rest else shape[0]
-    if rest == 1 and step > unit:
-        step -= step % unit
     for start in range(0, shape[0], step):
         here = (start, min(step, shape[0] - start))
         if rest > limit:
-            for inner in cuts(shape[1:], row, limit, unit):
+            for inner in cuts(shape[1:], row, limit):
                 yield (here, *inner)
         else:
             yield (here, *whole[1:])
 
 
-def tiles(views: Sequence[View], inner: int, limit: int | None, unit: int = 1) -> list[list[View]]:
+def tiles(views: Sequence[View], inner: int, limit: int | None) -> list[list[View]]:
     """Cut views of equal outer extents alike, into pieces of at most about `limit` items of the largest.
 
-    The last `inner` dimensions are never cut; for `unit` see `cuts`.
+    The last `inner` dimensions are never cut.
     """
     if limit is None or max(prod(v.shape) for v in views) <= limit:
         return [list(views)]
     n_outer = len(views[0].shape) - inner
     row = max(prod(v.shape[n_outer:]) for v in views)
-    return [[_piece(v, piece) for v in views] for piece in cuts(views[0].shape[:n_outer], row, limit, unit)]
+    return [[piece(v, cut) for v in views] for cut in cuts(views[0].shape[:n_outer], row, limit)]
 
 
-def _piece(view: View, cut: Cut) -> View:
+def piece(view: View, cut: Cut) -> View:
+    """Return the part of a view that a cut of its first dimensions leaves."""
     offset = sum(start * stride for (start, _), stride in zip(cut, view.strides, strict=False))
     return view.reshaped((*(n for _, n in cut), *view.shape[len(cut) :]), view.strides, offset)
