@@ -195,6 +195,7 @@ class Tensor:
         clone.ne = self.ne
         clone.nb = self.nb
         clone.nbytes = self.nbytes
+        clone._contiguous = self._contiguous
         clone.op = self.op
         clone.src = src
         clone.params = self.params
