@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 F32, F16, I32, Q4_0 = DType.F32, DType.F16, DType.I32, DType.Q4_0
 SIZE = {F32: 4, F16: 2}
@@ -151,9 +155,10 @@ def unet(ctx: Any, size: int, channels: int, depth: int, n_batch: int) -> list[A
     return [ctx.set_output(conv(ctx.silu(ctx.group_norm(x, 32, 1e-6)), c, 4))]
 
 
-def random_dag(ctx: Any, seed: int, n_nodes: int) -> list[Any]:
+def random_graph(ctx: Any, seed: int) -> list[Any]:
     """A random graph of matrices with rows of 64: element-wise ops, products, views, joins and outputs."""
     rng = random.Random(seed)
+    n_nodes = 20 + 3 * seed % 400
     n = 64
     pool: list[tuple[Any, int]] = []  # tensors with their number of rows
     for _ in range(rng.randint(1, 4)):
@@ -193,3 +198,46 @@ def random_dag(ctx: Any, seed: int, n_nodes: int) -> list[Any]:
             outputs.append(ctx.set_output(new[0]))
         pool.append(new)
     return [*outputs, pool[-1][0]]
+
+
+GRAPHS: dict[str, Callable[[Any], list[Any]]] = {
+    "BERT, MiniLM-L6: 1 text of 128": partial(
+        bert, n_layer=6, n_embd=384, n_head=12, n_tokens=128, n_batch=1
+    ),
+    "BERT, MiniLM-L6: 32 texts of 128": partial(
+        bert, n_layer=6, n_embd=384, n_head=12, n_tokens=128, n_batch=32
+    ),
+    "BERT, base: 8 texts of 512": partial(bert, n_layer=12, n_embd=768, n_head=12, n_tokens=512, n_batch=8),
+    "LLaMA 7B: 1 token of 2048": partial(
+        llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008, n_tokens=1, n_kv=2048
+    ),
+    "LLaMA 7B: 512 tokens": partial(
+        llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008, n_tokens=512, n_kv=512
+    ),
+    "LLaMA 3 8B (grouped queries): 512 tokens of 4096": partial(
+        llama,
+        n_layer=32,
+        n_embd=4096,
+        n_head=32,
+        n_head_kv=8,
+        n_ff=14336,
+        n_tokens=512,
+        n_kv=4096,
+        n_vocab=128256,
+    ),
+    "Mixtral (8 experts): 128 tokens": partial(
+        llama,
+        n_layer=32,
+        n_embd=4096,
+        n_head=32,
+        n_head_kv=8,
+        n_ff=14336,
+        n_tokens=128,
+        n_kv=512,
+        n_expert=8,
+    ),
+    "U-Net, 64 x 64, 320 channels, 3 levels": partial(unet, size=64, channels=320, depth=3, n_batch=1),
+    "U-Net, 256 x 256, 64 channels, 4 levels, batch 2": partial(
+        unet, size=256, channels=64, depth=4, n_batch=2
+    ),
+}

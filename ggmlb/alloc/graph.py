@@ -171,8 +171,8 @@ class GraphAllocator:
 
     def _alloc(self, graph: Graph, ids: BufferIds | None, *, ids_given: bool) -> None:
         topology = self._topology(graph)
+        plan = self._find(topology, ids, ids_given)
         try:
-            plan = self._find(topology, ids, ids_given)
             self._adopt(plan)
             self._place(topology.tensors, plan)
         except BaseException:

@@ -91,7 +91,7 @@ def make_plan(
     topology: Topology,
     buffer_ids: BufferIds | None,
     memories: Sequence[int],
-    sizes: list[int],
+    sizes: Sequence[int],
     limits: Sequence[int],
 ) -> Plan:
     """Plan a graph in one pass over its nodes.

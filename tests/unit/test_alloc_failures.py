@@ -139,3 +139,14 @@ def test_what_a_failed_hook_was_preparing_is_not_placed(monkeypatch: pytest.Monk
         monkeypatch.undo()
         allocator.alloc_graph(graph)
         x.get()
+
+
+def test_a_graph_that_is_refused_keeps_the_place_it_has() -> None:
+    graph, x, _ = model()
+    with GraphAllocator(memory(max_size=8 * N)) as allocator:
+        allocator.alloc_graph(graph)
+        x.memset(7)
+        graph.nodes.append(Context().cont(f32(Context(), 1000)))
+        with pytest.raises(AllocationError, match="exceeds a buffer's 512 bytes"):
+            allocator.alloc_graph(graph)
+        assert (x.get() == 7).all()
