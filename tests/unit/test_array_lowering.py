@@ -259,17 +259,17 @@ class TestPlan:
             assert cpu.graph_compute(Graph().build_forward_expand(z)) is Status.SUCCESS
 
     def test_nodes_that_run_tile_by_tile_fail_together(self, cpu):
-        frozen = np.zeros((100, 1000), np.float32)
+        frozen = np.zeros((300, 1000), np.float32)
         frozen.flags.writeable = False
         ctx = Context()
-        x = ctx.new_tensor(DType.F32, (1000, 100))
-        w = ctx.new_tensor(DType.F32, (1000, 100), "frozen")
+        x = ctx.new_tensor(DType.F32, (1000, 300))
+        w = ctx.new_tensor(DType.F32, (1000, 300), "frozen")
         y = ctx.add_inplace(w, ctx.sqr(x))
         with cpu_buffer_from_ptr(frozen) as buffer:
             tensor_alloc(buffer, w, 0)
             with (
                 alloc_ctx_tensors(ctx, cpu) as rest,
-                pytest.raises(BackendError, match=r"SQR f32\[1000, 100\] with ADD .*frozen.*read-only"),
+                pytest.raises(BackendError, match=r"SQR f32\[1000, 300\] with ADD .*frozen.*read-only"),
             ):
                 rest.clear()
                 cpu.graph_compute(Graph().build_forward_expand(y))

@@ -7,9 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
+import threadpoolctl
 
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.cpu import backend_reg
+from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
@@ -82,6 +84,10 @@ class TestDevice:
             DEVICE.init_backend({"n_threads": 0})
 
 
+def blas_threads():
+    return {p["num_threads"] for p in threadpoolctl.threadpool_info() if p["user_api"] == "blas"}
+
+
 class TestProcs:
     def test_features_are_pairs_of_text(self):
         features = REG.get_proc_address("ggml_backend_get_features")(REG)
@@ -93,16 +99,36 @@ class TestProcs:
         assert REG.get_proc_address("dev_get_extra_bufts")(DEVICE) == []
 
     def test_number_of_threads(self, cpu):
-        import threadpoolctl
-
         set_n_threads = REG.get_proc_address("set_n_threads")
-        with threadpoolctl.threadpool_limits():  # puts back what was set before
-            for n in (1, 2):
-                set_n_threads(cpu, n)
-                assert cpu.n_threads == n
-                assert {p["num_threads"] for p in threadpoolctl.threadpool_info()} == {n}
-            with pytest.raises(ArgumentError, match="give 1 or more"):
-                set_n_threads(cpu, 0)
+        for n in (1, 3):
+            set_n_threads(cpu, n)
+            assert cpu.n_threads == n
+        with pytest.raises(ArgumentError, match="give 1 or more"):
+            set_n_threads(cpu, 0)
+
+    def test_blas_has_one_thread_while_a_graph_computes(self, cpu):
+        seen = []
+
+        def look():
+            seen.append(blas_threads())
+            raise KeyboardInterrupt
+
+        ctx = Context()
+        y = ctx.sqr(ctx.new_tensor(DType.F32, (4,)))
+        cpu.abort_callback = look
+        with threadpoolctl.threadpool_limits(2), alloc_ctx_tensors(ctx, cpu):
+            with pytest.raises(KeyboardInterrupt):
+                cpu.graph_compute(Graph().build_forward_expand(y))
+            assert seen == [{1}]
+            assert blas_threads() == {2}
+
+    def test_two_backends_at_once_leave_blas_as_it_was(self):
+        with threadpoolctl.threadpool_limits(2):
+            with one_blas_thread:
+                with one_blas_thread:
+                    pass
+                assert blas_threads() == {1}
+            assert blas_threads() == {2}
 
     def test_abort_callback(self, cpu):
         ctx = Context()

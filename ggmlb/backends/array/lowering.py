@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.backends.array.products import product
 from ggmlb.backends.array.tiling import Group, Stage
 from ggmlb.backends.array.views import View, broadcast, merged
 from ggmlb.dtypes import DType
@@ -124,6 +125,18 @@ class Lowering(ABC):
         self.xp.multiply(x, y, out=tmp)
         return self.row_sum(tmp)
 
+    def product(self, y: View, a: View, b: View) -> None:
+        """Emit `y = b @ a.T` for each matrix of a batch.
+
+        Args:
+            y: Float32, `[n3 r3, n2 r2, n, m]`.
+            a: Of any type, `[n3, n2, m, k]`; repeats over the batch. If it is not float32, or not in a layout
+                that BLAS takes, it goes through scratch, some rows at a time.
+            b: Float32 in a layout that BLAS takes, `[n3 r3, n2 r2, n, k]`.
+        """
+        if 0 not in y.shape:
+            product(self, y, a, b)
+
     # -- operands ----------------------------------------------------------------------------------
 
     @abstractmethod
@@ -235,6 +248,7 @@ class Lowering(ABC):
         inner: int = 0,
         scratch: int = 0,
         work: int = 1,
+        least: int = 1,
         convert: bool = True,
     ) -> None:
         """Cut views into tiles and emit, for each, its loads, the kernel and its store.
@@ -247,6 +261,7 @@ class Lowering(ABC):
             inner: How many dimensions are never cut.
             scratch: How many scratch arrays the kernel wants, of the shape of the first source.
             work: As for `elementwise`.
+            least: The least extent of a tile in the first dimension.
             convert: Whether the kernel sees float32, with loads and a store where needed; else it sees the
                 memory as it is.
         """
@@ -254,7 +269,7 @@ class Lowering(ABC):
             return
         views = merged([out, *src], inner)
         work *= max(prod(v.shape) for v in views)
-        self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, convert))
+        self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, least, convert))
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""

@@ -40,6 +40,7 @@ class Stage:
         inner: How many dimensions are never cut.
         n_scratch: How many scratch arrays the kernel wants; they are like the first source.
         work: What the kernel does to all elements, in additions.
+        least: The least extent of a tile in the first dimension.
         convert: Whether the kernel sees float32; else it sees the memory as it is.
     """
 
@@ -52,6 +53,7 @@ class Stage:
         inner: int,
         n_scratch: int,
         work: int,
+        least: int,
         convert: bool,
     ) -> None:
         self.lw = lw
@@ -61,6 +63,7 @@ class Stage:
         self.inner = inner
         self.n_scratch = n_scratch
         self.work = work
+        self.least = least
         self.n = views[0].shape[0]
         self.n_items = max(prod(v.shape) for v in views)
         self.like = 1 if len(views) > 1 else 0
@@ -115,10 +118,14 @@ class Group:
         self._ranges: list[list[list[Range]]] | None = None
 
     def _n_tiles(self, stage: Stage) -> int:
-        limit = self.lw.tile
+        """Enough to keep within the limit, and the same number for each worker."""
+        limit, workers = self.lw.tile, self.lw.workers(stage.work)
         n = 1 if limit is None else -(-stage.n_items // limit)
-        workers = self.lw.workers(stage.work)
-        return n if workers == 1 else -(-n // workers) * workers
+        n = -(-n // workers) * workers
+        if stage.least == 1:
+            return n
+        most = max(1, stage.n // stage.least)
+        return n if n <= most else max(most // workers * workers, 1)
 
     def accepts(self, stage: Stage) -> bool:
         """Take the stage in, if it can run on a tile as soon as those before it have."""
@@ -128,7 +135,7 @@ class Group:
         n_tiles, own = len(bounds) - 1, self.stages[0].n
         if not _LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * limit * n_tiles:
             return False
-        if any(b * stage.n % own for b in bounds):
+        if stage.n // n_tiles < stage.least or any(b * stage.n % own for b in bounds):
             return False
         cut = stage.cut([b * stage.n // own for b in bounds])
         if self._ranges is None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ggmlb.backends.array.plan import ArrayPlan
 from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.buffer import aligned_empty
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.backends.cpu.threads import Threads
@@ -25,7 +26,7 @@ class CpuBackend(Backend):
 
     Args:
         device: The CPU.
-        n_threads: Threads for BLAS and for big element-wise work.
+        n_threads: Threads that share the work of a node, the caller's included.
     """
 
     def __init__(self, device: CpuDevice, n_threads: int) -> None:
@@ -44,28 +45,25 @@ class CpuBackend(Backend):
         return self._threads.n
 
     def set_n_threads(self, n: int) -> None:
-        """Use `n` threads from now on, for BLAS too (ggml_backend_cpu_set_n_threads).
+        """Use `n` threads from now on (ggml_backend_cpu_set_n_threads).
 
-        BLAS has one setting per process: the last call counts for all backends.
+        Plans that were made before keep to the threads that they were made for.
 
         Raises:
             ArgumentError: `n` is less than 1.
         """
         if n < 1:
             raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
-        import threadpoolctl  # type: ignore[import-untyped]
-
         self._threads.free()
         self._threads = Threads(n)
-        self._plans.clear()  # plans bind the threads
-        threadpoolctl.threadpool_limits(limits=n, user_api="blas")
+        self._plans.clear()
 
     def _plan(self, graph: Graph) -> GraphPlan:
         return ArrayPlan(self, graph, CpuLowering(self._workspace, self._threads))
 
     def _compute(self, plan: GraphPlan) -> Status:
         # Infinities and NaN are values like others to a graph: masks are made of them.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), one_blas_thread:
             return cast("ArrayPlan", plan).run()
 
     def _free(self) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.buffer import CpuBuffer, CpuBufferType
+from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.lowering import TABLE
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError
@@ -31,6 +32,7 @@ class CpuDevice(Device):
     def __init__(self, reg: CpuReg) -> None:
         self._reg = reg
         self._buffer_type = CpuBufferType(self)
+        self._float_buffer_type = FloatBufferType(self)
         self._description = _description()
 
     @property
@@ -92,11 +94,16 @@ class CpuDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""
-        return TABLE.declines(op)
+        return TABLE.declines(op) or self._float_buffer_type.declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Any host memory, of other devices too."""
-        return buft.is_host
+        """Any host memory, of other devices too, and the extra buffer types."""
+        return buft.is_host or buft in self.extra_bufts
+
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """`CPU_F32`, which dequantises weights at upload (ggml_backend_dev_get_extra_bufts)."""
+        return (self._float_buffer_type,)
 
 
 class CpuReg(BackendReg):
@@ -135,7 +142,7 @@ def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -
 
 
 def _extra_bufts(device: Device) -> list[BufferType]:
-    return []
+    return list(device.extra_bufts) if isinstance(device, CpuDevice) else []
 
 
 def _features(reg: BackendReg) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import ggmlb.backends.array.ops  # noqa: F401 (registers the reference rules)
 from ggmlb.backends.array.lowering import Lowering, Step
 from ggmlb.backends.array.rules import RuleTable, reference
 from ggmlb.backends.cpu.casts import CpuCasts
+from ggmlb.backends.cpu.products import product
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class CpuLowering(Lowering):
     """
 
     xp = np
-    tile = 1 << 15
+    tile = 1 << 17
     weight_tile = 1 << 20
     parallel_work = 1 << 19
     """Additions below which waking a thread costs more than it saves: about 0.1 ms."""
@@ -66,6 +67,11 @@ class CpuLowering(Lowering):
     def row_dot(self, x: Array, y: Array, tmp: Array) -> Array:
         """In one pass, by BLAS."""
         return _dot(x, y)
+
+    def product(self, y: View, a: View, b: View) -> None:
+        """Over threads."""
+        if 0 not in y.shape:
+            product(self, y, a, b)
 
     def check_index(self, index: Array, n: int) -> None:
         """Raise BackendError for a row number that is not in `range(n)`."""

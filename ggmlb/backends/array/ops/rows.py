@@ -22,12 +22,12 @@ def get_rows(lw: Lowering, t: Tensor) -> None:
     a, b = sources(t)
     rows, x = lw.array(a), View.of(a)
     y = lw.array(t)
-    if a.dtype == t.dtype:
+    if x.type == t.dtype:
         lw.emit(lw.take_rows, y, rows, lw.array(b)[0])
         return
     raw = lw.scratch((*y.shape[:3], x.shape[3]), x.item)
     lw.emit(lw.take_rows, raw, rows, lw.array(b)[0])
-    lw.copy(View.of(t), lw.view(raw, a.dtype))
+    lw.copy(View.of(t), lw.view(raw, x.type))
 
 
 @rule(Op.SET_ROWS, operands(FLOAT, INDEX, out=VALUE))

@@ -1,0 +1,51 @@
+"""BLAS on one thread while a graph computes: the threads are the backend's own."""
+
+from __future__ import annotations
+
+from functools import cache
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import threadpoolctl  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+@cache
+def _libraries() -> list[Any]:
+    """The BLAS libraries of the process; NumPy has loaded its own by now."""
+    found = threadpoolctl.ThreadpoolController().lib_controllers
+    return [library for library in found if library.user_api == "blas"]
+
+
+class _OneThread:
+    """Sets BLAS to one thread on entry, and back on exit; of entries at the same time, the last one's exit.
+
+    The setting is the process's: the caller's own use of NumPy finds it as it was.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._n_inside = 0
+        self._before: list[int] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_inside:
+                self._before = [library.get_num_threads() for library in _libraries()]
+                for library in _libraries():
+                    library.set_num_threads(1)
+            self._n_inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if not self._n_inside:
+                for library, n in zip(_libraries(), self._before, strict=True):
+                    library.set_num_threads(n)
+
+
+one_blas_thread = _OneThread()

@@ -1,0 +1,99 @@
+"""Products over threads, each of which calls BLAS for a part of its own.
+
+BLAS itself runs on one thread meanwhile (see `CpuBackend`): its own threads wait for work by spinning,
+which takes the processors from ours, and they meet after every product.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggmlb.backends.array.products import grouped, is_ready
+from ggmlb.backends.array.views import View, cuts
+
+if TYPE_CHECKING:
+    from ggmlb.backends.array.lowering import Step
+    from ggmlb.backends.array.workspace import Array
+    from ggmlb.backends.cpu.lowering import CpuLowering
+
+FUSED_ADDS = 8
+"""Products and sums of a matrix product that BLAS does in the time of one addition by NumPy."""
+
+LEAST_ROWS = 64
+"""Rows of activations for which BLAS runs at its full speed; it packs the weights once for them."""
+
+FEW_ROWS = range(2, 32)
+"""Rows of activations for which BLAS is faster at the transposed product, turning the result included."""
+
+READ_WORK = 12
+"""The work of reading a weight that is not float32, in additions."""
+
+WEIGHT_TILE = 1 << 22
+"""Values of a weight that a thread holds as float32 at a time, when there are many rows to multiply."""
+
+WEIGHT_TILE_FEW = 1 << 16
+"""The same when there are few rows: the tile stays in the cache."""
+
+
+def product(lw: CpuLowering, y: View, a: View, b: View) -> None:
+    """Emit `y = b @ a.T`; see `Lowering.product`."""
+    a, b, y = grouped(a, b, y)
+    rows, k, m = b.shape[-2], b.shape[-1], a.shape[-2]
+    if not is_ready(a):
+        _through_tiles(lw, y, a, b)
+    elif prod(b.shape[:-2]) > 1:
+        a = a.reshaped((*b.shape[:-2], m, k), a.strides)
+        work = max(1, rows * k * m // FUSED_ADDS // max(rows * m, rows * k, m * k))
+        lw.tiled(_multiply, y, b, a, inner=2, work=work, convert=False)
+    elif rows >= 2 * LEAST_ROWS:
+        work = max(1, k * m // FUSED_ADDS // max(k, m))
+        y, b, a = (v.reshaped(v.shape[-2:], v.strides[-2:]) for v in (y, b, a))
+        lw.tiled(_multiply, y, b, whole=[a], inner=1, work=work, least=LEAST_ROWS, convert=False)
+    else:
+        _by_columns(lw, *(lw.bind(v.reshaped(v.shape[-2:], v.strides[-2:])) for v in (y, a, b)))
+
+
+def _multiply(y: Array, b: Array, a: Array) -> None:
+    np.matmul(b, a.swapaxes(-1, -2), out=y)
+
+
+def _multiply_turned(y: Array, b: Array, a: Array, turned: Array) -> None:
+    np.matmul(a, b.T, out=turned)
+    np.copyto(y, turned.T)
+
+
+def _by_columns(lw: CpuLowering, y: Array, a: Array, b: Array) -> None:
+    """Few rows: each thread makes some columns of the result, from some rows of the weight."""
+    rows, m = y.shape
+    n = lw.workers(a.size * (rows + 1) // FUSED_ADDS)
+    lists: list[list[Step]] = []
+    for i in range(n):
+        part = slice(m * i // n, m * (i + 1) // n)
+        columns, weights = y[:, part], a[part]
+        if rows in FEW_ROWS:
+            lists.append([partial(_multiply_turned, columns, b, weights, lw.scratch(columns.shape[::-1]))])
+        else:
+            lists.append([partial(_multiply, columns, b, weights)])
+    lw.emit_parallel(lists)
+
+
+def _through_tiles(lw: CpuLowering, y: View, a: View, b: View) -> None:
+    """Each thread reads tiles of the weight, some rows as float32, and multiplies with them at once."""
+    rows, k, m = b.shape[-2], b.shape[-1], a.shape[-2]
+    n_weights = prod(a.shape[:-1]) * k
+    n = lw.workers(n_weights * (READ_WORK + rows // FUSED_ADDS))
+    limit = WEIGHT_TILE_FEW if rows < LEAST_ROWS else WEIGHT_TILE
+    pieces = list(cuts((*a.shape[:2], m), k, max(k, min(limit, n_weights // n))))
+    scratch = [lw.scratch((max(prod(n for _, n in cut) for cut in pieces), k)) for _ in range(n)]
+    load = lw.casts.load(a.type) or lw.casts.copy
+    lists: list[list[Step]] = [[] for _ in range(n)]
+    for i, (c3, c2, cm) in enumerate(pieces):
+        part = a.cut(0, *c3).cut(1, *c2).cut(-2, *cm)
+        values = scratch[i % n][: c3[1] * c2[1] * cm[1]].reshape(*part.shape[:-1], k)
+        x, out = (lw.bind(v.cut(0, *c3).cut(1, *c2)) for v in (b, y.cut(-1, *cm)))
+        lists[i % n] += [partial(load, values, lw.bind(part)), partial(_multiply, out, x, values)]
+    lw.emit_parallel(lists)
