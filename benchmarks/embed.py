@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-N_SENTENCES = {1: 64, 32: 256}
+N_SENTENCES = {1: 32, 32: 128}
 """Sentences per round, by batch."""
 TARGETS = {1: 1.5, 32: 1.0}
 PACKAGES = ("numpy", "torch", "sentence-transformers", "transformers", "tokenizers")

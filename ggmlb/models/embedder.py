@@ -17,7 +17,7 @@ from ggmlb.errors import ArgumentError, FreedError
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.folder import ModelFolder
 from ggmlb.models.layers import Layers, assign_layers
-from ggmlb.models.tokens import Tokenizer, Tokens, plan_batches
+from ggmlb.models.tokens import Shape, Tokenizer, Tokens, plan_batches
 from ggmlb.models.weights import Source, Weights
 from ggmlb.scheduler import Scheduler
 
@@ -75,7 +75,7 @@ class BertEmbedder:
         names = _device_names(devices, layers_on)
         self.homes = assign_layers(layers_on, names, self.config.n_layer)
         matrix_type = None if weight_type is None else DType.parse(weight_type)
-        self._runs: OrderedDict[tuple[int, int], _Run] = OrderedDict()
+        self._runs: OrderedDict[Shape, _Run] = OrderedDict()
         self._last_run: _Run | None = None
         self.is_freed = False
         with ExitStack() as resources:
@@ -125,7 +125,8 @@ class BertEmbedder:
         tokens = self._tokenizer(texts)
         embeddings = np.empty((len(texts), self.config.n_embd), np.float32)
         n_done = 0
-        for members, n_tokens in plan_batches([t.size for t in tokens], batch, self.config.n_max):
+        lengths = [t.size for t in tokens]
+        for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
             run = self._last_run = self._run(n_tokens, len(members))
             embeddings[members] = run([tokens[i] for i in members])
             n_done += len(members)

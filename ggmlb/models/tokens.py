@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,10 +12,13 @@ import numpy.typing as npt
 from ggmlb.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
 Tokens = npt.NDArray[np.int32]
+
+Shape = tuple[int, int]
+"""Of a batch: padded length and number of texts."""
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of texts per batch that are used: few, so that the graphs of earlier batches serve again."""
@@ -24,8 +29,11 @@ LENGTH_STEP = 4
 COLUMNS_STEP = 8
 """Numbers of tokens in a batch are multiples of this: products of such widths are the fastest."""
 
-BATCH_OVERHEAD = 64
+BATCH_OVERHEAD = 24
 """What one more batch costs, in tokens' worth of computation."""
+
+NEW_SHAPE = 1.125
+"""How much more a batch of a shape without a plan costs; the rest of the plan is paid by later batches."""
 
 
 class Tokenizer:
@@ -68,8 +76,10 @@ class Batch(NamedTuple):
     n_tokens: int
 
 
-def plan_batches(lengths: Sequence[int], most: int, n_max: int) -> list[Batch]:
-    """Group texts of similar length so that padding and the number of batches cost least.
+def plan_batches(
+    lengths: Sequence[int], most: int, n_max: int, planned: Collection[Shape] = ()
+) -> list[Batch]:
+    """Group texts of similar length so that padding, batches and new plans cost least together.
 
     Texts are sorted by length and cut into runs. Which cuts are best is found from the front: the
     least cost of the first `i` texts is that of the first `i - k`, plus a batch of the next `k`.
@@ -78,28 +88,35 @@ def plan_batches(lengths: Sequence[int], most: int, n_max: int) -> list[Batch]:
         lengths: Tokens of each text.
         most: Most texts in a batch.
         n_max: Longest sequence that the model takes.
+        planned: Shapes of earlier batches, whose graphs and plans are kept.
 
     Returns:
         The batches, longest texts last.
     """
+
+    @cache
+    def batch_cost(size: int, longest: int) -> tuple[float, int]:
+        """The cost of a batch, and the length to which it is padded."""
+        new = min(padded(longest, size), n_max)
+        fits = [(float(size * n), n) for n, n_texts in planned if n_texts == size and n >= longest]
+        return min([*fits, (size * new * NEW_SHAPE, new)])
+
     order = np.argsort(lengths, kind="stable")
-    # A batch is padded to what its last and longest text needs: in steps of 4 for an even number of texts,
-    # of 8 for an odd one, so that their product is a multiple of 8.
-    needed = [
-        [min(-(-int(lengths[i]) // step) * step, n_max) for i in order]
-        for step in (LENGTH_STEP, COLUMNS_STEP)
-    ]
     sizes = [k for k in BATCH_SIZES if k < most] + [most]
-    cost = [0]
-    taken = [0]
-    for end in range(1, len(order) + 1):
-        least, size = min((cost[end - k] + k * needed[k % 2][end - 1], k) for k in sizes if k <= end)
-        cost.append(least + BATCH_OVERHEAD)
-        taken.append(size)
+    best = [(0.0, 0, 0)]  # cost of the first texts; size and length of the last batch of them
+    for end, i in enumerate(order, 1):
+        choices = ((k, *batch_cost(k, int(lengths[i]))) for k in sizes if k <= end)
+        best.append(min((best[end - k][0] + cost + BATCH_OVERHEAD, k, n) for k, cost, n in choices))
     batches = []
     end = len(order)
     while end:
-        size = taken[end]
-        batches.append(Batch(order[end - size : end], needed[size % 2][end - 1]))
+        _, size, n_tokens = best[end]
+        batches.append(Batch(order[end - size : end], n_tokens))
         end -= size
     return batches[::-1]
+
+
+def padded(length: int, n_texts: int) -> int:
+    """Return the least length, not below that given, at which a batch has a good number of tokens."""
+    step = max(COLUMNS_STEP // math.gcd(COLUMNS_STEP, n_texts), LENGTH_STEP)
+    return -(-length // step) * step
