@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from typing_extensions import Self
 
+    from ggmlb.dtypes import DType
     from ggmlb.interface.buffer_type import BufferType
 
 
@@ -71,6 +72,10 @@ class Buffer(ABC):
     def alloc_size(self, tensor: Tensor) -> int:
         """Bytes that the tensor takes here (ggml_backend_buffer_get_alloc_size)."""
         return self.buft.alloc_size(tensor)
+
+    def stored_dtype(self, tensor: Tensor) -> DType:
+        """The type as which the tensor's elements lie here: its own, unless the memory converts them."""
+        return tensor.dtype
 
     # -- data ----------------------------------------------------------------------------------
 

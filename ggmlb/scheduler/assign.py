@@ -145,6 +145,8 @@ class Assignment:
 
     def _leaves(self, node: Tensor, wanted: int, wish: str) -> None:
         """Report that a node cannot run where it was wished to: an error if strict, else a warning."""
+        if not any(self.supports(b, node) for b in range(len(self.backends))):
+            return  # an error that holds what each backend says will follow
         why = self._declines[wanted](node)
         name = self.backends[wanted].name
         message = f"{node.describe()} cannot run on {name}, which {wish}: {why}"

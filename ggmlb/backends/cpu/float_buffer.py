@@ -1,0 +1,134 @@
+"""CPU_F32: memory that holds weights as float32, whatever their type.
+
+A weight is dequantised once, when it is uploaded, so that products run at the full speed of BLAS, for
+four bytes an element. It is one of the CPU's extra buffer types: `get_proc_address("dev_get_extra_bufts")`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ggmlb import dtypes
+from ggmlb.backends.cpu.buffer import ALIGNMENT, aligned_empty
+from ggmlb.dtypes import DType
+from ggmlb.enums import Op
+from ggmlb.errors import BackendError, BoundsError, DTypeError, ShapeError
+from ggmlb.interface import Buffer, BufferType
+
+if TYPE_CHECKING:
+    from ggmlb.backends.cpu.device import CpuDevice
+    from ggmlb.interface.data import Bytes
+    from ggmlb.tensor import Tensor
+
+WEIGHT_OPS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID, Op.GET_ROWS})
+"""Ops that read a weight, their first operand, from here."""
+
+
+class FloatBufferType(BufferType):
+    """Host memory in which each element of a weight takes four bytes.
+
+    Tensors in it are contiguous, and written by whole rows. They are read by products and row look-ups only.
+    """
+
+    def __init__(self, device: CpuDevice) -> None:
+        self._device = device
+        self._used = False
+
+    @property
+    def name(self) -> str:
+        """`CPU_F32`."""
+        return "CPU_F32"
+
+    @property
+    def device(self) -> CpuDevice:
+        """The CPU."""
+        return self._device
+
+    @property
+    def alignment(self) -> int:
+        """64 bytes."""
+        return ALIGNMENT
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        """Four bytes an element."""
+        return tensor.n_elements * 4
+
+    def declines(self, node: Tensor) -> str | None:
+        """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
+        if not self._used:
+            return None
+        for i, src in enumerate(node.src):
+            if src is not None and src.buffer is not None and src.buffer.buft is self:
+                if i or node.op not in WEIGHT_OPS:
+                    return f"src{i} lies in {self.name} memory, which only products and get_rows read"
+                if not src.is_contiguous():
+                    return f"src0 lies in {self.name} memory, and is not contiguous"
+        return None
+
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        self._used = True
+        try:
+            return FloatBuffer(self, nbytes)
+        except (MemoryError, ValueError) as error:
+            raise self.out_of_memory(nbytes, str(error)) from None
+
+
+class FloatBuffer(Buffer):
+    """Weights as float32 in host memory."""
+
+    def __init__(self, buft: FloatBufferType, size: int) -> None:
+        super().__init__(buft, size)
+        self._base = aligned_empty(size)
+
+    @property
+    def base(self) -> Any:
+        """The memory as a flat uint8 array."""
+        return self._base
+
+    def stored_dtype(self, tensor: Tensor) -> DType:
+        """Float32."""
+        return DType.F32
+
+    def _init_tensor(self, tensor: Tensor) -> None:
+        if not dtypes.can_dequantize(tensor.dtype):
+            raise DTypeError(
+                f"{tensor.describe()}: {self.name} memory cannot hold it, its type cannot be read"
+            )
+        if not tensor.is_contiguous() or tensor.view_offs:
+            raise ShapeError(
+                f"{tensor.describe()}: {self.name} memory holds whole contiguous weights only, "
+                "no windows on them"
+            )
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        row = tensor.dtype.row_size(tensor.ne[0])
+        first, begun = divmod(offset, row)
+        n, rest = divmod(data.size, row)
+        if begun or rest:
+            raise BoundsError(
+                f"set_tensor on {tensor.describe()}: bytes {offset} to {offset + data.size} are not whole "
+                f"rows of {row} bytes; {self.name} memory is written by rows, because it converts them"
+            )
+        dtypes.dequantize_into(self._values(tensor)[first : first + n], data.reshape(n, row), tensor.dtype)
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        raise BackendError(
+            f"get_tensor on {tensor.describe()}: {self.name} memory holds its values as float32, not the "
+            "bytes that were written; keep the weight in CPU memory if it must be read back"
+        )
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
+
+    def _clear(self, value: int) -> None:
+        self._base[:] = value
+
+    def _free(self) -> None:
+        self._base = np.empty(0, np.uint8)
+
+    def _values(self, tensor: Tensor) -> Any:
+        start = tensor.offset
+        memory = self._base[start : start + tensor.n_elements * 4]
+        return memory.view(np.float32).reshape(tensor.n_rows, tensor.ne[0])

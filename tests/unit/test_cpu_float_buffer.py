@@ -1,0 +1,119 @@
+"""CPU_F32, the extra buffer type that dequantises at upload."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Tensor
+from ggmlb.dtypes import dequantize, quantize
+from ggmlb.errors import BackendError, BoundsError, ShapeError, UnsupportedOpError
+
+K, M, N = 256, 48, 5
+
+
+@pytest.fixture
+def cpu():
+    with ggmlb.init_by_name("CPU") as backend:
+        yield backend
+
+
+@pytest.fixture
+def buft(cpu):
+    (found,) = cpu.device.reg.get_proc_address("ggml_backend_dev_get_extra_bufts")(cpu.device)
+    return found
+
+
+@contextmanager
+def weight(buft, dtype: DType, *ne: int):
+    ctx = Context()
+    tensor = ctx.new_tensor(dtype, ne, name="w")
+    with ggmlb.alloc_ctx_tensors(ctx, buft) as buffer:
+        buffer.usage = BufferUsage.WEIGHTS
+        yield tensor
+
+
+def blocks_of(dtype: DType, *shape: int) -> np.ndarray:
+    return quantize(np.random.default_rng(0).standard_normal(shape).astype(np.float32), dtype)
+
+
+def compute(cpu, y: Tensor, inputs: dict[Tensor, np.ndarray]) -> np.ndarray:
+    graph = Graph().build_forward_expand(y)
+    with Scheduler([cpu]) as sched:
+        sched.alloc_graph(graph)
+        for tensor, values in inputs.items():
+            tensor.set_array(values)
+        sched.graph_compute(graph)
+        return y.to_numpy()
+
+
+@pytest.mark.parametrize(
+    "dtype", [DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.BF16, DType.F32]
+)
+def test_products_are_those_of_the_dequantised_weight(cpu, buft, dtype):
+    x = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
+    blocks = blocks_of(dtype, M, K)
+    with weight(buft, dtype, K, M) as w:
+        w.set(blocks)
+        assert w.buffer.size >= 4 * K * M
+        ctx = Context()
+        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N)))
+        y = compute(cpu, ctx.mul_mat(w, a), {a: x})
+    np.testing.assert_allclose(y, x @ dequantize(blocks, dtype).reshape(M, K).T, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_are_written_one_by_one_and_looked_up(cpu, buft):
+    blocks = blocks_of(DType.Q8_0, M, K)
+    with weight(buft, DType.Q8_0, K, M) as w:
+        for i in (3, 0, 7):
+            w.set(blocks[i], offset=i * blocks.shape[1])
+        ctx = Context()
+        rows = ctx.set_input(ctx.new_tensor(DType.I32, (3,)))
+        y = compute(cpu, ctx.get_rows(w, rows), {rows: np.array([7, 3, 0])})
+    np.testing.assert_array_equal(y, dequantize(blocks[[7, 3, 0]], DType.Q8_0))
+
+
+def test_experts(cpu, buft):
+    blocks = blocks_of(DType.Q4_0, 3, M, K)
+    x = np.random.default_rng(2).standard_normal((N, 1, K)).astype(np.float32)
+    chosen = np.array([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
+    with weight(buft, DType.Q4_0, K, M, 3) as w:
+        w.set(blocks)
+        ctx = Context()
+        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, 1, N)))
+        ids = ctx.set_input(ctx.new_tensor(DType.I32, (2, N)))
+        y = compute(cpu, ctx.mul_mat_id(w, a, ids), {a: x, ids: chosen})
+    experts = dequantize(blocks, DType.Q4_0)
+    expected = np.stack([[experts[e] @ x[t, 0] for e in chosen[t]] for t in range(N)])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_what_it_cannot_do_is_said(cpu, buft):
+    with weight(buft, DType.Q4_0, K, M) as w:
+        w.set(blocks_of(DType.Q4_0, M, K))
+        with pytest.raises(BackendError, match="keep the weight in CPU memory"):
+            w.get()
+        with pytest.raises(BoundsError, match="whole rows"):
+            w.set(b"\0" * 18, offset=18)
+        ctx = Context()
+        with pytest.raises(ShapeError, match="no windows"):
+            w.buffer.init_tensor(ctx.view_1d(w, K, 144))
+        graph = Graph().build_forward_expand(ctx.cpy(w, ctx.new_tensor(DType.F32, (K, M))))
+        with (
+            Scheduler([cpu]) as sched,
+            pytest.raises(UnsupportedOpError, match="CPU_F32 memory, which only products"),
+        ):
+            sched.alloc_graph(graph)
+            sched.graph_compute(graph)
+
+
+def test_zero_memory_gives_zero_weights(cpu, buft):
+    with weight(buft, DType.Q4_0, K, M) as w:
+        w.buffer.clear(0)
+        ctx = Context()
+        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N)))
+        y = compute(cpu, ctx.mul_mat(w, a), {a: np.ones((N, K), np.float32)})
+    assert not y.any()
