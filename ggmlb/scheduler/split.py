@@ -176,11 +176,11 @@ class SplitGraph:
                 node_ids.append(ids[view])
             for item in split.inputs:
                 item.src = clones.get(item.tensor, item.tensor)
+                nodes.append(item.copy)
+                node_ids.append(b)
                 # Keeps the source from being reused before it is copied.
                 nodes.append(_view_of(item.src))
                 node_ids.append(ids[item.tensor])
-                nodes.append(item.copy)
-                node_ids.append(b)
             inner = [self._rewrite(n, copies) for n in split.nodes] if copies or clones else split.nodes
             split.originals = {c: n for n, c in zip(split.nodes, inner, strict=True) if c is not n}
             whole = Graph()
