@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
+from ggmlb.backends.array import tiling
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import Status
@@ -62,6 +63,8 @@ def test_small_tiles_over_threads(case, cpu, monkeypatch):
     monkeypatch.setattr(CpuLowering, "tile", 50)
     monkeypatch.setattr(CpuLowering, "weight_tile", 700)
     monkeypatch.setattr(CpuLowering, "parallel_work", 0)
+    monkeypatch.setattr(CpuLowering, "parallel_call", 0)
+    monkeypatch.setattr(tiling, "LEAST_ITEMS", 0)
     built = case.build()
     allocator = place_sharing_memory(built, cpu)
     assert cpu.graph_compute(built.graph) is Status.SUCCESS

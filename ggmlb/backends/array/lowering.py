@@ -215,6 +215,10 @@ class Lowering(ABC):
             index = index[i3[..., 0] % index.shape[0], i2[..., 0] % index.shape[1]]
             y[i3, i2, index] = x
 
+    def add_rows(self, y: Array, x: Array, index: Array) -> None:
+        """`y[index[i]] += x[i]` for matrices, and rows that may repeat; a step."""
+        self.xp.add.at(y, index, x)
+
     # -- tiles -------------------------------------------------------------------------------------
 
     def elementwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
@@ -249,6 +253,7 @@ class Lowering(ABC):
         scratch: int = 0,
         work: int = 1,
         least: int = 1,
+        one_call: bool = False,
         convert: bool = True,
     ) -> None:
         """Cut views into tiles and emit, for each, its loads, the kernel and its store.
@@ -262,6 +267,7 @@ class Lowering(ABC):
             scratch: How many scratch arrays the kernel wants, of the shape of the first source.
             work: As for `elementwise`.
             least: The least extent of a tile in the first dimension.
+            one_call: Whether the kernel is one call of the library, however long.
             convert: Whether the kernel sees float32, with loads and a store where needed; else it sees the
                 memory as it is.
         """
@@ -269,7 +275,7 @@ class Lowering(ABC):
             return
         views = merged([out, *src], inner)
         work *= max(prod(v.shape) for v in views)
-        self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, least, convert))
+        self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, least, one_call, convert))
 
     def copy(self, dst: View, src: View) -> None:
         """Emit a copy between views of equal extents, converting from one type to the other."""
@@ -281,8 +287,8 @@ class Lowering(ABC):
         else:
             self.tiled(casts.copy, dst, src, inner=inner, work=CAST)
 
-    def workers(self, work: int) -> int:
-        """Return over how many threads to spread so many additions."""
+    def workers(self, work: int, call: int | None = None) -> int:
+        """Return over how many threads to spread so many additions, of which one call does `call`, or all."""
         return 1
 
     def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:

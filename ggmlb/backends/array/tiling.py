@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Range = tuple[int, int]
 """First address, and the one after the last."""
 
-_LEAST_ITEMS = 1 << 10
+LEAST_ITEMS = 1 << 14
 """Items per tile below which a stage is not worth cutting."""
 
 
@@ -41,6 +41,7 @@ class Stage:
         n_scratch: How many scratch arrays the kernel wants; they are like the first source.
         work: What the kernel does to all elements, in additions.
         least: The least extent of a tile in the first dimension.
+        one_call: Whether the kernel is one call of the library, however long.
         convert: Whether the kernel sees float32; else it sees the memory as it is.
     """
 
@@ -54,6 +55,7 @@ class Stage:
         n_scratch: int,
         work: int,
         least: int,
+        one_call: bool,
         convert: bool,
     ) -> None:
         self.lw = lw
@@ -64,6 +66,7 @@ class Stage:
         self.n_scratch = n_scratch
         self.work = work
         self.least = least
+        self.one_call = one_call
         self.n = views[0].shape[0]
         self.n_items = max(prod(v.shape) for v in views)
         self.like = 1 if len(views) > 1 else 0
@@ -72,6 +75,10 @@ class Stage:
             self.casts = [lw.casts.load(v.type) for v in views]
             self.casts[0] = lw.casts.store(views[0].type)
         self.n_slots = n_scratch + sum(cast is not None for cast in self.casts)
+
+    def n_workers(self) -> int:
+        """Over how many threads to spread it, if it is by itself."""
+        return self.lw.workers(self.work, None if self.one_call else self.n_items)
 
     def cut(self, bounds: Sequence[int]) -> list[list[View]]:
         """Cut the first dimension at the bounds."""
@@ -119,7 +126,7 @@ class Group:
 
     def _n_tiles(self, stage: Stage) -> int:
         """Enough to keep within the limit, and the same number for each worker."""
-        limit, workers = self.lw.tile, self.lw.workers(stage.work)
+        limit, workers = self.lw.tile, stage.n_workers()
         n = 1 if limit is None else -(-stage.n_items // limit)
         n = -(-n // workers) * workers
         if stage.least == 1:
@@ -133,7 +140,7 @@ class Group:
         if bounds is None or limit is None or len(bounds) == 2:
             return False
         n_tiles, own = len(bounds) - 1, self.stages[0].n
-        if not _LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * limit * n_tiles:
+        if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * limit * n_tiles:
             return False
         if stage.n // n_tiles < stage.least or any(b * stage.n % own for b in bounds):
             return False
@@ -159,7 +166,7 @@ class Group:
     def lists(self) -> list[list[Step]]:
         """Return the steps of each worker; tiles go round."""
         n_tiles = len(self._tiles[0])
-        n = min(n_tiles, self.lw.workers(sum(s.work for s in self.stages)))
+        n = min(n_tiles, max(stage.n_workers() for stage in self.stages))
         n_slots = max(s.n_slots for s in self.stages)
         largest = (
             max(prod(value_shape(v)) for cut in self._tiles for tile in cut for v in tile) if n_slots else 0

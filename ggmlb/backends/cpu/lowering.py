@@ -39,6 +39,8 @@ class CpuLowering(Lowering):
     weight_tile = 1 << 20
     parallel_work = 1 << 19
     """Additions below which waking a thread costs more than it saves: about 0.1 ms."""
+    parallel_call = 1 << 17
+    """Additions in a call, over all threads, below which they hinder each other more than they help."""
 
     def __init__(self, workspace: Workspace, threads: Threads, table: RuleTable = TABLE) -> None:
         super().__init__(table, workspace)
@@ -56,9 +58,10 @@ class CpuLowering(Lowering):
             self._addresses[memory] = memory.base.ctypes.data
         return self._addresses[memory] + view.offset
 
-    def workers(self, work: int) -> int:
-        """All threads for work that is worth waking them."""
-        return self._threads.n if work >= self.parallel_work else 1
+    def workers(self, work: int, call: int | None = None) -> int:
+        """All threads, if calls are long: after each, a thread waits for the interpreter's lock."""
+        is_long = call is None or call >= self.parallel_call
+        return self._threads.n if is_long and work >= self.parallel_work else 1
 
     def row_sum(self, x: Array) -> Array:
         """As products with ones, by BLAS: half the time of a reduction where rows are short."""
@@ -94,6 +97,17 @@ class CpuLowering(Lowering):
         """Copy rows to their places; a step."""
         self.check_index(index, y.shape[2])
         super().put_rows(y, x, index)
+
+    def add_rows(self, y: Array, x: Array, index: Array) -> None:
+        """Add the first of each repeated row, then the second, ...: `add.at` takes ten times as long."""
+        self.check_index(index, len(y))
+        order = index.argsort(kind="stable")
+        rows = index[order]
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        counts = np.diff(starts, append=rows.size)
+        for i in range(counts.max(initial=0)):
+            here = starts[counts > i] + i
+            y[rows[here]] += x[order[here]]
 
     def run_parallel(self, lists: Sequence[Sequence[Step]]) -> None:
         """One list per thread."""

@@ -48,11 +48,13 @@ def product(lw: CpuLowering, y: View, a: View, b: View) -> None:
     elif prod(b.shape[:-2]) > 1:
         a = a.reshaped((*b.shape[:-2], m, k), a.strides)
         work = max(1, rows * k * m // FUSED_ADDS // max(rows * m, rows * k, m * k))
-        lw.tiled(_multiply, y, b, a, inner=2, work=work, convert=False)
+        lw.tiled(_multiply, y, b, a, inner=2, work=work, one_call=True, convert=False)
     elif rows >= 2 * LEAST_ROWS:
         work = max(1, k * m // FUSED_ADDS // max(k, m))
         y, b, a = (v.reshaped(v.shape[-2:], v.strides[-2:]) for v in (y, b, a))
-        lw.tiled(_multiply, y, b, whole=[a], inner=1, work=work, least=LEAST_ROWS, convert=False)
+        lw.tiled(
+            _multiply, y, b, whole=[a], inner=1, work=work, least=LEAST_ROWS, one_call=True, convert=False
+        )
     else:
         _by_columns(lw, *(lw.bind(v.reshaped(v.shape[-2:], v.strides[-2:])) for v in (y, a, b)))
 

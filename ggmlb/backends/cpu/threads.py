@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     Steps = Sequence[Callable[[], Any]]
 
@@ -27,19 +27,21 @@ class Threads:
         self._begin()
 
     def run(self, lists: Sequence[Steps]) -> None:
-        """Call the steps of each list in order, the lists at the same time; raise the first failure."""
-        if self.n == 1:
-            for steps in lists:
-                _run(steps)
-            return
+        """Call the steps of each list in order, the lists at the same time; raise the first failure.
+
+        Each thread takes the next list as soon as it is free, so that one that starts late, on a busy
+        machine, holds up nobody.
+        """
         if self._pid != os.getpid():
             self._begin()  # threads do not survive a fork
-        self._start(len(lists) - 1)
+        n = min(self.n, len(lists)) - 1
+        self._start(n)
+        rest = iter(lists)
         try:
-            for steps in lists[1:]:
-                self._work.put(steps)
-            _run(lists[0])
-            failures = [self._done.get() for _ in lists[1:]]
+            for _ in range(n):
+                self._work.put(rest)
+            _run(rest)
+            failures = [self._done.get() for _ in range(n)]
         except BaseException:  # an interrupt, or a failure here: the queues are out of step
             self.free()
             raise
@@ -54,28 +56,29 @@ class Threads:
         self._begin()
 
     def _begin(self) -> None:
-        self._work: SimpleQueue[Steps | None] = SimpleQueue()
+        self._work: SimpleQueue[Iterator[Steps] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._n_started = 0
         self._pid = os.getpid()
 
     def _start(self, n: int) -> None:
-        while self._n_started < min(n, self.n - 1):
+        while self._n_started < n:
             Thread(target=_serve, args=(self._work, self._done), name="ggmlb-cpu", daemon=True).start()
             self._n_started += 1
 
 
-def _serve(work: SimpleQueue[Steps | None], done: SimpleQueue[BaseException | None]) -> None:
+def _serve(work: SimpleQueue[Iterator[Steps] | None], done: SimpleQueue[BaseException | None]) -> None:
     with np.errstate(all="ignore"):  # the state is each thread's own
-        while (steps := work.get()) is not None:
+        while (lists := work.get()) is not None:
             try:
-                _run(steps)
+                _run(lists)
             except BaseException as error:
                 done.put(error)
             else:
                 done.put(None)
 
 
-def _run(steps: Steps) -> None:
-    for step in steps:
-        step()
+def _run(lists: Iterator[Steps]) -> None:
+    for steps in lists:
+        for step in steps:
+            step()

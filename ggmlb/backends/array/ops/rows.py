@@ -48,12 +48,7 @@ def set_rows(lw: Lowering, t: Tensor) -> None:
 def get_rows_back(lw: Lowering, t: Tensor) -> None:
     """The sum of the rows `i` of `a` with `b[i] = j`, in row `j`."""
     a, b = sources(t)[:2]
-    xp = lw.xp
     x, index, y = lw.f32(a)[0, 0], lw.array(b)[0, 0, 0], lw.out_f32(t)
-
-    def step() -> None:
-        y[...] = 0
-        xp.add.at(y[0, 0], index, x)
-
-    lw.emit(step)
+    lw.emit(y.fill, 0)
+    lw.emit(lw.add_rows, y[0, 0], x, index)
     lw.store(t, y)
