@@ -9,6 +9,7 @@ from ggmlb.backends.array.ops.patches import (
     as_f32,
     axes_of,
     each_tap,
+    memory_order,
     packed_f32,
     padded,
     sum_of_products,
@@ -95,5 +96,7 @@ def conv_2d_dw(lw: Lowering, t: Tensor) -> None:
     met = windows(padded(lw, View.of(data), axes), axes)
     weight = as_f32(lw, View.of(kernel))
     weights = weight.reshaped(met.shape, (0, weight.strides[0], 0, 0, *weight.strides[2:]))
-    pairs = list(each_tap(met, weights))
-    lw.tiled(sum_of_products(lw.xp), View.of(t), *(v for pair in pairs for v in pair), scratch=1)
+    factors = [v for pair in each_tap(met, weights) for v in pair]
+    views = [View.of(t), *factors]
+    order = memory_order(views[0])
+    lw.tiled(sum_of_products(lw.xp), *(v.transposed(*order) for v in views), scratch=1, work=len(factors))

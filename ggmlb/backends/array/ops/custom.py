@@ -31,7 +31,7 @@ def _values(lw: Lowering, t: Tensor) -> Array:
 def _call(lw: Lowering, t: Tensor, *operands: object) -> None:
     """Emit the calls of the function, one per task; a task's work is not known, and taken to be much."""
     fun, n_tasks, userdata = (t.params[name] for name in ("fun", "n_tasks", "userdata"))
-    n = lw.workers(maxsize)
+    n = lw.workers(maxsize, maxsize)
     if n_tasks != N_TASKS_MAX:
         n = min(n, n_tasks)
     dst = _values(lw, t)

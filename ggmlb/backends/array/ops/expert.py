@@ -5,21 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.rules import FLOAT, I32, operands, rule, sources
-from ggmlb.backends.array.views import View
+from ggmlb.backends.array.views import cuts
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
 
 
 @rule(Op.ADD_ID, operands(FLOAT, FLOAT, I32))
 def add_id(lw: Lowering, t: Tensor) -> None:
     """`y[token, i] = a[token, i] + b[ids[token, i]]`: to each row, the one of its expert."""
-    a, b, ids = sources(t)
+    xp, (a, b, ids) = lw.xp, sources(t)
     n, n_used, n_tokens = t.ne[:3]
-    rows = lw.scratch((n_tokens, n_used, n), View.of(b).item)
-    lw.emit(lw.take_rows, rows[None, None], lw.array(b)[:1, :1], lw.array(ids)[:1, :1])
-    chosen, y = lw.view(rows, b.dtype), View.of(t)
-    chosen = chosen.reshaped(y.shape, (0, *chosen.strides))
-    lw.tiled(lambda y, x, z: lw.xp.add(x, z, out=y), y, View.of(a), chosen)
+    bias, chosen, x, y = lw.f32(b)[:1, :1], lw.array(ids)[:1, :1], lw.f32(a), lw.out_f32(t)
+    pieces = [piece for (piece,) in cuts((n_tokens,), n * n_used, lw.tile)]
+    scratch = lw.scratch((1, 1, max(count for _, count in pieces), n_used, n))
+
+    def step(y: Array, x: Array, ids: Array, rows: Array) -> None:
+        lw.take_rows(rows, bias, ids)
+        xp.add(x, rows[0], out=y)
+
+    for start, count in pieces:
+        here = slice(start, start + count)
+        lw.emit(step, y[:, here], x[:, here], chosen[:, :, here], scratch[:, :, :count])
+    lw.store(t, y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
 from ggmlb.enums import Op
 
@@ -29,7 +30,7 @@ def silu_back(lw: Lowering, t: Tensor) -> None:
         xp.multiply(tmp, s, out=tmp)
         xp.multiply(tmp, dy, out=dx)
 
-    lw.elementwise(kernel, t, *sources(t), scratch=2)
+    lw.elementwise(kernel, t, *sources(t), scratch=2, work=2 * EXP)
 
 
 @rule(Op.RMS_NORM_BACK, operands(FLOAT, FLOAT))
@@ -44,4 +45,4 @@ def rms_norm_back(lw: Lowering, t: Tensor) -> None:
         xp.subtract(dy, tmp, out=tmp)
         xp.multiply(tmp, square**-0.5, out=dx)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1)
+    lw.rowwise(kernel, t, *sources(t), scratch=1, work=2)

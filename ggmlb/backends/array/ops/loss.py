@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.softmax import soft_max_rows
+from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
@@ -24,11 +25,10 @@ def cross_entropy_loss(lw: Lowering, t: Tensor) -> None:
     def kernel(y: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:
         xp.subtract(x, x.max(axis=-1, keepdims=True), out=z)
         xp.exp(z, out=tmp)
-        xp.subtract(z, xp.log(tmp.sum(axis=-1, keepdims=True)), out=z)
-        xp.multiply(z, p, out=z)
-        xp.sum(z, axis=-1, keepdims=True, out=y)
+        xp.subtract(z, xp.log(lw.row_sum(tmp)), out=z)
+        xp.copyto(y, lw.row_dot(z, p, tmp))
 
-    lw.tiled(kernel, lw.view(by_row), View.of(a), View.of(b), inner=1, scratch=2)
+    lw.tiled(kernel, lw.view(by_row), View.of(a), View.of(b), inner=1, scratch=2, work=2 * EXP)
     lw.emit(xp.sum, by_row, keepdims=True, out=y)
     lw.emit(xp.divide, y, -a.n_rows, out=y)
     lw.store(t, y)
@@ -42,8 +42,8 @@ def cross_entropy_loss_back(lw: Lowering, t: Tensor) -> None:
 
     def kernel(dx: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:
         xp.copyto(z, x)
-        soft_max_rows(xp, tmp, z)
+        soft_max_rows(xp, tmp, z, None, lw.row_sum)
         xp.subtract(tmp, p, out=tmp)
         xp.multiply(tmp, g / n, out=dx)
 
-    lw.rowwise(kernel, t, a, b, scratch=2)
+    lw.rowwise(kernel, t, a, b, scratch=2, work=2 * EXP)

@@ -30,7 +30,7 @@ def opt_step_sgd(lw: Lowering, t: Tensor) -> None:
         xp.multiply(w, 1 - alpha * decay, out=y)
         xp.subtract(y, tmp, out=y)
 
-    lw.elementwise(kernel, t, w, g, scratch=1)
+    lw.elementwise(kernel, t, w, g, scratch=1, work=3)
 
 
 @rule(Op.OPT_STEP_ADAMW, operands(F32, FLOAT, F32, F32, F32, out=F32))
@@ -62,6 +62,6 @@ def opt_step_adamw(lw: Lowering, t: Tensor) -> None:
         xp.multiply(w, 1 - alpha * decay, out=y)
         xp.subtract(y, tmp, out=y)
 
-    lw.elementwise(first_moment, m, m, g, scratch=1)
-    lw.elementwise(second_moment, v, v, g, scratch=1)
-    lw.elementwise(weights, t, w, m, v, scratch=2)
+    lw.elementwise(first_moment, m, m, g, scratch=1, work=3)
+    lw.elementwise(second_moment, v, v, g, scratch=1, work=4)
+    lw.elementwise(weights, t, w, m, v, scratch=2, work=10)

@@ -76,14 +76,21 @@ def packed_f32(lw: Lowering, x: View) -> Array:
 
 
 def padded(lw: Lowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -> View:
-    """The data as float32 with its padding: the memory itself, or scratch that steps fill."""
+    """The data as float32 with its padding: the memory itself, or scratch of its layout that steps fill."""
     shape = (*x.shape[:2], *(a.width for a in axes))
     if shape == x.shape:
         return as_f32(lw, x)
-    y = lw.view(lw.scratch(shape))
+    order = memory_order(x)
+    y = lw.view(lw.scratch(tuple(shape[d] for d in order)))
     lw.emit(lw.bind(y).fill, fill)
+    y = y.transposed(*(order.index(d) for d in range(len(shape))))
     lw.copy(unpadded(y, axes), x)
     return y
+
+
+def memory_order(x: View) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first."""
+    return sorted(range(len(x.shape)), key=lambda d: -x.strides[d])
 
 
 def unpadded(x: View, axes: Sequence[Axis]) -> View:

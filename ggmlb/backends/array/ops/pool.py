@@ -50,7 +50,7 @@ def pool_2d_back(lw: Lowering, t: Tensor) -> None:
         y = lw.array(t)
         lw.emit(lw.xp.divide, y, p["k0"] * p["k1"], out=y)
     else:
-        fold(lw, View.of(t), _at_peak(lw, g, View.of(data), axes), axes)
+        fold(lw, View.of(t), _at_peaks(lw, g, View.of(data), axes), axes)
 
 
 def _axes(t: Tensor, data: Tensor, pooled: Tensor) -> list[Axis]:
@@ -93,22 +93,25 @@ def _taps(x: View, dim: int, axis: Axis) -> list[View]:
     return [x.reshaped(tuple(shape), tuple(strides), i * x.strides[dim]) for i in range(axis.taps)]
 
 
-def _at_peak(lw: Lowering, grad: View, data: View, axes: Sequence[Axis]) -> View:
+def _at_peaks(lw: Lowering, grad: View, data: View, axes: Sequence[Axis]) -> View:
     """Emit patches `[N, C, places.., taps..]`: the gradient at the first peak of each, and 0 elsewhere."""
     xp, met = lw.xp, windows(padded(lw, data, axes, LOWEST), axes)
-    shape = (*grad.shape, met.shape[4] * met.shape[5])
-    patches, hit = lw.scratch(shape), lw.scratch(shape, np.bool_)
-    peak = lw.scratch(grad.shape, np.intp)
-    view = lw.view(patches.reshape(met.shape))
-    for to, of in each_tap(view, met):
-        lw.copy(to, of)
-    g, tap = lw.bind(grad)[..., None], xp.arange(shape[-1])
+    n = len(grad.shape)
+    taps = lw.scratch((*met.shape[n:], *grad.shape))
+    peak = lw.view(lw.scratch(grad.shape))
+    _pool(lw, peak, data, axes, OpPool.MAX, np.ones(1))
+    hit, free = (lw.scratch(grad.shape, np.bool_) for _ in range(2))
+    g, top = lw.bind(grad), lw.bind(peak)
 
-    def step() -> None:
-        xp.argmax(patches, axis=-1, out=peak)
-        xp.equal(peak[..., None], tap, out=hit)
-        patches.fill(0)
-        xp.copyto(patches, g, where=hit)
+    def step(x: Array, patch: Array) -> None:
+        xp.equal(x, top, out=hit)
+        xp.logical_and(hit, free, out=hit)
+        xp.not_equal(free, hit, out=free)
+        patch.fill(0)
+        xp.copyto(patch, g, where=hit)
 
-    lw.emit(step)
+    view = lw.view(taps).transposed(*range(2, 2 + n), 0, 1)
+    lw.emit(free.fill, True)
+    for x, patch in each_tap(met, view):
+        lw.emit(step, lw.bind(x), lw.bind(patch))
     return view

@@ -6,6 +6,7 @@ that a loop over tokens sees, at each turn, all sequences and heads at once.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
@@ -30,27 +31,50 @@ def unpacked(
     return flat[:n].reshape(outputs), flat[n:].reshape(states)
 
 
-def scan(lw: Lowering, first: Array, states: Array, advance: Callable[..., Any], *tokens: Array) -> None:
-    """Emit `advance(new, old, *token)` for each token in turn.
+def scan(
+    lw: Lowering,
+    first: Array,
+    states: Array,
+    advance: Callable[..., Any],
+    tokens: Sequence[Array],
+    held: Sequence[Array] = (),
+) -> None:
+    """Emit `advance(new, old, *token, *held)` for each token in turn; threads share sequences or heads.
+
+    All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
 
     Args:
-        lw: Takes the step.
-        first: The state before the first token.
+        lw: Takes the steps.
+        first: The state before the first token: `[sequences, heads.., rows, columns]`.
         states: Takes the last states, the newest first; the first state, where there are fewer tokens.
         advance: Fills `new`, which may be the memory of `old`.
         tokens: Operands and outputs, one per token along the first axis.
+        held: Operands that do not change in time, and scratch.
     """
-    n, kept = len(tokens[0]), len(states)
-    work = lw.scratch(states.shape[1:]) if n > kept else None
+    n, kept, n_items = len(tokens[0]), len(states), prod(first.shape)
+    work = lw.scratch(first.shape) if n > kept else None
     new = [states[n - 1 - i] if n - 1 - i < kept else work for i in range(n)]
-    turns = list(zip(new, [first, *new], *tokens, strict=False))
+    shared = first.shape[:-2]
+    axis = shared.index(max(shared))
+    n_workers = min(shared[axis], lw.workers(n * n_items, n_items))
+    bounds = [i * shared[axis] // n_workers for i in range(n_workers + 1)]
+    lists = []
+    for here in map(slice, bounds[:-1], bounds[1:]):
+        steps = [
+            partial(advance, *(_part(x, axis, here) for x in turn))
+            for turn in (
+                (new[i], new[i - 1] if i else first, *(x[i] for x in tokens), *held) for i in range(n)
+            )
+        ]
+        older = _part(states, axis + 1, here)[n:]
+        if len(older):
+            steps.append(partial(lw.xp.copyto, older, _part(first, axis, here)))
+        lists.append(steps)
+    lw.emit_parallel(lists)
 
-    def step() -> None:
-        for turn in turns:
-            advance(*turn)
-        states[n:] = first
 
-    lw.emit(step)
+def _part(x: Array, axis: int, here: slice) -> Array:
+    return x if x.shape[axis] == 1 else x[(slice(None),) * axis + (here,)]
 
 
 def update(xp: Any, new: Array, old: Array, decay: Array, rows: Array, columns: Array, outer: Array) -> None:
@@ -84,23 +108,30 @@ def _linear(lw: Lowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[Array, 
 def rwkv_wkv6(lw: Lowering, t: Tensor) -> None:
     """`y = (S + (k f) v) r`, then `S = d S + k v`, with the state `S[k, v]`."""
     xp, (k, v, r, f, d, state) = lw.xp, sources(t)
-    y, ks, vs, rs, ds, first, last, outer = _linear(lw, t, state, k, v, r, d)
-    bonus = lw.scratch(ks.shape)
-    faaaa = lw.f32(f).reshape(ks.shape[2:])
-    read = lw.scratch((*outer.shape[:2], 1, outer.shape[3]))
+    ys, ks, vs, rs, ds, first, last, outer = _linear(lw, t, state, k, v, r, d)
+    bonus, faaaa = lw.scratch(ks.shape), lw.f32(f).reshape(ks.shape[2:])
 
-    def of_the_token_itself() -> None:
+    def of_the_tokens_themselves() -> None:
         xp.multiply(ks, rs, out=bonus)
         xp.multiply(bonus, faaaa, out=bonus)
-        xp.multiply(bonus.sum(axis=-1, keepdims=True), vs, out=y)
+        xp.multiply(bonus.sum(axis=-1, keepdims=True), vs, out=ys)
 
-    def advance(new: Array, old: Array, k: Array, v: Array, r: Array, d: Array, y: Array) -> None:
+    def advance(
+        new: Array, old: Array, k: Array, v: Array, r: Array, d: Array, y: Array, outer: Array, read: Array
+    ) -> None:
         xp.matmul(r[..., None, :], old, out=read)
         xp.add(y, read[..., 0, :], out=y)
         update(xp, new, old, d[..., None], k, v, outer)
 
-    lw.emit(of_the_token_itself)
-    scan(lw, first, last, advance, ks, vs, rs, ds, y)
+    lw.emit(of_the_tokens_themselves)
+    scan(
+        lw,
+        first,
+        last,
+        advance,
+        (ks, vs, rs, ds, ys),
+        (outer, lw.scratch((*outer.shape[:2], 1, outer.shape[3]))),
+    )
 
 
 @rule(Op.GATED_LINEAR_ATTN, operands(*[FLOAT] * 5, out=F32))
@@ -109,11 +140,13 @@ def gated_linear_attn(lw: Lowering, t: Tensor) -> None:
     xp, scale, (k, v, q, g, state) = lw.xp, t.params["scale"], sources(t)
     ys, ks, vs, qs, gs, first, last, outer = _linear(lw, t, state, k, v, q, g)
 
-    def advance(new: Array, old: Array, k: Array, v: Array, q: Array, g: Array, y: Array) -> None:
+    def advance(
+        new: Array, old: Array, k: Array, v: Array, q: Array, g: Array, y: Array, outer: Array
+    ) -> None:
         update(xp, new, old, g[..., None], k, v, outer)
         xp.matmul(q[..., None, :], new, out=y[..., None, :])
 
-    scan(lw, first, last, advance, ks, vs, qs, gs, ys)
+    scan(lw, first, last, advance, (ks, vs, qs, gs, ys), (outer,))
     lw.emit(xp.multiply, ys, scale, out=ys)
 
 
@@ -122,18 +155,19 @@ def rwkv_wkv7(lw: Lowering, t: Tensor) -> None:
     """`S = S w + v k + (S a) b`, then `y = S r`, with the state `S[v, k]`."""
     xp, (*x, state) = lw.xp, sources(t)
     ys, rs, ws, ks, vs, as_, bs, first, last, outer = _linear(lw, t, state, *x)
-    seen = lw.scratch((*outer.shape[:3], 1))
 
     def advance(
-        new: Array, old: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, y: Array
-    ) -> None:
+        new: Array, old: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, y: Array,
+        outer: Array, seen: Array,
+    ) -> None:  # fmt: skip
         xp.matmul(old, a[..., None], out=seen)
         update(xp, new, old, w[..., None, :], v, k, outer)
         xp.multiply(seen, b[..., None, :], out=outer)
         xp.add(new, outer, out=new)
         xp.matmul(new, r[..., None], out=y[..., None])
 
-    scan(lw, first, last, advance, rs, ws, ks, vs, as_, bs, ys)
+    seen = lw.scratch((*outer.shape[:3], 1))
+    scan(lw, first, last, advance, (rs, ws, ks, vs, as_, bs, ys), (outer, seen))
 
 
 @rule(Op.GATED_DELTA_NET, operands(*[F32] * 6, out=F32))
@@ -152,11 +186,11 @@ def gated_delta_net(lw: Lowering, t: Tensor) -> None:
     )
     qs, ks = (lw.f32(x).swapaxes(0, 1)[:, :, None] for x in (q, k))
     first = lw.f32(state).reshape(states.shape[1:])
-    outer, delta, decay = (lw.scratch(x) for x in (states.shape[1:], (n, *heads, s), gs.shape[1:]))
 
     def advance(
-        new: Array, old: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, y: Array
-    ) -> None:
+        new: Array, old: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, y: Array,
+        outer: Array, delta: Array, decay: Array,
+    ) -> None:  # fmt: skip
         xp.exp(g, out=decay)
         xp.multiply(old, decay[..., None, :], out=new)
         xp.matmul(new, k[..., None], out=delta[..., None])
@@ -166,5 +200,6 @@ def gated_delta_net(lw: Lowering, t: Tensor) -> None:
         xp.add(new, outer, out=new)
         xp.matmul(new, q[..., None], out=y[..., None])
 
-    scan(lw, first, states, advance, qs, ks, vs, gs, betas, ys)
+    held = [lw.scratch(x) for x in (first.shape, (n, *heads, s), gs.shape[1:])]
+    scan(lw, first, states, advance, (qs, ks, vs, gs, betas, ys), held)
     lw.emit(xp.multiply, ys, np.float32(s**-0.5), out=ys)

@@ -26,7 +26,7 @@ def ssm_conv(lw: Lowering, t: Tensor) -> None:
     for tap in range(c.shape[3]):
         factors.append(x.reshaped(y.shape, (*x.strides[:2], item, row), tap * item))
         factors.append(c.reshaped(y.shape, (0, 0, 0, c_row), tap * c_item))
-    lw.tiled(sum_of_products(lw.xp), y, *factors, scratch=1)
+    lw.tiled(sum_of_products(lw.xp), y, *factors, scratch=1, work=len(factors))
 
 
 @rule(Op.SSM_SCAN, operands(*[F32] * 6, I32, out=F32))
@@ -43,22 +43,25 @@ def ssm_scan(lw: Lowering, t: Tensor) -> None:
     ys, xs = (v.reshape(n, n_tokens, *heads, dim).swapaxes(0, 1) for v in (y, lw.array(x)))
     dts = lw.array(dt)[0].reshape(n, n_tokens, *heads).swapaxes(0, 1)[..., None]
     bs, cs = (lw.array(v).swapaxes(0, 1)[..., None, :] for v in (b, c))
-    rate = lw.array(a)[0, 0].reshape(*heads, -1)
+    rate = lw.array(a)[0, 0].reshape(1, *heads, -1)
     first = lw.scratch((n, *size))
     by_state = lw.array(state).reshape(1, 1, state.ne[3], -1)
     lw.emit(lw.take_rows, first.reshape(1, 1, n, -1), by_state, lw.array(ids)[:1, :1, 0])
-    times, inputs, outer = lw.scratch(dts.shape), lw.scratch(xs.shape), lw.scratch(first.shape)
-    decay, tmp = lw.scratch((n, *rate.shape)), lw.scratch(dts.shape)
+    times, inputs, tmp = lw.scratch(dts.shape), lw.scratch(xs.shape), lw.scratch(dts.shape)
 
     def all_inputs() -> None:
         softplus(xp, times, dts, tmp)
         xp.multiply(xs, times, out=inputs)
 
-    def advance(new: Array, old: Array, dt: Array, x: Array, b: Array, c: Array, y: Array) -> None:
+    def advance(
+        new: Array, old: Array, dt: Array, x: Array, b: Array, c: Array, y: Array,
+        rate: Array, decay: Array, outer: Array,
+    ) -> None:  # fmt: skip
         xp.multiply(dt, rate, out=decay)
         xp.exp(decay, out=decay)
         update(xp, new, old, decay[..., None, :], x, b, outer)
         xp.matmul(new, c[..., None], out=y[..., None])
 
     lw.emit(all_inputs)
-    scan(lw, first, states, advance, times, inputs, bs, cs, ys)
+    held = (rate, lw.scratch((n, *rate.shape[1:])), lw.scratch(first.shape))
+    scan(lw, first, states, advance, (times, inputs, bs, cs, ys), held)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.ops.patches import without_first
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.ops.patches import as_f32, without_first
+from ggmlb.backends.array.rules import F32, FLOAT, Types, operands, rule, sources
 from ggmlb.backends.array.views import View
+from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -55,12 +56,15 @@ def win_unpart(lw: Lowering, t: Tensor) -> None:
         lw.copy(image, _within(whole, image))
 
 
-@rule(Op.GET_REL_POS, operands(FLOAT))
+@rule(Op.GET_REL_POS, operands(FLOAT, out=Types(frozenset({DType.F16}))))
 def get_rel_pos(lw: Lowering, t: Tensor) -> None:
     """`y[query, key] = a[n - 1 - key + query]`: a row for each distance."""
     y, x = View.of(t), View.of(sources(t)[0])
+    if x.type == DType.BF16:
+        x = as_f32(lw, x)
     row, item = x.strides[2:]
-    lw.copy(y, x.reshaped(y.shape, (0, row, -row, item), (t.ne[1] - 1) * row))
+    rows = x.reshaped(y.shape, (0, row, -row, item), (t.ne[1] - 1) * row)
+    lw.emit(lw.casts.copy, lw.bind(y), lw.bind(rows))
 
 
 @rule(Op.ADD_REL_POS, operands(F32, F32, F32, out=F32))
