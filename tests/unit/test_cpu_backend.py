@@ -95,9 +95,6 @@ class TestProcs:
         assert "BLAS" in dict(features)
         assert all(isinstance(name, str) and isinstance(value, str) for name, value in features)
 
-    def test_no_extra_buffer_types_yet(self):
-        assert REG.get_proc_address("dev_get_extra_bufts")(DEVICE) == []
-
     def test_number_of_threads(self, cpu):
         set_n_threads = REG.get_proc_address("set_n_threads")
         for n in (1, 3):

@@ -14,6 +14,9 @@ from ggmlb import dtypes
 from ggmlb.backends.array.workspace import Array
 from ggmlb.dtypes import DType
 
+CAST = 8
+"""The work of converting an element, in additions."""
+
 Cast = Callable[[Array, Array], None]
 """`cast(dst, src)`."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.backends.array.casts import CAST
 from ggmlb.backends.array.products import product
 from ggmlb.backends.array.tiling import Group, Stage
 from ggmlb.backends.array.views import View, broadcast, merged
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 Step = Callable[[], Any]
 """A call with everything bound."""
-
-CAST = 8
-"""The work of a conversion, in additions."""
 
 Kernel = Callable[..., Any]
 """`kernel(y, *x, *scratch)`: fills `y` from the operands, all float32, `y` perhaps the memory of an `x`."""

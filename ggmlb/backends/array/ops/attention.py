@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ggmlb.backends.array.casts import CAST
 from ggmlb.backends.array.ops.softmax import alibi_slopes
+from ggmlb.backends.array.ops.unary import EXP
+from ggmlb.backends.array.products import is_ready
 from ggmlb.backends.array.rules import F32, FLOAT, VALUE, operands, rule
-from ggmlb.backends.array.views import View, broadcast, cuts, is_blas_matrix
-from ggmlb.dtypes import DType
+from ggmlb.backends.array.tiling import value_shape
+from ggmlb.backends.array.views import View, broadcast, cuts
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
-    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.lowering import Lowering, Step
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
+
+    Cut = tuple[int, int]
 
 
 def _same_heads(node: Tensor, casts: Casts) -> str | None:
@@ -75,36 +82,40 @@ class _Attention:
         n3, n2, group, n_q, dk = self.q.shape
         n_kv, dv = self.k.shape[2], self.y.shape[-1]
         n_rows = n_q if limit is None else max(1, min(n_q, limit // max(1, group * n_kv)))
-        pieces = list(cuts((n3, n2), n_kv * (dk + dv) + group * n_rows * n_kv, limit))
-        n_heads = max(b[1] * h[1] for b, h in pieces)
-        n_all = n_heads * group * n_rows
-        self.k_scratch, self.v_scratch = (
-            lw.scratch((n_heads * n_kv * dk,)),
-            lw.scratch((n_heads * n_kv * dv,)),
-        )
-        self.q_scratch, self.o_scratch = lw.scratch((n_all * dk,)), lw.scratch((n_all * dv,))
-        self.logits = lw.scratch((n_all * n_kv,))
-        needs_bias = self.mask is not None and (self.mask.type != DType.F32 or self.slopes is not None)
-        self.bias = lw.scratch((n_all * n_kv if needs_bias else 0,))
-        for batch, heads in pieces:
-            k = self._matrices(self.k, self.k_scratch, batch, heads, dk)
-            v = self._matrices(self.v, self.v_scratch, batch, heads, dv)
-            for start in range(0, n_q, n_rows):
-                self._emit_tile(k, v, batch, heads, (start, min(n_rows, n_q - start)))
+        work = n3 * n2 * n_kv * (EXP * group * n_q + CAST * (dk + dv))
+        n = min(n3 * n2, lw.workers(work))
+        per_head = n_kv * (dk + dv) + group * n_rows * n_kv
+        if limit is not None:
+            limit = min(limit, n3 * n2 * per_head // n)
+        pieces = list(cuts((n3, n2), per_head, limit))
+        lists: list[list[Step]] = [[] for _ in range(n)]
+        n_heads = max(batch[1] * heads[1] for batch, heads in pieces)
+        scratch = [_Scratch(self, n_heads, n_rows) for _ in range(n)]
+        for i, (batch, heads) in enumerate(pieces):
+            self._add_heads(lists[i % n], scratch[i % n], batch, heads, n_rows)
+        lw.emit_parallel(lists)
 
-    def _matrices(
-        self, view: View, scratch: Array, batch: tuple[int, int], heads: tuple[int, int], d: int
-    ) -> Array:
-        """Keys or values of some heads, float32 and fit for BLAS."""
-        part = view.cut(0, *batch).cut(1, *heads)
-        if part.type == DType.F32 and is_blas_matrix(part):
-            return self.lw.bind(part)
-        values = _shaped(scratch, (batch[1], heads[1], part.shape[2], d))
-        self.lw.copy(self.lw.view(values), part)
+    def _add_heads(self, steps: list[Step], scratch: _Scratch, batch: Cut, heads: Cut, n_rows: int) -> None:
+        """Append the steps of some key heads: keys and values as float32, then the queries in tiles."""
+
+        def matrices(view: View, values: Array) -> Array:
+            part = view.cut(0, *batch).cut(1, *heads)
+            return self.lw.bind(part) if is_ready(part) else self._load(steps, values, part)
+
+        k, v = matrices(self.k, scratch.k), matrices(self.v, scratch.v)
+        n_q = self.q.shape[3]
+        for start in range(0, n_q, n_rows):
+            self._add_tile(steps, scratch, k, v, batch, heads, (start, min(n_rows, n_q - start)))
+
+    def _load(self, steps: list[Step], values: Array, view: View) -> Array:
+        """Append the reading of a view into scratch, and return that."""
+        values = _shaped(values, value_shape(view))
+        load = self.lw.casts.load(view.type) or self.lw.casts.copy
+        steps.append(partial(load, values, self.lw.bind(view)))
         return values
 
-    def _emit_tile(
-        self, k: Array, v: Array, batch: tuple[int, int], heads: tuple[int, int], rows: tuple[int, int]
+    def _add_tile(
+        self, steps: list[Step], scratch: _Scratch, k: Array, v: Array, batch: Cut, heads: Cut, rows: Cut
     ) -> None:
         lw, xp = self.lw, self.lw.xp
 
@@ -117,49 +128,58 @@ class _Attention:
         outer = (batch[1], heads[1])
         grid, flat = (*outer, self.group, rows[1]), (*outer, self.group * rows[1])
         n_kv, dk, dv = k.shape[-2], k.shape[-1], v.shape[-1]
-        q = _shaped(self.q_scratch, (*grid, dk))
-        lw.copy(lw.view(q), part(self.q))
-        logits, out = _shaped(self.logits, (*grid, n_kv)), _shaped(self.o_scratch, (*grid, dv))
-        bias = None
-        if self.mask is not None:
-            mask = part(self.mask)
-            bias = lw.bind(mask)
-            if mask.type != DType.F32:
-                bias = _shaped(self.bias, (*grid, n_kv))
-                lw.copy(lw.view(bias), mask)
-        scaled = _shaped(self.bias, (*grid, n_kv)) if self.slopes is not None else None
+        q = self._load(steps, scratch.q, part(self.q))
+        logits, out = _shaped(scratch.logits, (*grid, n_kv)), _shaped(scratch.out, (*grid, dv))
+        bias = None if self.mask is None else self._load(steps, scratch.bias, _once(part(self.mask)))
+        scaled = _shaped(scratch.scaled, (*grid, n_kv)) if self.slopes is not None else None
         slopes, sinks, y = of_heads(self.slopes), of_heads(self.sinks), lw.bind(part(self.y))
         factor, softcap = self.scale / (self.softcap or 1), self.softcap
 
-        def logits_of() -> None:
+        def attend() -> None:
             xp.multiply(q, factor, out=q)
             xp.matmul(q.reshape(*flat, dk), k.swapaxes(-1, -2), out=logits.reshape(*flat, n_kv))
             if softcap:
                 xp.tanh(logits, out=logits)
                 xp.multiply(logits, softcap, out=logits)
             if bias is not None:
-                if scaled is not None:
-                    xp.multiply(bias, slopes, out=scaled)
-                xp.add(logits, bias if scaled is None else scaled, out=logits)
-
-        def average() -> None:
+                xp.add(logits, bias if scaled is None else xp.multiply(bias, slopes, out=scaled), out=logits)
             peak = logits.max(axis=-1, keepdims=True)
             if sinks is not None:
                 peak = xp.maximum(peak, sinks)
             xp.copyto(peak, 0, where=peak == -np.inf)
             xp.subtract(logits, peak, out=logits)
             xp.exp(logits, out=logits)
-            total = logits.sum(axis=-1, keepdims=True)
+            total = lw.row_sum(logits)
             if sinks is not None:
                 total += xp.exp(sinks - peak)
             xp.copyto(total, 1, where=total == 0)
             xp.matmul(logits.reshape(*flat, n_kv), v, out=out.reshape(*flat, dv))
             xp.divide(out, total, out=y)
 
-        lw.emit(logits_of)
-        lw.emit(average)
+        steps.append(attend)
+
+
+class _Scratch:
+    """The scratch of one thread, flat, for the largest tile: some heads and `n_rows` queries of each."""
+
+    def __init__(self, attention: _Attention, n_heads: int, n_rows: int) -> None:
+        take = attention.lw.scratch
+        n_kv, dk = attention.k.shape[2], attention.q.shape[4]
+        dv = attention.y.shape[4]
+        n_queries = n_heads * attention.group * n_rows
+        n_logits = n_queries * n_kv
+        self.k, self.v = take((n_heads * n_kv * dk,)), take((n_heads * n_kv * dv,))
+        self.q, self.out, self.logits = take((n_queries * dk,)), take((n_queries * dv,)), take((n_logits,))
+        self.bias = take((n_logits if attention.mask is not None else 0,))
+        self.scaled = take((n_logits if attention.slopes is not None else 0,))
+
+
+def _once(view: View) -> View:
+    """The view without its repetitions, which broadcasting brings back."""
+    shape = tuple(1 if stride == 0 else n for n, stride in zip(view.shape, view.strides, strict=True))
+    return view.reshaped(shape, view.strides)
 
 
 def _shaped(scratch: Array, shape: tuple[int, ...]) -> Array:
     """The first elements of flat scratch, in that shape."""
-    return scratch[: int(np.prod(shape))].reshape(shape)
+    return scratch[: prod(shape)].reshape(shape)
