@@ -1,0 +1,310 @@
+"""Programs of one op each, which ggmlb and ggml build and compute alike."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggmlb import dtypes
+from ggmlb.dtypes import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+F32, F16, I32 = DType.F32, DType.F16, DType.I32
+
+PATTERN_ROWS = 64
+"""Rows of different values; a large leaf repeats them, because quantising takes long."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of one op.
+
+    Attributes:
+        op: Its name.
+        what: Types and sizes, for the table.
+        build: Makes the leafs and the result, with a `Library`.
+        target: The least ratio of ggml's time to ours; None where there is none but `LEAST`.
+        nmse: The greatest error in relation to ggml; 0 asks for equality.
+        storage: Name of the buffer type that has the leafs here.
+        note: Why the ratio is what it is, where it is low.
+    """
+
+    op: str
+    what: str
+    build: Callable[[Any], Any]
+    target: float | None = None
+    nmse: float = 1e-6
+    storage: str = "CPU"
+    note: str = ""
+
+
+class Library:
+    """Makes tensors and computes a program; ops are methods, as in ggml.h without `ggml_` and ctx."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        self.data: list[tuple[Any, bytes]] = []
+
+    def leaf(self, dtype: DType, *ne: int, values: Any = None, low: float = -1, high: float = 1) -> Any:
+        """A tensor with given or random values."""
+        if values is None:
+            rows = int(np.prod(ne[1:]))
+            values = self.random.uniform(low, high, (min(rows, PATTERN_ROWS), ne[0])).astype(np.float32)
+            data = dtypes.quantize(values, dtype).tobytes()
+            size = dtype.row_size(ne[0]) * rows
+            data = (data * -(-size // len(data)))[:size]
+        else:
+            data = dtypes.quantize(np.asarray(values), dtype).tobytes()
+        tensor = self.new_tensor(dtype, ne)
+        self.data.append((tensor, data))
+        return tensor
+
+    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
+        raise NotImplementedError
+
+
+class Ggmlb(Library):
+    def __init__(self, case: Case, threads: int) -> None:
+        import ggmlb
+
+        super().__init__()
+        self._leafs, self._nodes = ggmlb.Context(), ggmlb.Context()
+        self._backend = ggmlb.init_by_name("CPU")
+        reg, device = self._backend.device.reg, self._backend.device
+        reg.get_proc_address("set_n_threads")(self._backend, threads)
+        self.result = case.build(self)
+        self._graph = ggmlb.Graph().build_forward_expand(self.result)
+        types = [device.buffer_type, *reg.get_proc_address("dev_get_extra_bufts")(device)]
+        (buft,) = (t for t in types if t.name == case.storage)
+        self._memory = [
+            ggmlb.alloc_ctx_tensors(self._leafs, buft),
+            ggmlb.alloc_ctx_tensors(self._nodes, self._backend),
+        ]
+        self._memory[0].usage = ggmlb.BufferUsage.WEIGHTS
+        for tensor, data in self.data:
+            tensor.set(np.frombuffer(data, np.uint8))
+
+    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
+        # Only weights may lie in CPU_F32: what a program makes first is its weight.
+        ctx = self._nodes if self.data else self._leafs
+        return ctx.new_tensor(dtype, ne)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nodes, name)
+
+    def run(self) -> None:
+        self._backend.graph_compute(self._graph)
+
+    def values(self) -> Any:
+        return np.ascontiguousarray(self.result.to_numpy()).reshape(-1)
+
+    def close(self) -> None:
+        for buffer in self._memory:
+            buffer.free()
+        self._backend.free()
+
+
+class Ggml(Library):
+    def __init__(self, case: Case, threads: int) -> None:
+        import ggml
+
+        super().__init__()
+        self._ggml = ggml
+        self._ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=1 << 20, mem_buffer=None, no_alloc=True))
+        self._backend = ggml.ggml_backend_cpu_init()
+        ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
+        self.result = case.build(self)
+        self._graph = ggml.ggml_new_graph(self._ctx)
+        ggml.ggml_build_forward_expand(self._graph, self.result)
+        self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._ctx, self._backend)
+        for tensor, data in self.data:
+            ctypes.memmove(tensor.contents.data, data, len(data))
+
+    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
+        shape = (ctypes.c_int64 * 4)(*ne, *(1,) * (4 - len(ne)))
+        return self._ggml.ggml_new_tensor(self._ctx, int(dtype), 4, shape)
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(self._ggml, f"ggml_{name}"), self._ctx)
+
+    def run(self) -> None:
+        self._ggml.ggml_backend_graph_compute(self._backend, self._graph)
+
+    def values(self) -> Any:
+        tensor = self.result.contents
+        dtype = DType(tensor.type).numpy
+        memory = (ctypes.c_ubyte * self._ggml.ggml_nbytes(self.result)).from_address(tensor.data)
+        return np.frombuffer(memory, dtype).copy()
+
+    def close(self) -> None:
+        self._ggml.ggml_backend_buffer_free(self._buffer)
+        self._ggml.ggml_backend_free(self._backend)
+        self._ggml.ggml_free(self._ctx)
+
+
+# -- products --------------------------------------------------------------------------------------
+
+M, K = 4096, 14336
+PRODUCTS = {"F32": 2.0, "F16": 2.0, "BF16": None, "Q8_0": 1.2, "Q4_0": 1.2, "Q4_K": 0.7, "Q6_K": 0.7}
+"""Types of weights, with the target for plain memory."""
+
+
+def _mul_mat(dtype: DType, n: int, c: Any) -> Any:
+    # Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's.
+    return c.mul_mat(c.leaf(dtype, K, M, low=-0.2), c.leaf(F32, K, n, low=-0.2))
+
+
+def _products() -> list[Case]:
+    cases = []
+    for n, is_tuned in ((512, True), (1, False)):
+        for storage in ("CPU", "CPU_F32") if is_tuned else ("CPU",):
+            for name, plain in PRODUCTS.items():
+                target = plain if storage == "CPU" else 1.2
+                cases.append(
+                    Case(
+                        "mul_mat",
+                        f"{name.lower()} {K} x {M}, n = {n}",
+                        partial(_mul_mat, DType[name], n),
+                        target if is_tuned else None,
+                        1e-6 if name == "F32" else 1e-3,
+                        storage,
+                        ""
+                        if is_tuned
+                        else "not tuned: ggml multiplies the blocks as integers, "
+                        "here each weight becomes a float32 first",
+                    )
+                )
+    return cases
+
+
+# -- the rest, on about a million elements ---------------------------------------------------------
+
+ROWS = (4096, 256)
+
+
+def _rope(c: Any) -> Any:
+    positions = c.leaf(I32, 256, values=np.arange(256))
+    return c.rope_ext(c.leaf(F32, 128, 32, 256), positions, None, 128, 2, 4096, 1e4, 1.0, 0.0, 1.0, 32.0, 1.0)
+
+
+def _set_rows(c: Any) -> Any:
+    order = np.random.default_rng(1).permutation(256)
+    return c.set_rows(c.leaf(F16, *ROWS), c.leaf(F32, *ROWS), c.leaf(DType.I64, 256, values=order))
+
+
+def _get_rows(dtype: DType, c: Any) -> Any:
+    rows = np.random.default_rng(1).integers(0, 1024, 256)
+    return c.get_rows(c.leaf(dtype, 4096, 1024), c.leaf(I32, 256, values=rows))
+
+
+def _flash_attn(c: Any) -> Any:
+    q, k, v = c.leaf(F32, 128, 256, 32), c.leaf(F16, 128, 512, 8), c.leaf(F16, 128, 512, 8)
+    mask = np.where(np.arange(512) <= np.arange(256, 512)[:, None], 0, -np.inf).astype(np.float32)
+    return c.flash_attn_ext(q, k, v, c.leaf(F16, 512, 256, values=mask), 128**-0.5, 0.0, 0.0)
+
+
+def _mul_mat_id(c: Any) -> Any:
+    ids = np.random.default_rng(1).permuted(np.tile(np.arange(8), (256, 1)), axis=1)[:, :2]
+    weight, x = c.leaf(F16, 1024, 2048, 8, low=-0.2), c.leaf(F32, 1024, 1, 256, low=-0.2)
+    return c.mul_mat_id(weight, x, c.leaf(I32, 2, 256, values=np.ascontiguousarray(ids)))
+
+
+def _argsort(c: Any) -> Any:
+    values = np.random.default_rng(1).permuted(np.tile(np.arange(4096.0), (256, 1)), axis=1)
+    return c.argsort(c.leaf(F32, *ROWS, values=values.astype(np.float32)), 0)
+
+
+def _ssm_scan(c: Any) -> Any:
+    state, dim, heads, tokens = 16, 64, 32, 512
+    s, x, dt = (
+        c.leaf(F32, state, dim, heads, 1),
+        c.leaf(F32, dim, heads, tokens, 1),
+        c.leaf(F32, heads, tokens, 1),
+    )
+    a = c.leaf(F32, 1, heads, low=-2, high=-0.1)
+    b, d = c.leaf(F32, state, 1, tokens, 1), c.leaf(F32, state, 1, tokens, 1)
+    return c.ssm_scan(s, x, dt, a, b, d, c.leaf(I32, 1, values=np.zeros(1, np.int32)))
+
+
+def _rwkv(c: Any) -> Any:
+    s, heads, tokens = 64, 32, 512
+    k, v, r = (c.leaf(F32, s, heads, tokens, low=-0.2, high=0.2) for _ in range(3))
+    first, decay = c.leaf(F32, s, heads), c.leaf(F32, s, heads, tokens, low=0.3)
+    return c.rwkv_wkv6(k, v, r, first, decay, c.leaf(F32, s * s * heads, 1))
+
+
+def _rows(op: str, *args: Any, n: int = 1, **values: float) -> Callable[[Any], Any]:
+    """An op of `n` tensors of ROWS."""
+    return lambda c: getattr(c, op)(*(c.leaf(F32, *ROWS, **values) for _ in range(n)), *args)
+
+
+SIZE = "4096 x 256"
+PYTHON_STEPS = "tokens follow each other, so the state passes through some NumPy calls for each"
+
+CASES = [
+    *_products(),
+    Case("add", SIZE, _rows("add", n=2), 0.8),
+    Case("add", f"{SIZE}, row of 4096", lambda c: c.add(c.leaf(F32, *ROWS), c.leaf(F32, 4096)), 0.8),
+    Case("mul", SIZE, _rows("mul", n=2), 0.8),
+    Case("scale", SIZE, _rows("scale", 0.7), 0.8),
+    Case("silu", SIZE, _rows("silu"), 0.8),
+    Case("gelu", SIZE, _rows("gelu"), 0.8, 5e-6),
+    Case("gelu_erf", SIZE, _rows("gelu_erf"), 0.8),
+    Case("swiglu", f"2 x {SIZE}", _rows("swiglu_split", n=2), 0.8),
+    Case("norm", SIZE, _rows("norm", 1e-5), 0.8),
+    Case("rms_norm", SIZE, _rows("rms_norm", 1e-5), 0.8),
+    Case("soft_max", SIZE, _rows("soft_max"), 0.8),
+    Case(
+        "soft_max_ext",
+        "512 x 256 x 8, f16 mask",
+        lambda c: c.soft_max_ext(c.leaf(F32, 512, 256, 8), c.leaf(F16, 512, 256), 0.5, 0.0),
+        0.8,
+    ),
+    Case("rope", "128 x 32 x 256, neox", _rope),
+    Case("get_rows", "f32, 256 of 4096 x 1024", partial(_get_rows, F32), nmse=0),
+    Case("get_rows", "q4_0, 256 of 4096 x 1024", partial(_get_rows, DType.Q4_0)),
+    Case("set_rows", f"f32 -> f16, {SIZE}", _set_rows),
+    Case("cpy", f"f32 -> f16, {SIZE}", lambda c: c.cpy(c.leaf(F32, *ROWS), c.leaf(F16, *ROWS))),
+    Case("flash_attn_ext", "128 x 256 x 32 on 512 f16, mask", _flash_attn, nmse=1e-5),
+    Case("mul_mat_id", "f16 1024 x 2048 x 8, 2 of 8, n = 256", _mul_mat_id, nmse=1e-5),
+    Case(
+        "conv_2d",
+        "f16 3 x 3 x 64 -> 64, 128 x 128",
+        lambda c: c.conv_2d(c.leaf(F16, 3, 3, 64, 64), c.leaf(F32, 128, 128, 64), 1, 1, 1, 1, 1, 1),
+        nmse=1e-5,
+    ),
+    Case(
+        "im2col",
+        "3 x 3 on 128 x 128 x 8, to f16",
+        lambda c: c.im2col(
+            c.leaf(F16, 3, 3, 8, 1), c.leaf(F32, 128, 128, 8), 1, 1, 1, 1, 1, 1, True, int(F16)
+        ),
+    ),
+    Case(
+        "pool_2d",
+        "max 2 x 2 of 256 x 256 x 16",
+        lambda c: c.pool_2d(c.leaf(F32, 256, 256, 16), 0, 2, 2, 2, 2, 0.0, 0.0),
+    ),
+    Case("argsort", SIZE, _argsort, nmse=0),
+    Case("sum_rows", SIZE, _rows("sum_rows", low=0)),
+    Case("cumsum", SIZE, _rows("cumsum", low=0)),
+    Case("concat", f"2 x {SIZE}, rows", _rows("concat", 1, n=2), nmse=0),
+    Case(
+        "repeat",
+        f"1024 x 64 to {SIZE}",
+        lambda c: c.repeat(c.leaf(F32, 1024, 64), c.leaf(F32, *ROWS)),
+        nmse=0,
+    ),
+    Case(
+        "upscale", "256 x 256 x 4 by 2, nearest", lambda c: c.upscale(c.leaf(F32, 256, 256, 4), 2, 0), nmse=0
+    ),
+    Case("upscale", "256 x 256 x 4 by 2, bilinear", lambda c: c.upscale(c.leaf(F32, 256, 256, 4), 2, 1)),
+    Case("ssm_scan", "state 16, 64 x 32, 512 tokens", _ssm_scan, note=PYTHON_STEPS),
+    Case("rwkv_wkv6", "64 x 32, 512 tokens", _rwkv, note=PYTHON_STEPS),
+]
