@@ -36,12 +36,12 @@ def _spread(lw: Lowering, y: View, data: View, kernel: View, strides: Sequence[i
     n_in, n_out, *taps = kernel.shape
     n, _, *places = data.shape
     rank = len(taps)
-    weight = packed_f32(lw, kernel).reshape(n_in, -1)
+    weight = packed_f32(lw, kernel).reshape(n_in, n_out * prod(taps))
     patches = lw.scratch((n, n_out, *taps, *places))
     lw.emit(
         lw.xp.matmul,
         weight.T,
-        packed_f32(lw, data).reshape(n, n_in, -1),
+        packed_f32(lw, data).reshape(n, n_in, prod(places)),
         out=patches.reshape(n, weight.shape[1], prod(places)),
     )
     axes = [Axis(m, k, p, s) for m, k, p, s in zip(y.shape[2:], taps, places, strides, strict=True)]

@@ -1,0 +1,48 @@
+"""Leafs with values, and what an op makes of them on the CPU: for tests of the array rules."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import Status
+from ggmlb.graph import Graph
+
+POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
+
+
+class Program:
+    """Leafs with values, and their results."""
+
+    def __init__(self, seed=0):
+        self.ctx = Context()
+        self.values = {}
+        self.rng = np.random.default_rng(seed)
+
+    def leaf(self, ne, dtype=DType.F32, values=None, low=-1.0, high=1.0):
+        tensor = self.ctx.new_tensor(dtype, ne)
+        if values is None:
+            values = self.rng.uniform(low, high, tensor.ne[::-1]).astype(np.float32)
+        self.values[tensor] = np.asarray(values).reshape(tensor.ne[::-1])
+        return tensor
+
+    def array(self, tensor):
+        return self.values[tensor]
+
+    def compute(self, backend, *results):
+        graph = Graph().build_forward_expand(*results)
+        with alloc_ctx_tensors(self.ctx, backend) as buffer:
+            buffer.clear(POISON)
+            for tensor, values in self.values.items():
+                tensor.set_array(values)
+            assert backend.graph_compute(graph) is Status.SUCCESS
+            arrays = [t.to_numpy().reshape(t.ne[::-1]) for t in results]
+        return arrays[0] if len(arrays) == 1 else arrays
+
+
+def close(got, expected, error=1e-6):
+    assert got.shape == expected.shape
+    scale = np.abs(expected).max(initial=0) or 1
+    np.testing.assert_allclose(got, expected, rtol=0, atol=error * scale)
