@@ -91,6 +91,8 @@ DEVICE_FN void STORE8(float *p, F8 v) { EACH_OF_8_(p[j_] = v.v[j_]) }
 DEVICE_FN U8 LOAD_U8(const uchar *p) { U8 r; EACH_OF_8_(r.v[j_] = p[j_]) return r; }
 DEVICE_FN F8 F8_FROM_U8(U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)q.v[j_]) return r; }
 DEVICE_FN F8 F8_FROM_I8(U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)(i8_t)q.v[j_]) return r; }
+DEVICE_FN F8 F8_FROM_BITS(uint b) { F8 r; EACH_OF_8_(r.v[j_] = (float)(b >> j_ & 1u)) return r; }
+DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)table[q.v[j_]]) return r; }
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
 

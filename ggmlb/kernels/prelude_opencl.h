@@ -50,6 +50,7 @@ typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #define LOAD_U8(p)    ((uchar8)(*(const __global u8u_ *)(p)))
 #define F8_FROM_U8(q) __builtin_convertvector(__builtin_convertvector((q), int8), float8)
 #define F8_FROM_I8(q) __builtin_convertvector(__builtin_convertvector(__builtin_astype((q), char8), int8), float8)
+#define F8_FROM_BITS(b) __builtin_convertvector((int8)(b) >> (int8)(0, 1, 2, 3, 4, 5, 6, 7) & 1, float8)
 #else
 #define REASSOCIATE
 #define SQRT(x)      sqrt(x)
@@ -68,6 +69,7 @@ typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #define LOAD_U8(p)    vload8(0, (p))
 #define F8_FROM_U8(q) convert_float8(q)
 #define F8_FROM_I8(q) convert_float8(as_char8(q))
+#define F8_FROM_BITS(b) convert_float8((int8)(b) >> (int8)(0, 1, 2, 3, 4, 5, 6, 7) & 1)
 #endif
 #define RSQRT(x)     (1.0f/SQRT(x))
 #define POW(x, y)    pow((x), (y))
@@ -92,6 +94,18 @@ typedef uchar8 U8;
 #define U8_SPLAT(x)  ((uchar8)(x))
 #define MAKE_F8(E)   ((float8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 #define MAKE_U8(E)   ((uchar8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
+/* elements of a table of 16 signed bytes */
+#if defined(ON_CPU) && defined(__clang__) && defined(__SSSE3__)
+DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q)
+{
+    const char16 t = *(__constant char16 *)table;
+    const uchar16 places = (uchar16)(q, q);
+    return F8_FROM_I8(__builtin_astype(__builtin_ia32_pshufb128(t, __builtin_astype(places, char16)), uchar16).lo);
+}
+#else
+#define LOOKUP_(j) (float)table[AT8(q, j)]
+DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q) { return MAKE_F8(LOOKUP_); }
+#endif
 DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
 
 #define ATOMIC_ADD_I32(p, v) atomic_add((p), (v))

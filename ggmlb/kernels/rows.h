@@ -1,29 +1,67 @@
-/* Rows read eight elements at a time, whatever their type: deq8_T(row, g) gives elements 8g to 8g+7.
+/* Rows read eight elements at a time, whatever their type T: deq8_T(row, g) gives elements 8g to 8g+7.
 
    Quantised blocks are read in ggml's own layout. Groups of eight never cross a block, and in every format their
-   bits lie in eight neighbouring bytes, so that the vector operations below are all it takes. */
-#define DEQ8(x, row, g) CAT(deq8_, x##_T)((row), (g))
+   bits lie in eight neighbouring bytes, so that a few vector operations decode them. A type is told by its block b
+   and the group r within it:
+
+       GROUPS_T, BYTES_T      groups in a block, and its size
+       SHARE_T                how many groups, beginning at a multiple, share scale and minimum
+       SPAN_T                 how many it pays to decode together: their bits lie in the same places again
+       raw8_T(b, r)           the numbers that are stored,
+       scale_T(b, r)          times this,
+       min_T(b, r)            minus this, where HAS_MIN_T */
+#define OF_TYPE(name, x) CAT(name##_, x##_T)
+#define BLOCK_AT(x, row, g) ((row) + (i64_t)((uint)(g)/OF_TYPE(GROUPS, x))*OF_TYPE(BYTES, x))
+#define GROUP_IN(x, g) ((int)((uint)(g) % OF_TYPE(GROUPS, x)))
+#define DEQ8(x, row, g) OF_TYPE(deq8, x)((row), (g))
+
+#define RAW8(T)  DEVICE_FN F8 raw8_##T(CGLOBAL char *b, int r)
+#define SCALE(T) DEVICE_FN float scale_##T(CGLOBAL char *b, int r)
+#define MIN(T)   DEVICE_FN float min_##T(CGLOBAL char *b, int r)
+#define NO_MIN(T) MIN(T) { return 0.0f; }
+#define DEQ8_FN(T) DEVICE_FN F8 deq8_##T(CGLOBAL char *row, int g) \
+{ \
+    CGLOBAL char *b = row + (i64_t)((uint)g/GROUPS_##T)*BYTES_##T; \
+    const int r = (int)((uint)g % GROUPS_##T); \
+    return HAS_MIN_##T ? raw8_##T(b, r)*scale_##T(b, r) - min_##T(b, r) : raw8_##T(b, r)*scale_##T(b, r); \
+}
 #define U8_AT(p)        LOAD_U8((CGLOBAL uchar *)(p))
 #define BYTE(p)         (*(CGLOBAL uchar *)(p))
 #define BYTES2(p)       ((uint)BYTE(p) | (uint)BYTE((p) + 1) << 8)
-#define BLOCK(groups, size) CGLOBAL char *b = row + (i64_t)((uint)g/(groups))*(size); const int r = (uint)g % (groups)
-#define LOW4(q)         ((q) & U8_SPLAT(15))
-#define HIGH4(q)        ((q) >> U8_SPLAT(4))
 #define NIBBLES(p, high) ((U8_AT(p) >> U8_SPLAT((uchar)(4*(high)))) & U8_SPLAT(15))
 
-DEVICE_FN F8 deq8_f32(CGLOBAL char *row, int g) { return LOAD8((CGLOBAL float *)row + 8*(i64_t)g); }
-DEVICE_FN F8 deq8_f16(CGLOBAL char *row, int g)
-{
-#define E_(j) LOAD_HALF((CGLOBAL ushort *)row + 8*(i64_t)g + j)
-    return MAKE_F8(E_);
-#undef E_
-}
-DEVICE_FN F8 deq8_bf16(CGLOBAL char *row, int g)
-{
-#define E_(j) AS_FLOAT((uint)((CGLOBAL ushort *)row)[8*(i64_t)g + j] << 16)
-    return MAKE_F8(E_);
-#undef E_
-}
+/* plain types: blocks of eight */
+#define GROUPS_f32 1
+#define BYTES_f32 32
+#define SHARE_f32 1
+#define SPAN_f32 4
+#define HAS_MIN_f32 0
+RAW8(f32) { return LOAD8((CGLOBAL float *)b); }
+SCALE(f32) { return 1.0f; }
+NO_MIN(f32)
+DEQ8_FN(f32)
+
+#define HALF_AT_(j) LOAD_HALF((CGLOBAL ushort *)b + j)
+#define GROUPS_f16 1
+#define BYTES_f16 16
+#define SHARE_f16 1
+#define SPAN_f16 4
+#define HAS_MIN_f16 0
+RAW8(f16) { return MAKE_F8(HALF_AT_); }
+SCALE(f16) { return 1.0f; }
+NO_MIN(f16)
+DEQ8_FN(f16)
+
+#define BF16_AT_(j) AS_FLOAT((uint)((CGLOBAL ushort *)b)[j] << 16)
+#define GROUPS_bf16 1
+#define BYTES_bf16 16
+#define SHARE_bf16 1
+#define SPAN_bf16 4
+#define HAS_MIN_bf16 0
+RAW8(bf16) { return MAKE_F8(BF16_AT_); }
+SCALE(bf16) { return 1.0f; }
+NO_MIN(bf16)
+DEQ8_FN(bf16)
 
 /* eight floats to a row of a plain type */
 DEVICE_FN void st8_f32(GLOBAL char *row, int g, F8 v) { STORE8((GLOBAL float *)row + 8*(i64_t)g, v); }
@@ -39,76 +77,120 @@ ST8_(f16, 2)
 ST8_(bf16, 2)
 
 /* blocks of 32, two nibbles a byte: the first half of the elements in the low ones */
-DEVICE_FN F8 deq8_q4_0(CGLOBAL char *row, int g)
-{
-    BLOCK(4, 18);
-    return (F8_FROM_U8(NIBBLES(b + 2 + 8*(r & 1), r >> 1)) - 8.0f)*LOAD_HALF(b);
-}
-DEVICE_FN F8 deq8_q4_1(CGLOBAL char *row, int g)
-{
-    BLOCK(4, 20);
-    return F8_FROM_U8(NIBBLES(b + 4 + 8*(r & 1), r >> 1))*LOAD_HALF(b) + LOAD_HALF(b + 2);
-}
+#define HALVES_(p) F8_FROM_U8(NIBBLES((p) + 8*(r & 1), r >> 1))
+#define FIRST_HALF_(T)  SCALE(T) { return LOAD_HALF(b); }
+#define SECOND_HALF_(T) MIN(T) { return -LOAD_HALF(b + 2); }
+
+#define GROUPS_q4_0 4
+#define BYTES_q4_0 18
+#define SHARE_q4_0 4
+#define SPAN_q4_0 4
+#define HAS_MIN_q4_0 0
+RAW8(q4_0) { return HALVES_(b + 2) - 8.0f; }
+FIRST_HALF_(q4_0)
+NO_MIN(q4_0)
+DEQ8_FN(q4_0)
+
+#define GROUPS_q4_1 4
+#define BYTES_q4_1 20
+#define SHARE_q4_1 4
+#define SPAN_q4_1 4
+#define HAS_MIN_q4_1 1
+RAW8(q4_1) { return HALVES_(b + 4); }
+FIRST_HALF_(q4_1)
+SECOND_HALF_(q4_1)
+DEQ8_FN(q4_1)
+
 /* the fifth bits of a group are one byte */
-DEVICE_FN U8 spread_bits(uint bits, int shift)
-{
-#define E_(j) ((uchar)((bits >> j & 1u) << shift))
-    return MAKE_U8(E_);
-#undef E_
-}
-DEVICE_FN F8 deq8_q5_0(CGLOBAL char *row, int g)
-{
-    BLOCK(4, 22);
-    const U8 q = NIBBLES(b + 6 + 8*(r & 1), r >> 1) | spread_bits(BYTE(b + 2 + r), 4);
-    return (F8_FROM_U8(q) - 16.0f)*LOAD_HALF(b);
-}
-DEVICE_FN F8 deq8_q5_1(CGLOBAL char *row, int g)
-{
-    BLOCK(4, 24);
-    const U8 q = NIBBLES(b + 8 + 8*(r & 1), r >> 1) | spread_bits(BYTE(b + 4 + r), 4);
-    return F8_FROM_U8(q)*LOAD_HALF(b) + LOAD_HALF(b + 2);
-}
-DEVICE_FN F8 deq8_q8_0(CGLOBAL char *row, int g)
-{
-    BLOCK(4, 34);
-    return F8_FROM_I8(U8_AT(b + 2 + 8*r))*LOAD_HALF(b);
-}
-DEVICE_FN F8 deq8_q8_1(CGLOBAL char *row, int g)
-{
-    BLOCK(4, 36);
-    return F8_FROM_I8(U8_AT(b + 4 + 8*r))*LOAD_HALF(b);
-}
-DEVICE_FN F8 deq8_q1_0(CGLOBAL char *row, int g)
-{
-    BLOCK(16, 18);
-    return (F8_FROM_U8(spread_bits(BYTE(b + 2 + r), 1)) - 1.0f)*LOAD_HALF(b);
-}
+#define GROUPS_q5_0 4
+#define BYTES_q5_0 22
+#define SHARE_q5_0 4
+#define SPAN_q5_0 4
+#define HAS_MIN_q5_0 0
+RAW8(q5_0) { return HALVES_(b + 6) - 16.0f + F8_FROM_BITS(BYTE(b + 2 + r))*16.0f; }
+FIRST_HALF_(q5_0)
+NO_MIN(q5_0)
+DEQ8_FN(q5_0)
+
+#define GROUPS_q5_1 4
+#define BYTES_q5_1 24
+#define SHARE_q5_1 4
+#define SPAN_q5_1 4
+#define HAS_MIN_q5_1 1
+RAW8(q5_1) { return HALVES_(b + 8) + F8_FROM_BITS(BYTE(b + 4 + r))*16.0f; }
+FIRST_HALF_(q5_1)
+SECOND_HALF_(q5_1)
+DEQ8_FN(q5_1)
+
+#define GROUPS_q8_0 4
+#define BYTES_q8_0 34
+#define SHARE_q8_0 4
+#define SPAN_q8_0 4
+#define HAS_MIN_q8_0 0
+RAW8(q8_0) { return F8_FROM_I8(U8_AT(b + 2 + 8*r)); }
+FIRST_HALF_(q8_0)
+NO_MIN(q8_0)
+DEQ8_FN(q8_0)
+
+#define GROUPS_q8_1 4
+#define BYTES_q8_1 36
+#define SHARE_q8_1 4
+#define SPAN_q8_1 4
+#define HAS_MIN_q8_1 0
+RAW8(q8_1) { return F8_FROM_I8(U8_AT(b + 4 + 8*r)); }
+FIRST_HALF_(q8_1)
+NO_MIN(q8_1)
+DEQ8_FN(q8_1)
+
+#define GROUPS_q1_0 16
+#define BYTES_q1_0 18
+#define SHARE_q1_0 16
+#define SPAN_q1_0 4
+#define HAS_MIN_q1_0 0
+RAW8(q1_0) { return F8_FROM_BITS(BYTE(b + 2 + r))*2.0f - 1.0f; }
+FIRST_HALF_(q1_0)
+NO_MIN(q1_0)
+DEQ8_FN(q1_0)
 
 /* nibbles that index a table of values */
-CONSTANT float values_iq4nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-CONSTANT float values_e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};   /* doubled */
-#define LOOKUP_(name) DEVICE_FN F8 name##_of(U8 q) { return MAKE_F8(name##_at_); }
-#define values_iq4nl_at_(j) values_iq4nl[AT8(q, j)]
-#define values_e2m1_at_(j)  values_e2m1[AT8(q, j)]
-LOOKUP_(values_iq4nl)
-LOOKUP_(values_e2m1)
+CONSTANT i8_t values_iq4nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+CONSTANT i8_t values_e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};   /* doubled */
 
-DEVICE_FN F8 deq8_iq4_nl(CGLOBAL char *row, int g)
+#define GROUPS_iq4_nl 4
+#define BYTES_iq4_nl 18
+#define SHARE_iq4_nl 4
+#define SPAN_iq4_nl 4
+#define HAS_MIN_iq4_nl 0
+RAW8(iq4_nl) { return F8_LOOKUP(values_iq4nl, NIBBLES(b + 2 + 8*(r & 1), r >> 1)); }
+FIRST_HALF_(iq4_nl)
+NO_MIN(iq4_nl)
+DEQ8_FN(iq4_nl)
+
+#define GROUPS_mxfp4 4
+#define BYTES_mxfp4 17
+#define SHARE_mxfp4 4
+#define SPAN_mxfp4 4
+#define HAS_MIN_mxfp4 0
+RAW8(mxfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + 1 + 8*(r & 1), r >> 1)); }
+SCALE(mxfp4)                                    /* half of 2^(e-127) */
 {
-    BLOCK(4, 18);
-    return values_iq4nl_of(NIBBLES(b + 2 + 8*(r & 1), r >> 1))*LOAD_HALF(b);
+    const uint e = BYTE(b);
+    return AS_FLOAT(e < 2 ? 0x00200000u << e : (e - 1) << 23);
 }
-DEVICE_FN F8 deq8_mxfp4(CGLOBAL char *row, int g)
+NO_MIN(mxfp4)
+DEQ8_FN(mxfp4)
+
+/* four times 16, each with a scale of 4 bits of exponent and 3 of mantissa */
+#define GROUPS_nvfp4 8
+#define BYTES_nvfp4 36
+#define SHARE_nvfp4 2
+#define SPAN_nvfp4 4
+#define HAS_MIN_nvfp4 0
+RAW8(nvfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + 4 + 8*(r >> 1), r & 1)); }
+SCALE(nvfp4)
 {
-    BLOCK(4, 17);
-    const uint e = BYTE(b);                                     /* half of 2^(e-127) */
-    const float d = AS_FLOAT(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-    return values_e2m1_of(NIBBLES(b + 1 + 8*(r & 1), r >> 1))*d;
-}
-DEVICE_FN F8 deq8_nvfp4(CGLOBAL char *row, int g)
-{
-    BLOCK(8, 36);                                               /* four times 16, each with its e4m3 scale */
     const uint u = BYTE(b + (r >> 1)), e = u >> 3 & 15u, m = u & 7u;
-    const float d = u == 0x7fu ? 0.0f : e ? AS_FLOAT((e + 119u) << 23 | m << 20) : (float)m*0x1.0p-10f;
-    return values_e2m1_of(NIBBLES(b + 4 + 8*(r >> 1), r & 1))*d;
+    return u == 0x7fu ? 0.0f : e ? AS_FLOAT((e + 119u) << 23 | m << 20) : (float)m*0.0009765625f;
 }
+NO_MIN(nvfp4)
+DEQ8_FN(nvfp4)

@@ -2,82 +2,131 @@
 #include "rows.h"
 
 /* 6-bit scale and minimum of 32 elements, in the 12 bytes of q4_K and q5_K */
-DEVICE_FN int k4_scale(CGLOBAL char *s, int i)
+DEVICE_FN float k4_scale(CGLOBAL char *s, int i)
 {
-    return i < 4 ? BYTE(s + i) & 63 : (BYTE(s + i + 4) & 15) | BYTE(s + i - 4) >> 6 << 4;
+    return (float)(i < 4 ? BYTE(s + i) & 63 : (BYTE(s + i + 4) & 15) | BYTE(s + i - 4) >> 6 << 4);
 }
-DEVICE_FN int k4_min(CGLOBAL char *s, int i)
+DEVICE_FN float k4_min(CGLOBAL char *s, int i)
 {
-    return i < 4 ? BYTE(s + i + 4) & 63 : BYTE(s + i + 4) >> 4 | BYTE(s + i) >> 6 << 4;
+    return (float)(i < 4 ? BYTE(s + i + 4) & 63 : BYTE(s + i + 4) >> 4 | BYTE(s + i) >> 6 << 4);
 }
 
 /* 2 bits: 128 elements in 32 bytes, the first 32 in their lowest bits */
 #define HALF_(r)    ((r) >> 4)
 #define QUARTER_(r) ((r) >> 2 & 3)
 #define PLACE_(r)   (8*((r) & 3))
-#define TWO_BITS(p) ((U8_AT((p) + 32*HALF_(r) + PLACE_(r)) >> U8_SPLAT((uchar)(2*QUARTER_(r)))) & U8_SPLAT(3))
+#define BITS_AT_(p, shift, mask) ((U8_AT(p) >> U8_SPLAT((uchar)(shift))) & U8_SPLAT(mask))
+#define TWO_BITS(p) BITS_AT_((p) + 32*HALF_(r) + PLACE_(r), 2*QUARTER_(r), 3)
 
-DEVICE_FN F8 deq8_q2_k(CGLOBAL char *row, int g)
+#define GROUPS_q2_k 32
+#define BYTES_q2_k 84
+#define SHARE_q2_k 2
+#define SPAN_q2_k 16
+#define HAS_MIN_q2_k 1
+RAW8(q2_k) { return F8_FROM_U8(TWO_BITS(b + 16)); }
+SCALE(q2_k) { return LOAD_HALF(b + 80)*(float)(BYTE(b + (r >> 1)) & 15); }
+MIN(q2_k) { return LOAD_HALF(b + 82)*(float)(BYTE(b + (r >> 1)) >> 4); }
+DEQ8_FN(q2_k)
+
+#define GROUPS_q3_k 32
+#define BYTES_q3_k 110
+#define SHARE_q3_k 2
+#define SPAN_q3_k 32
+#define HAS_MIN_q3_k 0
+RAW8(q3_k) { return F8_FROM_U8(TWO_BITS(b + 32) | (BITS_AT_(b + PLACE_(r), r >> 2, 1) << U8_SPLAT(2))) - 4.0f; }
+SCALE(q3_k)
 {
-    BLOCK(32, 84);
-    const int s = BYTE(b + (r >> 1));
-    return F8_FROM_U8(TWO_BITS(b + 16))*(LOAD_HALF(b + 80)*(float)(s & 15)) - LOAD_HALF(b + 82)*(float)(s >> 4);
+    const int i = r >> 1, low = BYTE(b + 96 + (i & 7)) >> (4*(i >> 3)) & 15;
+    return LOAD_HALF(b + 108)*(float)((low | (BYTE(b + 104 + (i & 3)) >> (2*(i >> 2)) & 3) << 4) - 32);
 }
-DEVICE_FN F8 deq8_q3_k(CGLOBAL char *row, int g)
+NO_MIN(q3_k)
+DEQ8_FN(q3_k)
+
+#define GROUPS_q4_k 32
+#define BYTES_q4_k 144
+#define SHARE_q4_k 4
+#define SPAN_q4_k 8
+#define HAS_MIN_q4_k 1
+RAW8(q4_k) { return F8_FROM_U8(NIBBLES(b + 16 + 32*(r >> 3) + PLACE_(r), r >> 2 & 1)); }
+SCALE(q4_k) { return LOAD_HALF(b)*k4_scale(b + 4, r >> 2); }
+MIN(q4_k) { return LOAD_HALF(b + 2)*k4_min(b + 4, r >> 2); }
+DEQ8_FN(q4_k)
+
+#define GROUPS_q5_k 32
+#define BYTES_q5_k 176
+#define SHARE_q5_k 4
+#define SPAN_q5_k 32
+#define HAS_MIN_q5_k 1
+RAW8(q5_k)
 {
-    BLOCK(32, 110);
-    const int i = r >> 1, low = i < 8 ? BYTE(b + 96 + i) & 15 : BYTE(b + 88 + i) >> 4;
-    const int s = low | (BYTE(b + 104 + (i & 3)) >> (2*(i >> 2)) & 3) << 4;
-    const U8 high = (U8_AT(b + PLACE_(r)) >> U8_SPLAT((uchar)(r >> 2))) & U8_SPLAT(1);
-    return (F8_FROM_U8(TWO_BITS(b + 32) | (high << U8_SPLAT(2))) - 4.0f)*(LOAD_HALF(b + 108)*(float)(s - 32));
+    const U8 low = NIBBLES(b + 48 + 32*(r >> 3) + PLACE_(r), r >> 2 & 1);
+    return F8_FROM_U8(low | (BITS_AT_(b + 16 + PLACE_(r), r >> 2, 1) << U8_SPLAT(4)));
 }
-DEVICE_FN F8 deq8_q4_k(CGLOBAL char *row, int g)
+SCALE(q5_k) { return LOAD_HALF(b)*k4_scale(b + 4, r >> 2); }
+MIN(q5_k) { return LOAD_HALF(b + 2)*k4_min(b + 4, r >> 2); }
+DEQ8_FN(q5_k)
+
+#define GROUPS_q6_k 32
+#define BYTES_q6_k 210
+#define SHARE_q6_k 2
+#define SPAN_q6_k 16
+#define HAS_MIN_q6_k 0
+RAW8(q6_k)
 {
-    BLOCK(32, 144);
-    const U8 q = NIBBLES(b + 16 + 32*(r >> 3) + PLACE_(r), r >> 2 & 1);
-    return F8_FROM_U8(q)*(LOAD_HALF(b)*(float)k4_scale(b + 4, r >> 2)) - LOAD_HALF(b + 2)*(float)k4_min(b + 4, r >> 2);
-}
-DEVICE_FN F8 deq8_q5_k(CGLOBAL char *row, int g)
-{
-    BLOCK(32, 176);
-    const U8 high = (U8_AT(b + 16 + PLACE_(r)) >> U8_SPLAT((uchar)(r >> 2))) & U8_SPLAT(1);
-    const U8 q = NIBBLES(b + 48 + 32*(r >> 3) + PLACE_(r), r >> 2 & 1) | (high << U8_SPLAT(4));
-    return F8_FROM_U8(q)*(LOAD_HALF(b)*(float)k4_scale(b + 4, r >> 2)) - LOAD_HALF(b + 2)*(float)k4_min(b + 4, r >> 2);
-}
-DEVICE_FN F8 deq8_q6_k(CGLOBAL char *row, int g)
-{
-    BLOCK(32, 210);
     const U8 low = NIBBLES(b + 64*HALF_(r) + 32*(QUARTER_(r) & 1) + PLACE_(r), QUARTER_(r) >> 1);
-    const float d = LOAD_HALF(b + 208)*(float)(i8_t)BYTE(b + 192 + (r >> 1));
-    return (F8_FROM_U8(low | (TWO_BITS(b + 128) << U8_SPLAT(4))) - 32.0f)*d;
+    return F8_FROM_U8(low | (TWO_BITS(b + 128) << U8_SPLAT(4))) - 32.0f;
 }
-DEVICE_FN F8 deq8_q8_k(CGLOBAL char *row, int g)
+SCALE(q6_k) { return LOAD_HALF(b + 208)*(float)(i8_t)BYTE(b + 192 + (r >> 1)); }
+NO_MIN(q6_k)
+DEQ8_FN(q6_k)
+
+#define GROUPS_q8_k 32
+#define BYTES_q8_k 292
+#define SHARE_q8_k 32
+#define SPAN_q8_k 4
+#define HAS_MIN_q8_k 0
+RAW8(q8_k) { return F8_FROM_I8(U8_AT(b + 4 + 8*r)); }
+SCALE(q8_k) { return ld_f32(b); }
+NO_MIN(q8_k)
+DEQ8_FN(q8_k)
+
+#define GROUPS_iq4_xs 32
+#define BYTES_iq4_xs 136
+#define SHARE_iq4_xs 4
+#define SPAN_iq4_xs 4
+#define HAS_MIN_iq4_xs 0
+RAW8(iq4_xs) { return F8_LOOKUP(values_iq4nl, NIBBLES(b + 8 + 16*(r >> 2) + 8*(r & 1), r >> 1 & 1)); }
+SCALE(iq4_xs)
 {
-    BLOCK(32, 292);
-    return F8_FROM_I8(U8_AT(b + 4 + 8*r))*ld_f32(b);
-}
-DEVICE_FN F8 deq8_iq4_xs(CGLOBAL char *row, int g)
-{
-    BLOCK(32, 136);
     const int i = r >> 2;
-    const int s = (BYTE(b + 4 + (i >> 1)) >> (4*(i & 1)) & 15) | (BYTES2(b + 2) >> (2*i) & 3) << 4;
-    return values_iq4nl_of(NIBBLES(b + 8 + 16*i + 8*(r & 1), r >> 1 & 1))*(LOAD_HALF(b)*(float)(s - 32));
+    const uint s = (BYTE(b + 4 + (i >> 1)) >> (4*(i & 1)) & 15) | (BYTES2(b + 2) >> (2*i) & 3) << 4;
+    return LOAD_HALF(b)*((float)s - 32.0f);
 }
+NO_MIN(iq4_xs)
+DEQ8_FN(iq4_xs)
 
 /* ternary */
-DEVICE_FN F8 deq8_tq2_0(CGLOBAL char *row, int g)
-{
-    BLOCK(32, 66);
-    return (F8_FROM_U8(TWO_BITS(b)) - 1.0f)*LOAD_HALF(b + 64);
-}
+#define GROUPS_tq2_0 32
+#define BYTES_tq2_0 66
+#define SHARE_tq2_0 32
+#define SPAN_tq2_0 16
+#define HAS_MIN_tq2_0 0
+RAW8(tq2_0) { return F8_FROM_U8(TWO_BITS(b)) - 1.0f; }
+SCALE(tq2_0) { return LOAD_HALF(b + 64); }
+NO_MIN(tq2_0)
+DEQ8_FN(tq2_0)
+
 /* five digits of base 3 a byte, as a fraction of 256: 160 elements, 80, and 16 in bytes of four */
-DEVICE_FN F8 deq8_tq1_0(CGLOBAL char *row, int g)
-{
-    BLOCK(32, 54);
-    const uint powers[5] = {1, 3, 9, 27, 81};
-#define PLACE3_(j) (r < 20 ? PLACE_(r) + j : r < 30 ? 32 + 8*(r & 1) + j : 48 + (j & 3))
+#define GROUPS_tq1_0 32
+#define BYTES_tq1_0 54
+#define SHARE_tq1_0 32
+#define SPAN_tq1_0 4
+#define HAS_MIN_tq1_0 0
+#define BYTE3_(j)  BYTE(b + (r < 20 ? PLACE_(r) + j : r < 30 ? 32 + 8*(r & 1) + j : 48 + (j & 3)))
 #define DIGIT3_(j) (r < 20 ? r >> 2 : r < 30 ? (r - 20) >> 1 : 2*(r - 30) + (j >> 2))
-#define E_(j)      ((uchar)((((uint)BYTE(b + PLACE3_(j))*powers[DIGIT3_(j)] & 255u)*3u) >> 8))
-    return (F8_FROM_U8(MAKE_U8(E_)) - 1.0f)*LOAD_HALF(b + 52);
-#undef E_
-}
+#define TRIT_(j)   ((uchar)((((uint)BYTE3_(j)*power3(DIGIT3_(j)) & 255u)*3u) >> 8))
+DEVICE_FN uint power3(int n) { return n == 0 ? 1 : n == 1 ? 3 : n == 2 ? 9 : n == 3 ? 27 : 81; }
+RAW8(tq1_0) { return F8_FROM_U8(MAKE_U8(TRIT_)) - 1.0f; }
+SCALE(tq1_0) { return LOAD_HALF(b + 52); }
+NO_MIN(tq1_0)
+DEQ8_FN(tq1_0)

@@ -50,6 +50,13 @@ def _rows_per_group(target: Target, a: Tensor, n_columns: int) -> int:
     return max(1, min(most, 65536 // (a.ne[0] * n_columns + 1)))
 
 
+def _rows_at_once(target: Target, a: Tensor, columns: int) -> int:
+    """Return how many rows of the weights a group takes side by side, to have independent sums to work on."""
+    if not target.on_cpu:
+        return 1
+    return max(1, min(2 if a.dtype.is_quantized else 4, 8 // columns))
+
+
 def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.src
     assert a is not None and b is not None
@@ -60,7 +67,8 @@ def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
         columns = 1 << (n - 1).bit_length()
         rows = _rows_per_group(target, a, columns)
         groups = (-(-m // rows), 1, n_matrices)
-        return [launch("mul_mat_vec", [*mems, r2, r3, rows], groups, target.wg, COLUMNS=columns, **_rest(a))]
+        flags = {"COLUMNS": columns, "ROWS": _rows_at_once(target, a, columns), **_rest(a)}
+        return [launch("mul_mat_vec", [*mems, r2, r3, rows], groups, target.wg, **flags)]
     if target.on_cpu:
         columns = _columns_per_group(target, m, n, n_matrices)
         groups = (-(-m // PANEL_ROWS), -(-n // columns), n_matrices)
@@ -82,7 +90,8 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     rows = _rows_per_group(target, a, 1)
     groups = (-(-a.ne[1] // rows), ids.ne[0], ids.ne[1])
     mems = [Mem.of(a), Mem.of(b), Mem.of(ids), Mem.of(node)]
-    return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **_rest(a))]
+    flags = {"COLUMNS": 1, "ROWS": _rows_at_once(target, a, 1), **_rest(a)}
+    return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **flags)]
 
 
 RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_declines, _mul_mat_id)}
