@@ -36,7 +36,7 @@ class CpuLowering(Lowering):
 
     xp = np
     tile = 1 << 17
-    weight_tile = 1 << 20
+    weight_tile = 1 << 19
     parallel_work = 1 << 19
     """Additions below which waking a thread costs more than it saves: about 0.1 ms."""
     parallel_call = 1 << 17

@@ -29,14 +29,17 @@ LEAST_ROWS = 64
 FEW_ROWS = range(2, 32)
 """Rows of activations for which BLAS is faster at the transposed product, turning the result included."""
 
+BLAS_ROWS = 16
+"""Rows of a weight that BLAS takes at a time; a tile is a whole number of them."""
+
 READ_WORK = 12
 """The work of reading a weight that is not float32, in additions."""
 
-WEIGHT_TILE = 1 << 22
+WEIGHT_TILE = 1 << 21
 """Values of a weight that a thread holds as float32 at a time, when there are many rows to multiply."""
 
-WEIGHT_TILE_FEW = 1 << 16
-"""The same when there are few rows: the tile stays in the cache."""
+WEIGHT_TILE_FEW = 1 << 20
+"""The same when there are few rows."""
 
 
 def product(lw: CpuLowering, y: View, a: View, b: View) -> None:
@@ -72,11 +75,12 @@ def _by_columns(lw: CpuLowering, y: Array, a: Array, b: Array) -> None:
     """Few rows: each thread makes some columns of the result, from some rows of the weight."""
     rows, m = y.shape
     n = lw.workers(a.size * (rows + 1) // FUSED_ADDS)
+    turn = rows in FEW_ROWS and a.strides[1] == a.itemsize
     lists: list[list[Step]] = []
     for i in range(n):
         part = slice(m * i // n, m * (i + 1) // n)
         columns, weights = y[:, part], a[part]
-        if rows in FEW_ROWS:
+        if turn:
             lists.append([partial(_multiply_turned, columns, b, weights, lw.scratch(columns.shape[::-1]))])
         else:
             lists.append([partial(_multiply, columns, b, weights)])
@@ -88,8 +92,9 @@ def _through_tiles(lw: CpuLowering, y: View, a: View, b: View) -> None:
     rows, k, m = b.shape[-2], b.shape[-1], a.shape[-2]
     n_weights = prod(a.shape[:-1]) * k
     n = lw.workers(n_weights * (READ_WORK + rows // FUSED_ADDS))
-    limit = WEIGHT_TILE_FEW if rows < LEAST_ROWS else WEIGHT_TILE
-    pieces = list(cuts((*a.shape[:2], m), k, max(k, min(limit, n_weights // n))))
+    limit = min(WEIGHT_TILE_FEW if rows < LEAST_ROWS else WEIGHT_TILE, n_weights // n)
+    per_tile = max(BLAS_ROWS, limit // k // BLAS_ROWS * BLAS_ROWS)
+    pieces = list(cuts((*a.shape[:2], m), k, per_tile * k))
     scratch = [lw.scratch((max(prod(n for _, n in cut) for cut in pieces), k)) for _ in range(n)]
     load = lw.casts.load(a.type) or lw.casts.copy
     lists: list[list[Step]] = [[] for _ in range(n)]

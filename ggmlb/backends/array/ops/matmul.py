@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.products import f32_view
@@ -11,6 +12,7 @@ from ggmlb.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
 
 
@@ -33,30 +35,32 @@ def out_prod(lw: Lowering, t: Tensor) -> None:
 def mul_mat_id(lw: Lowering, t: Tensor) -> None:
     """`y[token, i] = a[ids[token, i]] b[token, i]`: each row through the matrix of its expert."""
     a, b, ids = sources(t)
-    n_experts, n_used, k = a.ne[2], ids.ne[0], a.ne[0]
+    n_experts, n_used, k, m = a.ne[2], ids.ne[0], a.ne[0], a.ne[1]
     x, y, chosen = lw.f32(b)[0], lw.array(t)[0], lw.array(ids)[0, 0]
     weights = View.of(a)
     load = lw.casts.load(weights.type)
-    pieces = [piece for (piece,) in cuts((a.ne[1],), k, None if load is None else lw.weight_tile)]
-    scratch = lw.scratch((max(n for _, n in pieces), k)) if load is not None else None
+    pieces = [piece for (piece,) in cuts((m,), k, None if load is None else lw.weight_tile)]
+    n = lw.workers(chosen.size * m * k)
+    scratch = [lw.scratch((max(count for _, count in pieces), k)) for _ in range(n if load else 0)]
     tiles = [[lw.bind(weights.cut(1, e, 1).cut(2, *p))[0, 0] for p in pieces] for e in range(n_experts)]
+
+    def compute(worker: int, e: int, places: Array) -> None:
+        token, slot = divmod(places, n_used)
+        rows = x[token, slot % x.shape[1]]
+        for tile, (first, count) in zip(tiles[e], pieces, strict=True):
+            values = tile
+            if load is not None:
+                values = scratch[worker][:count]
+                load(values, tile)
+            y[token, slot, first : first + count] = rows @ values.T
 
     def step() -> None:
         expert = lw.to_host(chosen).reshape(-1)
         lw.check_index(expert, n_experts)
         order = expert.argsort(kind="stable")
-        start = 0
-        for e, end in enumerate(expert[order].searchsorted(range(n_experts), side="right")):
-            if end == start:
-                continue
-            token, slot = divmod(order[start:end], n_used)
-            start = end
-            rows = x[token, slot % x.shape[1]]
-            for tile, (first, n) in zip(tiles[e], pieces, strict=True):
-                values = tile
-                if load is not None:
-                    load(scratch[:n], tile)
-                    values = scratch[:n]
-                y[token, slot, first : first + n] = rows @ values.T
+        ends = expert[order].searchsorted(range(n_experts), side="right")
+        by_expert = [order[i:j] for i, j in zip((0, *ends), ends, strict=False)]
+        used = [(e, places) for e, places in enumerate(by_expert) if places.size]
+        lw.run_parallel([[partial(compute, i, *use) for use in used[i::n]] for i in range(n)])
 
     lw.emit(step)
