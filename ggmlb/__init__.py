@@ -45,6 +45,7 @@ from ggmlb.errors import (
     NotAllocatedError,
     RegistryError,
     ShapeError,
+    UnknownOpError,
     UnsupportedOpError,
 )
 from ggmlb.graph import Graph
@@ -139,6 +140,7 @@ __all__ = [
     "TensorFlag",
     "TriType",
     "UnaryOp",
+    "UnknownOpError",
     "UnsupportedOpError",
     "__version__",
     "alloc_ctx_tensors",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TensorFlag
-from ggmlb.errors import ArgumentError, did_you_mean
+from ggmlb.errors import ArgumentError, UnknownOpError, did_you_mean
 from ggmlb.ops.attention import AttentionOps
 from ggmlb.ops.base import full_ne
 from ggmlb.ops.binary import BinaryOps
@@ -75,6 +75,13 @@ class Context(
     Every op raises `ShapeError`, `DTypeError` or `ArgumentError` when its operands do not fit, and leaves the
     context as it was.
     """
+
+    if not TYPE_CHECKING:  # to type checkers, an unknown method is an error already
+
+        def __getattr__(self, name: str) -> Any:
+            """Name the nearest op of one that does not exist."""
+            known = [op for op in dir(type(self)) if not op.startswith("_")]
+            raise UnknownOpError(f"Context has no op {name!r}{did_you_mean(name, known)}")
 
     def new_tensor(self, dtype: DType | str, ne: Sequence[int] | int, name: str = "") -> Tensor:
         """Return a new leaf with one to four extents, innermost first (ggml_new_tensor).

@@ -4,6 +4,7 @@
     ├── ShapeError          (ValueError)    operands whose shapes or strides do not fit
     ├── DTypeError          (ValueError)    an unknown tensor type, or one the op does not take
     ├── ArgumentError       (ValueError)    any other argument out of its range
+    ├── UnknownOpError      (AttributeError) a `Context` method that ggml.h has no function for
     ├── BoundsError         (IndexError)    a read or write beyond a tensor's or buffer's end
     ├── AllocationError     (MemoryError)   no room; carries `asked`, `free`, `total` [bytes]
     ├── NotAllocatedError   (RuntimeError)  data of a tensor that is in no buffer yet
@@ -65,6 +66,10 @@ class ArgumentError(Error, ValueError):
     """An argument, other than a shape or a type, that is out of its range."""
 
 
+class UnknownOpError(Error, AttributeError):
+    """A `Context` method was asked for that ggml.h has no function for."""
+
+
 class BoundsError(Error, IndexError):
     """A read or write that ends beyond the tensor or the buffer."""
 
@@ -116,13 +121,15 @@ class ModelError(Error, ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names."""
+    """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names if it is short."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1)
     if not near:
         near = [k for k in known if k.lower() == name.lower()]
     if near:
         return f"; did you mean {near[0]!r}?"
+    if len(known) > 60:
+        return ""
     return f"; known: {', '.join(known)}" if known else "; none are known"
 
 

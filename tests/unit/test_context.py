@@ -11,7 +11,7 @@ import pytest
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TensorFlag
-from ggmlb.errors import ArgumentError, DTypeError, NotAllocatedError, ShapeError
+from ggmlb.errors import ArgumentError, DTypeError, NotAllocatedError, ShapeError, UnknownOpError
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,9 @@ def test_a_dropped_context_leaves_nothing_for_the_collector():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_an_op_that_does_not_exist_is_named_with_the_nearest():
+    with pytest.raises(UnknownOpError, match="Context has no op 'mul_mt'; did you mean 'mul_mat'"):
+        Context().mul_mt()
+    assert not hasattr(Context(), "no_such_thing")

@@ -28,6 +28,7 @@ PARENTS = {
     "NotAllocatedError": RuntimeError,
     "RegistryError": LookupError,
     "ShapeError": ValueError,
+    "UnknownOpError": AttributeError,
     "UnsupportedOpError": RuntimeError,
 }
 
