@@ -8,7 +8,8 @@ Params: `fun`, `n_tasks` and `userdata`. The backend calls `fun` with NumPy arra
     MAP_CUSTOM3    fun(dst, a, b, c, ith, nth, userdata)
     CUSTOM         fun(dst, args, ith, nth, userdata), with `args` a tuple
 
-`ith` of `nth` is the share of the work that a call is to do, as in C; `nth` is at most `n_tasks`.
+BF16 arrives as ml_dtypes' bfloat16, a quantised operand as float32; a quantised result is declined. `ith` of
+`nth` is the share of the work that a call is to do, as in C; `nth` is at most `n_tasks`.
 """
 
 from __future__ import annotations

@@ -72,8 +72,9 @@ def _multi(
     if c is not None:
         if c.dtype is not DType.F32:
             fail_dtype(fn, "c", c, DType.F32)
-        if c.ne[0] < n_dims // 2:
-            fail_shape(fn, f"c must hold at least {n_dims // 2} frequency factors", a, c)
+        n_pairs = n_dims if mode is RopeType.VISION else n_dims // 2
+        if c.ne[0] < n_pairs:
+            fail_shape(fn, f"c must hold at least {n_pairs} frequency factors", a, c)
     if n_dims < 0 or n_dims % 2 or n_dims > a.ne[0]:
         fail_arg(fn, f"n_dims is {n_dims}; it must be even and at most the row length, {a.ne[0]}")
     if not multi:
