@@ -71,7 +71,7 @@ class BertEmbedder:
     ) -> None:
         folder = ModelFolder(model_dir)
         self.config = BertConfig.from_folder(folder)
-        self._tokenizer = Tokenizer(folder.file("tokenizer.json"), self.config.n_max)
+        self._tokenizer = Tokenizer(folder.file("tokenizer.json"), self.config.n_max, self.config.n_vocab)
         names = _device_names(devices, layers_on)
         self.homes = assign_layers(layers_on, names, self.config.n_layer)
         matrix_type = None if weight_type is None else DType.parse(weight_type)

@@ -42,12 +42,13 @@ class Tokenizer:
     Args:
         path: A `tokenizer.json`.
         n_max: Longest sequence; what is longer is cut, the special tokens counted.
+        n_vocab: Tokens that the model has embeddings for.
 
     Raises:
-        ModelError: The file is not a tokenizer, or `tokenizers` is not installed.
+        ModelError: The file is not a tokenizer, or one of another model, or `tokenizers` is not installed.
     """
 
-    def __init__(self, path: Path, n_max: int) -> None:
+    def __init__(self, path: Path, n_max: int, n_vocab: int) -> None:
         try:
             import tokenizers
         except ImportError:
@@ -56,6 +57,12 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no other class
             raise ModelError(f"{path} is not a tokenizer: {error}; copy or download it again") from error
+        last = max(self._tokenizer.get_vocab().values(), default=0)
+        if last >= n_vocab:
+            raise ModelError(
+                f"{path} numbers tokens up to {last}, but config.json says that the model has {n_vocab}; "
+                "use the tokenizer.json that came with the model"
+            )
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(n_max)
 

@@ -73,7 +73,8 @@ CONFIGS: list[tuple[dict[str, object], str]] = [
     ({"num_attention_heads": 7}, "num_attention_heads is 7; it must be a divisor of hidden_size, 384"),
     ({"layer_norm_eps": "small"}, "layer_norm_eps is 'small'"),
     ({"num_hidden_layers": 7}, r"no tensor 'encoder\.layer\.6\."),
-    ({"vocab_size": 100}, r"word_embeddings\.weight' has shape \[30522, 384\].* asks for \[100, 384\]"),
+    ({"vocab_size": 100}, "numbers tokens up to 30521, but config.json says that the model has 100"),
+    ({"intermediate_size": 99}, r"dense\.weight' has shape \[1536, 384\].* asks for \[99, 384\]"),
 ]
 
 
