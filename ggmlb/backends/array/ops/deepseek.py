@@ -79,7 +79,7 @@ def hc_comb(lw: Lowering, t: Tensor) -> None:
     def step() -> None:
         xp.multiply(mix, scale[0, 2], out=z)
         xp.add(z, bias, out=z)
-        soft_max_rows(xp, y, z)
+        soft_max_rows(xp, y, z, z)
         xp.add(y, eps, out=y)
         normalise(-2)
         for _ in range(t.params["n_iter"] - 1):

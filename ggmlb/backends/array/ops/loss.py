@@ -42,7 +42,7 @@ def cross_entropy_loss_back(lw: Lowering, t: Tensor) -> None:
 
     def kernel(dx: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:
         xp.copyto(z, x)
-        soft_max_rows(xp, tmp, z, None, lw.row_sum)
+        soft_max_rows(xp, tmp, z, z, None, lw.row_sum)
         xp.subtract(tmp, p, out=tmp)
         xp.multiply(tmp, g / n, out=dx)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.array.casts import CAST
 from ggmlb.backends.array.rules import FLOAT, I32, INDEX, VALUE, Types, operands, rule, sources
 from ggmlb.backends.array.views import View
 from ggmlb.dtypes import DType
@@ -36,7 +38,9 @@ def set_rows(lw: Lowering, t: Tensor) -> None:
     b, c = sources(t)[:2]
     rows = View.of(t)
     index = lw.array(c)[0]
-    if b.dtype == t.dtype or (b.dtype == DType.F32 and t.dtype == DType.F16):
+    n_halves = prod(b.ne) if (b.dtype, t.dtype) == (DType.F32, DType.F16) else 0
+    # Many values are better converted first, by all threads; few, such as a token's keys, on their way.
+    if b.dtype == t.dtype or (n_halves and lw.workers(n_halves * CAST) == 1):
         lw.emit(lw.put_rows, lw.bind(rows), lw.array(b), index)
         return
     raw = lw.scratch((*b.ne[:0:-1], rows.shape[3]), rows.item)

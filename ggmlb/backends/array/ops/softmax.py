@@ -50,26 +50,32 @@ def soft_max(lw: Lowering, t: Tensor) -> None:
     def kernel(y: Array, x: Array, *rest: Array) -> None:
         *operands, z = rest
         sink = operands.pop() if sinks is not None else None
-        xp.multiply(x, scale, out=z)
+        if scale != 1:
+            x = xp.multiply(x, scale, out=z)
         if mask is not None:
             bias = operands[0]
             if max_bias > 0:
                 bias = xp.multiply(bias, operands[1], out=y)
-            xp.add(z, bias, out=z)
-        soft_max_rows(xp, y, z, sink, lw.row_sum)
+            x = xp.add(x, bias, out=z)
+        soft_max_rows(xp, y, x, z, sink, lw.row_sum)
 
     lw.tiled(kernel, *broadcast(views, 1), inner=1, scratch=1, work=2 * EXP)
 
 
 def soft_max_rows(
-    xp: Any, y: Array, z: Array, sink: Array | None = None, row_sum: Callable[[Array], Array] | None = None
+    xp: Any,
+    y: Array,
+    x: Array,
+    tmp: Array,
+    sink: Array | None = None,
+    row_sum: Callable[[Array], Array] | None = None,
 ) -> None:
-    """`y = exp(z - max z) / sum exp(z - max z)` along the last axis; destroys `z`."""
-    peak = z.max(axis=-1, keepdims=True)
+    """`y = exp(x - max x) / sum exp(x - max x)` along the last axis; `tmp` may be `x`."""
+    peak = x.max(axis=-1, keepdims=True)
     if sink is not None:
         peak = xp.maximum(peak, sink)
-    xp.subtract(z, peak, out=z)
-    xp.exp(z, out=y)
+    xp.subtract(x, peak, out=tmp)
+    xp.exp(tmp, out=y)
     total = row_sum(y) if row_sum else y.sum(axis=-1, keepdims=True)
     if sink is not None:
         total += xp.exp(sink - peak)
