@@ -22,6 +22,7 @@
 #define BARRIER_ALL() __syncthreads()
 #define UNROLL       _Pragma("unroll")
 #define REASSOCIATE
+#define VECTORIZE
 
 typedef signed char i8_t;
 typedef unsigned char u8_t;
@@ -62,6 +63,7 @@ DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;
 template <typename T> struct eight_ { T v[8]; };
 typedef eight_<float> F8;
 typedef eight_<uchar> U8;
+#define AT8(x, j)    x.v[j]
 #define EACH_OF_8_(expr) UNROLL for (int j_ = 0; j_ < 8; j_++) { expr; }
 #define EIGHT_OPERATOR_(OP) \
     template <typename T> DEVICE_FN eight_<T> operator OP(eight_<T> a, eight_<T> b) \
@@ -110,6 +112,3 @@ DEVICE_FN float F8_SUM(F8 a)
 #define ADD_(a, b) ((a) + (b))
 DEVICE_FN float WG_REDUCE_ADD(float x, float *s) { WG_REDUCE_(ADD_, 0.0f) }
 DEVICE_FN float WG_REDUCE_MAX(float x, float *s) { WG_REDUCE_(fmaxf, AS_FLOAT(0xff800000u)) }
-
-#define AT8(x, j)    x.v[j]
-#define VECTORIZE

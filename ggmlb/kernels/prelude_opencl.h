@@ -32,6 +32,7 @@ typedef ulong u64_t;
 
 #if defined(ON_CPU) && defined(__clang__)
 #define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a kernel whose sums may be vectorised */
+#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* a loop of independent rounds, in place too */
 #define SQRT(x)      __builtin_sqrtf(x)
 #define FABS(x)      __builtin_fabsf(x)
 #define FLOOR(x)     __builtin_floorf(x)
@@ -53,6 +54,7 @@ typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #define F8_FROM_BITS(b) __builtin_convertvector((int8)(b) >> (int8)(0, 1, 2, 3, 4, 5, 6, 7) & 1, float8)
 #else
 #define REASSOCIATE
+#define VECTORIZE
 #define SQRT(x)      sqrt(x)
 #define FABS(x)      fabs(x)
 #define FLOOR(x)     floor(x)
@@ -92,6 +94,7 @@ typedef float8 F8;
 typedef uchar8 U8;
 #define F8_SPLAT(x)  ((float8)(x))
 #define U8_SPLAT(x)  ((uchar8)(x))
+#define AT8(x, j)    x.s##j
 #define MAKE_F8(E)   ((float8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 #define MAKE_U8(E)   ((uchar8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 /* elements of a table of 16 signed bytes */
@@ -121,10 +124,3 @@ DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.
 #define ADD_(a, b) ((a) + (b))
 DEVICE_FN float WG_REDUCE_ADD(float x, LOCAL float *s) { WG_REDUCE_(ADD_) }
 DEVICE_FN float WG_REDUCE_MAX(float x, LOCAL float *s) { WG_REDUCE_(FMAX) }
-
-#define AT8(x, j)    x.s##j
-#if defined(ON_CPU) && defined(__clang__)
-#define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* its rounds are independent, in place too */
-#else
-#define VECTORIZE
-#endif

@@ -78,6 +78,27 @@ BLOCK_FN_(q8_0)
     st_f16(d, scale);
     for (int j = 0; j < 32; j++) st_i8(d + 2 + j, (int)ROUND(X_(j)*up));
 }
+/* the scale that fits best, squares counting as weights, to the places that the largest element suggests */
+DEVICE_FN int nearest_iq4nl(float x)
+{
+    int best = 0;
+    for (int i = 1; i < 16; i++) if (FABS(x - (float)values_iq4nl[i]) < FABS(x - (float)values_iq4nl[best])) best = i;
+    return best;
+}
+BLOCK_FN_(iq4_nl)
+{
+    const float first = inverse(extreme32(row_a, step, i)/-127.0f);
+    float xq = 0.0f, qq = 0.0f;
+    for (int j = 0; j < 32; j++) {
+        const float x = X_(j), q = (float)values_iq4nl[nearest_iq4nl(x*first)];
+        xq += x*x*x*q;
+        qq += x*x*q*q;
+    }
+    const float scale = qq > 0.0f ? xq/qq : 0.0f, up = inverse(scale);
+    st_f16(d, scale);
+    for (int j = 0; j < 16; j++) ST_BYTE(d + 2 + j, nearest_iq4nl(X_(j)*up) | nearest_iq4nl(X_(j + 16)*up) << 4);
+}
+QUANTIZE_(iq4_nl, 18)
 QUANTIZE_(q4_0, 18)
 QUANTIZE_(q4_1, 20)
 QUANTIZE_(q5_0, 22)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyopencl as cl
+import pyopencl.invoker
 
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.kernels import Defines, Kernel, source
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ggmlb.kernels import Launch
 
 _Key = tuple[Kernel, Defines, int, bool]
@@ -23,10 +28,37 @@ _ARG_TYPES = {
 }
 
 
-class Programs:
-    """Builds the kernels of launches, and lends kernel objects to plans.
+_making = threading.Lock()
+_invokers: dict[Any, Any] = {}
 
-    Making a kernel object costs a hundred times more than a launch, so that those given back serve again.
+
+@contextmanager
+def _invokers_in_memory() -> Iterator[None]:
+    """Keep the Python code that PyOpenCL makes for kernels with the same parameters.
+
+    For every kernel object, PyOpenCL reads that code from a data base on disk, which takes a millisecond:
+    a hundred times more than all else. The lock `_making` must be held.
+    """
+    module: Any = pyopencl.invoker
+    generate = module.generate_enqueue_and_set_args
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        # As in PyOpenCL's own key, the devices make no difference.
+        key = args, tuple((name, value) for name, value in kwargs.items() if name != "devs")
+        if key not in _invokers:
+            _invokers[key] = generate(*args, **kwargs)
+        return _invokers[key]
+
+    module.generate_enqueue_and_set_args = remembered
+    try:
+        yield
+    finally:
+        module.generate_enqueue_and_set_args = generate
+
+
+class Programs:
+    """Builds the kernels of launches, and lends kernel objects to plans; those given back serve again.
+
     Compiled code is kept on disk by the driver, or by PyOpenCL where the driver does not.
     """
 
@@ -40,7 +72,10 @@ class Programs:
         """Return a kernel object that nobody else uses, after the key to give it back by."""
         key = (launch.kernel, launch.defines, launch.wg, on_cpu)
         idle = self._idle.setdefault(key, [])
-        return key, idle.pop() if idle else self._make(key)
+        try:
+            return key, idle.pop()
+        except IndexError:
+            return key, self._make(key)
 
     def give_back(self, loans: list[tuple[_Key, cl.Kernel]]) -> None:
         """Take back kernel objects; commands that are queued keep the arguments they were queued with."""
@@ -50,7 +85,7 @@ class Programs:
 
     def _make(self, key: _Key) -> cl.Kernel:
         kernel = key[0]
-        with cl_errors(f"build kernel {kernel.name} with {dict(key[1])}"):
+        with cl_errors(f"build kernel {kernel.name} with {dict(key[1])}"), _making, _invokers_in_memory():
             program = self._built.get(key)
             if program is None:
                 program = self._built[key] = self._build(key)

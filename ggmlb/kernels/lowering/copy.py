@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 _PLAIN = FLOATS | {DType.I8, DType.I16, DType.I32, DType.I64}
-_WRITTEN = frozenset({DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0})
+_WRITTEN = frozenset({DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.IQ4_NL})
 _WORDS = {8: DType.I64, 4: DType.I32, 2: DType.I16, 1: DType.I8}
 
 
