@@ -83,11 +83,22 @@ class RuleTable:
         return why or f"there is no rule for {node.op}"
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why the node cannot be computed, or `None`."""
+        """Return why the node cannot be computed, or `None`.
+
+        As `find`, without its calls: a scheduler asks this of every node.
+        """
         if node.op in NO_OPS:
             return None
-        found = self.find(node)
-        return found if isinstance(found, str) else None
+        casts = self.casts
+        why: str | None = ""
+        for candidate in self._by_op[node.op]:
+            for condition in candidate.conditions:
+                why = condition(node, casts)
+                if why is not None:
+                    break
+            else:
+                return None
+        return why or f"there is no rule for {node.op}"
 
 
 def sources(node: Tensor) -> tuple[Tensor, ...]:
