@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ggmlb.backends.array.casts import CAST
 from ggmlb.backends.array.products import product
 from ggmlb.backends.array.tiling import Group, Stage
-from ggmlb.backends.array.views import View, broadcast, merged
+from ggmlb.backends.array.views import View, aligned
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import UnsupportedOpError
@@ -230,8 +230,8 @@ class Lowering(ABC):
             work: What the kernel does to an element, in additions: tells whether threads pay.
         """
         inner = int(out.dtype.is_quantized or any(s.dtype.is_quantized for s in src))
-        views = broadcast([View.of(out), *(View.of(s) for s in src)], inner)
-        self.tiled(kernel, *views, inner=inner, scratch=scratch, work=work)
+        views = [View.of(s) for s in src]
+        self.tiled(kernel, View.of(out), *views, inner=inner, scratch=scratch, work=work)
 
     def rowwise(self, kernel: Kernel, out: Tensor, *src: Tensor, scratch: int = 0, work: int = 1) -> None:
         """Emit `kernel(y, *x, *scratch)` over rows: as `elementwise`, but rows (axis -1) stay whole.
@@ -258,8 +258,9 @@ class Lowering(ABC):
 
         Args:
             kernel: Called as `kernel(y, *x, *whole, *scratch)`.
-            out: The result; agrees with `src` in all extents but those of the last `inner` dimensions.
-            src: Operands that are cut like the result.
+            out: The result.
+            src: Operands that are cut like the result, and repeat over it where they are smaller, but for
+                the last `inner` dimensions, which are the kernel's business.
             whole: Operands that every tile reads whole, as they are.
             inner: How many dimensions are never cut.
             scratch: How many scratch arrays the kernel wants, of the shape of the first source.
@@ -271,7 +272,7 @@ class Lowering(ABC):
         """
         if 0 in out.shape:
             return
-        views = merged([out, *src], inner)
+        views = aligned([out, *src], inner)
         work *= max(prod(v.shape) for v in views)
         self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, least, one_call, convert))
 

@@ -117,7 +117,9 @@ class Group:
         self.stages = [stage]
         self._bounds: list[int] | None = None
         n_tiles = self._n_tiles(stage)
-        if n_tiles <= stage.n:
+        if n_tiles == 1:
+            self._tiles = [[list(stage.views)]]
+        elif n_tiles <= stage.n:
             self._bounds = [i * stage.n // n_tiles for i in range(n_tiles + 1)]
             self._tiles = [stage.cut(self._bounds)]
         else:  # the first dimension is too short
@@ -137,7 +139,7 @@ class Group:
     def accepts(self, stage: Stage) -> bool:
         """Take the stage in, if it can run on a tile as soon as those before it have."""
         bounds, limit = self._bounds, self.lw.tile
-        if bounds is None or limit is None or len(bounds) == 2:
+        if bounds is None or limit is None:
             return False
         n_tiles, own = len(bounds) - 1, self.stages[0].n
         if not LEAST_ITEMS * n_tiles <= stage.n_items <= 4 * limit * n_tiles:
@@ -166,17 +168,21 @@ class Group:
     def lists(self) -> list[list[Step]]:
         """Return the steps of each worker; tiles go round."""
         n_tiles = len(self._tiles[0])
-        n = min(n_tiles, max(stage.n_workers() for stage in self.stages))
-        n_slots = max(s.n_slots for s in self.stages)
-        largest = (
-            max(prod(value_shape(v)) for cut in self._tiles for tile in cut for v in tile) if n_slots else 0
-        )
-        slots = [[self.lw.scratch((largest,)) for _ in range(n_slots)] for _ in range(n)]
+        n = 1 if n_tiles == 1 else min(n_tiles, max(stage.n_workers() for stage in self.stages))
+        slots = self._slots(n)
         lists: list[list[Step]] = [[] for _ in range(n)]
         for i in range(n_tiles):
             for stage, cut in zip(self.stages, self._tiles, strict=True):
                 stage.add_steps(lists[i % n], cut[i], slots[i % n])
         return lists
+
+    def _slots(self, n: int) -> list[list[Array]]:
+        """Scratch for each of `n` workers: as many arrays, as large, as any stage wants."""
+        n_slots = max(s.n_slots for s in self.stages)
+        if not n_slots:
+            return [[]] * n
+        largest = max(prod(value_shape(v)) for cut in self._tiles for tile in cut for v in tile)
+        return [[self.lw.scratch((largest,)) for _ in range(n_slots)] for _ in range(n)]
 
 
 def _range(view: View, address: int) -> Range:

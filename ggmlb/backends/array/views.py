@@ -70,7 +70,7 @@ class View(NamedTuple):
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
-        return View(self.buffer, self.type, self.item, self.offset + offset, shape, strides)
+        return _view(View, (self[0], self[1], self[2], self[3] + offset, shape, strides))
 
     def transposed(self, *axes: int) -> View:
         """Return the view with its axes in another order, as `numpy.transpose`."""
@@ -112,32 +112,21 @@ def packed_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+_view = tuple.__new__  # of the fields in order: half the time of the constructor, for what is made most
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+Layouts = tuple[Layout, ...]
+
+
 def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
     """Repeat views over the extents of the first, without a copy; all results have equal extents.
 
     An extent of 1 repeats with stride 0. Where an extent divides the first view's (ggml's broadcasting),
     the dimension is split in two in all views. The last `inner` dimensions stay as they are.
     """
-    shape = views[0].shape
-    n_outer = len(shape) - inner
-    if all(v.shape[:n_outer] == shape[:n_outer] for v in views):
-        return list(views)
-    parts: list[tuple[list[int], list[int]]] = [([], []) for _ in views]
-    for d in range(n_outer):
-        n = shape[d]
-        extents = [v.shape[d] for v in views]
-        period = next((m for m in extents if m not in (1, n)), n)
-        for (new_shape, strides), m, view in zip(parts, extents, views, strict=True):
-            stride = 0 if m == 1 else view.strides[d]
-            if period != n:
-                new_shape.append(n // period)
-                strides.append(period * stride if m == n else 0)
-            new_shape.append(period)
-            strides.append(stride)
-    return [
-        v.reshaped((*new_shape, *v.shape[n_outer:]), (*strides, *v.strides[n_outer:]))
-        for v, (new_shape, strides) in zip(views, parts, strict=True)
-    ]
+    return _relaid(views, _broadcast(tuple((v.shape, v.strides) for v in views), inner))
 
 
 def merged(views: Sequence[View], inner: int = 0) -> list[View]:
@@ -146,31 +135,75 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
     The views must agree in all extents but those of the last `inner` dimensions. At least one outer
     dimension remains.
     """
-    n_outer = len(views[0].shape) - inner
-    outer = views[0].shape[:n_outer]
-    if all(v.strides == packed_strides(v.shape, v.item.itemsize) for v in views):
-        n = prod(outer)
-        return [v.reshaped((n, *v.shape[n_outer:]), v.strides[n_outer - 1 :]) for v in views]
+    return _relaid(views, _merged(tuple((v.shape, v.strides) for v in views), inner))
+
+
+def aligned(views: Sequence[View], inner: int = 0) -> list[View]:
+    """Broadcast, then merge."""
+    return _relaid(views, _aligned(tuple((v.shape, v.strides) for v in views), inner))
+
+
+def _relaid(views: Sequence[View], layouts: Layouts) -> list[View]:
+    return [v.reshaped(shape, strides) for v, (shape, strides) in zip(views, layouts, strict=True)]
+
+
+# Layouts are few and come again for every layer of a model, so what is worked out on them is kept.
+
+
+@lru_cache(1 << 14)
+def _broadcast(layouts: Layouts, inner: int) -> Layouts:
+    full = layouts[0][0]
+    n_outer = len(full) - inner
+    if all(shape[:n_outer] == full[:n_outer] for shape, _ in layouts):
+        return layouts
+    parts: list[tuple[list[int], list[int]]] = [([], []) for _ in layouts]
+    for d in range(n_outer):
+        n = full[d]
+        extents = [shape[d] for shape, _ in layouts]
+        period = next((m for m in extents if m not in (1, n)), n)
+        for (shape, strides), m, layout in zip(parts, extents, layouts, strict=True):
+            stride = 0 if m == 1 else layout[1][d]
+            if period != n:
+                shape.append(n // period)
+                strides.append(period * stride if m == n else 0)
+            shape.append(period)
+            strides.append(stride)
+    return tuple(
+        ((*shape, *layout[0][n_outer:]), (*strides, *layout[1][n_outer:]))
+        for layout, (shape, strides) in zip(layouts, parts, strict=True)
+    )
+
+
+@lru_cache(1 << 14)
+def _aligned(layouts: Layouts, inner: int) -> Layouts:
+    return _merged(_broadcast(layouts, inner), inner)
+
+
+@lru_cache(1 << 14)
+def _merged(layouts: Layouts, inner: int) -> Layouts:
+    n_outer = len(layouts[0][0]) - inner
+    outer = layouts[0][0][:n_outer]
+    steps = [strides for _, strides in layouts]
     shape: list[int] = []
-    strides: list[list[int]] = [[] for _ in views]
+    strides: list[list[int]] = [[] for _ in layouts]
     for d in range(n_outer):
         n = outer[d]
         if n == 1:
             continue
-        if shape and all(s[-1] == v.strides[d] * n for s, v in zip(strides, views, strict=True)):
+        if shape and all(s[-1] == step[d] * n for s, step in zip(strides, steps, strict=True)):
             shape[-1] *= n
-            for s, v in zip(strides, views, strict=True):
-                s[-1] = v.strides[d]
+            for s, step in zip(strides, steps, strict=True):
+                s[-1] = step[d]
         else:
             shape.append(n)
-            for s, v in zip(strides, views, strict=True):
-                s.append(v.strides[d])
+            for s, step in zip(strides, steps, strict=True):
+                s.append(step[d])
     if not shape:
-        shape, strides = [1], [[0] for _ in views]
-    return [
-        v.reshaped((*shape, *v.shape[n_outer:]), (*s, *v.strides[n_outer:]))
-        for v, s in zip(views, strides, strict=True)
-    ]
+        shape, strides = [1], [[0] for _ in layouts]
+    return tuple(
+        ((*shape, *layout[0][n_outer:]), (*s, *layout[1][n_outer:]))
+        for layout, s in zip(layouts, strides, strict=True)
+    )
 
 
 def is_blas_matrix(view: View) -> bool:

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.backends.array.rules import F32, FLOAT, I32, operands, rule
-from ggmlb.backends.array.views import View, broadcast
+from ggmlb.backends.array.views import View
 from ggmlb.enums import Op, RopeType
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
+
+
+WORK = 6
+"""Of a rotation per element, in additions."""
 
 
 def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
@@ -102,7 +106,7 @@ def _rope(lw: Lowering, t: Tensor, direction: float) -> None:
     tables = [
         lw.view(x).reshaped((1, n_tokens, 1, n_pairs), (0, x.strides[0], 0, x.strides[1])) for x in (cos, sin)
     ]
-    lw.tiled(kernel, *broadcast([View.of(t), View.of(a), *tables], 1), inner=1, scratch=1)
+    lw.tiled(kernel, View.of(t), View.of(a), *tables, inner=1, scratch=1, work=WORK)
 
 
 @rule(Op.ROPE, operands(FLOAT, I32, F32))

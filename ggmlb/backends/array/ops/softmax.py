@@ -9,7 +9,7 @@ import numpy as np
 
 from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
-from ggmlb.backends.array.views import View, broadcast
+from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def soft_max(lw: Lowering, t: Tensor) -> None:
             x = xp.add(x, bias, out=z)
         soft_max_rows(xp, y, x, z, sink, lw.row_sum)
 
-    lw.tiled(kernel, *broadcast(views, 1), inner=1, scratch=1, work=2 * EXP)
+    lw.tiled(kernel, *views, inner=1, scratch=1, work=2 * EXP)
 
 
 def soft_max_rows(
