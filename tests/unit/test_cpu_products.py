@@ -1,0 +1,109 @@
+"""Products on the CPU: each way that a product is shared over threads gives the product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.backends.cpu import backend_reg
+from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.graph import Graph
+
+ROWS = [1, 7, 40, 300]  # a vector, few rows, some, and as many as are cut among threads
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    monkeypatch.setattr(CpuLowering, "parallel_work", 0)
+    with backend_reg().devices[0].init_backend({"n_threads": 3}) as backend:
+        yield backend
+
+
+def normal(seed, shape):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def check_product(cpu, ctx, a, b):
+    y = ctx.mul_mat(a, b)
+    with alloc_ctx_tensors(ctx, cpu) as buffer:
+        buffer.clear(0xFF)
+        for i, t in enumerate((a, b)):
+            root = t.view_src or t
+            root.set_array(normal(i, root.shape))
+        cpu.graph_compute(Graph().build_forward_expand(y))
+        w, x = (t.to_numpy().astype(np.float32).reshape(t.ne[::-1]) for t in (a, b))
+        w = np.repeat(np.repeat(w, b.ne[3] // a.ne[3], 0), b.ne[2] // a.ne[2], 1)
+        expected = x @ w.swapaxes(-1, -2)
+        error = np.abs(y.to_numpy().reshape(y.ne[::-1]) - expected).max()
+        assert error <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16, DType.Q8_0, DType.Q4_K])
+def test_one_matrix_of_weights(cpu, dtype, n):
+    ctx = Context()
+    check_product(cpu, ctx, ctx.new_tensor(dtype, (256, 90)), ctx.new_tensor(DType.F32, (256, n)))
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
+def test_matrices_that_repeat_over_a_batch(cpu, dtype, n):
+    ctx = Context()
+    a, b = ctx.new_tensor(dtype, (32, 20, 2, 3)), ctx.new_tensor(DType.F32, (32, n, 6, 3))
+    check_product(cpu, ctx, a, b)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_permuted_operands(cpu, n):
+    ctx = Context()
+    a = ctx.permute(ctx.new_tensor(DType.F32, (32, 4, 20, 2)), 0, 2, 1, 3)
+    b = ctx.permute(ctx.new_tensor(DType.F32, (32, 4, n, 2)), 0, 2, 1, 3)
+    check_product(cpu, ctx, a, b)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_weights_with_gaps_between_elements(cpu, n):
+    ctx = Context()
+    a = ctx.permute(ctx.new_tensor(DType.F32, (4, 32, 20)), 2, 0, 1, 3)
+    assert (a.ne, a.nb[:3]) == ((32, 20, 4, 1), (16, 512, 4))
+    check_product(cpu, ctx, a, ctx.new_tensor(DType.F32, (32, n, 4)))
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_activations_that_blas_cannot_take(cpu, n):
+    ctx = Context()
+    b = ctx.permute(ctx.new_tensor(DType.F32, (3, 32, n)), 2, 0, 1, 3)
+    assert b.ne == (32, n, 3, 1)
+    check_product(cpu, ctx, ctx.new_tensor(DType.F32, (32, 20, 3)), b)
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_half_precision_activations(cpu, n):
+    ctx = Context()
+    check_product(cpu, ctx, ctx.new_tensor(DType.F16, (64, 20)), ctx.new_tensor(DType.F16, (64, n)))
+
+
+def test_a_chain_of_products_and_functions_runs_by_tiles(cpu):
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (256, 1920))
+    up, down = ctx.new_tensor(DType.F32, (256, 512)), ctx.new_tensor(DType.F32, (512, 256))
+    bias = ctx.new_tensor(DType.F32, (512,))
+    h = ctx.silu(ctx.add(ctx.mul_mat(up, x), bias))
+    y = ctx.rms_norm(ctx.add(ctx.mul_mat(down, h), x), 1e-6)
+    graph = Graph().build_forward_expand(y)
+    with alloc_ctx_tensors(ctx, cpu) as buffer:
+        buffer.clear(0xFF)
+        values = [normal(i, t.shape) for i, t in enumerate((x, up, down, bias))]
+        for t, value in zip((x, up, down, bias), values, strict=True):
+            t.set_array(value)
+        plan = cpu.graph_plan_create(graph)
+        assert len(plan.steps) == 1  # all six nodes, over the same rows
+        cpu.graph_plan_compute(plan)
+        a, wu, wd, b = (v.astype(np.float64) for v in values)
+        z = a @ wu.T + b
+        z = (z / (1 + np.exp(-z))) @ wd.T + a
+        expected = z / np.sqrt((z * z).mean(-1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-4, atol=1e-5)
