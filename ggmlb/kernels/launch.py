@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -81,13 +80,16 @@ class Mem:
         nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
         return self.window(ne, nb)  # type: ignore[arg-type]
 
-    @property
-    def step(self) -> str:
-        """What a kernel's `x_STEP` is, after the `x_`-less name: a number, or `nb0` where none is known."""
-        nb0 = self.nb[0]
+    def defines(self, name: str) -> Defines:
+        """Return what a kernel is told of its tensor `name`: its type, and the stride of dimension 0.
+
+        That is a number where it is of a row without gaps, or of one element repeated.
+        """
+        size, nb0 = self.dtype.type_size, self.nb[0]
         if self.ne[0] == 1 and nb0:
-            return str(self.dtype.type_size)
-        return str(nb0) if nb0 == self.dtype.type_size or nb0 == 0 else "nb0"
+            nb0 = size
+        step = str(nb0) if nb0 in (0, size) else f"{name}_nb0"
+        return (f"{name}_T", self.dtype.name.lower()), (f"{name}_STEP", step)
 
 
 @dataclass(slots=True)
@@ -121,9 +123,7 @@ def launch(
     macros = {key: str(value) for key, value in defines.items()}
     for param, arg in zip(kernel.params, args, strict=True):
         if isinstance(arg, Mem):
-            macros[f"{param.name}_T"] = arg.dtype.name.lower()
-            step = arg.step
-            macros[f"{param.name}_STEP"] = f"{param.name}_nb0" if step == "nb0" else step
+            macros.update(arg.defines(param.name))
     return Launch(kernel, tuple(sorted(macros.items())), tuple(args), groups, wg)
 
 
@@ -201,8 +201,3 @@ def row_length(n: int) -> int:
         if n % length == 0:
             return length
     return n
-
-
-def n_elements(ne: Ne) -> int:
-    """Return the product of the extents."""
-    return math.prod(ne)

@@ -1,7 +1,6 @@
 /* The portable kernel dialect, CUDA C++ side (NVRTC or nvcc); prelude_opencl.h is its twin.
 
    Needs no header at all: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32. */
-#define ON_CUDA 1
 
 #define KERNEL       extern "C" __global__ __launch_bounds__(WG) void
 #define DEVICE_FN    static __device__ __forceinline__
@@ -9,7 +8,6 @@
 #define CGLOBAL      const
 #define LOCAL
 #define CONSTANT     static __constant__ const
-#define RESTRICT     __restrict__
 #define LOCAL_ARRAY(T, name, n) __shared__ T name[n]
 #define DIM_0_ x
 #define DIM_1_ y
@@ -25,12 +23,10 @@
 #define VECTORIZE
 
 typedef signed char i8_t;
-typedef unsigned char u8_t;
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef long long i64_t;
-typedef unsigned long long u64_t;
 
 DEVICE_FN float half_to_float_(ushort h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
@@ -97,8 +93,6 @@ DEVICE_FN F8 F8_FROM_BITS(uint b) { F8 r; EACH_OF_8_(r.v[j_] = (float)(b >> j_ &
 DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)table[q.v[j_]]) return r; }
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
-
-#define ATOMIC_ADD_I32(p, v) atomicAdd((p), (v))
 
 /* every thread of the block gets the result; s: LOCAL float[WG] */
 #define WARP_REDUCE_(OP) UNROLL for (int o_ = 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));

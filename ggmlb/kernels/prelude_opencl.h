@@ -3,7 +3,6 @@
    The host defines WG, the work-group size: a power of two, 1 on CPU-type devices. There a work-item has a
    row to itself, the compiler vectorises its loops, and ON_CPU is defined.
    PoCL before 4.0 never inlines its builtin functions: with ON_CPU the common ones are spelled out. */
-#define ON_OPENCL 1
 #pragma OPENCL FP_CONTRACT ON
 
 #define KERNEL       __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
@@ -12,7 +11,6 @@
 #define CGLOBAL      __global const
 #define LOCAL        __local
 #define CONSTANT     __constant
-#define RESTRICT     restrict
 #define LOCAL_ARRAY(T, name, n) __local T name[n]
 #define LOCAL_ID     ((int)get_local_id(0))
 #define GROUP_ID(d)  ((int)get_group_id(d))
@@ -22,9 +20,7 @@
 #define UNROLL       __attribute__((opencl_unroll_hint))
 
 typedef char  i8_t;
-typedef uchar u8_t;
 typedef long  i64_t;
-typedef ulong u64_t;
 
 #define AS_FLOAT(u)  as_float(u)
 #define AS_UINT(f)   as_uint(f)
@@ -110,8 +106,6 @@ DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q)
 DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q) { return MAKE_F8(LOOKUP_); }
 #endif
 DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
-
-#define ATOMIC_ADD_I32(p, v) atomic_add((p), (v))
 
 /* every work-item of the group gets the result; s: LOCAL float[WG] */
 #if WG == 1

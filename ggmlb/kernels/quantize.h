@@ -22,16 +22,18 @@ DEVICE_FN int quantum(float x, float low, float scale, float shift, int top)
     const int q = (int)((x - low)*scale + shift);
     return q < top ? q : top;
 }
-DEVICE_FN void pack_nibbles(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, float shift, int top, GLOBAL char *qs)
+#define PACK_FN_(name) DEVICE_FN void name(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, \
+                                           float shift, int top, GLOBAL char *to)
+PACK_FN_(pack_nibbles)
 {
-    for (int j = 0; j < 16; j++) ST_BYTE(qs + j, (LEVEL_(j) & 15) | (LEVEL_(j + 16) & 15) << 4);
+    for (int j = 0; j < 16; j++) ST_BYTE(to + j, (LEVEL_(j) & 15) | (LEVEL_(j + 16) & 15) << 4);
 }
-DEVICE_FN void pack_fifth_bits(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, float shift, int top, GLOBAL char *qh)
+PACK_FN_(pack_fifth_bits)
 {
     for (int b = 0; b < 4; b++) {
         int bits = 0;
         for (int j = 0; j < 8; j++) bits |= (LEVEL_(8*b + j) >> 4 & 1) << j;
-        ST_BYTE(qh + b, bits);
+        ST_BYTE(to + b, bits);
     }
 }
 

@@ -15,6 +15,8 @@
 #define GROUP_IN(x, g) ((int)((uint)(g) % OF_TYPE(GROUPS, x)))
 #define DEQ8(x, row, g) OF_TYPE(deq8, x)((row), (g))
 
+#define TRAITS(T, groups, bytes, share, span, has_min) \
+    enum { GROUPS_##T = groups, BYTES_##T = bytes, SHARE_##T = share, SPAN_##T = span, HAS_MIN_##T = has_min };
 #define RAW8(T)  DEVICE_FN F8 raw8_##T(CGLOBAL char *b, int r)
 #define SCALE(T) DEVICE_FN float scale_##T(CGLOBAL char *b, int r)
 #define MIN(T)   DEVICE_FN float min_##T(CGLOBAL char *b, int r)
@@ -31,33 +33,21 @@
 #define NIBBLES(p, high) ((U8_AT(p) >> U8_SPLAT((uchar)(4*(high)))) & U8_SPLAT(15))
 
 /* plain types: blocks of eight */
-#define GROUPS_f32 1
-#define BYTES_f32 32
-#define SHARE_f32 1
-#define SPAN_f32 4
-#define HAS_MIN_f32 0
+TRAITS(f32, 1, 32, 1, 4, 0)
 RAW8(f32) { return LOAD8((CGLOBAL float *)b); }
 SCALE(f32) { return 1.0f; }
 NO_MIN(f32)
 DEQ8_FN(f32)
 
 #define HALF_AT_(j) LOAD_HALF((CGLOBAL ushort *)b + j)
-#define GROUPS_f16 1
-#define BYTES_f16 16
-#define SHARE_f16 1
-#define SPAN_f16 4
-#define HAS_MIN_f16 0
+TRAITS(f16, 1, 16, 1, 4, 0)
 RAW8(f16) { return MAKE_F8(HALF_AT_); }
 SCALE(f16) { return 1.0f; }
 NO_MIN(f16)
 DEQ8_FN(f16)
 
 #define BF16_AT_(j) AS_FLOAT((uint)((CGLOBAL ushort *)b)[j] << 16)
-#define GROUPS_bf16 1
-#define BYTES_bf16 16
-#define SHARE_bf16 1
-#define SPAN_bf16 4
-#define HAS_MIN_bf16 0
+TRAITS(bf16, 1, 16, 1, 4, 0)
 RAW8(bf16) { return MAKE_F8(BF16_AT_); }
 SCALE(bf16) { return 1.0f; }
 NO_MIN(bf16)
@@ -81,72 +71,44 @@ ST8_(bf16, 2)
 #define FIRST_HALF_(T)  SCALE(T) { return LOAD_HALF(b); }
 #define SECOND_HALF_(T) MIN(T) { return -LOAD_HALF(b + 2); }
 
-#define GROUPS_q4_0 4
-#define BYTES_q4_0 18
-#define SHARE_q4_0 4
-#define SPAN_q4_0 4
-#define HAS_MIN_q4_0 0
+TRAITS(q4_0, 4, 18, 4, 4, 0)
 RAW8(q4_0) { return HALVES_(b + 2) - 8.0f; }
 FIRST_HALF_(q4_0)
 NO_MIN(q4_0)
 DEQ8_FN(q4_0)
 
-#define GROUPS_q4_1 4
-#define BYTES_q4_1 20
-#define SHARE_q4_1 4
-#define SPAN_q4_1 4
-#define HAS_MIN_q4_1 1
+TRAITS(q4_1, 4, 20, 4, 4, 1)
 RAW8(q4_1) { return HALVES_(b + 4); }
 FIRST_HALF_(q4_1)
 SECOND_HALF_(q4_1)
 DEQ8_FN(q4_1)
 
 /* the fifth bits of a group are one byte */
-#define GROUPS_q5_0 4
-#define BYTES_q5_0 22
-#define SHARE_q5_0 4
-#define SPAN_q5_0 4
-#define HAS_MIN_q5_0 0
+TRAITS(q5_0, 4, 22, 4, 4, 0)
 RAW8(q5_0) { return HALVES_(b + 6) - 16.0f + F8_FROM_BITS(BYTE(b + 2 + r))*16.0f; }
 FIRST_HALF_(q5_0)
 NO_MIN(q5_0)
 DEQ8_FN(q5_0)
 
-#define GROUPS_q5_1 4
-#define BYTES_q5_1 24
-#define SHARE_q5_1 4
-#define SPAN_q5_1 4
-#define HAS_MIN_q5_1 1
+TRAITS(q5_1, 4, 24, 4, 4, 1)
 RAW8(q5_1) { return HALVES_(b + 8) + F8_FROM_BITS(BYTE(b + 4 + r))*16.0f; }
 FIRST_HALF_(q5_1)
 SECOND_HALF_(q5_1)
 DEQ8_FN(q5_1)
 
-#define GROUPS_q8_0 4
-#define BYTES_q8_0 34
-#define SHARE_q8_0 4
-#define SPAN_q8_0 4
-#define HAS_MIN_q8_0 0
+TRAITS(q8_0, 4, 34, 4, 4, 0)
 RAW8(q8_0) { return F8_FROM_I8(U8_AT(b + 2 + 8*r)); }
 FIRST_HALF_(q8_0)
 NO_MIN(q8_0)
 DEQ8_FN(q8_0)
 
-#define GROUPS_q8_1 4
-#define BYTES_q8_1 36
-#define SHARE_q8_1 4
-#define SPAN_q8_1 4
-#define HAS_MIN_q8_1 0
+TRAITS(q8_1, 4, 36, 4, 4, 0)
 RAW8(q8_1) { return F8_FROM_I8(U8_AT(b + 4 + 8*r)); }
 FIRST_HALF_(q8_1)
 NO_MIN(q8_1)
 DEQ8_FN(q8_1)
 
-#define GROUPS_q1_0 16
-#define BYTES_q1_0 18
-#define SHARE_q1_0 16
-#define SPAN_q1_0 4
-#define HAS_MIN_q1_0 0
+TRAITS(q1_0, 16, 18, 16, 4, 0)
 RAW8(q1_0) { return F8_FROM_BITS(BYTE(b + 2 + r))*2.0f - 1.0f; }
 FIRST_HALF_(q1_0)
 NO_MIN(q1_0)
@@ -156,21 +118,13 @@ DEQ8_FN(q1_0)
 CONSTANT i8_t values_iq4nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 CONSTANT i8_t values_e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};   /* doubled */
 
-#define GROUPS_iq4_nl 4
-#define BYTES_iq4_nl 18
-#define SHARE_iq4_nl 4
-#define SPAN_iq4_nl 4
-#define HAS_MIN_iq4_nl 0
+TRAITS(iq4_nl, 4, 18, 4, 4, 0)
 RAW8(iq4_nl) { return F8_LOOKUP(values_iq4nl, NIBBLES(b + 2 + 8*(r & 1), r >> 1)); }
 FIRST_HALF_(iq4_nl)
 NO_MIN(iq4_nl)
 DEQ8_FN(iq4_nl)
 
-#define GROUPS_mxfp4 4
-#define BYTES_mxfp4 17
-#define SHARE_mxfp4 4
-#define SPAN_mxfp4 4
-#define HAS_MIN_mxfp4 0
+TRAITS(mxfp4, 4, 17, 4, 4, 0)
 RAW8(mxfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + 1 + 8*(r & 1), r >> 1)); }
 SCALE(mxfp4)                                    /* half of 2^(e-127) */
 {
@@ -181,11 +135,7 @@ NO_MIN(mxfp4)
 DEQ8_FN(mxfp4)
 
 /* four times 16, each with a scale of 4 bits of exponent and 3 of mantissa */
-#define GROUPS_nvfp4 8
-#define BYTES_nvfp4 36
-#define SHARE_nvfp4 2
-#define SPAN_nvfp4 4
-#define HAS_MIN_nvfp4 0
+TRAITS(nvfp4, 8, 36, 2, 4, 0)
 RAW8(nvfp4) { return F8_LOOKUP(values_e2m1, NIBBLES(b + 4 + 8*(r >> 1), r & 1)); }
 SCALE(nvfp4)
 {

@@ -18,21 +18,13 @@ DEVICE_FN float k4_min(CGLOBAL char *s, int i)
 #define BITS_AT_(p, shift, mask) ((U8_AT(p) >> U8_SPLAT((uchar)(shift))) & U8_SPLAT(mask))
 #define TWO_BITS(p) BITS_AT_((p) + 32*HALF_(r) + PLACE_(r), 2*QUARTER_(r), 3)
 
-#define GROUPS_q2_k 32
-#define BYTES_q2_k 84
-#define SHARE_q2_k 2
-#define SPAN_q2_k 16
-#define HAS_MIN_q2_k 1
+TRAITS(q2_k, 32, 84, 2, 16, 1)
 RAW8(q2_k) { return F8_FROM_U8(TWO_BITS(b + 16)); }
 SCALE(q2_k) { return LOAD_HALF(b + 80)*(float)(BYTE(b + (r >> 1)) & 15); }
 MIN(q2_k) { return LOAD_HALF(b + 82)*(float)(BYTE(b + (r >> 1)) >> 4); }
 DEQ8_FN(q2_k)
 
-#define GROUPS_q3_k 32
-#define BYTES_q3_k 110
-#define SHARE_q3_k 2
-#define SPAN_q3_k 32
-#define HAS_MIN_q3_k 0
+TRAITS(q3_k, 32, 110, 2, 32, 0)
 RAW8(q3_k) { return F8_FROM_U8(TWO_BITS(b + 32) | (BITS_AT_(b + PLACE_(r), r >> 2, 1) << U8_SPLAT(2))) - 4.0f; }
 SCALE(q3_k)
 {
@@ -42,21 +34,13 @@ SCALE(q3_k)
 NO_MIN(q3_k)
 DEQ8_FN(q3_k)
 
-#define GROUPS_q4_k 32
-#define BYTES_q4_k 144
-#define SHARE_q4_k 4
-#define SPAN_q4_k 8
-#define HAS_MIN_q4_k 1
+TRAITS(q4_k, 32, 144, 4, 8, 1)
 RAW8(q4_k) { return F8_FROM_U8(NIBBLES(b + 16 + 32*(r >> 3) + PLACE_(r), r >> 2 & 1)); }
 SCALE(q4_k) { return LOAD_HALF(b)*k4_scale(b + 4, r >> 2); }
 MIN(q4_k) { return LOAD_HALF(b + 2)*k4_min(b + 4, r >> 2); }
 DEQ8_FN(q4_k)
 
-#define GROUPS_q5_k 32
-#define BYTES_q5_k 176
-#define SHARE_q5_k 4
-#define SPAN_q5_k 32
-#define HAS_MIN_q5_k 1
+TRAITS(q5_k, 32, 176, 4, 32, 1)
 RAW8(q5_k)
 {
     const U8 low = NIBBLES(b + 48 + 32*(r >> 3) + PLACE_(r), r >> 2 & 1);
@@ -66,11 +50,7 @@ SCALE(q5_k) { return LOAD_HALF(b)*k4_scale(b + 4, r >> 2); }
 MIN(q5_k) { return LOAD_HALF(b + 2)*k4_min(b + 4, r >> 2); }
 DEQ8_FN(q5_k)
 
-#define GROUPS_q6_k 32
-#define BYTES_q6_k 210
-#define SHARE_q6_k 2
-#define SPAN_q6_k 16
-#define HAS_MIN_q6_k 0
+TRAITS(q6_k, 32, 210, 2, 16, 0)
 RAW8(q6_k)
 {
     const U8 low = NIBBLES(b + 64*HALF_(r) + 32*(QUARTER_(r) & 1) + PLACE_(r), QUARTER_(r) >> 1);
@@ -80,21 +60,13 @@ SCALE(q6_k) { return LOAD_HALF(b + 208)*(float)(i8_t)BYTE(b + 192 + (r >> 1)); }
 NO_MIN(q6_k)
 DEQ8_FN(q6_k)
 
-#define GROUPS_q8_k 32
-#define BYTES_q8_k 292
-#define SHARE_q8_k 32
-#define SPAN_q8_k 4
-#define HAS_MIN_q8_k 0
+TRAITS(q8_k, 32, 292, 32, 4, 0)
 RAW8(q8_k) { return F8_FROM_I8(U8_AT(b + 4 + 8*r)); }
 SCALE(q8_k) { return ld_f32(b); }
 NO_MIN(q8_k)
 DEQ8_FN(q8_k)
 
-#define GROUPS_iq4_xs 32
-#define BYTES_iq4_xs 136
-#define SHARE_iq4_xs 4
-#define SPAN_iq4_xs 4
-#define HAS_MIN_iq4_xs 0
+TRAITS(iq4_xs, 32, 136, 4, 4, 0)
 RAW8(iq4_xs) { return F8_LOOKUP(values_iq4nl, NIBBLES(b + 8 + 16*(r >> 2) + 8*(r & 1), r >> 1 & 1)); }
 SCALE(iq4_xs)
 {
@@ -106,22 +78,14 @@ NO_MIN(iq4_xs)
 DEQ8_FN(iq4_xs)
 
 /* ternary */
-#define GROUPS_tq2_0 32
-#define BYTES_tq2_0 66
-#define SHARE_tq2_0 32
-#define SPAN_tq2_0 16
-#define HAS_MIN_tq2_0 0
+TRAITS(tq2_0, 32, 66, 32, 16, 0)
 RAW8(tq2_0) { return F8_FROM_U8(TWO_BITS(b)) - 1.0f; }
 SCALE(tq2_0) { return LOAD_HALF(b + 64); }
 NO_MIN(tq2_0)
 DEQ8_FN(tq2_0)
 
 /* five digits of base 3 a byte, as a fraction of 256: 160 elements, 80, and 16 in bytes of four */
-#define GROUPS_tq1_0 32
-#define BYTES_tq1_0 54
-#define SHARE_tq1_0 32
-#define SPAN_tq1_0 4
-#define HAS_MIN_tq1_0 0
+TRAITS(tq1_0, 32, 54, 32, 4, 0)
 #define BYTE3_(j)  BYTE(b + (r < 20 ? PLACE_(r) + j : r < 30 ? 32 + 8*(r & 1) + j : 48 + (j & 3)))
 #define DIGIT3_(j) (r < 20 ? r >> 2 : r < 30 ? (r - 20) >> 1 : 2*(r - 30) + (j >> 2))
 #define TRIT_(j)   ((uchar)((((uint)BYTE3_(j)*power3(DIGIT3_(j)) & 255u)*3u) >> 8))

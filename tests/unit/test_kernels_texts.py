@@ -123,6 +123,15 @@ def test_reasons_name_the_operand() -> None:
     assert declines(custom) == "no kernel for MAP_CUSTOM1"
 
 
+def test_more_elements_than_an_index_counts_are_declined() -> None:
+    ctx = Context()
+    assert declines(ctx.relu(ctx.new_tensor(DType.F32, (1 << 20, (1 << 11) - 1)))) is None
+    why = declines(ctx.relu(ctx.new_tensor(DType.F32, (1 << 20, 1 << 11), "big")))
+    assert why is not None
+    assert "'big'" in why or "RELU" in why
+    assert "more than 2147483647 elements" in why
+
+
 def test_declining_is_fast() -> None:
     import timeit
 

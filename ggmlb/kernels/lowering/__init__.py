@@ -44,12 +44,23 @@ RULES: dict[Op, Rule] = {
 }
 
 
+MAX_ELEMENTS = 2**31 - 1
+"""Indices are counted in 32 bits, and bytes in 64."""
+
+
 def declines(node: Tensor) -> str | None:
     """Return why the kernels cannot compute a node, or `None` if they can."""
     rule = RULES.get(node.op)
     if rule is not None:
-        return rule.declines(node)
+        return rule.declines(node) or _too_large(node)
     return None if node.op in NO_OPS else f"no kernel for {node.op}"
+
+
+def _too_large(node: Tensor) -> str | None:
+    for t in (node, *node.src):
+        if t is not None and t.nbytes > MAX_ELEMENTS and t.n_elements > MAX_ELEMENTS:
+            return f"{t.describe()} has more than {MAX_ELEMENTS} elements"
+    return None
 
 
 def lower(node: Tensor, target: Target) -> list[Launch]:
