@@ -7,15 +7,18 @@ that reach a kernel, or a type of its first operand, for the first time.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ggmlb import alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.device import OpenClDevice
-from ggmlb.interface import Backend
 from ggmlb.kernels import Target, lower
 from ggmlb.testing.programs import Case, load_cases
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Backend
 
 CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
 

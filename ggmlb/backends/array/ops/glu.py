@@ -12,11 +12,11 @@ from ggmlb.enums import GluOp, Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
-    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.lowering import Kernel, Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
     GluOp.REGLU: (unary.relu, 0, 1),
     GluOp.GEGLU: (unary.gelu, 1, 2 * unary.EXP),
     GluOp.SWIGLU: (unary.silu, 1, unary.EXP),

@@ -25,7 +25,8 @@ def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray[tuple[int], np.dtyp
     n = 1 << floor(log2(n_head))
     base, between = 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
     heads = np.arange(n_head)
-    return np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1)).astype(np.float32)
+    slopes = np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1))
+    return np.asarray(slopes, np.float32)
 
 
 def per_head(view: View) -> View:
