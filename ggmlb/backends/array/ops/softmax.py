@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 
-def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def alibi_slopes(n_head: int, max_bias: float) -> Array:
     """The factor of the mask by head: powers of two bases, the odd heads in between."""
     n = 1 << floor(log2(n_head))
     base, between = 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
