@@ -3,8 +3,8 @@
 Each library computes in a process of its own, so that neither's idle threads disturb the other; they take
 turns, never run at the same time, and get the same data. Both run a graph of one op through their CPU
 backend. The times are those of the best call of all rounds, and the ratio is ggml's divided by ours: more
-than 1 is faster than ggml. The column `median` has the median of the rounds' ratios of best calls: it is
-above the other one where the machine was busy, because ggml's threads then wait for each other by spinning.
+than 1 is faster than ggml. The column `median` has the median of the rounds' ratios of best calls: the two
+differ where the machine was busy with other work, which slows either library, ggml's spinning threads most.
 The results of both are compared before anything is measured; the error (NMSE) is in the table, and a wrong
 result ends the run.
 
