@@ -42,6 +42,8 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/alloc_peak.py
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/quants.py
+	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/embed.py
 
 test-gpu: $(VENV)/.dev $(VENV)/.cuda
