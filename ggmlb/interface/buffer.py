@@ -10,7 +10,7 @@ import numpy as np
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError, BoundsError, FreedError
 from ggmlb.interface.data import Bytes, as_bytes, writable_bytes
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.tensor import Ne, Tensor, placement_clock
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -73,9 +73,9 @@ class Buffer(ABC):
         """Bytes that the tensor takes here (ggml_backend_buffer_get_alloc_size)."""
         return self.buft.alloc_size(tensor)
 
-    def stored_dtype(self, tensor: Tensor) -> DType:
-        """The type as which the tensor's elements lie here: its own, unless the memory converts them."""
-        return tensor.dtype
+    def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
+        """Type and byte strides of the tensor's elements here: its own, unless the memory converts them."""
+        return tensor.dtype, tensor.nb
 
     # -- data ----------------------------------------------------------------------------------
 

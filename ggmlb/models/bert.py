@@ -116,7 +116,9 @@ class BertConfig:
         """Return where the weights before the first layer come from."""
         n = self.n_embd
         return {
-            "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings"),
+            "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings")._replace(
+                is_multiplied=False
+            ),
             "positions": _vectors((self.n_ctx, n), prefix + "embeddings.position_embeddings.weight"),
             "types": _vectors((self.n_type, n), prefix + "embeddings.token_type_embeddings.weight"),
             **_norm("norm", n, prefix + "embeddings.LayerNorm"),
@@ -165,7 +167,7 @@ def _pooling(folder: ModelFolder) -> str:
 
 
 def _matrix(n_in: int, n_out: int, *parts: str) -> Source:
-    return Source(tuple(p + ".weight" for p in parts), (n_out, n_in), is_matrix=True)
+    return Source(tuple(p + ".weight" for p in parts), (n_out, n_in), is_matrix=True, is_multiplied=True)
 
 
 def _vectors(shape: tuple[int, ...], *names: str) -> Source:

@@ -17,6 +17,7 @@ from ggmlb.interface import Backend, Buffer, tensor_alloc
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ggmlb.interface import BufferType
     from ggmlb.models.tensor_file import TensorFile
     from ggmlb.tensor import Tensor
 
@@ -27,12 +28,14 @@ class Source(NamedTuple):
     Attributes:
         names: Tensors of the file; several are stacked, one below the other.
         shape: Of each of them, NumPy order.
-        is_matrix: Whether it may be stored in another type than float32, as operands of products may.
+        is_matrix: Whether it may be stored in another type than float32.
+        is_multiplied: Whether products read it, and nothing else.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     is_matrix: bool
+    is_multiplied: bool = False
 
 
 class Weights:
@@ -51,6 +54,9 @@ class Weights:
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
         """Place weights in a device's memory; what can be used as it lies in the file is not copied.
 
+        Operands of products, if they keep the file's type, go into the first extra buffer type that the
+        device has for weights: memory in which its products are faster.
+
         Args:
             sources: What to place, by the names that the tensors get.
             backend: A stream on the device.
@@ -59,14 +65,18 @@ class Weights:
             AllocationError: The device lacks room; nothing stays placed.
             ModelError: The file lacks a tensor, or has it in another shape.
         """
-        ctx = Context()
+        fast = _product_memory(backend) if self._matrix_type is None else None
+        ctx, matrices = Context(), Context()
         tensors: dict[str, Tensor] = {}
         for name, source in sources.items():
             for part in source.names:
                 self._file.entry(part, source.shape)
             rows = source.shape[0] * len(source.names)
-            tensors[name] = ctx.new_tensor(self._type(source), (*source.shape[:0:-1], rows), name)
+            home = matrices if source.is_multiplied and fast is not None else ctx
+            tensors[name] = home.new_tensor(self._type(source), (*source.shape[:0:-1], rows), name)
         with ExitStack() as buffers:
+            if fast is not None:
+                self._keep(buffers, alloc_ctx_tensors(matrices, fast))
             mapped = self._map(sources, tensors, backend)
             if mapped is not None:
                 self._keep(buffers, mapped)
@@ -115,6 +125,14 @@ class Weights:
     ) -> Iterable[tuple[Tensor, int]]:
         for name, source in sources.items():
             entry = self._file[source.names[0]]
+            if tensors[name].buffer is not None:
+                continue
             same_bytes = len(source.names) == 1 and self._file.dtype(source.names[0]) == tensors[name].dtype
             if same_bytes and entry.offset % alignment == 0:
                 yield tensors[name], entry.offset
+
+
+def _product_memory(backend: Backend) -> BufferType | None:
+    """The first of the device's extra buffer types, if it has any."""
+    extra_bufts = backend.device.reg.get_proc_address("dev_get_extra_bufts")
+    return next(iter(extra_bufts(backend.device)), None) if extra_bufts is not None else None

@@ -65,15 +65,31 @@ def test_products_are_those_of_the_dequantised_weight(cpu, buft, dtype):
     np.testing.assert_allclose(y, x @ dequantize(blocks, dtype).reshape(M, K).T, rtol=1e-5, atol=1e-4)
 
 
-def test_rows_are_written_one_by_one_and_looked_up(cpu, buft):
+def test_rows_are_written_one_by_one(cpu, buft):
     blocks = blocks_of(DType.Q8_0, M, K)
+    x = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
     with weight(buft, DType.Q8_0, K, M) as w:
-        for i in (3, 0, 7):
+        for i in range(M):
             w.set(blocks[i], offset=i * blocks.shape[1])
         ctx = Context()
-        rows = ctx.set_input(ctx.new_tensor(DType.I32, (3,)))
-        y = compute(cpu, ctx.get_rows(w, rows), {rows: np.array([7, 3, 0])})
-    np.testing.assert_array_equal(y, dequantize(blocks[[7, 3, 0]], DType.Q8_0))
+        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N)))
+        y = compute(cpu, ctx.mul_mat(w, a), {a: x})
+    np.testing.assert_allclose(y, x @ dequantize(blocks, DType.Q8_0).T, rtol=1e-5, atol=1e-4)
+
+
+def test_a_batch_of_matrices_in_several_writes(cpu, buft):
+    blocks = blocks_of(DType.Q8_0, 3, M, K)
+    x = np.random.default_rng(1).standard_normal((3, N, K)).astype(np.float32)
+    with weight(buft, DType.Q8_0, K, M, 3) as w:
+        flat = blocks.reshape(3 * M, -1)
+        cut = M + 7  # across the end of a matrix
+        w.set(flat[:cut])
+        w.set(flat[cut:], offset=cut * flat.shape[1])
+        ctx = Context()
+        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N, 3)))
+        y = compute(cpu, ctx.mul_mat(w, a), {a: x})
+    expected = x @ dequantize(blocks, DType.Q8_0).transpose(0, 2, 1)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_experts(cpu, buft):

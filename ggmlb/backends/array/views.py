@@ -54,8 +54,8 @@ class View(NamedTuple):
     def of(cls, t: Tensor) -> View:
         """View a placed tensor in four dimensions, `ne` reversed; quantised rows as their bytes."""
         assert t.buffer is not None  # the backend checked the graph
-        stored = t.buffer.stored_dtype(t)
-        return cls.lay(t.buffer, stored, t.offset, t.ne, t.nb if stored == t.dtype else None)
+        dtype, nb = t.buffer.stored_layout(t)
+        return cls.lay(t.buffer, dtype, t.offset, t.ne, nb)
 
     @classmethod
     def lay(cls, buffer: Memory, dtype: DType, offset: int, ne: Ne, nb: Ne | None = None) -> View:
