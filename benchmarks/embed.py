@@ -4,6 +4,8 @@ Each library runs in a process of its own, so that neither's idle threads distur
 turns, never run at the same time, and get the same sentences. Every round draws other sentences, as a
 service would see; two rounds that do not count come first. Batch 1 is one call per sentence, batch 32
 one call for all. The sentences are those of the Python language reference: 4 to 51 words, mean 15.
+Nothing is written if other processes took more than a twentieth of the processors meanwhile: PyTorch's
+threads wait for each other by spinning, and a busy machine makes it look far slower than it is.
 
     python benchmarks/embed.py [--rounds 7] [--threads 2] [--devices CPU]
 """
@@ -15,7 +17,10 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import statistics
+import sys
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +123,18 @@ def measure(rounds: int, threads: int, devices: str) -> tuple[dict[tuple[str, in
     return rates, least
 
 
+def busy_s() -> float:
+    """Processor time that all processes of the machine have used so far [s]; Linux tells it."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+
+
+def own_s() -> float:
+    """Processor time of this process and its children that have ended [s]."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
 def spread(rates: list[float]) -> str:
     return f"{statistics.median(rates):.1f} ({min(rates):.1f}-{max(rates):.1f})"
 
@@ -128,16 +145,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--devices", default="CPU")
     args = parser.parse_args()
+    start, busy, own = perf_counter(), busy_s(), own_s()
     rates, least = measure(args.rounds, args.threads, args.devices)
+    others = (busy_s() - busy - own_s() + own) / (perf_counter() - start) / (os.cpu_count() or 1)
     table = Table("batch", "ggmlb", "sentence-transformers", "ratio", "target")
     for batch, target in TARGETS.items():
         ours, theirs = (rates[name, batch] for name in LIBRARIES)
         ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
         table.row(batch, spread(ours), spread(theirs), f"{ratio:.2f}", f"{target:.1f}")
+    if others > 0.05:
+        sys.exit(f"other processes took {others:.0%} of the processors: nothing is written; try again later")
     about = f"""Sentence embeddings, all-MiniLM-L6-v2
 Sentences per second by `python benchmarks/embed.py`: median of {args.rounds} rounds, least and most in
 brackets; the ratio is the median of the rounds' ratios. {args.threads} threads each; ggmlb runs on
-{args.devices}. Least cosine between the embeddings of both: {least:.7f}.
+{args.devices}. Least cosine between the embeddings of both: {least:.7f}. Other processes took
+{others:.1%} of the processors meanwhile.
 
 {__doc__.partition("    python")[0]}"""
     save("embed", about, table, packages=PACKAGES)
