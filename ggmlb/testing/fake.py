@@ -16,19 +16,17 @@ import numpy as np
 
 from ggmlb.backends.array.plan import ArrayPlan
 from ggmlb.backends.array.workspace import Workspace
-from ggmlb.backends.cpu.buffer import aligned_empty
+from ggmlb.backends.cpu.buffer import CpuBuffer, aligned_empty
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.enums import DeviceType, Status
-from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device, Event, GraphPlan
+from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device, Event, GraphPlan
 from ggmlb.tensor import Tensor
+from ggmlb.testing.memory import POISON
 
 if TYPE_CHECKING:
     from ggmlb.graph import Graph
     from ggmlb.interface.data import Bytes
-
-POISON = 0xFF
-"""Fills fresh memory: NaN in every float type, -1 in every integer type."""
 
 Declines = Callable[[Tensor], "str | None"]
 
@@ -164,36 +162,15 @@ class FakeBufferType(BufferType):
         return FakeBuffer(self, nbytes)
 
 
-class FakeBuffer(Buffer):
+class FakeBuffer(CpuBuffer):
     """NumPy memory, poisoned when allocated and when freed."""
 
     def __init__(self, buft: FakeBufferType, size: int) -> None:
-        super().__init__(buft, size)
+        super().__init__(buft, np.full(size, POISON, np.uint8))
         self._device = buft.device
-        self._memory = np.full(size, POISON, np.uint8)
-
-    @property
-    def base(self) -> Bytes:
-        """The memory."""
-        return self._memory
-
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        start = tensor.offset + offset
-        self._memory[start : start + data.size] = data
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        start = tensor.offset + offset
-        out[:] = self._memory[start : start + out.size]
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        start = tensor.offset + offset
-        self._memory[start : start + size] = value
-
-    def _clear(self, value: int) -> None:
-        self._memory[:] = value
 
     def _free(self) -> None:
-        self._memory[:] = POISON
+        self._clear(POISON)
         self._device.used -= self.size
         self._device.n_buffers -= 1
 

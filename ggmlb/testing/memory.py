@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from ggmlb.backends.cpu.buffer import CpuBuffer
 from ggmlb.enums import DeviceType
 from ggmlb.errors import BackendError
 from ggmlb.interface import BackendReg, Buffer, BufferType, Device
@@ -14,7 +15,6 @@ from ggmlb.interface import BackendReg, Buffer, BufferType, Device
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
 POISON = 0xFF
@@ -88,38 +88,17 @@ class TestMemory(BufferType):
         return TestBuffer(self, nbytes)
 
 
-class TestBuffer(Buffer):
+class TestBuffer(CpuBuffer):
     """NumPy memory, poisoned."""
 
     __test__ = False
     buft: TestMemory
 
     def __init__(self, buft: TestMemory, size: int) -> None:
-        super().__init__(buft, size)
-        self._memory = np.full(size, POISON, np.uint8)
-
-    @property
-    def base(self) -> Bytes:
-        """The memory."""
-        return self._memory
-
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        start = tensor.offset + offset
-        self._memory[start : start + data.size] = data
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        start = tensor.offset + offset
-        out[:] = self._memory[start : start + out.size]
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        start = tensor.offset + offset
-        self._memory[start : start + size] = value
-
-    def _clear(self, value: int) -> None:
-        self._memory[:] = value
+        super().__init__(buft, np.full(size, POISON, np.uint8))
 
     def _free(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        super()._free()
         self.buft.used -= self.size
         self.buft.n_buffers -= 1
 
