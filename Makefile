@@ -4,6 +4,7 @@
 #   make test        install, then run all tests that need no GPU
 #   make test-all    the same with slow tests, long property tests and the notebooks
 #   make lint        ruff, mypy --strict, and the table of long files
+#   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: benchmarks that do
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle lint bench test-gpu bench-gpu notebooks clean
+.PHONY: demo test test-all test-oracle lint lint-cuda bench test-gpu bench-gpu notebooks clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -38,6 +39,9 @@ lint: $(VENV)/.dev
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	$(BIN)/python scripts/long_files.py
+
+lint-cuda: $(VENV)/.dev
+	$(BIN)/python scripts/lint_cuda.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/alloc_peak.py
