@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
 from ggmlb.interface.data import as_bytes, writable_bytes
+from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -114,8 +115,13 @@ class Backend(ABC):
         raw = as_bytes(data)
         raw = raw if size is None else raw[:size]
         buffer.check_range(tensor, "set_tensor_async", offset, raw.size if size is None else size)
-        if raw.size:
-            self._set_tensor_async(tensor, raw, offset)
+        if n := raw.size:
+            with (
+                Action("set_tensor_async", self, [writing(tensor, offset, n)], data=raw)
+                if observers
+                else QUIET
+            ):
+                self._set_tensor_async(tensor, raw, offset)
 
     def get_tensor_async(self, tensor: Tensor, data: npt.NDArray[Any], offset: int = 0) -> None:
         """Queue a read of raw bytes of a tensor, from `offset` on, that fills the array `data`.
@@ -132,8 +138,13 @@ class Backend(ABC):
         buffer = self._transfer_buffer(tensor, "get_tensor_async")
         raw = writable_bytes("get_tensor_async", data)
         buffer.check_range(tensor, "get_tensor_async", offset, raw.size)
-        if raw.size:
-            self._get_tensor_async(tensor, raw, offset)
+        if n := raw.size:
+            with (
+                Action("get_tensor_async", self, [reading(tensor, offset, n)], data=raw)
+                if observers
+                else QUIET
+            ):
+                self._get_tensor_async(tensor, raw, offset)
 
     def set_tensor_2d_async(
         self,
@@ -151,8 +162,11 @@ class Backend(ABC):
         buffer.check_2d(
             tensor, "set_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data
         )
-        for i in range(n_copies if size else 0):
-            self._set_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
+        n = n_copies if size else 0
+        pieces = [writing(tensor, offset + i * stride_tensor, size) for i in range(n)] if observers else []
+        with Action("set_tensor_2d_async", self, pieces, data=raw) if observers else QUIET:
+            for i in range(n):
+                self._set_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
 
     def get_tensor_2d_async(
         self,
@@ -170,8 +184,11 @@ class Backend(ABC):
         buffer.check_2d(
             tensor, "get_tensor_2d_async", raw.size, offset, size, n_copies, stride_tensor, stride_data
         )
-        for i in range(n_copies if size else 0):
-            self._get_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
+        n = n_copies if size else 0
+        pieces = [reading(tensor, offset + i * stride_tensor, size) for i in range(n)] if observers else []
+        with Action("get_tensor_2d_async", self, pieces, data=raw) if observers else QUIET:
+            for i in range(n):
+                self._get_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
 
     def cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         """Queue a copy from another backend to this one, ordered after the work queued on both.
@@ -185,7 +202,12 @@ class Backend(ABC):
         Source: cpy_tensor_async of ggml_backend_i.
         """
         self._check_alive("cpy_tensor_async")
-        return self._cpy_tensor_async(backend_src, src, dst)
+        if not observers:
+            return self._cpy_tensor_async(backend_src, src, dst)
+        moved = [reading(src), writing(dst)]
+        with Action("cpy_tensor_async", self, moved, source=backend_src) as action:
+            action.done = self._cpy_tensor_async(backend_src, src, dst)
+        return action.done
 
     def synchronize(self) -> None:
         """Block until all queued work is done (ggml_backend_synchronize).
@@ -194,7 +216,8 @@ class Backend(ABC):
             BackendError: Queued work failed.
         """
         self._check_alive("synchronize")
-        self._synchronize()
+        with Action("synchronize", self) if observers else QUIET:
+            self._synchronize()
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -208,7 +231,8 @@ class Backend(ABC):
         """
         self._check_alive("graph_plan_create")
         self._check_graph(graph)
-        return self._plan(graph)
+        with Action("graph_plan_create", self) if observers else QUIET:
+            return self._plan(graph)
 
     def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
         """Bind a plan to a graph of the same topology; returns a plan for it, the old one or a new one."""
@@ -218,7 +242,8 @@ class Backend(ABC):
     def graph_plan_compute(self, plan: GraphPlan) -> Status:
         """Queue the steps of a plan (ggml_backend_graph_plan_compute)."""
         self._check_plan(plan, "graph_plan_compute")
-        return self._compute(plan)
+        with Action("graph_plan_compute", self, plan=plan) if observers else QUIET:
+            return self._compute(plan)
 
     def graph_plan_free(self, plan: GraphPlan) -> None:
         """Release what the plan holds (ggml_backend_graph_plan_free)."""
@@ -239,7 +264,7 @@ class Backend(ABC):
         plan = self._plans.get(graph)
         if plan is None or not plan.is_valid_for(graph):
             plan = self._plans[graph] = self.graph_plan_create(graph)
-        return self._compute(plan)
+        return self.graph_plan_compute(plan)
 
     def graph_compute(self, graph: Graph) -> Status:
         """Compute a graph and wait for it (ggml_backend_graph_compute)."""
@@ -266,7 +291,8 @@ class Backend(ABC):
                 f"event_record: the event belongs to {event.device.name}, the backend runs on "
                 f"{self.device.name}; make the event with the backend's own device"
             )
-        self._event_record(event)
+        with Action("event_record", self, event=event) if observers else QUIET:
+            self._event_record(event)
 
     def event_wait(self, event: Event) -> None:
         """Let work queued from now on wait for the event, of any device (ggml_backend_event_wait).
@@ -276,7 +302,8 @@ class Backend(ABC):
         """
         self._check_alive("event_wait")
         event.check_alive("event_wait")
-        self._event_wait(event)
+        with Action("event_wait", self, event=event) if observers else QUIET:
+            self._event_wait(event)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -287,7 +314,7 @@ class Backend(ABC):
             FreedError: It was freed before.
         """
         self._check_alive("free")
-        self._synchronize()
+        self.synchronize()
         self.is_freed = True
         self._plans.clear()
         self._free()

@@ -10,6 +10,7 @@ import numpy as np
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError, BoundsError, FreedError
 from ggmlb.interface.data import Bytes, as_bytes, writable_bytes
+from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
 from ggmlb.tensor import Ne, Tensor, placement_clock
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ class Buffer(ABC):
         Source: ggml_backend_tensor_set.
         """
         raw = self._cut(tensor, "set_tensor", data, offset, size)
-        if raw.size:
-            self._set_tensor(tensor, raw, offset)
+        if n := raw.size:
+            with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
+                self._set_tensor(tensor, raw, offset)
 
     def get_tensor(self, tensor: Tensor, offset: int = 0, size: int | None = None) -> Bytes:
         """Return a copy of raw bytes of a tensor.
@@ -126,7 +128,8 @@ class Buffer(ABC):
         n = self.check_range(tensor, "get_tensor", offset, size)
         out = np.empty(n, np.uint8)
         if n:
-            self._get_tensor(tensor, out, offset)
+            with Action("get_tensor", None, [reading(tensor, offset, n)]) if observers else QUIET:
+                self._get_tensor(tensor, out, offset)
         return out
 
     def memset_tensor(self, tensor: Tensor, value: int, offset: int = 0, size: int | None = None) -> None:
@@ -140,7 +143,8 @@ class Buffer(ABC):
         n = self.check_range(tensor, "memset_tensor", offset, size)
         _check_byte("memset_tensor", value)
         if n:
-            self._memset_tensor(tensor, value, offset, n)
+            with Action("memset_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
+                self._memset_tensor(tensor, value, offset, n)
 
     def set_tensor_2d(
         self,
@@ -163,7 +167,10 @@ class Buffer(ABC):
         raw = as_bytes(data)
         self.check_2d(tensor, "set_tensor_2d", raw.size, offset, size, n_copies, stride_tensor, stride_data)
         if size and n_copies:
-            self._set_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
+            starts = (offset + i * stride_tensor for i in range(n_copies))
+            pieces = [writing(tensor, start, size) for start in starts] if observers else []
+            with Action("set_tensor_2d", None, pieces) if observers else QUIET:
+                self._set_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
 
     def get_tensor_2d(
         self,
@@ -187,7 +194,10 @@ class Buffer(ABC):
         raw = writable_bytes("get_tensor_2d", data)
         self.check_2d(tensor, "get_tensor_2d", raw.size, offset, size, n_copies, stride_tensor, stride_data)
         if size and n_copies:
-            self._get_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
+            starts = (offset + i * stride_tensor for i in range(n_copies))
+            pieces = [reading(tensor, start, size) for start in starts] if observers else []
+            with Action("get_tensor_2d", None, pieces) if observers else QUIET:
+                self._get_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
 
     def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         """Copy `src`, in any buffer, to `dst` in this one, if the device can do so directly.
@@ -198,7 +208,11 @@ class Buffer(ABC):
         Source: ggml_backend_buffer_copy_tensor.
         """
         self._check_alive("cpy_tensor")
-        return self._cpy_tensor(src, dst)
+        if not observers:
+            return self._cpy_tensor(src, dst)
+        with Action("cpy_tensor", None, [reading(src), writing(dst)]) as action:
+            action.done = self._cpy_tensor(src, dst)
+        return action.done
 
     def clear(self, value: int = 0) -> None:
         """Set every byte to `value` (ggml_backend_buffer_clear).
@@ -210,7 +224,9 @@ class Buffer(ABC):
         self._check_alive("clear")
         _check_byte("clear", value)
         if self.size:
-            self._clear(value)
+            everything = [Access(self, 0, self.size, is_write=True, tensor=None)] if observers else []
+            with Action("clear", None, everything) if observers else QUIET:
+                self._clear(value)
 
     def reset(self) -> None:
         """Forget what `init_tensor` prepared (ggml_backend_buffer_reset)."""
@@ -224,9 +240,10 @@ class Buffer(ABC):
             FreedError: The buffer was freed before.
         """
         self._check_alive("free")
-        self.is_freed = True
-        placement_clock.tick()  # plans that use the memory must notice
-        self._free()
+        with Action("free", buffer=self) if observers else QUIET:
+            self.is_freed = True
+            placement_clock.tick()  # plans that use the memory must notice
+            self._free()
 
     # -- checks --------------------------------------------------------------------------------
 

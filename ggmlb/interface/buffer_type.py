@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import AllocationError, ArgumentError
+from ggmlb.interface.observe import Action, observers
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer
@@ -62,7 +63,11 @@ class BufferType(ABC):
             raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes}; give 0 or more bytes")
         if nbytes > self.max_size:
             raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
-        return self._alloc_buffer(nbytes)
+        if not observers:
+            return self._alloc_buffer(nbytes)
+        with Action("alloc_buffer") as action:
+            action.buffer = buffer = self._alloc_buffer(nbytes)
+        return buffer
 
     def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
         """Return the error for an allocation that failed, with the device's memory figures."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
+from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.tensor import Tensor, placement_clock, same_layout
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
     Raises:
         ShapeError: The layouts differ.
         NotAllocatedError: One of them is in no buffer.
+        FreedError: The buffer of one of them was freed.
     """
     if src is dst:
         return
@@ -91,16 +93,17 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
             "type, ne and nb must be equal; use Context.cpy to convert"
         )
     src_buffer, dst_buffer = _placed(src), _placed(dst)
+    src_buffer.check_range(src, "tensor_copy", 0, None)
+    dst_buffer.check_range(dst, "tensor_copy", 0, None)
     if not src.nbytes:
         return
-    if src_buffer.is_host:
-        start = src.offset
-        dst_buffer.set_tensor(dst, src_buffer.base[start : start + src.nbytes])
-    elif dst_buffer.is_host:
-        start = dst.offset
-        src_buffer._get_tensor(src, dst_buffer.base[start : start + dst.nbytes], 0)
-    elif not dst_buffer.cpy_tensor(src, dst):
-        dst_buffer.set_tensor(dst, src_buffer.get_tensor(src))
+    with Action("tensor_copy", None, [reading(src), writing(dst)]) if observers else QUIET:
+        if src_buffer.is_host:
+            dst_buffer._set_tensor(dst, src_buffer.base[src.offset : src.offset + src.nbytes], 0)
+        elif dst_buffer.is_host:
+            src_buffer._get_tensor(src, dst_buffer.base[dst.offset : dst.offset + dst.nbytes], 0)
+        elif not dst_buffer.cpy_tensor(src, dst):
+            dst_buffer.set_tensor(dst, src_buffer.get_tensor(src))
 
 
 def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, dst: Tensor) -> None:
@@ -109,6 +112,7 @@ def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, d
     Raises:
         ShapeError: The layouts differ.
         NotAllocatedError: One of them is in no buffer.
+        FreedError: The buffer of one of them was freed.
 
     Source: ggml_backend_tensor_copy_async.
     """
@@ -116,7 +120,8 @@ def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, d
         return
     if not same_layout(src, dst):
         raise ShapeError(f"cannot copy {src.describe()} to {dst.describe()}: type, ne and nb must be equal")
-    _placed(src), _placed(dst)
+    _placed(src).check_range(src, "tensor_copy_async", 0, None)
+    _placed(dst).check_range(dst, "tensor_copy_async", 0, None)
     if not src.nbytes or backend_dst.cpy_tensor_async(backend_src, src, dst):
         return
     backend_src.synchronize()
