@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, Prec
-from ggmlb.ops.base import OpBase, as_enum, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.ops.matmul import can_mul_mat
 from ggmlb.ops.softmax import add_sinks
 from ggmlb.tensor import Tensor, placement_clock
@@ -52,7 +52,7 @@ class AttentionOps(OpBase):
             fail_shape(fn, "q and k must have equal ne[0] and ne[3], and k.ne[2] must divide q.ne[2]", q, k)
         if n[3] != w[3]:
             fail_shape(fn, f"v must have ne[3] = {n[3]}, as q has", q, k, v)
-        if w[1] != k.ne[1] or w[2] == 0 or n[2] % w[2]:
+        if w[1] != k.ne[1] or not divides(w[2], n[2]):
             fail_shape(fn, f"v must have ne[1] = {k.ne[1]}, as k has, and an ne[2] that divides q's", q, k, v)
         if mask is not None:
             if mask.dtype is not DType.F16:
@@ -60,7 +60,7 @@ class AttentionOps(OpBase):
             if not mask.is_contiguous():
                 fail_contiguous(fn, "mask", mask)
             m = mask.ne
-            if m[0] != k.ne[1] or m[1] < n[1] or n[2] % m[2] or n[3] % m[3]:
+            if m[0] != k.ne[1] or m[1] < n[1] or not divides(m[2], n[2]) or not divides(m[3], n[3]):
                 fail_shape(
                     fn,
                     f"the mask must have ne[0] = {k.ne[1]}, at least {n[1]} rows, and ne[2] and ne[3] "

@@ -127,6 +127,11 @@ def fail_contiguous(fn: str, arg: str, tensor: Tensor, what: str = "contiguous")
     fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; it must be {what}: apply cont first", tensor)
 
 
+def divides(a: int, b: int) -> bool:
+    """Whether an extent `a` goes a whole number of times into `b`; one of 0 goes into none."""
+    return a > 0 and b % a == 0
+
+
 def require_repeat(fn: str, a: Tensor, b: Tensor) -> None:
     """Raise a ShapeError unless `b` tiles `a` (ggml's broadcasting: b's extents divide a's)."""
     if a.ne != b.ne and not can_repeat(b, a):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Hint, Op, Prec
-from ggmlb.ops.base import OpBase, as_enum, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class MatmulOps(OpBase):
             fail_shape(fn, "as and b must be 3d, and ids 2d", as_, b, ids)
         if p[0] != q[0]:
             fail_shape(fn, f"as has rows of {p[0]} elements, b of {q[0]}; they must be equally long", as_, b)
-        if r[1] != q[2] or r[0] % q[1]:
+        if r[1] != q[2] or not divides(q[1], r[0]):
             fail_shape(
                 fn,
                 f"ids, ne {list(r)}, must have ne[1] = b.ne[2] = {q[2]} and ne[0] a multiple of {q[1]}",
@@ -115,7 +115,7 @@ class MatmulOps(OpBase):
             ShapeError: The shapes do not fit, or `a` is transposed.
         """
         p, q = a.ne, b.ne
-        if p[1] != q[1] or q[2] % p[2] or q[3] % p[3]:
+        if p[1] != q[1] or not divides(p[2], q[2]) or not divides(p[3], q[3]):
             fail_shape(
                 "out_prod",
                 f"ne[1] must be equal ({p[1]} and {q[1]}), and ne[2] and ne[3] of a divide b's",
@@ -130,7 +130,7 @@ class MatmulOps(OpBase):
 def can_mul_mat(a: Tensor, b: Tensor) -> bool:
     """Whether `mul_mat(a, b)` has fitting shapes (ggml_can_mul_mat)."""
     p, q = a.ne, b.ne
-    return p[0] == q[0] and p[2] > 0 and p[3] > 0 and q[2] % p[2] == 0 and q[3] % p[3] == 0
+    return p[0] == q[0] and divides(p[2], q[2]) and divides(p[3], q[3])
 
 
 def _set(fn: str, a: Tensor, name: str, value: Prec | Hint) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
-from ggmlb.ops.base import OpBase, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.ops.base import OpBase, divides, fail_contiguous, fail_dtype, fail_shape
 
 if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
@@ -79,7 +79,7 @@ class RowOps(OpBase):
         p, q, r = a.ne, b.ne, c.ne
         if p[0] != q[0] or p[2] != q[2] or p[3] != q[3]:
             fail_shape(fn, "a and b must have equal ne[0], ne[2] and ne[3]", a, b, c)
-        if q[1] != r[0] or r[3] != 1 or r[1] == 0 or r[2] == 0 or q[2] % r[1] or q[3] % r[2]:
+        if q[1] != r[0] or r[3] != 1 or not divides(r[1], q[2]) or not divides(r[2], q[3]):
             fail_shape(fn, "ne[0] of c must be ne[1] of b, and its ne[1:3] must divide ne[2:4] of b", a, b, c)
         if b.dtype is not DType.F32 and b.dtype is not DType.F16:
             fail_dtype(fn, "b", b, DType.F32, DType.F16)

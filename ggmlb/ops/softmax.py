@@ -12,6 +12,7 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import (
     OpBase,
+    divides,
     fail_arg,
     fail_contiguous,
     fail_dtype,
@@ -134,7 +135,7 @@ def _check(fn: str, a: Tensor, mask: Tensor | None, max_bias: float) -> None:
         if not mask.is_contiguous():
             fail_contiguous(fn, "mask", mask)
         n, m = a.ne, mask.ne
-        if m[0] != n[0] or m[1] < n[1] or n[2] % m[2] or n[3] % m[3]:
+        if m[0] != n[0] or m[1] < n[1] or not divides(m[2], n[2]) or not divides(m[3], n[3]):
             fail_shape(
                 fn,
                 "the mask must have a's ne[0], at least a's ne[1], and ne[2] and ne[3] that divide a's",

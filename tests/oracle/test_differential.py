@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
-from oracle import FAMILIES, GgmlProcess, Missing, Refused, programs
+from oracle import GgmlProcess, Missing, Refused, programs
 
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.enums import Status
+from ggmlb.testing.cases import FAMILIES
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]
 

@@ -1,20 +1,6 @@
-"""Random programs, and ggml itself to compute them: what the differential test is made of."""
+"""Random programs of the conformance kit's families, and ggml itself to compute them."""
 
-from oracle import elementwise, images, moves, products, recurrent, rows, training
-from oracle.draw import FAMILIES, programs
 from oracle.ggml_process import GgmlProcess, Missing, Refused
+from oracle.random_programs import programs
 
-__all__ = [
-    "FAMILIES",
-    "GgmlProcess",
-    "Missing",
-    "Refused",
-    "elementwise",
-    "images",
-    "moves",
-    "products",
-    "programs",
-    "recurrent",
-    "rows",
-    "training",
-]
+__all__ = ["GgmlProcess", "Missing", "Refused", "programs"]

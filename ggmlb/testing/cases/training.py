@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracle.draw import F32, Program, family
+from ggmlb.testing.cases.draw import F32, Program, family
 
 
 @family("cross_entropy_loss")
@@ -29,7 +29,7 @@ def opt_step_adamw(p: Program) -> None:
     v = p.leaf(F32, ne, low=0.01, high=1)
     numbers = [p.float(1e-4, 0.1), 0.9, 0.99, 1e-6, p.float(0, 0.1), p.float(1, 10), p.float(1, 20)]
     p.void("set_param", w)
-    p.out("opt_step_adamw", w, g, m, v, p.leaf(F32, (7,), np.float32(numbers)))
+    p.out("opt_step_adamw", w, g, m, v, p.leaf(F32, (7,), np.array(numbers, np.float32)))
     p.compare(m, v)
 
 
@@ -38,4 +38,6 @@ def opt_step_sgd(p: Program) -> None:
     ne = p.ne()
     w, g = (p.leaf(F32, ne) for _ in range(2))
     p.void("set_param", w)
-    p.out("opt_step_sgd", w, g, p.leaf(F32, (2,), np.float32([p.float(1e-4, 0.5), p.float(0, 0.5)])))
+    p.out(
+        "opt_step_sgd", w, g, p.leaf(F32, (2,), np.array([p.float(1e-4, 0.5), p.float(0, 0.5)], np.float32))
+    )

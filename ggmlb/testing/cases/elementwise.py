@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from ggmlb.dtypes import DType
-from oracle.draw import BF16, F16, F32, GAPS, I32, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.draw import BF16, F16, F32, GAPS, I32, PADDED, PLAIN, ROWS, Program, family
 
 UNARY = (
     "abs", "sgn", "neg", "step", "tanh", "elu", "relu", "sigmoid", "gelu", "gelu_quick", "silu", "hardswish",
@@ -90,7 +91,7 @@ def _binary(name: str, p: Program) -> None:
     small = p.ne(24, 4, 3, 2)
     large = tuple(n * p.int(1, 3) for n in small)
     p.nmse = tolerance(a, b)
-    positive = {"low": 0.5, "high": 2}
+    positive: Any = {"low": 0.5, "high": 2}
     x, y = p.operand(a, large, *ROWS), p.operand(b, small, *ROWS, **positive)
     p.out(name + p.one_of("", "_inplace"), x, y)
 
@@ -165,7 +166,7 @@ def _glu(name: str, p: Program) -> None:
     p.nmse = 5e-6 if name.startswith("geglu") else tolerance(dtype)
     ne = p.ne()
     form = p.one_of("", "_swapped", "_split")
-    rows = {"low": -2, "high": 2}
+    rows: Any = {"low": -2, "high": 2}
     if form == "_split":
         p.out(name + form, *(p.operand(dtype, ne, PLAIN, GAPS, **rows) for _ in range(2)))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from oracle.draw import F32, I32, PADDED, PLAIN, Program, family
+from ggmlb.testing.cases.draw import F32, I32, PADDED, PLAIN, Program, family
 
 
 @family("ssm_conv")

@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from ggmlb.enums import RopeType, SortOrder
-from oracle.draw import BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
-from oracle.elementwise import tolerance
-from oracle.products import WEIGHTS
+from ggmlb.testing.cases.draw import BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.elementwise import tolerance
+from ggmlb.testing.cases.products import WEIGHTS
 
 EPS = (1e-6, 1e-5, 1e-2)
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ggmlb import dtypes
 from ggmlb.dtypes import DType
-from oracle.draw import ANY, BF16, F16, F32, I32, OUTER, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, OUTER, PADDED, PLAIN, ROWS, Program, family
 
 NO_WEIGHTS = (DType.Q8_1, DType.Q8_K, DType.Q2_0)
 """ggml quantises activations to the first two; the last is newer than the ggml of ggml-python."""
 WEIGHTS = tuple(t for t in DType if t.is_quantized and dtypes.can_quantize(t) and t not in NO_WEIGHTS)
 """Quantised types whose blocks can be made here, and which ggml multiplies."""
 
-LOPSIDED = {"low": -0.2, "high": 1.0}
+LOPSIDED: Any = {"low": -0.2, "high": 1.0}
 """Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's."""
 
 
 def _weight(p: Program) -> DType:
-    return p.one_of(F32, F16, BF16, *WEIGHTS)
+    dtype: DType = p.one_of(F32, F16, BF16, *WEIGHTS)
+    return dtype
 
 
 @family("mul_mat")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from ggmlb.enums import OpPool, ScaleFlag, ScaleMode
-from oracle.draw import ANY, BF16, F16, F32, PADDED, PLAIN, Program, family
-from oracle.elementwise import tolerance
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, PADDED, PLAIN, Program, family
+from ggmlb.testing.cases.elementwise import tolerance
 
 Numbers = tuple[int, ...]
 

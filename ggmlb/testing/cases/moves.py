@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from ggmlb.enums import TriType
-from oracle.draw import ANY, BF16, F16, F32, I32, PADDED, PLAIN, ROWS, Program, family
-from oracle.products import WEIGHTS
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.products import WEIGHTS
 
 
 @family("dup")

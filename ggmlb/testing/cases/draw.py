@@ -1,0 +1,307 @@
+"""Drawing programs: a few leafs, the steps that lay them out in memory, and the op in question.
+
+A family is a function that draws such a program, for one op or a group of them. What decides is a `Choices`:
+the conformance kit's goes through every choice (`cover.py`), hypothesis's draws at random and shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ggmlb import dtypes
+from ggmlb.dtypes import DType
+from ggmlb.testing.programs import Case, Spec, Step
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+PLAIN = "plain"
+"""Contiguous."""
+PADDED = "padded"
+"""A window on a larger tensor: gaps between rows, planes and cubes."""
+GAPS = "gaps"
+"""The same, with gaps between rows only."""
+OUTER = "outer"
+"""Dimensions permuted, but rows left as they are."""
+PERMUTED = "permuted"
+"""Dimensions permuted in any way."""
+
+ROWS = (PLAIN, PADDED, OUTER)
+ANY = (PLAIN, PADDED, OUTER, PERMUTED)
+
+F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
+
+# Inside `Program` the builtin names are methods.
+Integer: TypeAlias = int
+Number: TypeAlias = float
+Truth: TypeAlias = bool
+Extents: TypeAlias = tuple[int, ...]
+
+Output = tuple[int, "tuple[int, ...]", bytes]
+"""Type, extents and bytes of a result, as the reference computed it."""
+
+
+class Choices(Protocol):
+    """What decides where a family leaves a choice."""
+
+    beyond: bool
+    """Whether types and layouts may be chosen that ggml's own CPU backend does not take."""
+
+    def integer(self, low: int, high: int) -> int:
+        """Return a number from `low` to `high`."""
+
+    def number(self, low: float, high: float) -> float:
+        """Return a float32 from `low` to `high`."""
+
+    def pick(self, n: int) -> int:
+        """Return one of `n` alternatives, by its index."""
+
+    def order(self, items: Sequence[int]) -> Sequence[int]:
+        """Return the items in some order."""
+
+    def extents(self, limits: Sequence[int]) -> Sequence[int]:
+        """Return extents, each about as large as its limit at most."""
+
+
+@dataclass
+class Leaf:
+    """A leaf and what makes its values; quantising them takes long, so they are made when asked for."""
+
+    name: str
+    dtype: DType
+    ne: tuple[int, ...]
+    make: Callable[[], npt.NDArray[Any]]
+    _data: bytes | None = None
+
+    @property
+    def data(self) -> bytes:
+        """Its bytes."""
+        if self._data is None:
+            self._data = dtypes.quantize(self.make().reshape(self.ne[::-1]), self.dtype).tobytes()
+        return self._data
+
+
+@dataclass
+class Program:
+    """A program under construction; tensors are named `"$name"`.
+
+    Attributes:
+        choices: What decides.
+        nmse: The error that is allowed; 0 asks for equality.
+        rule: How to compare, as in golden programs.
+        outputs: Names of the tensors to compare.
+        texts: What each tensor is, for people: `"f16[40, 3].padded"`.
+    """
+
+    choices: Choices
+    nmse: float = 1e-7
+    rule: str = ""
+    leafs: list[Leaf] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seed = self.choices.integer(0, 2**32 - 1)
+        self.random = np.random.default_rng(self.seed)
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def int(self, low: Integer, high: Integer) -> Integer:
+        return self.choices.integer(low, high)
+
+    def float(self, low: Number, high: Number) -> Number:
+        return self.choices.number(np.float32(low).item(), np.float32(high).item())
+
+    def bool(self) -> Truth:
+        return Truth(self.choices.pick(2))
+
+    def one_of(self, *choices: Any, beyond: tuple[Any, ...] = ()) -> Any:
+        """One of the choices, or of those that ggml's CPU backend does not take."""
+        if self.choices.beyond:
+            choices += beyond
+        return choices[self.choices.pick(len(choices))] if len(choices) > 1 else choices[0]
+
+    def ne(self, *highest: Integer) -> Extents:
+        """Four extents, each up to the number given; 1 where none is given; now and then some more."""
+        return (*self.choices.extents(highest or (70, 6, 4, 3)), 1, 1, 1)[:4]
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def leaf(self, dtype: DType, ne: Extents, data: Any = None, low: Number = -1, high: Number = 1) -> str:
+        """A leaf with given or random values."""
+        ne = (*ne, 1, 1, 1)[:4]
+        number = len(self.leafs)
+
+        def values() -> npt.NDArray[Any]:
+            if data is not None:
+                return np.asarray(data)
+            random = np.random.default_rng((self.seed, number))
+            return random.uniform(low, high, ne[::-1]).astype(np.float32)
+
+        self.leafs.append(Leaf(f"x{number}", dtype, ne, values))
+        self.texts[f"x{number}"] = shape_text(dtype, ne)
+        return f"$x{number}"
+
+    def operand(
+        self,
+        dtype: DType,
+        ne: Extents,
+        *layouts: str,
+        beyond: tuple[str, ...] = (),
+        **values: Any,
+    ) -> str:
+        """A tensor of that type and shape, in one of the ways to lie in memory."""
+        ne = (*ne, 1, 1, 1)[:4]
+        if dtype.block_size > 1:
+            beyond = tuple(x for x in beyond if x != PERMUTED)  # a row of blocks is never torn apart
+        layout = self.one_of(*layouts or (PLAIN,), beyond=tuple(x for x in beyond if x not in layouts))
+        if layout in (PADDED, GAPS):
+            tensor = self._window(dtype, ne, 4 if layout == PADDED else 1, values)
+        elif layout in (OUTER, PERMUTED):
+            first = 1 if layout == OUTER else 0
+            axes = (*range(first), *self.choices.order(range(first, 4)))
+            tensor = self.step("permute", self.leaf(dtype, tuple(ne[a] for a in axes), **values), *axes)
+        else:
+            return self.leaf(dtype, ne, **values)
+        self.texts[tensor[1:]] = f"{shape_text(dtype, ne)}.{layout}"
+        return tensor
+
+    def _window(self, dtype: DType, ne: Extents, n_dims: Integer, values: Any) -> str:
+        """A window on a tensor that is larger along the first dimensions."""
+        block = dtype.block_size
+        more = [self.int(0, 2) * block, *(self.int(0, 2) for _ in range(n_dims - 1)), 0, 0, 0][:4]
+        start = [self.int(0, m // block) * block if i == 0 else self.int(0, m) for i, m in enumerate(more)]
+        large = tuple(n + m for n, m in zip(ne, more, strict=True))
+        nb1 = dtype.row_size(large[0])
+        nb = (nb1, nb1 * large[1], nb1 * large[1] * large[2])
+        offset = dtype.row_size(start[0]) + sum(s * b for s, b in zip(start[1:], nb, strict=True))
+        return self.step("view_4d", self.leaf(dtype, large, **values), *ne, *nb, offset)
+
+    def step(self, fn: str, *args: Any) -> str:
+        """Call a function that returns a tensor."""
+        name = f"y{len(self.steps)}"
+        self.steps.append(Step(name, fn, args))
+        self.texts[name] = f"{fn}({','.join(map(self._text, args))})"
+        return f"${name}"
+
+    def void(self, fn: str, *args: Any) -> None:
+        """Call a function that changes its first argument."""
+        self.steps.append(Step(None, fn, args))
+        self.texts[args[0][1:]] += f"+{fn}({','.join(map(self._text, args[1:]))})"
+
+    def out(self, fn: str, *args: Any) -> str:
+        """Call a function and compare its result."""
+        result = self.step(fn, *args)
+        self.compare(result)
+        return result
+
+    def compare(self, *tensors: str) -> None:
+        """Compare tensors too."""
+        self.outputs += [t[1:] for t in tensors]
+
+    # -- uses ----------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """The program in short: what is computed of which types, shapes and layouts."""
+        return self.texts[self.outputs[0]]
+
+    @property
+    def fn(self) -> str:
+        """The function that gives the first output."""
+        return next(step.fn for step in self.steps if step.out == self.outputs[0])
+
+    def request(self) -> tuple[Any, ...]:
+        """What `GgmlProcess.compute` takes."""
+        return (
+            [(x.name, int(x.dtype), x.ne, x.data) for x in self.leafs],
+            [(s.out, s.fn, tuple(_c_value(a) for a in s.args)) for s in self.steps],
+            self.outputs,
+        )
+
+    def case(self, label: str, expected: Sequence[Output] = ()) -> Case:
+        """The program with the outputs that a reference gave, or with none."""
+        results = dict(zip(self.outputs, expected, strict=bool(expected)))
+        archive: Any = SimpleNamespace(members=_Members(self.leafs, results))
+        return Case(
+            id=label,
+            family=label,
+            op=self.fn,
+            leafs=tuple(Spec(x.name, x.dtype, _four(x.ne), x.name, archive) for x in self.leafs),
+            steps=tuple(self.steps),
+            outputs=tuple(
+                Spec(name, DType.parse(dtype), _four(ne), name, archive)
+                for name, (dtype, ne, _) in results.items()
+            ),
+            nmse=self.nmse,
+            rule=self.rule,
+        )
+
+    def _text(self, arg: Any) -> str:
+        if isinstance(arg, str) and arg.startswith("$"):
+            return self.texts[arg[1:]]
+        if isinstance(arg, Enum):
+            return arg.name.lower()
+        if isinstance(arg, Number):
+            return f"{arg:.3g}"
+        if isinstance(arg, (tuple, list)):
+            return f"[{','.join(map(self._text, arg))}]"
+        return str(arg)
+
+    def __repr__(self) -> str:
+        leafs = [f"{x.name} = {x.dtype.name.lower()}{list(x.ne)}" for x in self.leafs]
+        calls = [f"{s.out} = {s.fn}({', '.join(map(str, s.args))})" for s in self.steps]
+        return "\n".join(["", *leafs, *calls])
+
+
+class _Members:
+    """The bytes of leafs and outputs by name; those of leafs are made when asked for."""
+
+    def __init__(self, leafs: Sequence[Leaf], outputs: dict[str, Output]) -> None:
+        self._leafs = {leaf.name: leaf for leaf in leafs}
+        self._outputs = outputs
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
+        data = self._leafs[name].data if name in self._leafs else self._outputs[name][2]
+        return np.frombuffer(data, np.uint8)
+
+
+def shape_text(dtype: DType, ne: Sequence[int]) -> str:
+    """Return `"f16[40,3]"`: extents up to the last that is not 1."""
+    n = max((i for i, extent in enumerate(ne) if extent != 1), default=0)
+    return f"{dtype.name.lower()}[{','.join(str(e) for e in ne[: n + 1])}]"
+
+
+def _four(ne: tuple[int, ...]) -> tuple[int, int, int, int]:
+    a, b, c, d = ne
+    return a, b, c, d
+
+
+def _c_value(arg: Any) -> Any:
+    if arg is None or isinstance(arg, str | bool | float):
+        return arg
+    return [int(a) for a in arg] if isinstance(arg, list | tuple) else int(arg)
+
+
+Family = Callable[[Program], None]
+
+FAMILIES: dict[str, Family] = {}
+"""What draws the rest of a program, by the name of the op or of a group of them."""
+
+
+def family(name: str) -> Callable[[Family], Family]:
+    """Register a function that draws a program's tensors and steps."""
+
+    def register(fn: Family) -> Family:
+        assert name not in FAMILIES, name
+        FAMILIES[name] = fn
+        return fn
+
+    return register

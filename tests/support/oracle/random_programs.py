@@ -1,0 +1,46 @@
+"""Programs that hypothesis draws, of the kinds that ggml's CPU backend takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from ggmlb.testing.cases import FAMILIES, Program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Hypothesis:
+    """Choices that hypothesis makes, and shrinks."""
+
+    beyond = False
+
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        self.draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return self.draw(st.integers(low, high))
+
+    def number(self, low: float, high: float) -> float:
+        return self.draw(st.floats(low, high, width=32))
+
+    def pick(self, n: int) -> int:
+        return self.draw(st.integers(0, n - 1))
+
+    def order(self, items: Sequence[int]) -> Sequence[int]:
+        return self.draw(st.permutations(items))
+
+    def extents(self, limits: Sequence[int]) -> Sequence[int]:
+        if self.integer(0, 19) == 19:
+            limits = (30 * limits[0], *limits[1:])
+        return tuple(self.integer(1, n) for n in limits)
+
+
+@st.composite
+def programs(draw: Callable[..., Any], name: str) -> Program:
+    """Programs of a family."""
+    program = Program(Hypothesis(draw))
+    FAMILIES[name](program)
+    return program
