@@ -10,9 +10,9 @@ a group of work-items shares a row (GPUs) or a work-item has rows to itself (CPU
 by the macro WG.
 """
 
-from ggmlb.kernels.launch import Defines, Launch, Mem, Target
+from ggmlb.kernels.launch import Defines, Launch, Mem, Scratch, Target
 from ggmlb.kernels.lowering import declines, lower
-from ggmlb.kernels.source import Kernel, Param, families, kernels, source
+from ggmlb.kernels.source import Kernel, Param, assemble, families, kernels, source
 
 __all__ = [
     "Defines",
@@ -20,7 +20,9 @@ __all__ = [
     "Launch",
     "Mem",
     "Param",
+    "Scratch",
     "Target",
+    "assemble",
     "declines",
     "families",
     "kernels",

@@ -42,19 +42,39 @@ class Target:
         return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
 
 
+@dataclass(slots=True, eq=False)
+class Scratch:
+    """Device memory that launches of a plan hand over to later ones; the plan that runs them provides it.
+
+    It is written before it is read in every run, and starts at a multiple of 256 bytes.
+
+    Attributes:
+        nbytes: Its size [bytes].
+    """
+
+    nbytes: int
+
+    def mem(self, dtype: DType, ne: Ne, offset: int = 0) -> Mem:
+        """Return a part of it as a contiguous tensor, from `offset` bytes on."""
+        nb = [dtype.type_size, dtype.row_size(ne[0]), 0, 0]
+        nb[2] = nb[1] * ne[1]
+        nb[3] = nb[2] * ne[2]
+        return Mem(self, offset, dtype, ne, tuple(nb))  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)
 class Mem:
     """A tensor as a kernel sees it: where it lies and how it is walked; a view of it needs no Tensor.
 
     Attributes:
-        buffer: The buffer it lies in.
+        buffer: The buffer, or the plan's memory, that it lies in.
         offset: Of its first element [bytes].
         dtype: Its type.
         ne: Extents, innermost first.
         nb: Strides in the same order [bytes]; 0 where one element stands for all.
     """
 
-    buffer: Buffer | None
+    buffer: Buffer | Scratch | None
     offset: int
     dtype: DType
     ne: Ne
@@ -112,14 +132,17 @@ class Launch:
 
 
 def launch(
-    name: str,
+    name: str | Kernel,
     args: Sequence[Mem | int | float],
     groups: tuple[int, int, int],
     wg: int,
     **defines: str | int,
 ) -> Launch:
-    """Return a launch; the types and steps of its tensors become defines by themselves."""
-    kernel = kernels()[name]
+    """Return a launch of a kernel, or of the portable one of that name.
+
+    The types and steps of its tensors become defines by themselves.
+    """
+    kernel = kernels()[name] if isinstance(name, str) else name
     macros = {key: str(value) for key, value in defines.items()}
     for param, arg in zip(kernel.params, args, strict=True):
         if isinstance(arg, Mem):

@@ -28,8 +28,7 @@ typedef unsigned short ushort;
 typedef unsigned int uint;
 typedef long long i64_t;
 
-DEVICE_FN float half_to_float_(ushort h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
-DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+#include "ptx.h"
 #define LOAD_HALF(p)     half_to_float_(*(const ushort *)(p))
 #define STORE_HALF(p, v) (*(ushort *)(p) = float_to_half_(v))
 

@@ -6,12 +6,18 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ggmlb.errors import BackendBroken
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 Language = Literal["opencl", "cuda"]
 ParamKind = Literal["tensor", "int", "float"]
+
+PORTABLE: Final = "ggmlb.kernels"
+"""The package of the portable texts. A backend's own texts stand in a package of its own."""
 
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
@@ -35,33 +41,35 @@ class Kernel:
         name: Its name, unique over all families.
         family: The file that holds it, without the ending.
         params: What it takes.
+        package: Where that file lies.
     """
 
     name: str
     family: str
     params: tuple[Param, ...]
+    package: str = PORTABLE
 
 
 @cache
-def families() -> tuple[str, ...]:
-    """Return the names of the kernel files, sorted."""
-    folder = resources.files(__package__)
+def families(package: str = PORTABLE) -> tuple[str, ...]:
+    """Return the names of a package's kernel files, sorted."""
+    folder = resources.files(package)
     return tuple(sorted(f.name.removesuffix(".knl") for f in folder.iterdir() if f.name.endswith(".knl")))
 
 
 @cache
-def kernels() -> dict[str, Kernel]:
-    """Return all kernels by name.
+def kernels(package: str = PORTABLE) -> dict[str, Kernel]:
+    """Return all kernels of a package by name.
 
     Raises:
         BackendBroken: A text declares a parameter of another kind, or a name twice.
     """
     found: dict[str, Kernel] = {}
-    for family in families():
-        for name, params in _KERNEL.findall(_text(f"{family}.knl")):
+    for family in families(package):
+        for name, params in _KERNEL.findall(_text(package, f"{family}.knl")):
             if name in found:
                 raise BackendBroken(f"kernel {name} stands in both {found[name].family}.knl and {family}.knl")
-            found[name] = Kernel(name, family, tuple(_param(name, p) for p in params.split(",")))
+            found[name] = Kernel(name, family, tuple(_param(name, p) for p in params.split(",")), package)
     return found
 
 
@@ -80,19 +88,34 @@ def source(kernel: Kernel, language: Language) -> str:
 
     The file's other kernels are left out: they need not compile with this one's macros.
     """
+    return assemble(kernel, f"prelude_{language}.h", {})
+
+
+def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
+    """Return a kernel's whole text behind a prelude.
+
+    Args:
+        kernel: Headers that its package lacks are the portable ones.
+        prelude: The file that comes first.
+        instead: Texts that stand for the headers they are named for.
+    """
     seen: set[str] = set()
-    text = _assemble(f"prelude_{language}.h", seen) + _assemble(f"{kernel.family}.knl", seen)
+
+    def put(file: str) -> str:
+        """Put each header in the place where it is first included."""
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = instead[file] if file in instead else _text(kernel.package, file)
+        return _INCLUDE.sub(lambda m: put(m[1]), text)
+
+    text = put(prelude) + put(f"{kernel.family}.knl")
     return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
 
 
-def _assemble(file: str, seen: set[str]) -> str:
-    """Put each header in the place where it is first included."""
-    if file in seen:
-        return ""
-    seen.add(file)
-    return _INCLUDE.sub(lambda m: _assemble(m[1], seen), _text(file))
-
-
 @cache
-def _text(file: str) -> str:
-    return (resources.files(__package__) / file).read_text(encoding="utf-8")
+def _text(package: str, file: str) -> str:
+    path = resources.files(package) / file
+    if package != PORTABLE and not path.is_file():
+        path = resources.files(PORTABLE) / file
+    return path.read_text(encoding="utf-8")

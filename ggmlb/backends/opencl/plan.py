@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import FreedError
-from ggmlb.interface import GraphPlan
+from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.kernels import Launch, Mem, lower
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _flat_args(launch: Launch) -> list[Any]:
     flat: list[Any] = []
     for arg in launch.args:
         if isinstance(arg, Mem):
-            assert arg.buffer is not None
+            assert isinstance(arg.buffer, Buffer)
             flat += (arg.buffer.base, arg.offset, *arg.ne, *arg.nb)
         else:
             flat.append(arg)
