@@ -4,6 +4,7 @@
     devices, init_best, ...       what there is to compute on (`ggmlb.registry`)
     alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.alloc`)
     Scheduler                     split a graph over several devices, and run it
+    evaluate                      all of it in one call, for notebooks
 
 Importing this package imports NumPy and nothing heavier: a backend and its array library are imported
 when a device of theirs is first asked for.
@@ -48,6 +49,7 @@ from ggmlb.errors import (
     UnknownOpError,
     UnsupportedOpError,
 )
+from ggmlb.evaluate import evaluate
 from ggmlb.graph import Graph
 from ggmlb.interface import (
     API_VERSION,
@@ -151,6 +153,7 @@ __all__ = [
     "device_by_name",
     "device_by_type",
     "devices",
+    "evaluate",
     "graph_copy",
     "init_best",
     "init_by_name",

@@ -112,6 +112,45 @@ class Context(
         """Return a new contiguous leaf of the type and shape of `src` (ggml_dup_tensor)."""
         return self._leaf(src.dtype, src.ne)
 
+    def from_array(
+        self, array: Any, dtype: DType | str | None = None, *, copy: bool | None = None, name: str = ""
+    ) -> Tensor:
+        """Return a new leaf that holds an array's values: its own memory wherever that is possible.
+
+        Args:
+            array: A NumPy array, anything that NumPy reads (nested lists, PyTorch tensors on the CPU), what
+                speaks DLPack, a CuPy array, a `pyopencl.array.Array`. One to four dimensions or none; NumPy
+                shape `(3, 4)` becomes ne `[4, 3]`.
+            dtype: The type of the leaf; the array's own by default. Another is converted to, or quantised.
+            copy: `False`: share the memory or raise. `True`: copy. `None`: copy where it cannot be shared.
+            name: The leaf's name.
+
+        Returns:
+            A leaf that is placed: on the array's device, or in host memory. Shared memory shows each side
+            what the other writes, and lives as long as either.
+
+        Raises:
+            ArgumentError: `copy=False`, and the memory cannot be shared; the message says why.
+            DTypeError: ggml has no such type, and `dtype` names none.
+            ShapeError: More than four dimensions.
+        """
+        from ggmlb.arrays import tensor_of
+
+        tensor = tensor_of(array, None if dtype is None else DType.parse(dtype), copy)
+        tensor.name = name
+        self.tensors.append(tensor)
+        return tensor
+
+    def from_dlpack(self, array: Any, *, copy: bool | None = None, name: str = "") -> Tensor:
+        """Return a new leaf over the memory of an object that speaks DLPack; see `from_array`.
+
+        Raises:
+            ArgumentError: It has no `__dlpack__`, or its memory cannot be shared and `copy=False`.
+        """
+        if not hasattr(array, "__dlpack__"):
+            raise ArgumentError(f"from_dlpack: {type(array).__name__} has no __dlpack__; try from_array")
+        return self.from_array(array, copy=copy, name=name)
+
     def _leaf(self, dtype: DType, ne: Ne, name: str = "") -> Tensor:
         tensor = Tensor(dtype, ne, name=name)
         self.tensors.append(tensor)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ggmlb import dtypes
 from ggmlb.enums import Op
 from ggmlb.errors import NotAllocatedError, ShapeError
+from ggmlb.exchange import ArrayProtocols
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +43,7 @@ class PlacementClock:
 placement_clock = PlacementClock()
 
 
-class Tensor:
+class Tensor(ArrayProtocols):
     """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
 
     A tensor is only a description until it is placed in a buffer, by an allocator or a scheduler.

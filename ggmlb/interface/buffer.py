@@ -245,6 +245,28 @@ class Buffer(ABC):
             placement_clock.tick()  # plans that use the memory must notice
             self._free()
 
+    def as_array(self, tensor: Tensor) -> Any:
+        """Return the memory of a tensor that lies here as an array of the device's library; no copy.
+
+        A quantised tensor is seen as rows of bytes. See `Tensor.as_array`.
+
+        Raises:
+            ArgumentError: The memory has no array library, or stores the tensor in another layout.
+            FreedError: The buffer was freed.
+        """
+        self._check_alive("as_array")
+        if self.stored_layout(tensor) != (tensor.dtype, tensor.nb):
+            raise ArgumentError(
+                f"as_array on {tensor.describe()}: {self.name} memory keeps it in another type or layout; "
+                "use to_numpy() for a copy"
+            )
+        n = tensor.n_dims
+        shape, strides = tensor.ne[:n][::-1], tensor.nb[:n][::-1]
+        if tensor.dtype.is_quantized:
+            shape, strides = (*shape[:-1], tensor.dtype.row_size(tensor.ne[0])), (*strides[:-1], 1)
+            return self._as_array(tensor, np.dtype(np.uint8), shape, strides)
+        return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
+
     # -- checks --------------------------------------------------------------------------------
 
     def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> int:
@@ -358,6 +380,13 @@ class Buffer(ABC):
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         return False
+
+    def _as_array(
+        self, tensor: Tensor, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Any:
+        if self.is_host:
+            return np.ndarray(shape, dtype, self.base, tensor.offset, strides)
+        raise ArgumentError(f"as_array on {tensor.describe()}: {self.name} memory has no array library")
 
     def _reset(self) -> None:  # noqa: B027 (an optional hook)
         """Forget prepared tensors."""

@@ -154,6 +154,18 @@ class Device(ABC):
         """
         raise BackendError(f"{self.name} cannot use host memory as a buffer; allocate one and copy into it")
 
+    def adopt(self, array: Any) -> tuple[Buffer, int] | None:
+        """Use the memory of an array of the device's library, without a copy.
+
+        Args:
+            array: Of any library; kept alive by the buffer.
+
+        Returns:
+            A buffer, and the byte offset of the array's first element in it; `None` if the array is not of
+            this library, or lies where the device cannot use it.
+        """
+        return None
+
     @abstractmethod
     def declines(self, op: Tensor) -> str | None:
         """Return why the device cannot compute the node, or `None` if it can.

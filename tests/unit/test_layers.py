@@ -19,9 +19,9 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
-    "errors", "env", "enums", "quants", "dtypes", "tensor", "ops", "context", "graph", "interface",
-    "registry", "alloc", "compare", "scheduler", "kernels", "backends", "", "models", "testing", "cli",
-    "__main__",
+    "errors", "env", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context", "graph",
+    "interface", "registry", "arrays", "alloc", "compare", "scheduler", "evaluate", "kernels", "backends", "",
+    "models", "testing", "cli", "__main__",
 )  # fmt: skip
 """Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""
 
@@ -31,6 +31,8 @@ FOR_BACKENDS = frozenset(LAYERS[: LAYERS.index("interface") + 1]) | {"kernels"}
 ALLOWED = {
     # `Tensor.copy_to` is a method for comfort; copying is the business of buffers.
     ("ggmlb.tensor", "ggmlb.interface"),
+    # `Context.from_array` is a method for comfort as well; who can use an array's memory, the registry knows.
+    ("ggmlb.context", "ggmlb.arrays"),
 }
 """Exceptions: (module, what it imports)."""
 

@@ -31,14 +31,24 @@ def test_the_first_example_prints_what_it_says(tmp_path: Path) -> None:
     assert "MUL_MAT" in told.upper()
 
 
+def test_the_short_way_gives_the_same_values(tmp_path: Path) -> None:
+    assert "graph_compute" in PYTHON[0]
+    told = run(
+        f"{PYTHON[0]}\n            long_way = y.to_numpy()\n{PYTHON[1].replace('print', 'short_way = ')}\n"
+        "print(np.abs(long_way - short_way).max() < 1e-3)",
+        tmp_path,
+    )
+    assert told.endswith("True\n")
+
+
 def test_the_embedding_example_runs(tmp_path: Path) -> None:
-    similar = [float(number) for number in re.findall(r"-?\d+\.\d*", run(PYTHON[1], tmp_path))]
+    similar = [float(number) for number in re.findall(r"-?\d+\.\d*", run(PYTHON[2], tmp_path))]
     assert similar[0] == pytest.approx(1, abs=1e-5)
     assert similar[1] > 0.5 > similar[2]
 
 
 def test_there_is_no_other_python() -> None:
-    assert len(PYTHON) == 2
+    assert len(PYTHON) == 3
 
 
 def run(program: str, folder: Path) -> str:

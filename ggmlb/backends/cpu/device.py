@@ -17,6 +17,7 @@ from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.lowering import TABLE
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError
+from ggmlb.exchange import spanned
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 
@@ -91,6 +92,12 @@ class CpuDevice(Device):
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
         """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`."""
         return CpuBuffer(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+
+    def adopt(self, array: Any) -> tuple[Buffer, int] | None:
+        """Use the memory of a NumPy array, strided or not."""
+        if not isinstance(array, np.ndarray):
+            return None
+        return CpuBuffer(self._buffer_type, spanned(array)), 0
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""

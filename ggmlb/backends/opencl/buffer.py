@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyopencl as cl
+import pyopencl.array
 
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
 from ggmlb.errors import ArgumentError
@@ -72,14 +73,20 @@ class OpenClBuffer(Buffer):
     """
 
     def __init__(
-        self, buft: OpenClBufferType, memory: cl.Buffer | None, nbytes: int, host: Bytes | None = None
+        self,
+        buft: OpenClBufferType,
+        memory: cl.Buffer | None,
+        nbytes: int,
+        host: Bytes | None = None,
+        *,
+        is_ours: bool = True,
     ) -> None:
         super().__init__(buft, nbytes)
         self.device = buft.device
         self._memory = memory
         self._host = host
         self._uses: dict[int, cl.Event] = {}
-        n_owned = 0 if host is not None else nbytes
+        n_owned = nbytes if is_ours and host is None else 0
         ledger = self.device.ledger
         ledger.take(n_owned)
         self._release = weakref.finalize(self, ledger.give_back, memory, n_owned, self._uses)
@@ -178,6 +185,12 @@ class OpenClBuffer(Buffer):
                 wait_for=[*source.uses(), *self.uses()],
             ).wait()
         return True
+
+    def _as_array(
+        self, tensor: Tensor, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> cl.array.Array:
+        queue, memory = self.device.transfers, self._memory
+        return cl.array.Array(queue, shape, dtype, strides=strides, data=memory, offset=tensor.offset)
 
     def _free(self) -> None:
         self._release()

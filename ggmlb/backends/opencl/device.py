@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pyopencl as cl
+import pyopencl.array
 
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
@@ -140,6 +141,17 @@ class OpenClDevice(Device):
                 f"buffer_from_host_ptr: {self.name} has memory of its own; allocate a buffer and copy into it"
             )
         return OpenClBuffer.over_host_memory(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+
+    def adopt(self, array: Any) -> tuple[Buffer, int] | None:
+        """Use the memory of a `pyopencl.array.Array` made in `context`; waits for work that fills it."""
+        if not isinstance(array, cl.array.Array) or array.context != self.context:
+            return None
+        if array.queue is not None and array.queue.device != self.cl_device:
+            return None
+        array.finish()
+        memory: Any = array.base_data
+        nbytes = 0 if memory is None else memory.size
+        return OpenClBuffer(self._buffer_type, memory, nbytes, is_ours=False), array.offset
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""

@@ -1,0 +1,284 @@
+"""Arrays in and out: whose memory a tensor has, proved by writing on one side and reading on the other."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import Context, DType, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Array = np.ndarray[Any, Any]
+
+
+def numbers(dtype: Any = "f4", *shape: int) -> Array:
+    shape = shape or (3, 4)
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+# -- in ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i1", "i2", "i4", "i8", ml_dtypes.bfloat16])
+def test_an_array_and_its_tensor_share_memory(dtype: Any) -> None:
+    array = numbers(dtype)
+    tensor = Context().from_array(array, copy=False, name="a")
+    assert (tensor.ne, tensor.name, tensor.dtype.numpy) == ((4, 3, 1, 1), "a", array.dtype)
+    array[1, 2] = 100
+    assert tensor.to_numpy()[1, 2] == 100
+    tensor.memset(0)
+    assert not array.any()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda a: a.T, lambda a: a[:, ::2], lambda a: a[1:, 1:], lambda a: a[:, None], lambda a: a[:0]],
+    ids=["transposed", "every second", "corner", "new axis", "empty"],
+)
+def test_a_strided_array_is_shared_as_it_lies(view: Callable[[Array], Array]) -> None:
+    array = view(numbers())
+    tensor = Context().from_array(array, copy=False)
+    np.testing.assert_array_equal(tensor.to_numpy().reshape(array.shape), array)
+    array[...] += 1
+    np.testing.assert_array_equal(tensor.to_numpy().reshape(array.shape), array)
+    np.testing.assert_array_equal(np.asarray(tensor).reshape(array.shape), array)
+
+
+def test_ops_compute_on_shared_memory() -> None:
+    ctx, array = Context(), numbers()
+    y = ctx.sqr(ctx.from_array(array.T, copy=False))
+    np.testing.assert_array_equal(ggmlb.evaluate(y, devices="CPU"), array.T**2)
+    array[0, 0] = 9
+    assert ggmlb.evaluate(y, devices="CPU")[0, 0] == 81
+
+
+def test_a_copy_is_made_where_asked_for_or_needed() -> None:
+    array = numbers()
+    for tensor in (
+        Context().from_array(array, copy=True),
+        Context().from_array(array, "f16"),
+        Context().from_array(array[::-1, ::-1]),
+        Context().from_array(np.broadcast_to(array[0], (3, 4))),
+    ):
+        before = tensor.to_numpy()
+        array += 1
+        np.testing.assert_array_equal(tensor.to_numpy(), before)
+
+
+def test_quantised_on_the_way_in() -> None:
+    array = np.random.default_rng(0).normal(size=(2, 64)).astype("f4")
+    tensor = Context().from_array(array, "q8_0")
+    assert tensor.dtype is DType.Q8_0
+    np.testing.assert_allclose(tensor.to_numpy(), array, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "shape"),
+    [([[1.5, 2], [3, 4]], "F32", (2, 2)), ([1, 2], "I32", (2,)), (3.5, "F32", (1,))],
+)
+def test_python_numbers_become_the_types_that_ops_take(
+    value: Any, dtype: str, shape: tuple[int, ...]
+) -> None:
+    tensor = Context().from_array(value)
+    assert (tensor.dtype.name, tensor.shape) == (dtype, shape)
+    np.testing.assert_array_equal(tensor.to_numpy(), np.reshape(value, shape))
+
+
+def test_a_read_only_array_stays_so() -> None:
+    array = numbers()
+    array.flags.writeable = False
+    tensor = Context().from_array(array, copy=False)
+    with pytest.raises(ggmlb.BackendError, match="read-only"):
+        tensor.memset(1)
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(tensor)[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "error", "match"),
+    [
+        (numbers()[::-1], {"copy": False}, ggmlb.ArgumentError, "negative or 0"),
+        (numbers(), {"copy": False, "dtype": "f16"}, ggmlb.ArgumentError, "converted to f16"),
+        (numbers() > 1, {}, ggmlb.DTypeError, "no type for bool"),
+        (numbers("c8"), {}, ggmlb.DTypeError, "no type for complex64"),
+        (np.zeros((1,) * 5), {}, ggmlb.ShapeError, "5 dimensions"),
+    ],
+)
+def test_what_cannot_be_taken_leaves_the_context_as_it_was(
+    array: Array, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    ctx = Context()
+    with pytest.raises(error, match=match):
+        ctx.from_array(array, **options)
+    assert len(ctx) == 0
+
+
+def test_the_array_lives_as_long_as_the_tensor() -> None:
+    class Watched(np.ndarray):  # type: ignore[type-arg]
+        pass
+
+    array = numbers().view(Watched)
+    alive = weakref.ref(array)
+    tensor = Context().from_array(array, copy=False)
+    del array
+    gc.collect()
+    assert alive() is not None
+    assert tensor.to_numpy()[2, 3] == 11
+    del tensor
+    gc.collect()
+    assert alive() is None
+
+
+# -- out ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def placed() -> Tensor:
+    return Context().from_array(numbers(), copy=True, name="x")
+
+
+@pytest.mark.parametrize("see", [np.asarray, np.from_dlpack, Tensor.as_array], ids=lambda f: f.__name__)
+def test_numpy_sees_the_memory_itself(placed: Tensor, see: Callable[[Tensor], Array]) -> None:
+    array = see(placed)
+    array[0, 0] = 42
+    assert placed.to_numpy()[0, 0] == 42
+
+
+class OldProtocol:
+    """An object with nothing but `__array_interface__`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__array_interface__ = tensor.__array_interface__
+
+
+def test_memory_seen_by_the_old_protocol_outlives_the_tensor() -> None:
+    tensor = Context().from_array(numbers().T, copy=True)
+    seen = np.asarray(OldProtocol(tensor))
+    seen[0, 1] = 42
+    assert tensor.to_numpy()[0, 1] == 42
+    assert tensor.buffer is not None
+    tensor.buffer.free()
+    del tensor
+    gc.collect()
+    assert seen[0, 1] == 42
+
+
+def test_numpys_rules_of_copies(placed: Tensor) -> None:
+    assert np.shares_memory(np.array(placed, copy=False), placed.as_array())
+    assert not np.shares_memory(np.array(placed), placed.as_array())
+    assert np.asarray(placed, "f8").dtype == "f8"
+    with pytest.raises(ValueError, match="copy"):
+        np.asarray(placed, "f8", copy=False)
+
+
+def test_blocks_are_not_passed_off_as_numbers() -> None:
+    tensor = Context().from_array(np.zeros((2, 64), "f4"), "q4_0")
+    assert tensor.as_array().shape == (2, 36)
+    assert tensor.as_array().dtype == np.uint8
+    for see in (np.asarray, np.from_dlpack):
+        with pytest.raises(ggmlb.DTypeError, match="blocks"):
+            see(tensor)
+    assert not hasattr(tensor, "__array_interface__")
+
+
+def test_a_type_that_dlpack_has_no_name_for_is_our_error() -> None:
+    tensor = Context().from_array(numbers(ml_dtypes.bfloat16))
+    with pytest.raises(ggmlb.DTypeError, match="convert it first"):
+        np.from_dlpack(tensor)
+
+
+def test_memory_in_another_layout_is_not_shown(placed: Tensor) -> None:
+    device = ggmlb.device_by_name("CPU")
+    (buft,) = device.reg.get_proc_address("dev_get_extra_bufts")(device)
+    ctx = Context()
+    weight = ctx.new_tensor("f32", (4, 3))
+    with (
+        ggmlb.alloc_ctx_tensors(ctx, buft),
+        pytest.raises(ggmlb.ArgumentError, match="another type or layout"),
+    ):
+        weight.as_array()
+
+
+@pytest.mark.parametrize("see", [np.asarray, np.from_dlpack, Tensor.as_array])
+def test_without_memory_there_is_nothing_to_see(see: Callable[[Tensor], Array]) -> None:
+    with pytest.raises(ggmlb.NotAllocatedError):
+        see(Context().new_tensor("f32", 4))
+
+
+# -- other libraries ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_opencl() -> Iterator[Tensor]:
+    ctx = Context()
+    tensor = ctx.new_tensor("f32", (4, 3))
+    with ggmlb.init_by_name("OpenCL0") as backend, ggmlb.alloc_ctx_tensors(ctx, backend):
+        tensor.set_array(numbers())
+        yield tensor
+
+
+def test_opencl_memory_is_seen_by_pyopencl_and_not_copied_unasked(on_opencl: Tensor) -> None:
+    array = on_opencl.as_array()
+    np.testing.assert_array_equal(array.get(), numbers())
+    array[1, 1] = 42
+    array.finish()
+    assert on_opencl.to_numpy()[1, 1] == 42
+    for see in (np.asarray, np.from_dlpack):
+        with pytest.raises(ggmlb.ArgumentError, match="to_numpy"):
+            see(on_opencl)
+    assert not hasattr(on_opencl, "__array_interface__")
+    assert not hasattr(on_opencl, "__cuda_array_interface__")
+
+
+def test_a_pyopencl_array_of_our_context_is_shared(on_opencl: Tensor) -> None:
+    import pyopencl.array
+
+    assert on_opencl.buffer is not None
+    device: Any = on_opencl.buffer.buft.device
+    free_bytes = device.memory[0]
+    array = pyopencl.array.to_device(device.transfers, numbers())
+    tensor = Context().from_array(array[1:], copy=False)
+    np.testing.assert_array_equal(tensor.to_numpy(), numbers()[1:])
+    tensor.memset(0)
+    assert not array.get()[1:].any()
+    assert array.get()[0].any()
+    assert device.memory[0] == free_bytes  # the memory is the user's
+
+
+def test_a_pyopencl_array_of_another_context_is_copied() -> None:
+    import pyopencl as cl
+    import pyopencl.array
+
+    device = cl.get_platforms()[0].get_devices()[0]
+    array = pyopencl.array.to_device(cl.CommandQueue(cl.Context([device])), numbers())
+    with pytest.raises(ggmlb.ArgumentError, match="no device can use the memory"):
+        Context().from_array(array, copy=False)
+    np.testing.assert_array_equal(Context().from_array(array).to_numpy(), numbers())
+
+
+def test_torch_on_the_cpu_both_ways() -> None:
+    torch = pytest.importorskip("torch")
+    theirs = torch.arange(6.0).reshape(2, 3)
+    ours = Context().from_array(theirs, copy=False)
+    theirs[0, 0] = 42
+    assert ours.to_numpy()[0, 0] == 42
+    back = torch.from_dlpack(ours)
+    back[1, 1] = 43
+    assert theirs[1, 1] == 43
+    with pytest.raises(ggmlb.ArgumentError, match="detach"):
+        Context().from_array(torch.ones(2, requires_grad=True))
+
+
+def test_from_dlpack_asks_for_what_it_is_named_for() -> None:
+    array = numbers()
+    assert Context().from_dlpack(array).to_numpy()[2, 3] == 11
+    with pytest.raises(ggmlb.ArgumentError, match="no __dlpack__"):
+        Context().from_dlpack([1, 2])

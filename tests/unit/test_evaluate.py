@@ -1,0 +1,70 @@
+"""evaluate: one call from tensors to values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import Context, Tensor, evaluate
+
+
+@pytest.fixture
+def program() -> tuple[Tensor, dict[str, Tensor], Any]:
+    """The input's leaf, results of several kinds, and what they should be, given the input."""
+    ctx = Context()
+    w = np.random.default_rng(0).normal(size=(5, 8)).astype("f4")
+    x = ctx.new_tensor("f32", (8, 3), name="x")
+    y = ctx.mul_mat(ctx.from_array(w, name="w"), x)
+    results = {"y": y, "later": ctx.sqr(y), "view": ctx.transpose(y), "leaf": x}
+    return x, results, lambda v: {"y": v @ w.T, "later": (v @ w.T) ** 2, "view": (v @ w.T).T, "leaf": v}
+
+
+X = np.random.default_rng(1).normal(size=(3, 8)).astype("f4")
+
+
+@pytest.mark.parametrize("devices", [None, "CPU", "OpenCL0", ["OpenCL0", "CPU"]])
+def test_values_on_any_devices(program: Any, devices: Any) -> None:
+    x, results, expected = program
+    for inputs in ({"x": X}, {x: X.tolist()}):
+        values = evaluate(list(results.values()), inputs, devices)
+        for name, value in zip(results, values, strict=True):
+            np.testing.assert_allclose(value, expected(X)[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_backends_given_stay_open(program: Any) -> None:
+    _, results, _ = program
+    with ggmlb.init_by_name("CPU") as cpu:
+        evaluate(results["y"], {"x": X}, cpu)
+        assert not cpu.is_freed
+        evaluate(results["y"], {"x": X}, [cpu])
+
+
+def test_tensors_are_left_as_they_were(program: Any) -> None:
+    _, results, _ = program
+    flags = [t.flags for t in results.values()]
+    evaluate(list(results.values()), {"x": X})
+    kept = ggmlb.TensorFlag.OUTPUT | ggmlb.TensorFlag.INPUT
+    assert [t.flags & kept for t in results.values()] == [f & kept for f in flags]
+    assert all(t.buffer is None for t in results.values())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "devices", "error", "match"),
+    [
+        ({}, None, ggmlb.ArgumentError, "no values for .*'x'"),
+        ({"xx": X}, None, ggmlb.ArgumentError, "did you mean 'x'"),
+        ({"x": X.T}, None, ggmlb.ShapeError, r"give one of shape \(3, 8\)"),
+        ({"x": X}, "CPU7", ggmlb.RegistryError, "did you mean 'CPU'"),
+        ({"x": X}, [], ggmlb.ArgumentError, "no devices"),
+    ],
+)
+def test_mistakes_are_named(
+    program: Any, inputs: Any, devices: Any, error: type[Exception], match: str
+) -> None:
+    _, results, expected = program
+    with pytest.raises(error, match=match):
+        evaluate(results["y"], inputs, devices)
+    np.testing.assert_allclose(evaluate(results["y"], {"x": X}), expected(X)["y"], rtol=1e-5, atol=1e-5)
