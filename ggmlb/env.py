@@ -8,3 +8,8 @@ import os
 def backend_path() -> str | None:
     """GGMLB_BACKEND_PATH: a backend's file or package folder, or a folder of several; `None` if unset."""
     return os.environ.get("GGMLB_BACKEND_PATH") or None
+
+
+def fuse() -> bool:
+    """GGMLB_FUSE: `0` lets every node be computed by itself; see `ggmlb.fusion`."""
+    return os.environ.get("GGMLB_FUSE") != "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op, TensorFlag
@@ -19,13 +20,16 @@ class Graph:
     Attributes:
         nodes: Tensors that an op computes (views included), each after its sources.
         leafs: Tensors without an op: inputs, weights, constants.
+        whole: The graph that this one is a part of, and whose other nodes may read results of this one's;
+            `None` for a graph that is computed whole.
     """
 
-    __slots__ = ("__weakref__", "_seen", "leafs", "nodes")
+    __slots__ = ("__weakref__", "_seen", "leafs", "nodes", "whole")
 
     def __init__(self, nodes: Iterable[Tensor] = (), leafs: Iterable[Tensor] = ()) -> None:
         self.nodes: list[Tensor] = list(nodes)
         self.leafs: list[Tensor] = list(leafs)
+        self.whole: Graph | None = None
         self._seen: set[Tensor] = {*self.nodes, *self.leafs}
 
     def build_forward_expand(self, *results: Tensor) -> Graph:
@@ -81,11 +85,21 @@ class Graph:
             self._append(tensor)
 
     def view(self, i0: int, i1: int) -> Graph:
-        """Return a graph of the nodes `i0` to `i1`, with the leafs and earlier nodes they read as leafs."""
+        """Return a graph of the nodes `i0` to `i1`, with the leafs and earlier nodes they read as leafs.
+
+        The part knows its whole: a result that only another part reads is computed all the same.
+        """
         nodes = self.nodes[i0:i1]
         inside = set(nodes)
         outside = dict.fromkeys(s for n in nodes for s in n.src if s is not None and s not in inside)
-        return Graph(nodes, outside)
+        part = Graph(nodes, outside)
+        part.whole = self if self.whole is None else self.whole
+        return part
+
+    def use_counts(self) -> Counter[Tensor]:
+        """Return how often the nodes of the whole graph read each tensor (use_counts of ggml_cgraph)."""
+        nodes = self.nodes if self.whole is None else self.whole.nodes
+        return Counter(s for node in nodes for s in node.src if s is not None)
 
     def node(self, name: str) -> Tensor:
         """Return the node or leaf of that name (ggml_graph_get_tensor).

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Status, TensorFlag
-from ggmlb.graph import Graph
 from ggmlb.interface import Backend, tensor_copy, tensor_copy_async
 from ggmlb.tensor import Tensor
 
@@ -60,17 +59,17 @@ def _copy_in(item: SplitInput, backend: Backend) -> None:
 
 def _compute_watched(split: Split, callback: EvalCallback) -> Status:
     """Compute up to each node that the callback wants, and show it."""
-    backend = split.backend
-    batch: list[Tensor] = []
-    for node in split.graph.nodes:
+    backend, graph = split.backend, split.graph
+    done = 0
+    for i, node in enumerate(graph.nodes, 1):
         shown = split.originals.get(node, node)
-        batch.append(node)
         if not callback(shown, True):
             continue
-        status = backend.graph_compute(Graph(batch))
-        batch = []
+        # The node is the part's last: no fused kernel leaves it out, nor what later parts read.
+        status = backend.graph_compute(graph.view(done, i))
+        done = i
         if status is not Status.SUCCESS:
             return status
         if not callback(shown, False):
             return Status.ABORTED
-    return backend.graph_compute(Graph(batch)) if batch else Status.SUCCESS
+    return backend.graph_compute(graph.view(done, len(graph))) if done < len(graph) else Status.SUCCESS

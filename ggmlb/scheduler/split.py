@@ -189,6 +189,7 @@ class SplitGraph:
             nodes += whole.nodes
             node_ids += [ids[split.originals.get(n, n)] for n in whole.nodes]
             split.graph.nodes = [n for n in whole.nodes if n.op not in NO_OPS]
+            split.graph.whole = self.graph
 
     def _rewrite(self, node: Tensor, copies: dict[Tensor, Tensor]) -> Tensor:
         """Return the node, or a clone if it reads a copy or a clone, or is a view of a clone."""

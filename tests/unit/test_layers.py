@@ -19,7 +19,7 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
-    "errors", "env", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context", "graph",
+    "errors", "env", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context", "graph", "fusion",
     "interface", "registry", "arrays", "alloc", "compare", "scheduler", "evaluate", "kernels", "backends", "",
     "models", "testing", "cli", "__main__",
 )  # fmt: skip

@@ -1,0 +1,253 @@
+"""Which nodes may be fused, told without a device: what the patterns are, and what forbids each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, alloc_ctx_tensors, cpu_buffer_type
+from ggmlb.fusion import Group, fuse, gather, overlap
+
+if TYPE_CHECKING:
+    from ggmlb.tensor import Tensor
+
+
+class Maker(Context):
+    """Leafs in few letters."""
+
+    def f32(self, *ne: int) -> Tensor:
+        return self.new_tensor(DType.F32, ne)
+
+    def normed(self, x: Tensor) -> Tensor:
+        return self.mul(self.rms_norm(x, 1e-6), self.f32(64))
+
+
+@pytest.fixture
+def ctx() -> Maker:
+    return Maker()
+
+
+def groups(graph: Graph) -> list[Group]:
+    return [item for item in fuse(graph, lambda _: True) if isinstance(item, Group)]
+
+
+def found(*results: Tensor) -> list[tuple[str, ...]]:
+    """The parts of the groups of a graph whose tensors have no place yet."""
+    return [tuple(g.parts) for g in groups(Graph().build_forward_expand(*results))]
+
+
+def placed(graph: Graph) -> Graph:
+    GraphAllocator(cpu_buffer_type()).alloc_graph(graph)
+    return graph
+
+
+# -- patterns ----------------------------------------------------------------------------------
+
+
+def test_norms(ctx: Maker) -> None:
+    x, y, w = ctx.f32(64, 3), ctx.f32(64, 3), ctx.f32(64)
+    normed = ctx.rms_norm(x, 1e-6)
+    assert found(ctx.mul(normed, w)) == [("norm", "mul")]
+    assert found(ctx.mul(w, ctx.rms_norm(ctx.f32(64), 1e-6))) == [("norm", "mul")]
+    assert found(ctx.add(ctx.mul(ctx.norm(x, 1e-6), w), ctx.f32(64))) == [("norm", "mul", "shift")]
+    assert found(ctx.rms_norm(ctx.add(x, y), 1e-6)) == [("add", "norm")]
+    assert found(ctx.mul(ctx.l2_norm(x, 1e-6), w)) == []
+    assert found(ctx.mul(normed, ctx.f32(32))) == []  # repeats more than one element
+
+
+def test_a_sum_that_is_needed_is_kept(ctx: Maker) -> None:
+    total = ctx.add(ctx.f32(64, 3), ctx.f32(64, 3))
+    graph = Graph().build_forward_expand(ctx.normed(total))
+    (group,) = groups(graph)
+    assert (tuple(group.parts), group.kept) == (("add", "norm", "mul"), ())
+    graph.build_forward_expand(ctx.silu(total))
+    (group,) = groups(graph)
+    assert group.kept == (total,)
+    assert group.outside("add") == total.src
+    assert group.other("mul") is group["mul"].src[1]
+
+
+def test_a_sum_that_the_group_reads_again_is_not_taken_for_an_operand(ctx: Maker) -> None:
+    total = ctx.add(ctx.f32(64, 3), ctx.f32(64, 3))
+    assert found(ctx.mul(ctx.rms_norm(total, 1e-6), total)) == [("norm", "mul")]
+
+
+def decode_layer_head(ctx: Maker, *, view: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    positions, ids = ctx.new_tensor(DType.I32, (5,)), ctx.new_tensor(DType.I64, (5,))
+    cache = ctx.new_tensor(DType.F16, (64, 32))
+    roped = ctx.rope(ctx.f32(16, 4, 5), positions, 16, 0)
+    rows = ctx.view_2d(roped, 64, 5, roped.nb[2], 0) if view else ctx.reshape_2d(roped, 64, 5)
+    return roped, rows, ctx.set_rows(cache, rows, ids)
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_rope_into_a_cache(ctx: Maker, view: bool) -> None:
+    roped, rows, put = decode_layer_head(ctx, view=view)
+    (group,) = groups(Graph().build_forward_expand(put))
+    assert group.nodes == (roped, put)
+    assert group.views == (rows,)
+    assert found(put, ctx.silu(rows)) == []
+
+
+def test_a_part_of_rope_is_not_what_is_written(ctx: Maker) -> None:
+    roped, _, _ = decode_layer_head(ctx)
+    part = ctx.view_2d(roped, 64, 4, roped.nb[2], roped.nb[2])
+    cache = ctx.new_tensor(DType.F16, (64, 32))
+    assert found(ctx.set_rows(cache, part, ctx.new_tensor(DType.I64, (4,)))) == []
+
+
+def test_products(ctx: Maker) -> None:
+    x, w, v = ctx.f32(32, 3), ctx.f32(32, 64), ctx.f32(32, 64)
+    bias = ctx.f32(64)
+    assert found(ctx.add(ctx.mul_mat(w, x), bias)) == [("mul_mat", "add")]
+    assert found(ctx.add(ctx.f32(64, 3), ctx.mul_mat(w, x))) == [("mul_mat", "add")]
+    assert found(ctx.add(ctx.f32(64, 3, 2), ctx.mul_mat(w, x))) == []  # the product is repeated
+    assert found(ctx.swiglu_split(ctx.mul_mat(w, x), ctx.mul_mat(v, x))) == [("gate", "up", "glu")]
+    assert found(ctx.swiglu(ctx.mul_mat(w, x))) == [("gate", "glu")]
+    both = ctx.add(ctx.mul_mat(w, x), bias), ctx.add(ctx.mul_mat(v, x), bias)
+    assert found(ctx.geglu_split(*both)) == [("gate", "gate_add", "up", "up_add", "glu")]
+    other = ctx.mul_mat(v, ctx.f32(32, 3))
+    assert found(ctx.swiglu_split(ctx.mul_mat(w, x), other)) == []
+
+
+def test_the_last_node_has_the_choice(ctx: Maker) -> None:
+    product = ctx.mul_mat(ctx.f32(32, 64), ctx.f32(32, 3))
+    biased = ctx.add(product, ctx.f32(64))
+    result = ctx.normed(ctx.add(biased, ctx.f32(64, 3)))
+    assert found(result) == [("mul_mat", "add"), ("add", "norm", "mul")]
+
+
+def test_a_shorter_pattern_is_asked_for_where_the_longer_is_not_taken(ctx: Maker) -> None:
+    graph = Graph().build_forward_expand(ctx.normed(ctx.add(ctx.f32(64, 3), ctx.f32(64, 3))))
+    items = fuse(graph, lambda group: "add" not in group)
+    assert [tuple(i.parts) if isinstance(i, Group) else i.op.name for i in items] == ["ADD", ("norm", "mul")]
+
+
+def test_fusion_can_be_turned_off(ctx: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph().build_forward_expand(ctx.normed(ctx.f32(64, 3)))
+    monkeypatch.setenv("GGMLB_FUSE", "0")
+    assert fuse(graph, lambda _: True) == graph.nodes
+
+
+# -- what forbids it ---------------------------------------------------------------------------
+
+
+def test_a_result_that_another_node_reads_is_not_dropped(ctx: Maker) -> None:
+    normed = ctx.rms_norm(ctx.f32(64, 3), 1e-6)
+    graph = Graph().build_forward_expand(ctx.mul(normed, ctx.f32(64)), ctx.silu(normed))
+    assert groups(graph) == []
+
+
+def test_a_result_that_another_part_of_the_graph_reads_is_not_dropped(ctx: Maker) -> None:
+    normed = ctx.rms_norm(ctx.f32(64, 3), 1e-6)
+    graph = Graph().build_forward_expand(ctx.mul(normed, ctx.f32(64)), ctx.silu(normed))
+    part = graph.view(0, 2)
+    assert [n.op.name for n in part.nodes] == ["RMS_NORM", "MUL"]
+    assert groups(part) == []
+    assert groups(part.view(0, 2)) == []
+    assert len(groups(Graph(part.nodes))) == 1  # on its own, it would be
+
+
+@pytest.mark.parametrize("flag", ["set_output", "set_input"])
+def test_a_flagged_result_is_not_dropped(ctx: Maker, flag: str) -> None:
+    normed = ctx.rms_norm(ctx.f32(64), 1e-6)
+    getattr(ctx, flag)(normed)
+    assert found(ctx.mul(normed, ctx.f32(64))) == []
+
+
+def test_a_flagged_sum_is_kept(ctx: Maker) -> None:
+    total = ctx.set_output(ctx.add(ctx.f32(64), ctx.f32(64)))
+    (group,) = groups(Graph().build_forward_expand(ctx.rms_norm(total, 1e-6)))
+    assert group.kept == (total,)
+
+
+def test_what_a_user_placed_is_not_dropped(ctx: Maker) -> None:
+    graph = Graph().build_forward_expand(ctx.normed(ctx.f32(64, 3)))
+    with alloc_ctx_tensors(ctx, cpu_buffer_type()) as buffer:
+        assert groups(graph) == []
+        buffer.usage = BufferUsage.COMPUTE
+        assert len(groups(graph)) == 1
+
+
+def test_an_in_place_result_is_not_dropped(ctx: Maker) -> None:
+    assert found(ctx.mul(ctx.rms_norm_inplace(ctx.f32(64), 1e-6), ctx.f32(64))) == []
+
+
+def test_only_float32_passes_between_nodes(ctx: Maker) -> None:
+    half = ctx.new_tensor(DType.F16, (64, 3))
+    assert found(ctx.rms_norm(ctx.add(half, half), 1e-6)) == []
+
+
+def test_an_exact_place_is_allowed_and_an_overlap_is_not(ctx: Maker) -> None:
+    x = ctx.silu(ctx.f32(64, 3))
+    result = ctx.normed(x)
+    graph = placed(Graph().build_forward_expand(result))
+    assert overlap(result, x)
+    assert len(groups(graph)) == 1
+    result.offset += 64
+    assert groups(graph) == []
+    result.offset = 1 << 20
+    assert len(groups(graph)) == 1
+
+
+def test_a_product_may_not_lie_over_its_operand(ctx: Maker) -> None:
+    """The operand dies at the product, and the bias's result may be given its memory."""
+    x = ctx.silu(ctx.f32(64, 3))
+    result = ctx.add(ctx.mul_mat(ctx.f32(64, 64), x), ctx.f32(64))
+    graph = placed(Graph().build_forward_expand(result))
+    assert len(groups(graph)) == 1
+    result.offset = x.offset
+    assert groups(graph) == []
+
+
+def test_results_may_not_overlap(ctx: Maker) -> None:
+    total = ctx.add(ctx.f32(64, 3), ctx.f32(64, 3))
+    result = ctx.normed(total)
+    graph = placed(Graph().build_forward_expand(ctx.set_output(total), result))
+    (group,) = groups(graph)
+    result.offset = group["norm"].offset = total.offset
+    assert [tuple(g.parts) for g in groups(graph)] == [("norm", "mul")]
+
+
+def test_an_operand_that_is_overwritten_in_between_forbids_it(ctx: Maker) -> None:
+    x = ctx.f32(64, 3)
+    normed = ctx.rms_norm(x, 1e-6)
+    written = ctx.scale_inplace(x, 2.0)
+    w = ctx.f32(64)
+    graph = Graph().build_forward_expand(normed, written, ctx.mul(normed, w))
+    assert groups(graph) == []
+    graph = Graph().build_forward_expand(normed, ctx.scale(x, 2.0), ctx.mul(normed, w))
+    assert len(groups(graph)) == 1
+
+
+def test_a_kept_sum_that_is_read_in_between_forbids_it(ctx: Maker) -> None:
+    total = ctx.add(ctx.f32(64), ctx.f32(64))
+    normed = ctx.rms_norm(total, 1e-6)
+    graph = Graph().build_forward_expand(normed, ctx.silu(total), ctx.mul(normed, ctx.f32(64)))
+    assert [tuple(g.parts) for g in groups(graph)] == [("norm", "mul")]
+
+
+# -- gathering ---------------------------------------------------------------------------------
+
+
+def test_nodes_that_stand_apart_are_gathered(ctx: Maker) -> None:
+    roped, rows, put = decode_layer_head(ctx)
+    far = ctx.silu(ctx.f32(64))
+    graph = Graph().build_forward_expand(rows, far, put)
+    assert graph.nodes == [roped, rows, far, put]
+    gather(graph, lambda _: True)
+    assert graph.nodes == [far, roped, rows, put]
+
+
+def test_a_view_stays_behind_what_it_views(ctx: Maker) -> None:
+    total = ctx.add(ctx.f32(64), ctx.f32(64))
+    normed = ctx.rms_norm(total, 1e-6)
+    view, far = ctx.view_1d(total, 32), ctx.silu(ctx.f32(64))
+    result = ctx.mul(normed, ctx.f32(64))
+    late = ctx.view_1d(total, 16)
+    graph = Graph().build_forward_expand(normed, view, far, result, ctx.silu(late), ctx.silu(view))
+    n = len(graph)
+    gather(graph, lambda _: True)
+    assert graph.nodes[:6] == [far, total, normed, view, result, late]
+    assert len(graph) == n
