@@ -151,12 +151,7 @@ def launch(
 
 
 def elementwise(
-    target: Target,
-    name: str,
-    mems: Sequence[Mem],
-    *numbers: int | float,
-    over: int = -1,
-    **defines: str | int,
+    target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
     """Return a launch with a step for each element of `mems[over]`."""
     ne = mems[over].ne
@@ -169,12 +164,7 @@ def elementwise(
 
 
 def rowwise(
-    target: Target,
-    name: str,
-    mems: Sequence[Mem],
-    *numbers: int | float,
-    over: int = -1,
-    **defines: str | int,
+    target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
     """Return a launch with a group for each row of `mems[over]`, or for several on a CPU."""
     ne = mems[over].ne

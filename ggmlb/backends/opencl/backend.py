@@ -66,11 +66,15 @@ class OpenClBackend(Backend):
         abort = self.abort_callback
         status = Status.SUCCESS
         with cl_errors(f"queue a graph on {self.name}"):
-            for kernel, global_size, local_size in plan.steps:
-                if abort is not None and abort():
-                    status = Status.ABORTED
-                    break
-                event = enqueue(queue, kernel, global_size, local_size)
+            try:
+                for kernel, global_size, local_size in plan.steps:
+                    if abort is not None and abort():
+                        status = Status.ABORTED
+                        break
+                    event = enqueue(queue, kernel, global_size, local_size)
+            except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
+                self._note(cl.enqueue_marker(queue), *plan.buffers)
+                raise
             if event is not None:
                 self._note(event, *plan.buffers)
         return status

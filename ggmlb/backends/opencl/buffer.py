@@ -86,10 +86,9 @@ class OpenClBuffer(Buffer):
         self._memory = memory
         self._host = host
         self._uses: dict[int, cl.Event] = {}
-        n_owned = nbytes if is_ours and host is None else 0
         ledger = self.device.ledger
-        ledger.take(n_owned)
-        self._release = weakref.finalize(self, ledger.give_back, memory, n_owned, self._uses)
+        ticket = ledger.take(nbytes if is_ours and host is None else 0)
+        self._release = weakref.finalize(self, ledger.give_back, memory, ticket, self._uses)
         self._release.atexit = False
 
     @classmethod
@@ -119,9 +118,7 @@ class OpenClBuffer(Buffer):
 
     def uses(self) -> list[cl.Event]:
         """Return the commands that may still use the buffer."""
-        for queue_id in [q for q, e in self._uses.items() if is_done(e)]:
-            del self._uses[queue_id]
-        return list(self._uses.values())
+        return [event for event in list(self._uses.values()) if not is_done(event)]
 
     def check_writable(self, tensor: Tensor, call: str) -> None:
         """Raise an ArgumentError if the buffer is read-only host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyopencl as cl
 
 from ggmlb.backends.opencl.buffer import ALIGNMENT
 from ggmlb.backends.opencl.runtime import cl_errors
+from ggmlb.errors import AllocationError
 from ggmlb.interface import Buffer, BufferType
 
 if TYPE_CHECKING:
@@ -51,10 +53,36 @@ class OpenClHostBufferType(BufferType):
     def _alloc_buffer(self, nbytes: int) -> OpenClHostBuffer:
         if not nbytes:
             return OpenClHostBuffer(self, np.empty(0, np.uint8))
+        try:
+            return OpenClHostBuffer(self, self._map(nbytes))
+        except AllocationError as error:
+            warnings.warn(
+                f"{self.name}: the runtime gave no pinned memory for {nbytes:,} bytes; "
+                "ordinary memory is used, and transfers from and to it are slower",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return OpenClHostBuffer(self, self._ordinary(nbytes), str(error))
+
+    def _ordinary(self, nbytes: int) -> Bytes:
+        try:
+            memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+        except MemoryError as error:
+            raise self.out_of_memory(nbytes, str(error)) from None
+        start = -memory.ctypes.data % ALIGNMENT
+        return memory[start : start + nbytes]
+
+    def _map(self, nbytes: int) -> Bytes:
+        """Return memory of the runtime, as a flat array.
+
+        Raises:
+            AllocationError: It has none.
+        """
         device = self._device
         with cl_errors(f"allocate {nbytes:,} bytes of host memory for {device.name}", self, nbytes):
             memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
             access = cl.map_flags.READ | cl.map_flags.WRITE
+            array: Bytes
             array, _ = cl.enqueue_map_buffer(
                 device.transfers,
                 memory,
@@ -63,15 +91,20 @@ class OpenClHostBufferType(BufferType):
                 (nbytes,),
                 np.dtype(np.uint8),
             )
-        return OpenClHostBuffer(self, array)
+        return array
 
 
 class OpenClHostBuffer(Buffer):
-    """Mapped host memory. It stays mapped while any NumPy view of it lives, also after `free`."""
+    """Mapped host memory. It stays mapped while any NumPy view of it lives, also after `free`.
 
-    def __init__(self, buft: OpenClHostBufferType, array: Bytes) -> None:
+    Attributes:
+        why_not_pinned: Why it is ordinary memory instead, or `None`.
+    """
+
+    def __init__(self, buft: OpenClHostBufferType, array: Bytes, why_not_pinned: str | None = None) -> None:
         super().__init__(buft, array.size)
         self._array = array
+        self.why_not_pinned = why_not_pinned
 
     @property
     def base(self) -> Bytes:
