@@ -1,0 +1,16 @@
+"""What only CUDA has: kernels with dp4a, tensor cores and vector loads, and products by cuBLAS.
+
+    node ── Lowering.lower ──> Launch (these texts, or the portable ones) or Gemm
+                                 │
+    scratch.place ──> offsets of what launches hand over to each other
+
+The texts are written against the portable prelude and headers, so that a type's decoding stands in one place.
+"""
+
+from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
+from ggmlb.backends.cuda.kernels.scratch import place
+
+__all__ = ["PACKAGE", "Lowering", "Step", "place"]
+
+PACKAGE = __name__
+"""Where the texts lie, as `ggmlb.kernels.kernels` wants to know."""

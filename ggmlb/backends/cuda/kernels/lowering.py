@@ -1,0 +1,85 @@
+"""From nodes to steps: CUDA's own kernels and cuBLAS where they are right for a node, else the portable ones.
+
+What a product does to its activations first (rounding them to 8 bits, or to the weights' type) is kept for
+the next products with the same input, until something writes over it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from ggmlb.backends.cuda.gemm import Gemm
+from ggmlb.backends.cuda.kernels import attention, products
+from ggmlb.enums import NO_OPS, Op
+from ggmlb.kernels import Launch, lower
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.kernels import Mem, Target
+    from ggmlb.tensor import Tensor
+
+Step: TypeAlias = Launch | Gemm
+
+_FAST = {
+    Op.MUL_MAT: products.mul_mat,
+    Op.MUL_MAT_ID: products.mul_mat_id,
+    Op.FLASH_ATTN_EXT: attention.flash_attn,
+}
+
+
+class Lowering:
+    """Lowers the nodes of one plan, in the order in which they run.
+
+    Attributes:
+        target: How work is split on the card.
+        capability: Compute capability times ten: 90 for 9.0.
+        blas: Whether products may be left to cuBLAS.
+    """
+
+    def __init__(self, target: Target, capability: int, blas: bool = True) -> None:
+        self.target = target
+        self.capability = capability
+        self.blas = blas
+        self._prepared: dict[tuple[int, str], tuple[Tensor, tuple[Mem, ...]]] = {}
+
+    def lower(self, node: Tensor) -> list[Step]:
+        """Return the steps that compute a node that is not declined; none for views and empty results."""
+        if node.op in NO_OPS or node.is_empty:
+            return []
+        fast = self.fast(node)
+        steps: list[Step] = [*lower(node, self.target)] if fast is None else fast
+        self.wrote(node)
+        return steps
+
+    def fast(self, node: Tensor) -> list[Step] | None:
+        """Return CUDA's own steps for a node, or None where the portable kernels are to be used."""
+        rule = _FAST.get(node.op)
+        return None if rule is None else rule(self, node)
+
+    def wrote(self, node: Tensor) -> None:
+        """Forget what was prepared from memory that a node writes; to be told of every node, in order."""
+        for key, (source, _) in list(self._prepared.items()):
+            if source.buffer is node.buffer and _overlap(source, node):
+                del self._prepared[key]
+
+    def prepared(
+        self, source: Tensor, form: str, make: Callable[[], tuple[list[Step], tuple[Mem, ...]]]
+    ) -> tuple[list[Step], tuple[Mem, ...]]:
+        """Return another form of a tensor's data, and the steps that make it: none if it was made before.
+
+        Args:
+            source: The tensor.
+            form: What it is turned into.
+            make: Gives the steps and where they leave the result.
+        """
+        known = self._prepared.get((id(source), form))
+        if known is not None:
+            return [], known[1]
+        steps, mems = make()
+        self._prepared[id(source), form] = source, mems
+        return steps, mems
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes

@@ -1,0 +1,52 @@
+"""Steps of the CUDA lowering, run on the host: launches by the emulator, products by `HostBlas`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cuda_emulator import Memory, guarded
+from cuda_emulator.blas import HostBlas
+from ggmlb import cpu_buffer_from_ptr, tensor_alloc, view_init
+from ggmlb.backends.cuda.cublas import CuBlas
+from ggmlb.kernels import Launch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+
+    from ggmlb import Context
+    from ggmlb.backends.cuda.kernels import Step
+
+
+class Runner:
+    """Memory, a library, and the tables that were uploaded."""
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.blas = HostBlas()
+        self.workspace = guarded(1024)
+        self.cublas = CuBlas(self.blas, self.workspace.ctypes.data // 256 * 256 + 256, 512)
+        self._tables: list[Any] = []
+
+    def upload(self, table: np.ndarray[Any, Any]) -> int:
+        """Keep a table, and return where it lies."""
+        self._tables.append(table)
+        return int(table.ctypes.data)
+
+    def run(self, steps: Iterable[Step], backwards: bool = False) -> None:
+        """Run steps one after another."""
+        for step in steps:
+            if isinstance(step, Launch):
+                self.memory.run(step, backwards)
+            else:
+                self.cublas.bind(step, self.memory.address, self.upload)(7)
+
+
+def place(ctx: Context) -> None:
+    """Give each tensor of a context guarded memory of its own, full of NaN."""
+    for t in ctx.tensors:
+        if t.view_src is None:
+            tensor_alloc(cpu_buffer_from_ptr(guarded(t.nbytes)), t, 0)
+        else:
+            view_init(t)
