@@ -216,8 +216,10 @@ class Backend(ABC):
             BackendError: Queued work failed.
         """
         self._check_alive("synchronize")
-        with Action("synchronize", self) if observers else QUIET:
-            self._synchronize()
+        if not observers:
+            return self._synchronize()
+        with Action("synchronize", self):
+            return self._synchronize()
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -242,7 +244,9 @@ class Backend(ABC):
     def graph_plan_compute(self, plan: GraphPlan) -> Status:
         """Queue the steps of a plan (ggml_backend_graph_plan_compute)."""
         self._check_plan(plan, "graph_plan_compute")
-        with Action("graph_plan_compute", self, plan=plan) if observers else QUIET:
+        if not observers:
+            return self._compute(plan)
+        with Action("graph_plan_compute", self, plan=plan):
             return self._compute(plan)
 
     def graph_plan_free(self, plan: GraphPlan) -> None:
@@ -291,8 +295,10 @@ class Backend(ABC):
                 f"event_record: the event belongs to {event.device.name}, the backend runs on "
                 f"{self.device.name}; make the event with the backend's own device"
             )
-        with Action("event_record", self, event=event) if observers else QUIET:
-            self._event_record(event)
+        if not observers:
+            return self._event_record(event)
+        with Action("event_record", self, event=event):
+            return self._event_record(event)
 
     def event_wait(self, event: Event) -> None:
         """Let work queued from now on wait for the event, of any device (ggml_backend_event_wait).
@@ -302,8 +308,10 @@ class Backend(ABC):
         """
         self._check_alive("event_wait")
         event.check_alive("event_wait")
-        with Action("event_wait", self, event=event) if observers else QUIET:
-            self._event_wait(event)
+        if not observers:
+            return self._event_wait(event)
+        with Action("event_wait", self, event=event):
+            return self._event_wait(event)
 
     # -- life ----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import FreedError
-from ggmlb.interface.observe import QUIET, Action, observers
+from ggmlb.interface.observe import Action, observers
 
 if TYPE_CHECKING:
     from ggmlb.interface.device import Device
@@ -30,8 +30,10 @@ class Event(ABC):
             FreedError: The event was freed.
         """
         self.check_alive("synchronize")
-        with Action("event_synchronize", event=self) if observers else QUIET:
-            self._synchronize()
+        if not observers:
+            return self._synchronize()
+        with Action("event_synchronize", event=self):
+            return self._synchronize()
 
     def free(self) -> None:
         """Release the event (ggml_backend_event_free).
