@@ -13,3 +13,8 @@ def backend_path() -> str | None:
 def fuse() -> bool:
     """GGMLB_FUSE: `0` lets every node be computed by itself; see `ggmlb.fusion`."""
     return os.environ.get("GGMLB_FUSE") != "0"
+
+
+def sanitize() -> bool:
+    """GGMLB_SANITIZE: whether the sanitizer watches the whole process; yes unless unset, empty or `0`."""
+    return os.environ.get("GGMLB_SANITIZE", "") not in ("", "0")

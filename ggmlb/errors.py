@@ -14,6 +14,7 @@
     ├── BackendError        (RuntimeError)  the array library or the device reported a failure
     │   ├── BackendUnavailable              library, driver or card is missing: auto-pick moves on
     │   └── BackendBroken                   it is there, but failing or of the wrong API version
+    ├── SanitizerError      (RuntimeError)  an access to memory that nothing orders; carries `kind`
     ├── RegistryError       (LookupError)   an unknown device or backend name, or a duplicate one
     └── ModelError          (ValueError)    a model folder or file that is missing, cut short or wrong
 
@@ -110,6 +111,16 @@ class BackendUnavailable(BackendError):
 
 class BackendBroken(BackendError):
     """The backend is installed but fails to load, or speaks another API version."""
+
+
+class SanitizerError(Error, RuntimeError):
+    """The sanitizer found an access that is wrong, or right by luck.
+
+    `kind` is `race` (nothing orders it and another), `freed` (the memory was freed), `unrecorded` (an event
+    that nobody recorded is waited for), `changed` (host memory was changed during a transfer) or `unwritten`.
+    """
+
+    kind: str
 
 
 class RegistryError(Error, LookupError):

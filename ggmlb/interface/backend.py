@@ -295,6 +295,7 @@ class Backend(ABC):
                 f"event_record: the event belongs to {event.device.name}, the backend runs on "
                 f"{self.device.name}; make the event with the backend's own device"
             )
+        event.is_recorded = True
         if not observers:
             return self._event_record(event)
         with Action("event_record", self, event=event):

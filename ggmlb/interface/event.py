@@ -18,6 +18,9 @@ class Event(ABC):
     An event that was never recorded counts as reached, as in CUDA. Recording it again moves it.
     """
 
+    is_recorded = False
+    """Whether `Backend.event_record` was ever called with it."""
+
     def __init__(self, device: Device) -> None:
         self.device = device
         self.is_freed = False

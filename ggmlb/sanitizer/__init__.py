@@ -1,0 +1,9 @@
+"""The sanitizer: finds reads and writes that nothing orders.
+
+ranges.py     who last wrote and read each byte of a buffer
+sanitizer.py  which work comes before which, and the rules that an access must keep
+"""
+
+from ggmlb.sanitizer.sanitizer import Sanitizer, sanitize
+
+__all__ = ["Sanitizer", "sanitize"]

@@ -1,0 +1,71 @@
+"""Ranges: who last wrote and read each byte of a buffer."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import weakref
+
+    from ggmlb.tensor import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Stamp:
+    """One access: by which stream, when in the stream's own count, and what to call it.
+
+    Attributes:
+        stream: The stream's number; 0 is the host.
+        time: The stream's count of actions when it came.
+        text: What was done: `"Fake0's cpy_tensor_async"`.
+        tensor: What was accessed; weak, as it refers to the buffer that this is kept for.
+        where: Line of the caller's program: `"train.py:12"`.
+    """
+
+    stream: int
+    time: int
+    text: str
+    tensor: weakref.ref[Tensor] | None
+    where: str
+
+
+@dataclass(slots=True)
+class Cell:
+    """Bytes with the same history: their last writer, and who has read them since."""
+
+    write: Stamp | None = None
+    reads: dict[int, Stamp] = field(default_factory=dict)
+
+
+class Ranges:
+    """The history of a buffer's bytes, as cells that lie side by side."""
+
+    def __init__(self) -> None:
+        self._starts = [0]
+        self._cells = [Cell()]
+
+    def cells(self, start: int, stop: int) -> list[Cell]:
+        """Return the cells that hold any of the bytes, first to last."""
+        return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
+
+    def read(self, start: int, stop: int, stamp: Stamp) -> None:
+        """Note that the bytes were read."""
+        for cell in self._cells[self._cut(start) : self._cut(stop)]:
+            cell.reads[stamp.stream] = stamp
+
+    def write(self, start: int, stop: int, stamp: Stamp) -> None:
+        """Note that the bytes were written: what was read before no longer matters."""
+        first, last = self._cut(start), self._cut(stop)
+        self._starts[first:last] = [start]
+        self._cells[first:last] = [Cell(stamp)]
+
+    def _cut(self, at: int) -> int:
+        """Return the index of the cell that begins at a byte, after dividing the one around it if needed."""
+        i = bisect_left(self._starts, at)
+        if i == len(self._starts) or self._starts[i] != at:
+            before = self._cells[i - 1]
+            self._starts.insert(i, at)
+            self._cells.insert(i, Cell(before.write, dict(before.reads)))
+        return i

@@ -1,0 +1,279 @@
+"""Which work comes before which, by vector clocks, and the rules that each access must keep.
+
+Every stream counts its actions, and keeps a clock: for each stream, the count up to which its work is known to
+be done before what the stream does next. What the host does is a stream too, number 0. Clocks are joined
+where the interfaces promise an order:
+
+    queue work on a stream           the stream's clock takes in the host's
+    Backend.synchronize              the host's takes in the stream's
+    event_record, event_wait         the event keeps the stream's clock; the waiting stream takes it in
+    Event.synchronize                the host's takes in the event's
+    cpy_tensor_async                 both streams' take in each other's, before and after
+    a device that is not `async_`    the host's takes in the stream's after each action
+
+An access is a race where the clock of its stream does not cover an earlier access to the same bytes, one of
+the two being a write.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from ggmlb.errors import SanitizerError
+from ggmlb.interface import observe
+from ggmlb.interface.observe import Access, Action, Observer
+from ggmlb.sanitizer.ranges import Ranges, Stamp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from ggmlb.interface import Backend, Buffer, Event
+
+Clock = dict[int, int]
+
+HOST: Final = 0
+
+_PACKAGE: Final = str(Path(__file__).parents[1])
+
+
+class _Stream:
+    """A queue of work: its number, its clock, and the host memory that queued transfers use."""
+
+    def __init__(self, number: int, name: str, waits: bool) -> None:
+        self.number = number
+        self.name = name
+        self.waits = waits
+        self.clock: Clock = {number: 0}
+        self.in_flight: list[tuple[int, npt.NDArray[object], int, Stamp]] = []
+
+
+class Sanitizer(Observer):
+    """Raises a `SanitizerError` on an access that nothing orders, before it is queued.
+
+    It believes what the interfaces promise of a backend, and checks those who call it: a scheduler, an
+    allocator, a user. Threads count as one host; what two of them do is taken to be in the order seen.
+
+    Args:
+        unwritten: Report reads of bytes that nobody wrote too, in buffers allocated since the start. A program
+            may do so rightly, where it ignores what it has read (a cache filled in part, say).
+    """
+
+    def __init__(self, *, unwritten: bool = False) -> None:
+        self._unwritten = unwritten
+        self._lock = threading.RLock()
+        self._host = _Stream(HOST, "the host", waits=True)
+        self._streams: weakref.WeakKeyDictionary[Backend, _Stream] = weakref.WeakKeyDictionary()
+        self._by_number = {HOST: self._host}
+        self._events: weakref.WeakKeyDictionary[Event, Clock] = weakref.WeakKeyDictionary()
+        self._memory: weakref.WeakKeyDictionary[Buffer, Ranges] = weakref.WeakKeyDictionary()
+        self._fresh: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+    def start(self) -> None:
+        """Watch all calls of all backends from now on."""
+        observe.start(self)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        observe.stop(self)
+
+    # -- the two halves of an action -----------------------------------------------------------
+
+    def begin(self, action: Action) -> None:
+        """Check what an action reads, writes and waits for.
+
+        Raises:
+            SanitizerError: Something of it is not ordered, or uses what was freed.
+        """
+        with self._lock:
+            if action.name in ("event_wait", "event_synchronize"):
+                self._check_recorded(action)
+            if action.name == "free" and action.buffer is not None:
+                whole = Access(action.buffer, 0, action.buffer.size, is_write=True, tensor=None)
+                self._check(whole, self._host, self._host.clock, action)
+                return
+            stream = self._stream(action.stream)
+            clock = self._clock_of(action, stream)
+            for access in action.accesses():
+                self._check(access, stream, clock, action)
+
+    def end(self, action: Action) -> None:
+        """Remember what an action did, and which work it ordered.
+
+        Raises:
+            SanitizerError: Host memory that a queued transfer used was changed before it was waited for.
+        """
+        if action.failed or not action.done:
+            return
+        with self._lock:
+            stream = self._stream(action.stream)
+            clock = stream.clock = self._clock_of(action, stream)
+            clock[stream.number] += 1
+            if action.source is not None:
+                _join(self._stream(action.source).clock, clock)
+            self._record(action, stream)
+            event = action.event
+            if event is not None:
+                if action.name == "event_record":
+                    self._events[event] = dict(clock)
+                else:
+                    _join(clock, self._events.get(event, {}))
+            if action.name == "synchronize" or stream.waits:
+                _join(self._host.clock, clock)
+                self._check_in_flight()
+            if action.name == "alloc_buffer" and action.buffer is not None:
+                self._fresh.add(action.buffer)
+
+    def _stream(self, backend: Backend | None) -> _Stream:
+        if backend is None:
+            return self._host
+        stream = self._streams.get(backend)
+        if stream is None:
+            number = len(self._by_number)
+            name = backend.name
+            same = sum(s.name.split(" (")[0] == name for s in self._by_number.values())
+            stream = _Stream(
+                number, f"{name} (stream {same + 1})" if same else name, not backend.device.caps.async_
+            )
+            self._streams[backend] = self._by_number[number] = stream
+        return stream
+
+    def _clock_of(self, action: Action, stream: _Stream) -> Clock:
+        """Return what is known to be done before the action."""
+        clock = dict(stream.clock)
+        _join(clock, self._host.clock)
+        if action.source is not None:
+            _join(clock, self._stream(action.source).clock)
+        return clock
+
+    def _record(self, action: Action, stream: _Stream) -> None:
+        where = _caller()
+        text = f"{stream.name}'s {action.name}" if action.stream is not None else f"the host's {action.name}"
+        for buffer, start, stop, is_write, tensor in action.accesses():
+            ranges = self._memory.get(buffer)
+            if ranges is None:
+                ranges = self._memory[buffer] = Ranges()
+            of = None if tensor is None else weakref.ref(tensor)
+            stamp = Stamp(stream.number, stream.clock[stream.number], text, of, where)
+            (ranges.write if is_write else ranges.read)(start, stop, stamp)
+        if action.data is not None and action.name.startswith("set") and not stream.waits:
+            stamp = Stamp(stream.number, stream.clock[stream.number], text, None, where)
+            stream.in_flight.append((stamp.time, action.data, zlib.crc32(action.data), stamp))
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    def _check(self, access: Access, stream: _Stream, clock: Clock, action: Action) -> None:
+        buffer, start, stop, is_write, _ = access
+        if buffer.is_freed:
+            raise SanitizerError(
+                f"{_told(action, stream, access)}, in a {buffer.name} buffer that was freed; keep the buffer "
+                "until the work that uses it was waited for",
+                kind="freed",
+            )
+        ranges = self._memory.get(buffer)
+        if ranges is None:
+            if self._unwritten and not is_write and buffer in self._fresh:
+                self._fail_unwritten(access, stream, action)
+            return
+        for cell in ranges.cells(start, stop):
+            last = cell.write
+            if last is not None and clock.get(last.stream, 0) < last.time:
+                self._fail_race(access, stream, action, last, "writes")
+            if is_write:
+                for last in cell.reads.values():
+                    if clock.get(last.stream, 0) < last.time:
+                        self._fail_race(access, stream, action, last, "reads")
+            elif last is None and self._unwritten and buffer in self._fresh:
+                self._fail_unwritten(access, stream, action)
+
+    def _fail_race(self, access: Access, stream: _Stream, action: Action, last: Stamp, did: str) -> NoReturn:
+        first = self._by_number[last.stream]
+        tensor = None if last.tensor is None else last.tensor()
+        what = "bytes of a tensor that is gone" if tensor is None else tensor.describe()
+        if stream.number == HOST:
+            cure = f"synchronize {first.name} (or the scheduler) between the two"
+        else:
+            cure = (
+                f"record an event on {first.name} after the first and let {stream.name} wait for it, or "
+                f"synchronize {first.name} between the two"
+            )
+        raise SanitizerError(
+            f"{_told(action, stream, access)}, bytes {access.start} to {access.stop} of a {access.buffer.name} "
+            f"buffer, but {last.text} (queued at {last.where}), which {did} {what} there, may not be done yet: "
+            f"nothing orders them; {cure}",
+            kind="race",
+        )
+
+    def _fail_unwritten(self, access: Access, stream: _Stream, action: Action) -> NoReturn:
+        raise SanitizerError(
+            f"{_told(action, stream, access)}, bytes {access.start} to {access.stop} of a {access.buffer.name} "
+            "buffer, of which some were never written; set the tensor, or clear the buffer, first",
+            kind="unwritten",
+        )
+
+    def _check_recorded(self, action: Action) -> None:
+        event = action.event
+        assert event is not None
+        if not event.is_recorded:
+            waiter = self._stream(action.stream).name
+            raise SanitizerError(
+                f"{waiter} waits at {_caller()} for an event of {event.device.name} that was never recorded, and so "
+                "waits for nothing; record it on the stream whose work is waited for",
+                kind="unrecorded",
+            )
+
+    def _check_in_flight(self) -> None:
+        """See that the host memory of transfers that are now done is as it was when they were queued."""
+        for stream in self._by_number.values():
+            done = self._host.clock.get(stream.number, 0)
+            while stream.in_flight and stream.in_flight[0][0] <= done:
+                _, data, before, stamp = stream.in_flight.pop(0)
+                if zlib.crc32(data) != before:
+                    raise SanitizerError(
+                        f"the data given to {stamp.text} at {stamp.where} was changed before the transfer was waited "
+                        f"for; synchronize {stream.name} first, or give a copy",
+                        kind="changed",
+                    )
+
+
+@contextmanager
+def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
+    """Check all that is computed and moved within the `with` block; see `Sanitizer`.
+
+    Raises:
+        SanitizerError: From the call that would race, which is then not made.
+    """
+    sanitizer = Sanitizer(unwritten=unwritten)
+    sanitizer.start()
+    try:
+        yield sanitizer
+    finally:
+        sanitizer.stop()
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for number, time in other.items():
+        if clock.get(number, -1) < time:
+            clock[number] = time
+
+
+def _told(action: Action, stream: _Stream, access: Access) -> str:
+    did = "frees" if action.name == "free" else "writes" if access.is_write else "reads"
+    what = "a buffer" if access.tensor is None else access.tensor.describe()
+    by = "the host" if action.stream is None else stream.name
+    return f"{by}'s {action.name} (at {_caller()}) {did} {what}"
+
+
+def _caller() -> str:
+    """Return the line of the program that called into ggmlb."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
