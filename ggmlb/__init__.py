@@ -10,6 +10,7 @@ Importing this package imports NumPy and nothing heavier: a backend and its arra
 when a device of theirs is first asked for.
 """
 
+from ggmlb import env as _env
 from ggmlb.alloc import GraphAllocator, TensorAllocator, alloc_ctx_tensors, alloc_ctx_tensors_size
 from ggmlb.compare import GraphCopy, compare_graph_backend, graph_copy
 from ggmlb.context import Context
@@ -45,6 +46,7 @@ from ggmlb.errors import (
     ModelError,
     NotAllocatedError,
     RegistryError,
+    SanitizerError,
     ShapeError,
     UnknownOpError,
     UnsupportedOpError,
@@ -87,10 +89,14 @@ from ggmlb.registry import (
     unavailable,
     unload,
 )
+from ggmlb.sanitizer import Sanitizer, sanitize
 from ggmlb.scheduler import Placement, Scheduler
 from ggmlb.tensor import Tensor
 
 __version__ = "0.1.0"
+
+if _env.sanitize():
+    Sanitizer().start()
 
 __all__ = [
     "API_VERSION",
@@ -131,6 +137,8 @@ __all__ = [
     "Prec",
     "RegistryError",
     "RopeType",
+    "Sanitizer",
+    "SanitizerError",
     "ScaleFlag",
     "ScaleMode",
     "Scheduler",
@@ -165,6 +173,7 @@ __all__ = [
     "register",
     "register_device",
     "regs",
+    "sanitize",
     "tensor_alloc",
     "tensor_copy",
     "tensor_copy_async",

@@ -4,6 +4,6 @@ ranges.py     who last wrote and read each byte of a buffer
 sanitizer.py  which work comes before which, and the rules that an access must keep
 """
 
-from ggmlb.sanitizer.sanitizer import Sanitizer, sanitize
+from ggmlb.sanitizer.sanitizer import Sanitizer, sanitize, start_sanitizer
 
-__all__ = ["Sanitizer", "sanitize"]
+__all__ = ["Sanitizer", "sanitize", "start_sanitizer"]

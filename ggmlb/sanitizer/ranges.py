@@ -19,14 +19,16 @@ class Stamp:
     Attributes:
         stream: The stream's number; 0 is the host.
         time: The stream's count of actions when it came.
-        text: What was done: `"Fake0's cpy_tensor_async"`.
+        by: The stream's name.
+        action: What it did: `cpy_tensor_async`, ...
         tensor: What was accessed; weak, as it refers to the buffer that this is kept for.
         where: Line of the caller's program: `"train.py:12"`.
     """
 
     stream: int
     time: int
-    text: str
+    by: str
+    action: str
     tensor: weakref.ref[Tensor] | None
     where: str
 

@@ -1,8 +1,8 @@
 """Which work comes before which, by vector clocks, and the rules that each access must keep.
 
-Every stream counts its actions, and keeps a clock: for each stream, the count up to which its work is known to
-be done before what the stream does next. What the host does is a stream too, number 0. Clocks are joined
-where the interfaces promise an order:
+Every stream counts its actions, and keeps a clock: for each stream, the count up to which its work is
+known to be done before what the stream does next. What the host does is a stream too, number 0. Clocks are
+joined where the interfaces promise an order:
 
     queue work on a stream           the stream's clock takes in the host's
     Backend.synchronize              the host's takes in the stream's
@@ -17,6 +17,7 @@ the two being a write.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -31,11 +32,10 @@ from ggmlb.interface.observe import Access, Action, Observer
 from ggmlb.sanitizer.ranges import Ranges, Stamp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
+    from collections.abc import Callable, Iterator
 
     from ggmlb.interface import Backend, Buffer, Event
+    from ggmlb.interface.data import Bytes
 
 Clock = dict[int, int]
 
@@ -52,7 +52,7 @@ class _Stream:
         self.name = name
         self.waits = waits
         self.clock: Clock = {number: 0}
-        self.in_flight: list[tuple[int, npt.NDArray[object], int, Stamp]] = []
+        self.in_flight: list[tuple[Stamp, Bytes, int]] = []
 
 
 class Sanitizer(Observer):
@@ -62,8 +62,8 @@ class Sanitizer(Observer):
     allocator, a user. Threads count as one host; what two of them do is taken to be in the order seen.
 
     Args:
-        unwritten: Report reads of bytes that nobody wrote too, in buffers allocated since the start. A program
-            may do so rightly, where it ignores what it has read (a cache filled in part, say).
+        unwritten: Report reads of bytes that nobody wrote too, in buffers allocated since the start. A
+            program may do so rightly, where it ignores what it has read (a cache filled in part, say).
     """
 
     def __init__(self, *, unwritten: bool = False) -> None:
@@ -71,7 +71,7 @@ class Sanitizer(Observer):
         self._lock = threading.RLock()
         self._host = _Stream(HOST, "the host", waits=True)
         self._streams: weakref.WeakKeyDictionary[Backend, _Stream] = weakref.WeakKeyDictionary()
-        self._by_number = {HOST: self._host}
+        self._numbers = itertools.count(HOST + 1)
         self._events: weakref.WeakKeyDictionary[Event, Clock] = weakref.WeakKeyDictionary()
         self._memory: weakref.WeakKeyDictionary[Buffer, Ranges] = weakref.WeakKeyDictionary()
         self._fresh: weakref.WeakSet[Buffer] = weakref.WeakSet()
@@ -136,13 +136,13 @@ class Sanitizer(Observer):
             return self._host
         stream = self._streams.get(backend)
         if stream is None:
-            number = len(self._by_number)
             name = backend.name
-            same = sum(s.name.split(" (")[0] == name for s in self._by_number.values())
-            stream = _Stream(
-                number, f"{name} (stream {same + 1})" if same else name, not backend.device.caps.async_
+            same = sum(b.name == name and not b.is_freed for b in self._streams)
+            stream = self._streams[backend] = _Stream(
+                next(self._numbers),
+                f"{name} (stream {same + 1})" if same else name,
+                waits=not backend.device.caps.async_,
             )
-            self._streams[backend] = self._by_number[number] = stream
         return stream
 
     def _clock_of(self, action: Action, stream: _Stream) -> Clock:
@@ -154,18 +154,17 @@ class Sanitizer(Observer):
         return clock
 
     def _record(self, action: Action, stream: _Stream) -> None:
-        where = _caller()
-        text = f"{stream.name}'s {action.name}" if action.stream is not None else f"the host's {action.name}"
+        number, where = stream.number, _caller()
         for buffer, start, stop, is_write, tensor in action.accesses():
             ranges = self._memory.get(buffer)
             if ranges is None:
                 ranges = self._memory[buffer] = Ranges()
             of = None if tensor is None else weakref.ref(tensor)
-            stamp = Stamp(stream.number, stream.clock[stream.number], text, of, where)
+            stamp = Stamp(number, stream.clock[number], stream.name, action.name, of, where)
             (ranges.write if is_write else ranges.read)(start, stop, stamp)
         if action.data is not None and action.name.startswith("set") and not stream.waits:
-            stamp = Stamp(stream.number, stream.clock[stream.number], text, None, where)
-            stream.in_flight.append((stamp.time, action.data, zlib.crc32(action.data), stamp))
+            stamp = Stamp(number, stream.clock[number], stream.name, action.name, None, where)
+            stream.in_flight.append((stamp, action.data, zlib.crc32(action.data.data)))
 
     # -- rules ---------------------------------------------------------------------------------
 
@@ -173,8 +172,8 @@ class Sanitizer(Observer):
         buffer, start, stop, is_write, _ = access
         if buffer.is_freed:
             raise SanitizerError(
-                f"{_told(action, stream, access)}, in a {buffer.name} buffer that was freed; keep the buffer "
-                "until the work that uses it was waited for",
+                f"{_told(action, stream, access)}, which was freed; keep the buffer until the work "
+                "that uses it was waited for",
                 kind="freed",
             )
         ranges = self._memory.get(buffer)
@@ -185,36 +184,30 @@ class Sanitizer(Observer):
         for cell in ranges.cells(start, stop):
             last = cell.write
             if last is not None and clock.get(last.stream, 0) < last.time:
-                self._fail_race(access, stream, action, last, "writes")
+                self._fail_race(access, stream, action, last, "write")
             if is_write:
                 for last in cell.reads.values():
                     if clock.get(last.stream, 0) < last.time:
-                        self._fail_race(access, stream, action, last, "reads")
+                        self._fail_race(access, stream, action, last, "read")
             elif last is None and self._unwritten and buffer in self._fresh:
                 self._fail_unwritten(access, stream, action)
 
     def _fail_race(self, access: Access, stream: _Stream, action: Action, last: Stamp, did: str) -> NoReturn:
-        first = self._by_number[last.stream]
         tensor = None if last.tensor is None else last.tensor()
-        what = "bytes of a tensor that is gone" if tensor is None else tensor.describe()
-        if stream.number == HOST:
-            cure = f"synchronize {first.name} (or the scheduler) between the two"
-        else:
-            cure = (
-                f"record an event on {first.name} after the first and let {stream.name} wait for it, or "
-                f"synchronize {first.name} between the two"
-            )
+        what = "a tensor that is gone" if tensor is None else tensor.describe()
+        cure = f"synchronize {last.by} between them"
+        if stream.number != HOST:
+            cure += f", or record an event on {last.by} after the first and let {stream.name} wait for it"
         raise SanitizerError(
-            f"{_told(action, stream, access)}, bytes {access.start} to {access.stop} of a {access.buffer.name} "
-            f"buffer, but {last.text} (queued at {last.where}), which {did} {what} there, may not be done yet: "
-            f"nothing orders them; {cure}",
+            f"{_told(action, stream, access)}, while {last.by}'s {last.action}, queued at {last.where}, may "
+            f"still {did} {what}; nothing orders the two; {cure}",
             kind="race",
         )
 
     def _fail_unwritten(self, access: Access, stream: _Stream, action: Action) -> NoReturn:
         raise SanitizerError(
-            f"{_told(action, stream, access)}, bytes {access.start} to {access.stop} of a {access.buffer.name} "
-            "buffer, of which some were never written; set the tensor, or clear the buffer, first",
+            f"{_told(action, stream, access)}, of which some were never written; set the tensor, or clear "
+            "the buffer, first",
             kind="unwritten",
         )
 
@@ -224,21 +217,21 @@ class Sanitizer(Observer):
         if not event.is_recorded:
             waiter = self._stream(action.stream).name
             raise SanitizerError(
-                f"{waiter} waits at {_caller()} for an event of {event.device.name} that was never recorded, and so "
-                "waits for nothing; record it on the stream whose work is waited for",
+                f"{waiter} waits at {_caller()} for an event of {event.device.name} that was never recorded, "
+                "and so waits for nothing; record it on the stream whose work is waited for",
                 kind="unrecorded",
             )
 
     def _check_in_flight(self) -> None:
         """See that the host memory of transfers that are now done is as it was when they were queued."""
-        for stream in self._by_number.values():
+        for stream in self._streams.values():
             done = self._host.clock.get(stream.number, 0)
-            while stream.in_flight and stream.in_flight[0][0] <= done:
-                _, data, before, stamp = stream.in_flight.pop(0)
-                if zlib.crc32(data) != before:
+            while stream.in_flight and stream.in_flight[0][0].time <= done:
+                stamp, data, before = stream.in_flight.pop(0)
+                if zlib.crc32(data.data) != before:
                     raise SanitizerError(
-                        f"the data given to {stamp.text} at {stamp.where} was changed before the transfer was waited "
-                        f"for; synchronize {stream.name} first, or give a copy",
+                        f"the data given to {stamp.by}'s {stamp.action} at {stamp.where} was changed before "
+                        f"the transfer was waited for; synchronize {stream.name} first, or give a copy",
                         kind="changed",
                     )
 
@@ -258,6 +251,13 @@ def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
         sanitizer.stop()
 
 
+def start_sanitizer(owner: object) -> Callable[[], object]:
+    """Start a sanitizer; it stops when the function returned is called, or with the owner's end."""
+    sanitizer = Sanitizer()
+    sanitizer.start()
+    return weakref.finalize(owner, sanitizer.stop)
+
+
 def _join(clock: Clock, other: Clock) -> None:
     for number, time in other.items():
         if clock.get(number, -1) < time:
@@ -266,9 +266,9 @@ def _join(clock: Clock, other: Clock) -> None:
 
 def _told(action: Action, stream: _Stream, access: Access) -> str:
     did = "frees" if action.name == "free" else "writes" if access.is_write else "reads"
-    what = "a buffer" if access.tensor is None else access.tensor.describe()
-    by = "the host" if action.stream is None else stream.name
-    return f"{by}'s {action.name} (at {_caller()}) {did} {what}"
+    what = "" if access.tensor is None else f"{access.tensor.describe()}, "
+    place = f"bytes {access.start} to {access.stop} of a {access.buffer.name} buffer"
+    return f"{stream.name}'s {action.name} at {_caller()} {did} {what}{place}"
 
 
 def _caller() -> str:

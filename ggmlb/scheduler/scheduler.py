@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ggmlb.alloc import GraphAllocator
 from ggmlb.enums import BufferUsage, Status
 from ggmlb.errors import ArgumentError, FreedError, GraphError
+from ggmlb.sanitizer import start_sanitizer
 from ggmlb.scheduler.assign import Assignment
 from ggmlb.scheduler.execute import EvalCallback, compute_splits
 from ggmlb.scheduler.report import Placement, placements, render
@@ -43,6 +44,8 @@ class Scheduler:
         n_copies: Number of copies of the inputs when `parallel`.
         strict: An op that must leave the device asked for, by `set_tensor_backend` or by where its
             weights lie, is an error instead of a warning.
+        sanitize: While the scheduler lives, raise a `SanitizerError` on any read or write that nothing
+            orders (`ggmlb.sanitize`).
 
     Raises:
         ArgumentError: No backends, a memory its backend cannot use, or `parallel`.
@@ -60,6 +63,7 @@ class Scheduler:
         *,
         n_copies: int = 4,
         strict: bool = False,
+        sanitize: bool = False,
     ) -> None:
         if not backends:
             raise ArgumentError("a Scheduler needs at least one backend")
@@ -87,6 +91,7 @@ class Scheduler:
         self._placed: list[Tensor] = []
         self._checked_at = -1
         self.is_freed = False
+        self._stop_sanitizer = start_sanitizer(self) if sanitize else None
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -317,6 +322,8 @@ class Scheduler:
         self._forget()
         self.is_freed = True
         self._allocator.free()
+        if self._stop_sanitizer is not None:
+            self._stop_sanitizer()
 
     # -- inner ---------------------------------------------------------------------------------
 
