@@ -19,15 +19,9 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
-<<<<<<< HEAD
     "errors", "env", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context", "graph", "fusion",
-    "interface", "registry", "arrays", "alloc", "compare", "scheduler", "evaluate", "kernels", "backends", "",
-    "models", "testing", "cli", "__main__",
-=======
-    "errors", "env", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context", "graph",
-    "interface", "registry", "arrays", "alloc", "compare", "sanitizer", "scheduler", "evaluate", "kernels",
-    "backends", "", "models", "testing", "cli", "__main__",
->>>>>>> 03bcef2 (Sanitize while a scheduler lives, or a whole process; plant the races it must find)
+    "interface", "registry", "arrays", "alloc", "compare", "sanitizer", "trace", "scheduler", "evaluate",
+    "kernels", "backends", "", "models", "testing", "cli", "__main__",
 )  # fmt: skip
 """Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""
 
