@@ -44,6 +44,7 @@ class GraphAllocator:
         bufts: The kind of memory, or several; the same kind twice is one memory.
         keep_inputs: Never overwrite inputs, so that a graph can be computed again without setting them
             again; ggml does overwrite them.
+        separate: Give each of `bufts` a memory of its own, the same kind twice or not.
 
     Attributes:
         bufts: The buffer types, by index.
@@ -54,11 +55,17 @@ class GraphAllocator:
         ArgumentError: No buffer type was given.
     """
 
-    def __init__(self, bufts: BufferType | Sequence[BufferType], *, keep_inputs: bool = False) -> None:
+    def __init__(
+        self,
+        bufts: BufferType | Sequence[BufferType],
+        *,
+        keep_inputs: bool = False,
+        separate: bool = False,
+    ) -> None:
         self.bufts = (bufts,) if isinstance(bufts, BufferType) else tuple(bufts)
         if not self.bufts:
             raise ArgumentError("a GraphAllocator needs at least one buffer type")
-        self._memories = Memories(self.bufts)
+        self._memories = Memories(self.bufts, separate)
         self._plans: deque[Plan] = deque(maxlen=MAX_PLANS)
         self._keep_inputs = keep_inputs
         self.n_plans = 0
@@ -263,6 +270,13 @@ class GraphAllocator:
                 raise self._memories.bufts[m].out_of_memory(
                     size, f"{tensors[i].describe()} alone exceeds a buffer's {limits[m]:,} bytes"
                 )
+
+    def keeps_places(self) -> bool:
+        """Whether graphs placed in this memory, one after another, may take turns without being placed again.
+
+        They may not where a buffer prepares the tensors that are placed in it.
+        """
+        return not self._memories.has_hooks()
 
     def free(self) -> None:
         """Free the memory (ggml_gallocr_free).

@@ -22,6 +22,10 @@ BufferIds = tuple[list[int], list[int]]
 class Memories:
     """The distinct ones among some buffer types, each with its buffers (`struct vbuffer`).
 
+    Args:
+        bufts: The buffer types.
+        separate: Count each of them as distinct.
+
     Attributes:
         bufts: The distinct buffer types.
         limits: Largest buffer of each [bytes].
@@ -30,11 +34,11 @@ class Memories:
 
     __slots__ = ("_alignments", "_index", "_plain", "bufts", "chunks", "limits")
 
-    def __init__(self, bufts: Sequence[BufferType]) -> None:
-        self.bufts = list(dict.fromkeys(bufts))
+    def __init__(self, bufts: Sequence[BufferType], separate: bool = False) -> None:
+        self.bufts = list(bufts) if separate else list(dict.fromkeys(bufts))
         self.limits = [buft.max_size for buft in self.bufts]
         self.chunks: list[list[Buffer]] = [[] for _ in self.bufts]
-        self._index = {i: self.bufts.index(buft) for i, buft in enumerate(bufts)}
+        self._index = {i: i if separate else self.bufts.index(buft) for i, buft in enumerate(bufts)}
         self._alignments = [buft.alignment for buft in self.bufts]
         self._plain = all(type(buft).alloc_size is BufferType.alloc_size for buft in self.bufts)
 
@@ -115,6 +119,10 @@ class Memories:
                 if not buffer.is_freed:
                     buffer.free()
             chunks.clear()
+
+    def has_hooks(self) -> bool:
+        """Whether a buffer wants to prepare the tensors that are placed in it."""
+        return any(type(b)._init_tensor is not Buffer._init_tensor for b in self.in_use())
 
     def in_use(self) -> set[Buffer]:
         """The buffers that there are."""

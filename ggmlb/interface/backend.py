@@ -209,6 +209,24 @@ class Backend(ABC):
             action.done = self._cpy_tensor_async(backend_src, src, dst)
         return action.done
 
+    def copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
+        """Queue a copy in the order of this backend's work alone, whatever others do with the tensors.
+
+        For a caller who orders it against the work of others by events: a scheduler lets a device send a
+        result to a copy that the other has done with, while that one still computes.
+
+        Returns:
+            Whether it was queued; if not, use `tensor_copy_async`.
+
+        Source: the copy that ggml's backends queue on the source's stream in cpy_tensor_async.
+        """
+        self._check_alive("copy_on_stream")
+        if not observers:
+            return self._copy_on_stream(src, dst)
+        with Action("copy_on_stream", self, [reading(src), writing(dst)]) as action:
+            action.done = self._copy_on_stream(src, dst)
+        return action.done
+
     def synchronize(self) -> None:
         """Block until all queued work is done (ggml_backend_synchronize).
 
@@ -404,6 +422,9 @@ class Backend(ABC):
         tensor.buffer._get_tensor(tensor, out, offset)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        return False
+
+    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
         return False
 
     def _synchronize(self) -> None:  # noqa: B027 (an optional hook)

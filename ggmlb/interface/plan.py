@@ -47,13 +47,16 @@ class GraphPlan:
 
 
 def binding(nodes: tuple[Tensor, ...]) -> list[Any]:
-    """Return all that a plan binds and that may change: places, operands and parameters."""
+    """Return all that a plan binds and that may change: places, operands and parameters.
+
+    The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
+    """
     facts: list[Any] = []
     for node in nodes:
-        facts += (id(node.buffer), node.offset, node.src, dict(node.params))
+        facts += (node.buffer, node.offset, node.src, dict(node.params))
         for s in node.src:
             if s is not None:
                 if s.buffer is not None and s.buffer.is_freed:
                     raise FreedError(f"{s.describe()}, a source of {node.describe()}, lies in a freed buffer")
-                facts += (id(s.buffer), s.offset)
+                facts += (s.buffer, s.offset)
     return facts

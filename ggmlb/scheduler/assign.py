@@ -19,8 +19,8 @@ from ggmlb.errors import GraphError, UnsupportedOpError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ggmlb.graph import Graph
     from ggmlb.interface import Backend, Buffer, BufferType
+    from ggmlb.scheduler.signature import Signature
     from ggmlb.tensor import Tensor
 
 
@@ -50,6 +50,8 @@ class Assignment:
     Attributes:
         ids: Backend index by tensor; 0 is the highest priority.
         causes: Why, by tensor.
+        separate: Whether streams of one device compute in memory of their own each, so that one need not
+            wait for another.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class Assignment:
         *,
         op_offload: bool,
         strict: bool,
+        separate: bool = False,
     ) -> None:
         self.backends = backends
         self.bufts = bufts
+        self.separate = separate
         self.ids: dict[Tensor, int] = {}
         self.causes: dict[Tensor, Cause] = {}
         self._user = dict(user)
@@ -74,18 +78,20 @@ class Assignment:
         self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
         self._holders: dict[int, tuple[int, ...]] = {}
 
-    def run(self, graph: Graph) -> None:
-        """Assign every tensor of the graph.
+    def run(self, signature: Signature) -> None:
+        """Assign every tensor of a graph.
 
         Raises:
             UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
         """
-        work = [n for n in graph.nodes if n.op not in NO_OPS]
-        self._from_places(graph)
+        listed = signature.tensors[: signature.n_leafs + signature.n_nodes]
+        nodes = listed[signature.n_leafs :]
+        work = [n for n in nodes if n.op not in NO_OPS]
+        self._from_places(listed)
         self._expand(work)
         self._upgrade_or_best(work)
         self._keep_writers_home(work)
-        self._rest(graph.nodes)
+        self._rest(nodes)
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -121,13 +127,21 @@ class Assignment:
         owner = self.ids.get(tensor)
         if owner is None:
             owner = self.ids.get(root)
-        return owner is not None and self.supports_buft(b, self.bufts[owner])
+        if owner is None or (self.separate and owner != b and self.bufts[owner] is self.bufts[b]):
+            return False
+        return self.supports_buft(b, self.bufts[owner])
+
+    def shares(self, a: int, b: int) -> bool:
+        """Whether one of two backends computes in memory that the other can use."""
+        if self.separate and self.bufts[a] is self.bufts[b]:
+            return False
+        return self.supports_buft(a, self.bufts[b]) or self.supports_buft(b, self.bufts[a])
 
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
-    def _from_places(self, graph: Graph) -> None:
+    def _from_places(self, tensors: list[Tensor]) -> None:
         user = self._user
-        for tensor in (*graph.leafs, *graph.nodes):
+        for tensor in tensors:
             if user and tensor in user and self._honour(tensor, user[tensor]):
                 self._set(tensor, user[tensor], Cause.USER)
             elif (tensor.view_src or tensor).buffer is not None:
@@ -226,7 +240,7 @@ class Assignment:
     def _upgrade_or_best(self, work: list[Tensor]) -> None:
         n = len(self.backends)
         bufts = self.bufts
-        above = [[b for b in range(i) if bufts[b] is bufts[i]] for i in range(n)]
+        above = [[b for b in range(i) if bufts[b] is bufts[i] and not self.separate] for i in range(n)]
         ids = self.ids
         if not any(above):
             work = [node for node in work if node not in ids]

@@ -1,20 +1,33 @@
 """Computing the splits: copies in, then the plan, in an order that no copy can race.
 
-The order rests on three rules. Work on one backend runs in the order it was queued. A copy runs after
-what was queued before it on both sides, and before what is queued later (`tensor_copy_async`). A backend
-that shares memory with others waits for what they were given before.
+Work on one backend runs in the order in which it was queued. What a split reads from elsewhere comes to it
+
+- from host memory: as bytes that nobody changes any more (a weight, or a snapshot), queued on the device
+  that reads them, so that nobody waits;
+- from a device, with several copies: queued on the source, which waits (on the device, not here) until the
+  reader has done with what it read from the same copy; the reader waits for the copy;
+- else by `tensor_copy_async`, which is ordered after what was queued before on both sides, and before what
+  is queued later.
+
+A backend that works in another's memory waits for what that one was given before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Status, TensorFlag
-from ggmlb.interface import Backend, tensor_copy, tensor_copy_async
+from ggmlb.interface import Backend, tensor_copy_async
+from ggmlb.scheduler.experts import ExpertCopies
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.graph import Graph
+    from ggmlb.interface import Event
+    from ggmlb.scheduler.program import Program
     from ggmlb.scheduler.split import Split, SplitInput
 
 EvalCallback = Callable[[Tensor, bool], bool]
@@ -22,47 +35,144 @@ EvalCallback = Callable[[Tensor, bool], bool]
 there, and `False` stops the computation (ggml_backend_sched_eval_callback)."""
 
 
-def compute_splits(splits: Sequence[Split], callback: EvalCallback | None) -> Status:
-    """Queue all splits; what they need to be right is ordered, nothing more is waited for.
+class Executor:
+    """Queues programs on a scheduler's backends.
 
-    Returns:
-        `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
+    Attributes:
+        n_copies: How many copies there are of what devices send each other.
+        copy: Which of them the next computation uses.
     """
-    for split in splits:
-        backend = split.backend
-        for other in split.after:
-            other.synchronize()
+
+    def __init__(self, backends: Sequence[Backend], n_copies: int) -> None:
+        self._backends = backends
+        self.n_copies = n_copies
+        self.copy = 0
+        self._is_async = [b.device.caps.async_ for b in backends]
+        # Where a backend's queue stands: for others to wait for, and (by copy) when it has read the copies.
+        self._marks: list[Event | None] = [
+            b.device.event_new() if b.device.caps.events else None for b in backends
+        ]
+        self._has_read: list[list[Event | None]] = [
+            [b.device.event_new() if b.device.caps.events and n_copies > 1 else None for _ in range(n_copies)]
+            for b in backends
+        ]
+        self._index = {id(b): i for i, b in enumerate(backends)}
+
+    def compute(self, program: Program, callback: EvalCallback | None) -> Status:
+        """Queue all splits; what they need to be right is ordered, nothing more is waited for.
+
+        Returns:
+            `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
+        """
+        c = self.copy
+        experts = ExpertCopies(program.splits, c)
+        waits: dict[int, None] = {}
+        last_sent: dict[int, None] = {}
+        for index, split in enumerate(program.splits):
+            b = split.backend_id
+            for other in split.after:
+                self._order(other, b)
+            if split.inputs:
+                self._copy_in(split, c, experts, waits, last_sent)
+            if callback is None:
+                status = split.backend.graph_plan_compute(program.plan(index, c))
+            else:
+                status = _compute_watched(split, program.variant(c)[index], callback)
+            if status is not Status.SUCCESS:
+                return status
+            if split.reads_user_input and self._is_async[b]:
+                waits[b] = None
+        for b in last_sent:
+            event = self._has_read[b][c]
+            if event is not None:
+                self._backends[b].event_record(event)
+        for b in waits:  # the user may overwrite what these still read
+            self._backends[b].synchronize()
+        self.copy = (c + 1) % self.n_copies
+        return Status.SUCCESS
+
+    def synchronize(self) -> None:
+        """Wait for all backends; the first copies are used next, so that one at a time needs no others."""
+        for backend in self._backends:
+            backend.synchronize()
+        self.copy = 0
+
+    def free(self) -> None:
+        """Release the events."""
+        for event in (*self._marks, *(e for events in self._has_read for e in events)):
+            if event is not None and not event.is_freed:
+                event.free()
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def _copy_in(
+        self,
+        split: Split,
+        c: int,
+        experts: ExpertCopies,
+        waits: dict[int, None],
+        last_sent: dict[int, None],
+    ) -> None:
+        b, backend = split.backend_id, split.backend
+        senders: dict[int, None] = {}
         for item in split.inputs:
-            _copy_in(item, backend)
-        if callback is None:
-            plan = split.plan
-            if plan is None:
-                plan = split.plan = backend.graph_plan_create(split.graph)
-            status = backend.graph_plan_compute(plan)
+            owner = self._index[id(item.backend)]
+            buffer = item.src.buffer
+            assert buffer is not None
+            if item.experts is not None and experts.copy(item, split):
+                continue
+            if buffer.is_host and self._is_async[b]:
+                self._upload(item, split, owner)
+            elif len(item.copies) > 1:
+                if self._send(item, b, owner, c, is_first=owner not in senders):
+                    senders[owner] = None
+                    last_sent[b] = None
+                else:
+                    tensor_copy_async(item.backend, backend, item.src, item.copies[c])
+            else:
+                tensor_copy_async(item.backend, backend, item.src, item.copy)
+                if item.tensor.flags & TensorFlag.INPUT:
+                    waits[b] = None
+        for owner in senders:
+            self._order(owner, b)
+
+    def _upload(self, item: SplitInput, split: Split, owner: int) -> None:
+        """Queue a copy out of host memory, of bytes that stay as they are."""
+        src, buffer = item.src, item.src.buffer
+        assert buffer is not None
+        if self._is_async[owner]:  # it may compute what is read here
+            item.backend.synchronize()
+        data = buffer.base[src.offset : src.offset + src.nbytes]
+        if not item.is_constant:
+            data = data.copy()
+        split.backend.set_tensor_async(item.copy, data)
+
+    def _send(self, item: SplitInput, b: int, owner: int, c: int, is_first: bool) -> bool:
+        """Queue a copy on the device that has the tensor, after the reader's last use of the copy."""
+        has_read = self._has_read[b][c]
+        if has_read is None or self._marks[owner] is None:
+            return False
+        if is_first and has_read.is_recorded:
+            item.backend.event_wait(has_read)
+        return item.backend.copy_on_stream(item.src, item.copies[c])
+
+    def _order(self, first: int, then: int) -> None:
+        """Let later work of one backend wait for the earlier work of another."""
+        mark = self._marks[first]
+        if mark is not None and self._marks[then] is not None:
+            self._backends[first].event_record(mark)
+            self._backends[then].event_wait(mark)
         else:
-            status = _compute_watched(split, callback)
-        if status is not Status.SUCCESS:
-            return status
-    return Status.SUCCESS
+            self._backends[first].synchronize()
 
 
-def _copy_in(item: SplitInput, backend: Backend) -> None:
-    if item.tensor.flags & TensorFlag.INPUT:
-        # The user may overwrite an input as soon as the call returns, so it is copied now: after the
-        # work that still reads the copy's memory, and after whatever computes the input.
-        backend.synchronize()
-        item.backend.synchronize()
-        tensor_copy(item.src, item.copy)
-    else:
-        tensor_copy_async(item.backend, backend, item.src, item.copy)
-
-
-def _compute_watched(split: Split, callback: EvalCallback) -> Status:
+def _compute_watched(split: Split, graph: Graph, callback: EvalCallback) -> Status:
     """Compute up to each node that the callback wants, and show it."""
-    backend, graph = split.backend, split.graph
+    backend = split.backend
+    originals = split.originals
     done = 0
-    for i, node in enumerate(graph.nodes, 1):
-        shown = split.originals.get(node, node)
+    for i, (image, node) in enumerate(zip(split.graph.nodes, graph.nodes, strict=True), 1):
+        shown = originals.get(image, node)
         if not callback(shown, True):
             continue
         # The node is the part's last: no fused kernel leaves it out, nor what later parts read.

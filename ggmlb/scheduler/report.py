@@ -10,8 +10,9 @@ from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
     from ggmlb.graph import Graph
-    from ggmlb.scheduler.assign import Assignment, Cause
-    from ggmlb.scheduler.split import Split, SplitGraph
+    from ggmlb.scheduler.assign import Cause
+    from ggmlb.scheduler.program import Program
+    from ggmlb.scheduler.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class Placement:
     copies: tuple[str, ...] = ()
 
 
-def placements(graph: Graph, assignment: Assignment, split_graph: SplitGraph) -> list[Placement]:
+def placements(graph: Graph, program: Program) -> list[Placement]:
     """Return one record per node that computes something, in order."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     records = []
-    for i_split, split in enumerate(split_graph.splits):
+    for i_split, split in enumerate(program.splits):
         copied = {item.tensor for item in split.inputs}
         for node in split.nodes:
             if node.op in NO_OPS:
@@ -52,27 +53,27 @@ def placements(graph: Graph, assignment: Assignment, split_graph: SplitGraph) ->
                     op=node.op_desc(),
                     device=split.backend.name,
                     split=i_split,
-                    cause=assignment.causes[node],
-                    rejected=assignment.reasons(node),
+                    cause=program.cause(node),
+                    rejected=program.reasons(node),
                     copies=tuple(s.name or s.op_desc() for s in node.src if s is not None and s in copied),
                 )
             )
     return records
 
 
-def render(graph: Graph, assignment: Assignment, split_graph: SplitGraph) -> str:
+def render(graph: Graph, program: Program) -> str:
     """Return the splits as text: inputs with their sizes, nodes with the causes of their places.
 
     Runs of nodes of the same cause share a line.
     """
-    n_copied = sum(item.nbytes for s in split_graph.splits for item in s.inputs)
-    n_inputs = sum(len(s.inputs) for s in split_graph.splits)
+    n_copied = sum(item.nbytes for s in program.splits for item in s.inputs)
+    n_inputs = sum(len(s.inputs) for s in program.splits)
     n_work = sum(n.op not in NO_OPS for n in graph.nodes)
     lines = [
-        f"{n_work} nodes in {_count(len(split_graph.splits), 'split')}, "
+        f"{n_work} nodes in {_count(len(program.splits), 'split')}, "
         f"{_count(n_inputs, 'copy', 'copies')} between devices ({readable_size(n_copied)})"
     ]
-    for i, split in enumerate(split_graph.splits):
+    for i, split in enumerate(program.splits):
         work = [n for n in split.nodes if n.op not in NO_OPS]
         lines.append(f"split {i} on {split.backend.name}: {_count(len(work), 'node')}")
         lines += [
@@ -80,19 +81,19 @@ def render(graph: Graph, assignment: Assignment, split_graph: SplitGraph) -> str
             f"({readable_size(item.nbytes)})"
             for item in split.inputs
         ]
-        lines += _runs(split, assignment)
+        lines += _runs(split, program)
     return "\n".join(lines)
 
 
-def _runs(split: Split, assignment: Assignment) -> list[str]:
+def _runs(split: Split, program: Program) -> list[str]:
     lines: list[str] = []
     run: list[str] = []
     reason = ""
     for node in [*(n for n in split.nodes if n.op not in NO_OPS), None]:
         why = ""
         if node is not None:
-            rejected = assignment.reasons(node)
-            why = str(assignment.causes[node]) + "".join(f"; {d} declines: {r}" for d, r in rejected.items())
+            rejected = program.reasons(node)
+            why = str(program.cause(node)) + "".join(f"; {d} declines: {r}" for d, r in rejected.items())
         if run and why != reason:
             lines.append(f"  {_brief(run)} - {reason}")
             run = []

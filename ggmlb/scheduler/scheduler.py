@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
-from ggmlb.enums import BufferUsage, Status
-from ggmlb.errors import ArgumentError, FreedError, GraphError
+from ggmlb.errors import ArgumentError, FreedError
 from ggmlb.sanitizer import start_sanitizer
 from ggmlb.scheduler.assign import Assignment
-from ggmlb.scheduler.execute import EvalCallback, compute_splits
+from ggmlb.scheduler.execute import EvalCallback, Executor
+from ggmlb.scheduler.program import Program
 from ggmlb.scheduler.report import Placement, placements, render
-from ggmlb.scheduler.split import Split, SplitGraph
+from ggmlb.scheduler.signature import Signature
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
@@ -21,14 +22,21 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from ggmlb.enums import Status
     from ggmlb.graph import Graph
-    from ggmlb.interface import Backend, Buffer, BufferType
+    from ggmlb.interface import Backend, BufferType
+    from ggmlb.scheduler.split import Split
 
-_Place = tuple[Tensor, "Buffer | None", int, "tuple[Tensor | None, ...]"]
+MAX_PROGRAMS = 8
+"""Topologies that are kept: a program rarely alternates between more."""
 
 
 class Scheduler:
     """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
+
+    A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
+    a new graph of the same topology (`Signature`): same ops, shapes, parameters and weights, as each step
+    of a decoding program builds one. The last `MAX_PROGRAMS` topologies are kept, with their weights.
 
     A context manager: leaving it frees its memory. One thread at a time may use it; different
     schedulers may be used in different threads.
@@ -38,17 +46,19 @@ class Scheduler:
             runs, and holds the graph's inputs.
         bufts: The memory each computes in; each backend's default by default.
         graph_size: The number of nodes expected; kept for ggml's signature, graphs may be larger.
-        parallel: Pipelining over several copies of the inputs; not available yet.
+        parallel: Pipelining: what a device sends to another goes into one of `n_copies` copies in turn, so
+            that it can go on with the next computation while the other still reads. Streams of one device
+            get memory of their own each. Use `graph_compute_async`, and `get_tensor_async` for results.
         op_offload: Let a backend take an op whose weights lie in host memory, where its device says
             that copying them pays (`Device.offload_op`).
-        n_copies: Number of copies of the inputs when `parallel`.
+        n_copies: Number of copies when `parallel`, 1 or more.
         strict: An op that must leave the device asked for, by `set_tensor_backend` or by where its
             weights lie, is an error instead of a warning.
         sanitize: While the scheduler lives, raise a `SanitizerError` on any read or write that nothing
             orders (`ggmlb.sanitize`).
 
     Raises:
-        ArgumentError: No backends, a memory its backend cannot use, or `parallel`.
+        ArgumentError: No backends, a memory its backend cannot use, or no copies.
 
     Source: ggml_backend_sched_new.
     """
@@ -67,8 +77,8 @@ class Scheduler:
     ) -> None:
         if not backends:
             raise ArgumentError("a Scheduler needs at least one backend")
-        if parallel:
-            raise ArgumentError("parallel=True is not available yet; leave it out")
+        if n_copies < 1:
+            raise ArgumentError(f"n_copies is {n_copies}; give 1 or more")
         if bufts is not None and len(bufts) != len(backends):
             raise ArgumentError(f"{len(backends)} backends, but {len(bufts)} buffer types; give one for each")
         self._backends = tuple(backends)
@@ -82,13 +92,15 @@ class Scheduler:
         self._strict = strict
         self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
         self._callback: EvalCallback | None = None
-        self._allocator = GraphAllocator(self._bufts, keep_inputs=True)
+        self._n_copies = n_copies if parallel else 1
+        self._separate = self._n_copies > 1
+        self._allocator = GraphAllocator(self._bufts, keep_inputs=True, separate=self._separate)
+        self._executor = Executor(self._backends, self._n_copies)
+        self._programs: deque[Program] = deque(maxlen=MAX_PROGRAMS)
+        self._program: Program | None = None
         self._graph: Graph | None = None
         self._n_nodes = 0
-        self._assignment: Assignment | None = None
-        self._split: SplitGraph | None = None
-        self._places: list[_Place] = []
-        self._placed: list[Tensor] = []
+        self._placed: Program | None = None
         self._checked_at = -1
         self.is_freed = False
         self._stop_sanitizer = start_sanitizer(self) if sanitize else None
@@ -111,25 +123,28 @@ class Scheduler:
 
     @property
     def n_copies(self) -> int:
-        """Number of copies of the inputs; 1 without `parallel` (ggml_backend_sched_get_n_copies)."""
-        return 1
+        """Number of copies of what devices send each other; 1 without `parallel`.
+
+        Source: ggml_backend_sched_get_n_copies.
+        """
+        return self._n_copies
 
     @property
     def splits(self) -> tuple[Split, ...]:
         """The splits of the last graph, in order of execution."""
-        return tuple(self._split.splits) if self._split else ()
+        return tuple(self._program.splits) if self._program else ()
 
     @property
     def n_splits(self) -> int:
         """Number of splits of the last graph (ggml_backend_sched_get_n_splits)."""
-        return len(self._split.splits) if self._split else 0
+        return len(self._program.splits) if self._program else 0
 
     @property
     def placement(self) -> list[Placement]:
         """For each node of the last graph: its device, the cause, what others said, and its copies."""
-        if self._graph is None or self._assignment is None or self._split is None:
+        if self._graph is None or self._program is None:
             return []
-        return placements(self._graph, self._assignment, self._split)
+        return placements(self._graph, self._program)
 
     def buffer_type(self, backend: Backend) -> BufferType:
         """Return the memory that a backend computes in (ggml_backend_sched_get_buffer_type)."""
@@ -155,7 +170,6 @@ class Scheduler:
             self._user.pop(node, None)
         else:
             self._user[node] = self._index(backend)
-        self._checked_at = -1
         self._graph = None if self._graph is not None and node in self._graph else self._graph
 
     def get_tensor_backend(self, node: Tensor) -> Backend | None:
@@ -163,7 +177,7 @@ class Scheduler:
 
         Source: ggml_backend_sched_get_tensor_backend.
         """
-        found = self._assignment.ids.get(node) if self._assignment is not None else None
+        found = self._program.backend_id(node) if self._program is not None else None
         if found is None:
             found = self._user.get(node)
         return None if found is None else self._backends[found]
@@ -185,16 +199,40 @@ class Scheduler:
 
         Raises:
             UnsupportedOpError: No backend runs a node; the message holds what each one said.
+            FreedError: A tensor lies in a freed buffer.
         """
         self._check_alive("split_graph")
         self._forget()
-        _release(graph)
-        self._assignment = Assignment(
-            self._backends, self._bufts, self._user, op_offload=self._op_offload, strict=self._strict
+        signature = Signature(graph, self._user)
+        program = self._find(signature)
+        if program is None:
+            program = self._make(signature)
+        self._program, self._graph, self._n_nodes = program, graph, len(graph.nodes)
+
+    def _find(self, signature: Signature) -> Program | None:
+        """Return the program of an earlier graph that this one equals, bound to it."""
+        for program in self._programs:
+            if program.signature.matches(signature):
+                program.bind(signature)
+                if program is not self._programs[0]:
+                    self._programs.remove(program)
+                    self._programs.appendleft(program)
+                return program
+        return None
+
+    def _make(self, signature: Signature) -> Program:
+        assignment = Assignment(
+            self._backends,
+            self._bufts,
+            self._user,
+            op_offload=self._op_offload,
+            strict=self._strict,
+            separate=self._separate,
         )
-        self._assignment.run(graph)
-        self._split = SplitGraph(graph, self._assignment)
-        self._graph = graph
+        assignment.run(signature)
+        program = Program(signature, assignment, self._n_copies)
+        self._programs.appendleft(program)
+        return program
 
     def reserve(self, measure_graph: Graph) -> None:
         """Allocate the memory that a graph will need, so that `alloc_graph` need not.
@@ -207,9 +245,14 @@ class Scheduler:
         """
         self.synchronize()
         self.split_graph(measure_graph)
-        split = self._need_split()
-        self._allocator.reserve_n(split.graph, split.node_ids, split.leaf_ids)
-        self.reset()
+        program = self._need_program()
+        try:
+            self._allocator.reserve_n(program.graph, program.node_ids, program.leaf_ids)
+        except BaseException:
+            self._programs.clear()
+            raise
+        finally:
+            self.reset()
 
     def reserve_size(self, measure_graph: Graph) -> list[int]:
         """Return the bytes that a graph will need on each backend, allocating nothing.
@@ -220,38 +263,41 @@ class Scheduler:
         Source: ggml_backend_sched_reserve_size.
         """
         self.split_graph(measure_graph)
-        split = self._need_split()
-        sizes = self._allocator.reserve_n_size(split.graph, split.node_ids, split.leaf_ids)
-        self.reset()
+        program = self._need_program()
+        try:
+            sizes = self._allocator.reserve_n_size(program.graph, program.node_ids, program.leaf_ids)
+        finally:
+            self.reset()
         return list(sizes)
 
     def alloc_graph(self, graph: Graph) -> None:
         """Split a graph and place its tensors, so that inputs can be set and it can be computed.
 
-        Tensors of the graph allocated before lose their place, and their data.
+        Tensors of the graph allocated before lose their place, and their data; read results before, or
+        queue the reading with `Backend.get_tensor_async`. If the graph has the topology of the one before,
+        nothing is waited for.
 
         Raises:
             AllocationError: A device lacks room; nothing is placed, and the scheduler can be used on.
             UnsupportedOpError: No backend runs a node.
+            FreedError: A tensor lies in a freed buffer.
 
         Source: ggml_backend_sched_alloc_graph.
         """
-        self.synchronize()  # queued work may still use the memory that is given out anew
+        before = self._programs[0] if self._programs else None
         self.split_graph(graph)
-        split = self._need_split()
+        program = self._need_program()
+        if program is not before or program.stamp != self._allocator.n_reallocs:
+            self.synchronize()  # queued work may still use the memory that is given out anew
         try:
-            self._allocator.alloc_graph_n(split.graph, split.node_ids, split.leaf_ids)
+            program.allocate(self._allocator)
         except BaseException:
-            _release(graph)
             self._forget()
+            self._programs.clear()
             raise
-        for node, clone in split.clones.items():
-            node.buffer = clone.buffer
-            node.offset = clone.offset
+        program.place()
         placement_clock.tick()
-        self._n_nodes = len(graph.nodes)
-        self._places = [(t, t.buffer, t.offset, t.src) for t in graph]
-        self._placed = [t for t in graph if t.buffer is not None and t.buffer.usage is BufferUsage.COMPUTE]
+        self._placed = program
         self._checked_at = placement_clock.now
 
     # -- computing -----------------------------------------------------------------------------
@@ -281,12 +327,13 @@ class Scheduler:
         Source: ggml_backend_sched_graph_compute_async.
         """
         self._check_alive("graph_compute")
-        if graph is not self._graph or not self._places or len(graph.nodes) != self._n_nodes:
+        if graph is not self._graph or self._placed is None or len(graph.nodes) != self._n_nodes:
             self.alloc_graph(graph)
-        elif self._checked_at != placement_clock.now:
-            self._revalidate()
-        assert self._split is not None
-        return compute_splits(self._split.splits, self._callback)
+        program = self._need_program()
+        if self._checked_at != placement_clock.now:
+            program.check()
+            self._checked_at = placement_clock.now
+        return self._executor.compute(program, self._callback)
 
     def synchronize(self) -> None:
         """Wait for the work queued on all backends (ggml_backend_sched_synchronize).
@@ -295,8 +342,7 @@ class Scheduler:
             BackendError: Queued work failed.
         """
         self._check_alive("synchronize")
-        for backend in self._backends:
-            backend.synchronize()
+        self._executor.synchronize()
 
     def reset(self) -> None:
         """Forget the graph, its assignment and its splits; wishes and reserved memory stay.
@@ -305,9 +351,7 @@ class Scheduler:
         """
         self._check_alive("reset")
         self._graph = None
-        self._assignment = None
-        self._split = None
-        self._places = []
+        self._program = None
 
     def free(self) -> None:
         """Finish queued work and free the memory; the backends stay (ggml_backend_sched_free).
@@ -320,41 +364,26 @@ class Scheduler:
             if not backend.is_freed:
                 backend.synchronize()
         self._forget()
+        self._programs.clear()
         self.is_freed = True
+        self._executor.free()
         self._allocator.free()
         if self._stop_sanitizer is not None:
             self._stop_sanitizer()
 
     # -- inner ---------------------------------------------------------------------------------
 
-    def _revalidate(self) -> None:
-        """Check, after something moved somewhere, that it was nothing of ours; rebind parameters."""
-        now = placement_clock.now
-        for tensor, buffer, offset, src in self._places:
-            if tensor.buffer is not buffer or tensor.offset != offset or tensor.src is not src:
-                raise GraphError(
-                    f"{tensor.describe()} was moved or changed since this scheduler allocated the graph; "
-                    "call alloc_graph again, and set the inputs again"
-                )
-        for split in self.splits:
-            if split.plan is not None and not split.plan.is_valid_for(split.graph):
-                split.plan = None
-        self._checked_at = now
-
     def _forget(self) -> None:
         """Un-place the last graph's tensors, so that nobody reads memory that is given out anew."""
-        for tensor in self._placed:
-            if tensor.buffer is not None and tensor.buffer.usage is BufferUsage.COMPUTE:
-                tensor.buffer = None
-        self._placed = []
-        self._places = []
+        if self._placed is not None:
+            self._placed.release()
+        self._placed = None
+        self._program = None
         self._graph = None
-        self._assignment = None
-        self._split = None
 
-    def _need_split(self) -> SplitGraph:
-        assert self._split is not None
-        return self._split
+    def _need_program(self) -> Program:
+        assert self._program is not None
+        return self._program
 
     def _index(self, backend: Backend) -> int:
         for i, known in enumerate(self._backends):
@@ -384,17 +413,6 @@ class Scheduler:
 
     def __str__(self) -> str:
         """Splits, their inputs with sizes, and why each node landed where it did."""
-        if self._graph is None or self._assignment is None or self._split is None:
+        if self._graph is None or self._program is None:
             return f"{self!r}, no graph yet"
-        return render(self._graph, self._assignment, self._split)
-
-
-def _release(graph: Graph) -> None:
-    """Un-place the tensors that an earlier allocation of any scheduler placed.
-
-    Memory of usage `COMPUTE` belongs to an allocator, which gives it out anew for each graph.
-    """
-    for tensor in graph:
-        buffer = tensor.buffer
-        if buffer is not None and (buffer.usage is BufferUsage.COMPUTE or buffer.is_freed):
-            tensor.buffer = None
+        return render(self._graph, self._program)

@@ -255,6 +255,18 @@ class FakeBackend(Backend):
             backend_src.enqueue(f"waits for the copy of {src.name}", lambda: self.run_until(done))
         return True
 
+    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
+        source, buffer = src.buffer, dst.buffer
+        if not self.device.reg.async_copies:
+            return False
+        if not isinstance(source, FakeBuffer) or not isinstance(buffer, FakeBuffer):
+            return False
+        self.enqueue(
+            f"sends {src.name}",
+            lambda: buffer._set_tensor(dst, source.base[src.offset : src.offset + src.nbytes], 0),
+        )
+        return True
+
     def _event_record(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
         event.backend, event.n = self, self.n_queued

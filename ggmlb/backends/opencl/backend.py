@@ -137,6 +137,26 @@ class OpenClBackend(Backend):
                 backend_src.queue.flush()
         return True
 
+    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
+        source, target = src.buffer, dst.buffer
+        if not isinstance(source, OpenClBuffer) or not isinstance(target, OpenClBuffer):
+            return False
+        # One command of this queue: it must own one side, and share a context with the other.
+        if self.device not in (source.device, target.device) or not can_copy(source, src, target, dst):
+            return False
+        target.check_writable(dst, "copy_on_stream")
+        with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
+            event = cl.enqueue_copy(
+                self.queue,
+                target.memory,
+                source.memory,
+                src_offset=src.offset,
+                dst_offset=dst.offset,
+                byte_count=src.nbytes,
+            )
+            self._note(event, source, target)
+        return True
+
     def _owns(self, buffer: object) -> bool:
         return isinstance(buffer, OpenClBuffer) and buffer.device is self.device
 

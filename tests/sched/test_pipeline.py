@@ -1,0 +1,256 @@
+"""Pipelines: computations queued one after another, that use copies by turns and do not wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import TensorFlag
+from ggmlb.errors import ArgumentError
+from ggmlb.graph import Graph
+from ggmlb.scheduler import Scheduler
+from ggmlb.testing.fake import FakeReg
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Backend
+    from ggmlb.tensor import Tensor
+
+N_BATCHES, WIDTH = 16, 8
+
+
+class Layers:
+    """Four layers, one after another, on the given backends; `build` makes the graph of one micro-batch."""
+
+    def __init__(self, bench, where: list[Backend]) -> None:
+        self.where = where
+        self.weights = [bench.weight(b, WIDTH, WIDTH, name=f"w{i}") for i, b in enumerate(where)]
+
+    def build(self, sched: Scheduler | None = None) -> tuple[Graph, Tensor, Tensor]:
+        c = Context()
+        x = y = c.set_input(c.new_tensor(DType.F32, (WIDTH, 3), name="x"))
+        for i, (w, backend) in enumerate(zip(self.weights, self.where, strict=True)):
+            product = c.mul_mat(w, y)
+            y = c.set_name(c.silu(product), f"y{i}")
+            if sched is not None:
+                for node in (product, y):
+                    sched.set_tensor_backend(node, backend)
+        return Graph().build_forward_expand(c.set_output(y)), x, y
+
+
+def batches() -> list[np.ndarray]:
+    return list(np.random.default_rng(1).standard_normal((N_BATCHES, 3, WIDTH)).astype(np.float32))
+
+
+def one_by_one(bench, layers: Layers) -> list[np.ndarray]:
+    """What each micro-batch gives if nothing else runs."""
+    graph, x, y = layers.build()
+    results = []
+    with Scheduler(bench.backends) as sched:
+        sched.alloc_graph(graph)
+        for batch in batches():
+            x.set_array(batch)
+            sched.graph_compute(graph)
+            results.append(y.to_numpy())
+    return results
+
+
+def pipelined(sched: Scheduler, layers: Layers, *, rebuild: bool, wish: bool = False) -> list[np.ndarray]:
+    """Queue all micro-batches, overwriting each input at once; wait at the end."""
+    results = [np.zeros((3, WIDTH), np.float32) for _ in range(N_BATCHES)]
+    graph, x, y = layers.build(sched if wish else None)
+    sched.alloc_graph(graph)
+    for batch, result in zip(batches(), results, strict=True):
+        if rebuild:
+            graph, x, y = layers.build(sched if wish else None)
+            sched.alloc_graph(graph)
+        x.set_array(batch)
+        sched.graph_compute_async(graph)
+        x.set_array(np.full((3, WIDTH), 99.0))
+        last = sched.get_tensor_backend(y)
+        assert last is not None
+        last.get_tensor_async(y, result)
+    sched.synchronize()
+    return results
+
+
+@pytest.mark.parametrize("n_copies", [1, 2, 4])
+@pytest.mark.parametrize("async_copies", [True, False])
+@pytest.mark.parametrize("events", [True, False])
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_each_micro_batch_gives_its_bits(make_bench, n_copies, async_copies, events, rebuild):
+    bench = make_bench(FakeReg(2, async_copies=async_copies, events=events))
+    layers = Layers(bench, [bench.gpu0, bench.gpu1] * 2)
+    expected = one_by_one(bench, layers)
+    with Scheduler(bench.backends, parallel=True, n_copies=n_copies) as sched:
+        assert sched.n_copies == n_copies
+        for _ in range(2):
+            results = pipelined(sched, layers, rebuild=rebuild)
+            assert all(map(np.array_equal, results, expected))
+
+
+def test_nothing_runs_before_somebody_waits(bench):
+    # The fakes run only what is waited for: any wait of the host would show as work that has run.
+    layers = Layers(bench, [bench.gpu0, bench.gpu1] * 2)
+    with Scheduler(bench.backends, parallel=True) as sched:
+        graph, x, _ = layers.build()
+        sched.alloc_graph(graph)
+        bench.reg.calls.clear()
+        for batch in batches():
+            x.set_array(batch)
+            sched.graph_compute_async(graph)
+            graph, x, _ = layers.build()
+            sched.alloc_graph(graph)
+        assert bench.reg.calls == []
+        sched.synchronize()
+        assert sum("computes" in call for call in bench.reg.calls) == 4 * N_BATCHES
+
+
+def test_a_device_goes_on_while_the_next_one_still_computes(bench):
+    # What the first device has to do for later batches must not need that the second has done anything.
+    layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
+    with Scheduler(bench.backends, parallel=True) as sched:
+        graph, x, _ = layers.build()
+        sched.alloc_graph(graph)
+        for batch in batches()[:5]:
+            x.set_array(batch)
+            sched.graph_compute_async(graph)
+        bench.reg.calls.clear()
+        bench.gpu0.run_until(bench.gpu0.n_queued)
+        stages = [call.split()[0] for call in bench.reg.calls if "computes" in call]
+        # Four batches have copies of their own; what the fifth sends waits for the first to have been read.
+        assert stages == ["Fake0"] * 5 + ["Fake1"]
+
+
+def test_with_one_copy_the_first_device_waits_for_the_second(bench):
+    # The instrument of the test above.
+    layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
+    with Scheduler(bench.backends) as sched:
+        graph, x, _ = layers.build()
+        sched.alloc_graph(graph)
+        for batch in batches()[:5]:
+            x.set_array(batch)
+            sched.graph_compute_async(graph)
+        bench.reg.calls.clear()
+        bench.gpu0.run_until(bench.gpu0.n_queued)
+        assert sum("Fake1 computes" in call for call in bench.reg.calls) >= 4
+
+
+def test_two_streams_of_one_device(bench):
+    second = bench.stack.enter_context(bench.gpu0.device.init_backend())
+    layers = Layers(bench, [bench.gpu0, bench.gpu0, second, second])
+    expected = one_by_one(bench, layers)
+    with Scheduler([bench.gpu0, second, bench.cpu], parallel=True) as sched:
+        assert all(map(np.array_equal, pipelined(sched, layers, rebuild=True, wish=True), expected))
+        assert [s.backend for s in sched.splits] == [bench.gpu0, second]
+        assert len(sched.splits[1].inputs[0].copies) == 4
+        assert sched.splits[1].after == ()
+
+
+def test_streams_that_write_a_cache_of_the_users_wait_for_each_other(bench):
+    second = bench.stack.enter_context(bench.gpu0.device.init_backend())
+    cache = bench.weight(bench.gpu0, WIDTH, 3, name="cache")
+    with Scheduler([bench.gpu0, second, bench.cpu], parallel=True) as sched:
+        results = [np.zeros((3, WIDTH), np.float32) for _ in range(N_BATCHES)]
+        for i, result in enumerate(results):
+            c = Context()
+            x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 3), name="x"))
+            written = c.cpy(c.scale(x, 2.0), cache)
+            y = c.set_output(c.scale(cache, 3.0))  # reads what the first stream writes
+            graph = Graph().build_forward_expand(written, y)
+            for node, stream in zip(graph.nodes, (bench.gpu0, bench.gpu0, second), strict=True):
+                sched.set_tensor_backend(node, stream)
+            sched.alloc_graph(graph)
+            x.set_array(np.full((3, WIDTH), i))
+            sched.graph_compute_async(graph)
+            second.get_tensor_async(y, result)
+        sched.synchronize()
+        assert [r[0, 0] for r in results] == [6.0 * i for i in range(N_BATCHES)]
+
+
+def test_what_the_graph_writes_in_host_memory_is_uploaded_as_it_was(bench):
+    cache = bench.weight(bench.cpu, WIDTH, 3, name="cache")  # marked as a weight, and written all the same
+    with Scheduler(bench.backends) as sched:
+        results = [np.zeros((3, WIDTH), np.float32) for _ in range(N_BATCHES)]
+        c = Context()
+        x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 3), name="x"))
+        written = c.cpy(c.scale(x, 2.0), cache)
+        y = c.set_output(c.mul(bench.weight(bench.gpu0, WIDTH, 3), cache))
+        graph = Graph().build_forward_expand(written, y)
+        sched.set_tensor_backend(y, bench.gpu0)
+        sched.alloc_graph(graph)
+        for i, result in enumerate(results):
+            x.set_array(np.full((3, WIDTH), i))
+            sched.graph_compute_async(graph)
+            bench.gpu0.get_tensor_async(y, result)
+        sched.synchronize()
+        assert [r[0, 0] for r in results] == [2.0 * i * y.src[0].to_numpy()[0, 0] for i in range(N_BATCHES)]
+
+
+def test_copies_are_kept_apart_and_nothing_is_copied_more_often_than_it_must(bench):
+    layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
+    with Scheduler(bench.backends, parallel=True) as sched:
+        graph, _, _ = layers.build()
+        sizes = sched.reserve_size(graph)
+        sched.alloc_graph(graph)
+        assert [sched.buffer_size(b) for b in sched.backends] == sizes
+        from_host, sent = (s.inputs[0] for s in sched.splits)
+        assert len(from_host.copies) == 1  # queued on the device that reads it, in the order of its work
+        places = {(c.buffer, c.offset) for c in sent.copies}
+        assert len(places) == 4
+        taken = {(t.buffer, t.offset) for n in sched.splits[1].graph.nodes for t in (n,)}
+        assert not places & taken
+        assert not sent.tensor.flags & TensorFlag.INPUT  # the user's tensor is as it was
+
+
+def test_another_topology_takes_over_memory_that_is_still_in_use(bench):
+    weights = [bench.weight(b, WIDTH, WIDTH) for b in (bench.gpu0, bench.gpu1)]
+
+    def build(n: int, depth: int) -> tuple[Graph, Tensor, Tensor]:
+        c = Context()
+        x = c.set_input(c.new_tensor(DType.F32, (WIDTH, n)))
+        y = c.mul_mat(weights[1], c.silu(c.mul_mat(weights[0], x)))
+        for _ in range(depth):
+            y = c.silu(y)
+        return Graph().build_forward_expand(c.set_output(y)), x, y
+
+    def compute(sched: Scheduler, *, wait: bool) -> list[np.ndarray]:
+        results = []
+        for depth, n in enumerate((3, 32, 3, 96, 32)):  # what is sent for one lies where the other computes
+            graph, x, y = build(n, depth)
+            sched.alloc_graph(graph)
+            x.set_array(np.random.default_rng(n).standard_normal((n, WIDTH)))
+            sched.graph_compute_async(graph)
+            results.append(np.zeros((n, WIDTH), np.float32))
+            bench.gpu1.get_tensor_async(y, results[-1])
+            if wait:
+                sched.synchronize()
+        sched.synchronize()
+        return results
+
+    with Scheduler(bench.backends) as plain, Scheduler(bench.backends, parallel=True) as sched:
+        sched.reserve(build(96, 9)[0])
+        assert all(map(np.array_equal, compute(sched, wait=False), compute(plain, wait=True)))
+
+
+def test_a_single_stream_reads_inputs_in_place_and_is_waited_for(bench):
+    layers = Layers(bench, [bench.gpu0] * 4)
+    expected = one_by_one(bench, layers)
+    with Scheduler([bench.gpu0]) as sched:
+        assert all(map(np.array_equal, pipelined(sched, layers, rebuild=False), expected))
+
+
+def test_inputs_that_lie_on_the_last_device(bench):
+    layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
+    expected = one_by_one(bench, layers)
+    for parallel in (False, True):
+        with Scheduler([bench.gpu0, bench.gpu1], parallel=parallel) as sched:
+            assert all(map(np.array_equal, pipelined(sched, layers, rebuild=True), expected))
+
+
+def test_no_copies_is_an_error(bench):
+    with pytest.raises(ArgumentError, match="n_copies is 0"):
+        Scheduler(bench.backends, parallel=True, n_copies=0)

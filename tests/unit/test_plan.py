@@ -1,0 +1,24 @@
+"""How a plan knows that it is still right."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.graph import Graph
+from ggmlb.registry import init_by_name
+
+
+def test_a_new_buffer_with_the_id_of_a_dropped_one_is_noticed() -> None:
+    ctx = Context()
+    x = ctx.new_tensor("f32", 8)
+    y = ctx.scale(x, 2.0)
+    graph = Graph().build_forward_expand(y)
+    with init_by_name("CPU") as cpu:
+        for i in range(20):  # memory of objects is given out again at once
+            with alloc_ctx_tensors(ctx, cpu):
+                x.set_array(np.full(8, i))
+                cpu.graph_compute(graph)
+                assert y.to_numpy()[0] == 2 * i
+            x.buffer = y.buffer = None
