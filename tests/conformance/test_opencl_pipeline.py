@@ -16,7 +16,8 @@ import os
 import sys
 import numpy as np
 import pyopencl as cl
-from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, alloc_ctx_tensors, device_by_name, init_by_name
+from ggmlb import BufferUsage, Context, DType, Graph, Scheduler
+from ggmlb import alloc_ctx_tensors, device_by_name, init_by_name
 
 WIDTH, ROWS, N = 512, 64, 16
 devices = [device_by_name(name) for name in sys.argv[1:]]
