@@ -6,23 +6,25 @@
        integers_T(tile, at, i, q)     piece i of the block at `at`
        SHIFT_T                        what the numbers are too great by
 
-   ALIGN is the power of two that every block begins at a multiple of. */
+   ALIGN is the power of two, up to 16, that every row begins at a multiple of. */
 #include "mul_mat.h"
 
 #define INTEGERS(T) DEVICE_FN void integers_##T(const uint *tile, int at, int i, int *q)
 #define EACH_WORD(n) UNROLL for (int j = 0; j < (n); j++)
 
+#define IN_WORDS (ALIGN % 4 == 0 && OF_TYPE(BYTES, a) % 4 == 0)
+
 /* n words from any byte on */
 template <int N> DEVICE_FN void words_at(const uint *tile, int at, int *w)
 {
     const uint *from = tile + (at >> 2);
-#if ALIGN >= 4
-    EACH_WORD(N) w[j] = (int)from[j];
-#else
-    const uint shift = 8*((uint)at & 3);
-    uint low = from[0];
-    EACH_WORD(N) { const uint high = from[j + 1]; w[j] = (int)__funnelshift_r(low, high, shift); low = high; }
-#endif
+    if (IN_WORDS) {
+        EACH_WORD(N) w[j] = (int)from[j];
+    } else {
+        const uint shift = 8*((uint)at & 3);
+        uint low = from[0];
+        EACH_WORD(N) { const uint high = from[j + 1]; w[j] = (int)__funnelshift_r(low, high, shift); low = high; }
+    }
 }
 /* four bits become the bits 0 of four bytes */
 DEVICE_FN int spread4(uint bits) { return (int)((bits & 15u)*0x00204081u & 0x01010101u); }

@@ -75,8 +75,8 @@ def _q8(lw: Lowering, b: Tensor) -> tuple[list[Step], tuple[Mem, ...]]:
 
 
 def _align(a: Tensor) -> dict[str, int]:
-    """Return the power of two, up to 16, that all blocks begin at a multiple of."""
-    return {"ALIGN": math.gcd(16, a.dtype.type_size, a.offset, *a.nb[1:])}
+    """Return the power of two, up to 16, that all rows begin at a multiple of."""
+    return {"ALIGN": math.gcd(16, a.offset, *a.nb[1:])}
 
 
 def _in_vectors(a: Tensor, b: Tensor) -> bool:
