@@ -10,3 +10,51 @@ DEVICE_FN uint4 load16_once(const void *p)
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+
+DEVICE_FN float exp2_(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE_FN uint shared_address_(const void *p) { return (uint)__cvta_generic_to_shared(p); }
+
+/* four 8x8 matrices of halves from shared memory; thread 8i+j tells where row j of matrix i is, 16 aligned bytes.
+   A thread gets of each matrix two neighbours of row lane/4, or, transposed, of column lane/4. */
+DEVICE_FN void load_matrices(uint *r, const void *p)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address_(p)) : "memory");
+}
+DEVICE_FN void load_matrices_transposed(uint *r, const void *p)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address_(p)) : "memory");
+}
+
+/* d, 16x8 in f32, += a, 16x16 halves by rows, times b, 16x8 halves by columns; the warp's threads share them */
+DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+    for (int i = 0; i < 2; i++)
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2*i]), "r"(a[2*i + 1]), "r"(b[i]));
+#endif
+}
+
+/* 16 aligned bytes to shared memory while the thread goes on, or zeros; copies up to a commit are a group */
+#if __CUDA_ARCH__ >= 800
+DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
+{
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared_address_(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* until all groups but the last one are there, for this thread */
+DEVICE_FN void copy_wait_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+#else
+DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
+{ *(uint4 *)to = valid ? *(const uint4 *)from : make_uint4(0, 0, 0, 0); }
+DEVICE_FN void copy_commit() {}
+DEVICE_FN void copy_wait_but_one() {}
+#endif

@@ -27,6 +27,8 @@ from ggmlb.kernels.launch import launch
 from ggmlb.testing.programs import load_cases
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ggmlb.backends.cuda.kernels import Step
     from ggmlb.tensor import Tensor
     from ggmlb.testing.programs import Built
@@ -39,8 +41,8 @@ FAMILIES = ("mul_mat", "mul_mat_id", "flash_attn")
 CASES = {case.id: case for case in load_cases(Path(__file__).parents[1] / "golden/programs")}
 
 
-def lowered(built: Built, **options: bool) -> list[Step]:
-    lw = Lowering(CARD, 90, **options)
+def lowered(built: Built) -> list[Step]:
+    lw = Lowering(CARD, 90)
     return [step for node in built.graph.nodes for step in lw.lower(node)]
 
 
@@ -66,7 +68,7 @@ def test_golden_programs(family: str) -> None:
         steps = lowered(built)
         if any(map(is_own, steps)):
             chosen.append((case.id, built, steps))
-    assert len(chosen) >= {"mul_mat": 60, "mul_mat_id": 17, "flash_attn": 0}[family]
+    assert len(chosen) >= {"mul_mat": 60, "mul_mat_id": 17, "flash_attn": 10}[family]
     compile_all([step for _, _, steps in chosen for step in steps])
     wrong = []
     for name, built, steps in chosen:
@@ -85,15 +87,19 @@ def test_every_kernel_is_reached_from_the_golden_programs() -> None:
     assert reached >= OWN
 
 
-def run_beside_cpu(y: Tensor, ctx: Context, backwards: bool = False, **options: bool) -> list[Step]:
+def run_beside_cpu(
+    y: Tensor, ctx: Context, backwards: bool = False, prepare: Callable[[], None] | None = None
+) -> list[Step]:
     """Compare a node on the emulator with the CPU backend; return the steps."""
     place(ctx)
     rng = np.random.default_rng(2)
     for t in ctx.tensors:
         if t.view_src is None and t.op.name == "NONE" and t.dtype is not DType.I32:
             t.set_array(rng.standard_normal(t.shape, np.float32))
+    if prepare is not None:
+        prepare()
     steps: list[Step] = []
-    lw = Lowering(CARD, 90, **options)
+    lw = Lowering(CARD, 90)
     for node in Graph().build_forward_expand(y).nodes:
         steps += lw.lower(node)
     Runner().run(steps, backwards)
@@ -155,6 +161,55 @@ def test_many_columns_go_to_cublas(dtype: DType) -> None:
     assert isinstance(steps[-1], Gemm)
     assert steps[-1].a.dtype is DType.F16
     assert len(steps) == (3 if dtype.is_quantized else 2)
+
+
+# d_k, d_v, queries, keys, heads, heads of keys, batches
+ATTENTION = {
+    "decode, shared keys": (128, 128, 1, 700, 8, 2, 1),
+    "decode, batches": (64, 64, 2, 130, 4, 4, 2),
+    "decode, big heads": (256, 256, 1, 200, 4, 1, 1),
+    "decode, other sizes": (96, 80, 3, 90, 2, 1, 1),
+    "prefill": (128, 128, 70, 150, 2, 1, 1),
+    "prefill, shared keys": (64, 64, 37, 100, 6, 2, 2),
+    "prefill, big heads": (256, 256, 40, 50, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("kv", [DType.F16, DType.Q8_0], ids=str)
+@pytest.mark.parametrize("shape", ATTENTION)
+def test_attention(shape: str, kv: DType) -> None:
+    """With a mask that hides some keys, and all of them from one query; a soft cap, slopes and sinks."""
+    d_k, d_v, n_q, n_kv, heads, kv_heads, batches = ATTENTION[shape]
+    if d_v % kv.block_size:
+        pytest.skip("rows are whole blocks")
+    ctx = Context()
+    q = ctx.new_tensor(DType.F32, (d_k, n_q, heads, batches))
+    k = ctx.new_tensor(kv, (d_k, n_kv, kv_heads, batches))
+    v = ctx.new_tensor(kv, (d_v, n_kv, kv_heads, batches))
+    mask = ctx.new_tensor(DType.F16, (n_kv, n_q, 1, 1))
+    rich = kv is DType.F16
+    y = ctx.flash_attn_ext(q, k, v, mask, d_k**-0.5, 8.0 if rich else 0.0, 20.0 if rich else 0.0)
+    if rich:
+        ctx.flash_attn_ext_add_sinks(y, ctx.new_tensor(DType.F32, (heads,)))
+
+    def hide() -> None:
+        hidden = np.random.default_rng(5).random((n_q, n_kv)) < 0.3
+        hidden[-1] = n_q > 1
+        mask.set_array(np.where(hidden, -np.inf, 0.0))
+
+    steps = run_beside_cpu(y, ctx, backwards=True, prepare=hide)
+    names = [s.kernel.name for s in steps if isinstance(s, Launch)]
+    assert names == (["flash_mma", "flash_combine"] if "decode" in shape else ["flash_mma"])
+
+
+def test_keys_are_dealt_out_to_groups() -> None:
+    ctx = Context()
+    q, k, v = (ctx.new_tensor(DType.F16, (128, n, 2)) for n in (1, 1000, 1000))
+    (part, whole) = run_beside_cpu(ctx.flash_attn_ext(ctx.cast(q, DType.F32), k, v), ctx)[-2:]
+    assert isinstance(part, Launch)
+    assert isinstance(whole, Launch)
+    assert part.groups == (1, 8, 2)
+    assert whole.groups == (1, 2, 1)
 
 
 def test_precise_products_stay_in_f32() -> None:

@@ -15,3 +15,79 @@ DEVICE_FN ushort float_to_half_(float f)     /* to nearest, ties to even */
     return (ushort)(sign | (a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13);
 }
 DEVICE_FN uint4 load16_once(const void *p) { return *(const uint4 *)p; }
+DEVICE_FN float exp2_(float x) { return exp2f(x); }
+
+/* the two halves of row r from column c on, or of column c from row r on */
+DEVICE_FN uint pick_(int matrix, int r, int c, bool down)
+{
+    uint pair = 0;
+    for (int i = 0; i < 2; i++) {
+        const char *row;
+        memcpy(&row, emulator::of_lane(8*matrix + r + (down ? i : 0)), sizeof row);
+        pair |= (uint)((const ushort *)row)[c + (down ? 0 : i)] << 16*i;
+    }
+    return pair;
+}
+DEVICE_FN void load_matrices_(uint *r, const void *p, bool transposed)
+{
+    const uint4 whole_row = *(const uint4 *)p;      /* must be aligned, and there */
+    (void)whole_row;
+    memcpy(emulator::of_lane(emulator::lane()), &p, sizeof p);
+    emulator::warp_barrier(0xffffffffu);
+    const int l = emulator::lane();
+    for (int i = 0; i < 4; i++) r[i] = transposed ? pick_(i, 2*(l & 3), l/4, true) : pick_(i, l/4, 2*(l & 3), false);
+    emulator::warp_barrier(0xffffffffu);
+}
+DEVICE_FN void load_matrices(uint *r, const void *p) { load_matrices_(r, p, false); }
+DEVICE_FN void load_matrices_transposed(uint *r, const void *p) { load_matrices_(r, p, true); }
+
+/* element (row, k) of a, or (k, column) of b, from the registers of the thread that has it */
+DEVICE_FN float half_of_(int lane, int reg, int odd)
+{
+    uint w;
+    memcpy(&w, (char *)emulator::of_lane(lane) + 4*reg, 4);
+    return half_to_float_((ushort)(w >> 16*odd));
+}
+DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
+{
+    char *mine = (char *)emulator::of_lane(emulator::lane());
+    memcpy(mine, a, 16);
+    memcpy(mine + 16, b, 8);
+    emulator::warp_barrier(0xffffffffu);
+    const int l = emulator::lane();
+    float sum[4];
+    for (int e = 0; e < 4; e++) {
+        const int row = l/4 + 8*(e >> 1), column = 2*(l & 3) + (e & 1);
+        sum[e] = d[e];
+        for (int k = 0; k < 16; k++) {
+            const float x = half_of_(4*(row & 7) + (k & 7)/2, (row >> 3) + 2*(k >> 3), k & 1);
+            const float y = half_of_(4*column + (k & 7)/2, 4 + (k >> 3), k & 1);
+            sum[e] += x*y;
+        }
+    }
+    emulator::warp_barrier(0xffffffffu);
+    for (int e = 0; e < 4; e++) d[e] = sum[e];
+}
+
+/* copies arrive as late as they may */
+struct copy_ { void *to; uint4 value; int group; };
+static copy_ copies_[1024][256];
+static int n_copies_[1024], group_[1024];
+DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
+{
+    const int t = emulator::self;
+    *(volatile char *)to;
+    if (n_copies_[t] == 256) __builtin_trap();
+    copies_[t][n_copies_[t]++] = {to, valid ? *(const uint4 *)from : make_uint4(0, 0, 0, 0), group_[t]};
+}
+DEVICE_FN void copy_commit() { group_[emulator::self]++; }
+DEVICE_FN void copy_wait_but_one()
+{
+    const int t = emulator::self;
+    int left = 0;
+    for (int i = 0; i < n_copies_[t]; i++) {
+        if (copies_[t][i].group < group_[t] - 1) *(uint4 *)copies_[t][i].to = copies_[t][i].value;
+        else copies_[t][left++] = copies_[t][i];
+    }
+    n_copies_[t] = left;
+}

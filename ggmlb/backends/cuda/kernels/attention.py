@@ -1,14 +1,78 @@
-"""Fused attention on tensor cores."""
+"""Fused attention on tensor cores: many queries by rows, few by splitting the keys."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.dtypes import DType
+from ggmlb.kernels import Mem, Scratch, kernels
+from ggmlb.kernels.launch import launch
+from ggmlb.kernels.lowering.softmax import alibi
+
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
     from ggmlb.tensor import Tensor
 
+CACHED = frozenset({DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1})
+"""Types of keys and values that fit in halves: those of larger range are left to the portable kernel."""
+
+ROWS = 16
+"""Query rows of a warp."""
+
+MAX_HEAD_SIZE = 256
+BIG_HEAD = 128
+"""Beyond this, queries are kept in shared memory, and tiles have fewer keys."""
+
 
 def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
     """Return the steps of an attention, or None where the portable kernel is to be used."""
-    return None
+    q, k, v, mask, sinks = (*node.src, None, None)[:5]
+    assert q is not None and k is not None and v is not None
+    d_k, d_v = k.ne[0], v.ne[0]
+    if d_k % 16 or d_v % 16 or not d_v <= d_k <= MAX_HEAD_SIZE or k.ne[2] != v.ne[2]:
+        return None
+    if not {k.dtype, v.dtype} <= CACHED or not all(t.is_contiguous_rows() for t in (q, k, v)):
+        return None
+    per_kv, big = q.ne[2] // k.ne[2], d_k > BIG_HEAD
+    n_rows, n_sets = q.ne[1] * per_kv, k.ne[2] * q.ne[3]
+    few = n_rows <= ROWS
+    warps_m, warps_n = (1, 2 if big else 4) if few else (2 if big else 4, 1)
+    keys = (32 if few else 16) if big else 64
+    tiles = -(-k.ne[1] // keys)
+    # A few groups for each multiprocessor, and a few tiles for each group.
+    splits = max(1, min(-(-4 * lw.target.n_units // n_sets), tiles // 2)) if few else 1
+    per_split = -(-tiles // splits)
+    splits = -(-tiles // per_split)
+    flags: dict[str, str | int] = {
+        "D_K": d_k, "D_V": d_v, "KEYS": keys, "WARPS_M": warps_m, "WARPS_N": warps_n, "Q_SHARED": int(big),
+        "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)),
+    }  # fmt: skip
+    extra = {"MASK": 1} if mask is not None else {}
+    sink_flag: dict[str, str | int] = {"SINKS": 1} if sinks is not None else {}
+    parts = Scratch(4 * n_sets * splits * n_rows * d_v).mem(DType.F32, (d_v, n_rows, splits, n_sets))
+    facts = Scratch(8 * n_sets * splits * n_rows).mem(DType.F32, (2, n_rows, splits, n_sets))
+    out, absent = Mem.of(node), Mem.of(q)  # an absent one is not read
+    given = [Mem.of(t) if t is not None else absent for t in (q, k, v, mask, sinks)]
+    p = node.params
+    numbers = p["scale"], p["logit_softcap"], *alibi(p["max_bias"], q.ne[2]), per_split * keys
+    package = __package__ or ""
+    found = kernels(package)
+    held = [parts, facts] if few else [out, out]
+    groups = -(-n_rows // (ROWS * warps_m)), splits, n_sets
+    steps: list[Step] = [
+        launch(
+            found["flash_mma"], [*given, out, *held, *numbers], groups, 32 * warps_m * warps_n,
+            **flags, **extra, **sink_flag,
+        )
+    ]  # fmt: skip
+    if few:
+        combine = [parts, facts, given[4], out, splits, per_kv]
+        steps.append(
+            launch(found["flash_combine"], combine, (n_rows, k.ne[2], q.ne[3]), 128, D_V=d_v, **sink_flag)
+        )
+    return steps
+
+
+def _in_vectors(t: Tensor) -> bool:
+    """Whether rows are halves in aligned vectors of 16 bytes."""
+    return t.dtype is DType.F16 and not any(x % 16 for x in (t.offset, *t.nb[1:]))
