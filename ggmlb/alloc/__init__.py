@@ -9,7 +9,7 @@ numbers; `plan` finds a place for each number, in `arena`s that exist on paper o
 buffers and places the tensors. A plan is kept, so that the second time costs the first and last step.
 """
 
-from ggmlb.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size
+from ggmlb.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size, alloc_tensors
 from ggmlb.alloc.graph import GraphAllocator
 from ggmlb.alloc.linear import TensorAllocator
 from ggmlb.alloc.plan import INPLACE_OPERANDS
@@ -20,4 +20,5 @@ __all__ = [
     "TensorAllocator",
     "alloc_ctx_tensors",
     "alloc_ctx_tensors_size",
+    "alloc_tensors",
 ]

@@ -8,7 +8,7 @@ from ggmlb.alloc.linear import TensorAllocator, padded
 from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ggmlb.context import Context
     from ggmlb.tensor import Tensor
@@ -34,15 +34,22 @@ def alloc_ctx_tensors(ctx: Context, where: Backend | BufferType) -> Buffer:
 
     Source: ggml_backend_alloc_ctx_tensors, ggml_backend_alloc_ctx_tensors_from_buft.
     """
-    buft = where.default_buffer_type if isinstance(where, Backend) else where
-    roots = [t for t in ctx.tensors if t.buffer is None and t.view_src is None]
-    views = [t for t in ctx.tensors if t.buffer is None and t.view_src is not None]
+    return alloc_tensors(ctx.tensors, where.default_buffer_type if isinstance(where, Backend) else where)
+
+
+def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
+    """Place tensors in a buffer made for them; as `alloc_ctx_tensors`, for any list."""
+    roots = [t for t in tensors if t.buffer is None and t.view_src is None]
+    views = [t for t in tensors if t.buffer is None and t.view_src is not None]
     buffers: list[Buffer] = []
     try:
-        for size, tensors in _groups(roots, buft):
+        whole = buft.place_tensors(roots)
+        if whole is not None:
+            buffers.append(whole)
+        for size, group in _groups(roots, buft) if whole is None else ():
             buffers.append(buft.alloc_buffer(size))
             allocator = TensorAllocator(buffers[-1])
-            for tensor in tensors:
+            for tensor in group:
                 allocator.alloc(tensor)
         for tensor in views:
             view_init(tensor)

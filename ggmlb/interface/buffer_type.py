@@ -10,6 +10,8 @@ from ggmlb.errors import AllocationError, ArgumentError
 from ggmlb.interface.observe import Action, observers
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.device import Device
     from ggmlb.tensor import Tensor
@@ -68,6 +70,13 @@ class BufferType(ABC):
         with Action("alloc_buffer") as action:
             action.buffer = buffer = self._alloc_buffer(nbytes)
         return buffer
+
+    def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer | None:
+        """Place the tensors of a context, in memory that does so in its own way; others return `None`.
+
+        See `alloc_tensors`, which places them one after another in buffers of this type.
+        """
+        return None
 
     def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
         """Return the error for an allocation that failed, with the device's memory figures."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.enums import ALSO_WRITTEN, NO_OPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,12 +135,8 @@ def _span(tensor: Tensor, offset: int, size: int | None, is_write: bool) -> Acce
     return Access(tensor.buffer, start, start + (tensor.nbytes if size is None else size), is_write, tensor)
 
 
-_ALSO_WRITTEN: Final = {Op.OPT_STEP_ADAMW: (2, 3)}
-"""Operands that an op changes beside its result: the moments of the gradient."""
-
-
 def _accesses_of(node: Tensor) -> Iterator[Access]:
-    also = _ALSO_WRITTEN.get(node.op, ())
+    also = ALSO_WRITTEN.get(node.op, ())
     for i, src in enumerate(node.src):
         if src is not None and src.nbytes and src.buffer is not None:
             yield reading(src)
