@@ -16,6 +16,7 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.errors import ModelError
 from ggmlb.graph import Graph
+from ggmlb.meta import SplitAxis, SplitState, split_evenly
 from ggmlb.models.weights import Source
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ ACTIVATIONS: dict[str, Callable[[Context, Tensor], Tensor]] = {
     "silu": Context.silu,
 }
 """What `hidden_act` in config.json means; BERT's "gelu" is the exact one."""
+
+QUANTUM = 32
+"""Elements of a block in ggml's smaller quantised types."""
 
 L2_EPS = 1e-12
 """Least length that an embedding is divided by."""
@@ -123,6 +127,28 @@ class BertConfig:
             "types": _vectors((self.n_type, n), prefix + "embeddings.token_type_embeddings.weight"),
             **_norm("norm", n, prefix + "embeddings.LayerNorm"),
         }
+
+    def split_state(self, weight: Tensor, n_devices: int) -> SplitState:
+        """Return how a weight is dealt out to devices that share a layer's work (`meta_device`).
+
+        Each device has whole heads, and as much of what lies between the two products of the feed-forward
+        part. So devices meet twice in a layer, to sum: after the attention's last product, and the other's.
+        """
+        part = weight.name.rpartition("layer.")[2].partition(".")[2]
+        axis, n_parts, size = {
+            "qkv.weight": (1, 3, self.n_embd // self.n_head),
+            "qkv.bias": (0, 3, self.n_embd // self.n_head),
+            "attn_out.weight": (0, 1, self.n_embd // self.n_head),
+            "ff_up.weight": (1, 1, 1),
+            "ff_up.bias": (0, 1, 1),
+            "ff_down.weight": (0, 1, 1),
+        }.get(part, (0, 0, 1))
+        # A part of a row is whole blocks, and who has it has the same rows of the product before.
+        size = math.lcm(size, QUANTUM)
+        n = weight.ne[axis] // max(n_parts, 1)
+        if not n_parts or n % size:
+            return SplitState(SplitAxis.MIRRORED)
+        return SplitState(SplitAxis(axis), (split_evenly(n, n_devices, size),) * n_parts)
 
     def layer_sources(self, prefix: str, layer: int) -> dict[str, Source]:
         """Return where the weights of an encoder layer come from."""

