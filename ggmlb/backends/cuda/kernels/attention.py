@@ -66,7 +66,7 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
         )
     ]  # fmt: skip
     if few:
-        combine = [parts, facts, given[4], out, splits, per_kv]
+        combine: list[Mem | int] = [parts, facts, given[4], out, splits, per_kv]
         steps.append(
             launch(found["flash_combine"], combine, (n_rows, k.ne[2], q.ne[3]), 128, D_V=d_v, **sink_flag)
         )
