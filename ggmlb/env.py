@@ -18,3 +18,14 @@ def fuse() -> bool:
 def sanitize() -> bool:
     """GGMLB_SANITIZE: whether the sanitizer watches the whole process; yes unless unset, empty or `0`."""
     return os.environ.get("GGMLB_SANITIZE", "") not in ("", "0")
+
+
+def progress() -> bool | None:
+    """GGMLB_PROGRESS: `1` tells of long tasks wherever stderr goes, `0` never; see `ggmlb.progress`."""
+    value = os.environ.get("GGMLB_PROGRESS")
+    return None if not value else value != "0"
+
+
+def cache_dir() -> str | None:
+    """GGMLB_CACHE_DIR: the folder for compiled kernels; `None` for the system's usual place."""
+    return os.environ.get("GGMLB_CACHE_DIR") or None

@@ -21,13 +21,14 @@
 
 typedef char  i8_t;
 typedef long  i64_t;
+#define PACKED_TENSORS
 
 #define AS_FLOAT(u)  as_float(u)
 #define AS_UINT(f)   as_uint(f)
 #define FMA(a, b, c) ((a)*(b) + (c))     /* contracted; mad() is a call on PoCL */
 
 #if defined(ON_CPU) && defined(__clang__)
-#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a kernel whose sums may be vectorised */
+#define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a block whose sums may be vectorised */
 #define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* a loop of independent rounds, in place too */
 #define SQRT(x)      __builtin_sqrtf(x)
 #define FABS(x)      __builtin_fabsf(x)

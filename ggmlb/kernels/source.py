@@ -21,13 +21,17 @@ PORTABLE: Final = "ggmlb.kernels"
 
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
+_HEAD = re.compile(_KERNEL.pattern + r"\s*\{\n", re.MULTILINE)
 _BODY = re.compile(r"^KERNEL (\w+)\(.*?^}\n", re.MULTILINE | re.DOTALL)
 _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<scalar>\w+))$")
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A kernel's parameter; a tensor's stands for buffer, i64 offset, four int extents, four i64 strides."""
+    """A kernel's parameter; a tensor's stands for buffer, i64 offset, four int extents, four i64 strides.
+
+    In OpenCL, all but the buffer are one struct (PACKED_TENSORS in tensors.h).
+    """
 
     kind: ParamKind
     name: str
@@ -110,7 +114,9 @@ def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
         return _INCLUDE.sub(lambda m: put(m[1]), text)
 
     text = put(prelude) + put(f"{kernel.family}.knl")
-    return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
+    text = _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
+    unpack = " ".join(f"UNPACK({p.name})" for p in kernel.params if p.kind == "tensor")
+    return _HEAD.sub(lambda m: f"{m[0]}    {unpack}\n", text)
 
 
 @cache

@@ -1,12 +1,23 @@
 /* Tensors as kernel arguments, loops over them, and plain element types.
 
    A kernel takes IN(x) and OUT(x): a buffer, the byte offset in it, extents and byte strides, as ggml has them.
+   The host puts UNPACK(x) for each at the start of the kernel's body.
    For each, the host defines x_T, the type's name, and x_STEP, the stride of dimension 0: a number where it is
    known, x_nb0 otherwise, 0 where the row is one element repeated. */
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
+#ifdef PACKED_TENSORS   /* one argument: an OpenCL runtime copies each of them for every launch */
+typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
+#define TENSOR_(x) const tensor_t_ x##_
+#define UNPACK(x) \
+    const i64_t x##_off = x##_.off; \
+    const int x##_ne0 = x##_.ne[0], x##_ne1 = x##_.ne[1], x##_ne2 = x##_.ne[2], x##_ne3 = x##_.ne[3]; \
+    const i64_t x##_nb0 = x##_.nb[0], x##_nb1 = x##_.nb[1], x##_nb2 = x##_.nb[2], x##_nb3 = x##_.nb[3];
+#else
 #define TENSOR_(x) i64_t x##_off, int x##_ne0, int x##_ne1, int x##_ne2, int x##_ne3, \
     i64_t x##_nb0, i64_t x##_nb1, i64_t x##_nb2, i64_t x##_nb3
+#define UNPACK(x)
+#endif
 #define IN(x)  CGLOBAL char *x##_buf, TENSOR_(x)
 #define OUT(x) GLOBAL char *x##_buf, TENSOR_(x)
 

@@ -180,6 +180,9 @@ def test_four_processes_may_start_on_an_empty_cache(tmp_path: Path) -> None:
     env = {"POCL_CACHE_DIR": str(tmp_path / "pocl"), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     for process in [start(COMMON + COMPUTE, **env) for _ in range(4)]:
         finish(process)
+    kept = list((tmp_path / "xdg/ggmlb/opencl").iterdir())
+    assert kept
+    assert {path.suffix for path in kept} == {".bin"}  # and nothing half written
 
 
 def test_a_missing_library_or_device_is_told_with_what_to_do() -> None:

@@ -19,8 +19,9 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
-    "errors", "env", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context", "graph", "fusion",
-    "interface", "registry", "arrays", "alloc", "meta", "compare", "sanitizer", "trace", "scheduler",
+    "errors", "env", "progress", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context",
+    "graph", "fusion", "interface", "registry", "arrays", "alloc", "meta", "compare", "sanitizer", "trace",
+    "scheduler",
     "evaluate", "kernels", "backends", "", "models", "testing", "cli", "__main__",
 )  # fmt: skip
 """Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""

@@ -53,7 +53,7 @@ class OpenClDevice(Device):
         self.context = context
         self.is_cpu = bool(cl_device.type & cl.device_type.CPU)
         self.transfers = cl.CommandQueue(context, cl_device)
-        self.programs = Programs(context, cl_device)
+        self.programs = Programs(context, cl_device, name)
         self.ledger = MemoryLedger(cl_device.global_mem_size)
         self._buffer_type = OpenClBufferType(self)
         self._host_buffer_type = OpenClHostBufferType(self)

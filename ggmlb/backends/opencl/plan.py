@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend
     from ggmlb.backends.opencl.buffer import OpenClBuffer
     from ggmlb.graph import Graph
+
+_pack_tensor = struct.Struct("=q4i4q").pack
+_pack_int = struct.Struct("=i").pack
+_pack_float = struct.Struct("=f").pack
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
@@ -31,22 +36,18 @@ class OpenClPlan(GraphPlan):
         super().__init__(backend, graph)
         self.steps: list[Step] = []
         self.buffers: list[OpenClBuffer] = []
-        programs = backend.device.programs
-        loans: list[Any] = []
+        programs, target = backend.device.programs, backend.target
+        launches = [launch for node in self.nodes for launch in lower(node, target)]
+        loans = programs.borrow(launches, target.on_cpu)
         self._give_back = weakref.finalize(self, programs.give_back, loans)
         buffers: dict[int, Any] = {}
-        for node in self.nodes:
-            for launch in lower(node, backend.target):
-                loan = programs.borrow(launch, backend.target.on_cpu)
-                loans.append(loan)
-                kernel = loan[1]
-                kernel.set_args(*_flat_args(launch))
-                local = (launch.wg, 1, 1)
-                x, y, z = launch.groups
-                self.steps.append((kernel, (x * launch.wg, y, z), local))
-                for arg in launch.args:
-                    if isinstance(arg, Mem):
-                        buffers[id(arg.buffer)] = arg.buffer
+        for launch, (_, kernel) in zip(launches, loans, strict=True):
+            _set_args(kernel, launch)
+            x, y, z = launch.groups
+            self.steps.append((kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)))
+            for arg in launch.args:
+                if isinstance(arg, Mem):
+                    buffers[id(arg.buffer)] = arg.buffer
         self.buffers.extend(buffers.values())
 
     def check_buffers(self) -> None:
@@ -62,13 +63,18 @@ class OpenClPlan(GraphPlan):
         self._give_back()
 
 
-def _flat_args(launch: Launch) -> list[Any]:
-    """Return a launch's arguments as the kernel's text declares them (TENSOR_ in tensors.h)."""
-    flat: list[Any] = []
-    for arg in launch.args:
+def _set_args(kernel: cl.Kernel, launch: Launch) -> None:
+    """Set a launch's arguments as the kernel's text declares them (PACKED_TENSORS in tensors.h).
+
+    By number and as bytes: PyOpenCL's way by types makes Python code for each kernel object, in milliseconds.
+    """
+    i = 0
+    for param, arg in zip(launch.kernel.params, launch.args, strict=True):
         if isinstance(arg, Mem):
             assert isinstance(arg.buffer, Buffer)
-            flat += (arg.buffer.base, arg.offset, *arg.ne, *arg.nb)
+            kernel.set_arg(i, arg.buffer.base)
+            i += 1
+            kernel.set_arg(i, _pack_tensor(arg.offset, *arg.ne, *arg.nb))
         else:
-            flat.append(arg)
-    return flat
+            kernel.set_arg(i, _pack_int(arg) if param.kind == "int" else _pack_float(arg))
+        i += 1

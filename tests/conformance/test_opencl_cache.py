@@ -1,0 +1,81 @@
+"""Compiled programs on disk: found again, and compiled anew where that fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ggmlb import Context, DType, device_by_name
+from ggmlb.backends.opencl.cache import Entry
+from ggmlb.backends.opencl.device import OpenClDevice
+from ggmlb.backends.opencl.program import Programs
+from ggmlb.kernels import Target, lower
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAUNCHES = lower(Context().relu(Context().new_tensor(DType.F32, (8, 8))), Target(True, 2, 1))
+
+
+@pytest.fixture
+def device() -> OpenClDevice:
+    found = device_by_name("OpenCL0")
+    assert isinstance(found, OpenClDevice)
+    return found
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each program that is looked up was found."""
+    found: list[bool] = []
+    load = Entry.load
+
+    def spy(*args: object) -> object:
+        program = load(*args)  # type: ignore[arg-type]
+        found.append(program is not None)
+        return program
+
+    monkeypatch.setattr(Entry, "load", spy)
+    return found
+
+
+def build(device: OpenClDevice) -> None:
+    ((_, kernel),) = Programs(device.context, device.cl_device, "x").borrow(LAUNCHES, True)
+    assert kernel.function_name == "map"
+
+
+def test_a_program_is_compiled_once(
+    device: OpenClDevice, loads: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    build(device)
+    build(device)
+    assert loads == [False, True]
+    (entry,) = (tmp_path / "opencl").iterdir()
+    whole = entry.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-1], whole[:-1] + b"?"):
+        entry.write_bytes(damaged)
+        build(device)
+        assert loads.pop() is False
+        build(device)
+        assert loads.pop() is True
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(
+    device: OpenClDevice, loads: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(file))
+    build(device)
+    assert loads == [False]
+
+
+def test_two_plans_never_share_a_kernel_object(device: OpenClDevice) -> None:
+    programs = Programs(device.context, device.cl_device, "x")
+    first, second = (programs.borrow(LAUNCHES * 2, True) for _ in range(2))
+    pointers = [kernel.int_ptr for _, kernel in (*first, *second)]
+    assert len(set(pointers)) == 4
+    programs.give_back(first)
+    assert {kernel.int_ptr for _, kernel in programs.borrow(LAUNCHES * 3, True)} & set(pointers[2:]) == set()
