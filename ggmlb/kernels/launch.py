@@ -195,7 +195,7 @@ def flattened(target: Target, mems: Sequence[Mem]) -> list[Mem]:
             nb.append(m.dtype.type_size)
     if target.on_cpu and len(ne) == 1:
         row = row_length(ne[0])
-        ne = [row, ne[0] // row]
+        ne = [row, ne[0] // row if row else 1]
         for nb in nbs:
             nb.append(nb[0] * row)
     return [m.window(_four(ne, 1), _four(nb, 0)) for m, nb in zip(mems, nbs, strict=True)]

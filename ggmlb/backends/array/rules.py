@@ -156,6 +156,13 @@ def operands(*src: Types, out: Types = FLOAT) -> Condition:
     return check
 
 
+def has_elements(node: Tensor, casts: Casts) -> str | None:
+    """Require that src0 has elements, where the result has some that follow from them."""
+    if sources(node)[0].is_empty and not node.is_empty:
+        return "src0 has no elements to go on with"
+    return None
+
+
 def same_types(node: Tensor, casts: Casts) -> str | None:
     """Require that all sources have the type of the result: data is moved, not converted."""
     for i, s in enumerate(sources(node)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, SortOrder
 from ggmlb.kernels.launch import Mem, flattened, launch, rowwise
-from ggmlb.kernels.lowering.base import Rule, not_floats
+from ggmlb.kernels.lowering.base import Rule, no_elements, not_floats
 
 if TYPE_CHECKING:
     from ggmlb.kernels.launch import Launch, Target
@@ -22,13 +23,17 @@ def _of_floats(node: Tensor) -> str | None:
     return not_floats(*node.src)
 
 
+def _argmax_declines(node: Tensor) -> str | None:
+    return not_floats(*node.src) or no_elements(node)
+
+
 def _mems(node: Tensor) -> list[Mem]:
     return [Mem.of(node.src[0]), Mem.of(node)]  # type: ignore[arg-type]
 
 
 def _sum_rows(node: Tensor, target: Target) -> list[Launch]:
     a, d = _mems(node)
-    factor = 1 / a.ne[0] if node.op is Op.MEAN else 1.0
+    factor = 1.0 if node.op is not Op.MEAN else 1 / a.ne[0] if a.ne[0] else math.nan
     return [rowwise(target, "sum_rows", [a, d], factor)]
 
 
@@ -71,7 +76,7 @@ RULES = {
     Op.SUM: Rule(_floats, _sum),
     Op.COUNT_EQUAL: Rule(_count_declines, _count_equal),
     Op.CUMSUM: Rule(_floats, _cumsum),
-    Op.ARGMAX: Rule(_of_floats, _argmax),
+    Op.ARGMAX: Rule(_argmax_declines, _argmax),
     Op.ARGSORT: Rule(_of_floats, _argsort),
     Op.TOP_K: Rule(_of_floats, _top_k),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, ScaleMode, TriType
 from ggmlb.kernels.launch import Mem, elementwise, flattened
-from ggmlb.kernels.lowering.base import FLOATS, Rule, not_f32, not_floats
+from ggmlb.kernels.lowering.base import FLOATS, Rule, no_elements, not_f32, not_floats
 from ggmlb.kernels.lowering.copy import copy
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ def _moves(node: Tensor) -> str | None:
 
 def _floats(node: Tensor) -> str | None:
     return not_floats(*node.src, node)
+
+
+def _pad_declines(node: Tensor) -> str | None:
+    return _moves(node) or (no_elements(node) if node.params["circular"] else None)
+
+
+def _upscale_declines(node: Tensor) -> str | None:
+    return _floats(node) or no_elements(node)
 
 
 def _first_mem(node: Tensor) -> Mem:
@@ -121,12 +129,13 @@ RULES = {
     Op.REPEAT: Rule(_moves, _repeat),
     Op.REPEAT_BACK: Rule(_floats, _repeat_back),
     Op.CONCAT: Rule(_moves, _concat),
-    **dict.fromkeys((Op.PAD, Op.PAD_REFLECT_1D, Op.ROLL), Rule(_moves, _shift)),
+    Op.PAD: Rule(_pad_declines, _shift),
+    **dict.fromkeys((Op.PAD_REFLECT_1D, Op.ROLL), Rule(_moves, _shift)),
     **dict.fromkeys((Op.TRI, Op.DIAG_MASK_INF, Op.DIAG_MASK_ZERO), Rule(_floats, _triangle)),
     Op.DIAG: Rule(_floats, _diag),
     Op.ARANGE: Rule(not_f32, _arange),
     Op.FILL: Rule(_floats, _fill),
     Op.TIMESTEP_EMBEDDING: Rule(_floats, _timestep_embedding),
     Op.ADD_ID: Rule(_add_id_declines, _add_id),
-    Op.UPSCALE: Rule(_floats, _upscale),
+    Op.UPSCALE: Rule(_upscale_declines, _upscale),
 }

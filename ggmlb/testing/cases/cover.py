@@ -36,9 +36,10 @@ class Size(Enum):
     ONE = "one"
     LARGE = "large"
     EMPTY = "empty"
+    NO_ROW = "no row"
 
 
-CYCLE = (Size.ODD, Size.ODD, Size.LARGE, Size.ONE, Size.ODD, Size.EMPTY)
+CYCLE = (Size.ODD, Size.ODD, Size.LARGE, Size.ONE, Size.NO_ROW, Size.ODD, Size.EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Covering:
 
     def __init__(self, size: Size, seed: int, used: dict[tuple[int, int], Counter[int]]) -> None:
         self.size = size
+        self.large = size is Size.LARGE
         self.random = np.random.default_rng(seed)
         self.used = used
         self.n_picks = 0
@@ -109,6 +111,8 @@ class Covering:
         extents = [int(self.random.integers(1, n, endpoint=True)) for n in limits]
         if self.size is Size.LARGE:
             extents[0] = max(extents[0], limits[0] - 1) * (1 + ROW // max(4 * limits[0], 70))
+        if self.size is Size.NO_ROW:
+            extents[0] = 0
         if self.size is Size.EMPTY:
             extents[int(self.random.integers(0, len(extents)))] = 0
         return extents

@@ -6,6 +6,7 @@ the conformance kit's goes through every choice (`cover.py`), hypothesis's draws
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -52,6 +53,8 @@ class Choices(Protocol):
 
     beyond: bool
     """Whether types and layouts may be chosen that ggml's own CPU backend does not take."""
+    large: bool
+    """Whether the program may take as long as a model's op, for edges of tiles."""
 
     def integer(self, low: int, high: int) -> int:
         """Return a number from `low` to `high`."""
@@ -83,7 +86,10 @@ class Leaf:
     def data(self) -> bytes:
         """Its bytes."""
         if self._data is None:
-            self._data = dtypes.quantize(self.make().reshape(self.ne[::-1]), self.dtype).tobytes()
+            if dtypes.can_quantize(self.dtype):
+                self._data = dtypes.quantize(self.make().reshape(self.ne[::-1]), self.dtype).tobytes()
+            else:
+                self._data = _random_blocks(self.dtype, self.ne).tobytes()
         return self._data
 
 
@@ -127,6 +133,10 @@ class Program:
         if self.choices.beyond:
             choices += beyond
         return choices[self.choices.pick(len(choices))] if len(choices) > 1 else choices[0]
+
+    def extent(self, high: Integer, large: Integer) -> Integer:
+        """An extent up to `high`, or up to `large` in large programs."""
+        return self.int(1, large if self.choices.large else high)
 
     def ne(self, *highest: Integer) -> Extents:
         """Four extents, each up to the number given; 1 where none is given; now and then some more."""
@@ -234,10 +244,10 @@ class Program:
             id=label,
             family=label,
             op=self.fn,
-            leafs=tuple(Spec(x.name, x.dtype, _four(x.ne), x.name, archive) for x in self.leafs),
+            leafs=tuple(Spec(x.name, x.dtype, _four(x.ne), f"leaf.{x.name}", archive) for x in self.leafs),
             steps=tuple(self.steps),
             outputs=tuple(
-                Spec(name, DType.parse(dtype), _four(ne), name, archive)
+                Spec(name, DType.parse(dtype), _four(ne), f"out.{name}", archive)
                 for name, (dtype, ne, _) in results.items()
             ),
             nmse=self.nmse,
@@ -265,12 +275,25 @@ class _Members:
     """The bytes of leafs and outputs by name; those of leafs are made when asked for."""
 
     def __init__(self, leafs: Sequence[Leaf], outputs: dict[str, Output]) -> None:
-        self._leafs = {leaf.name: leaf for leaf in leafs}
-        self._outputs = outputs
+        self._leafs = {f"leaf.{leaf.name}": leaf for leaf in leafs}
+        self._outputs = {f"out.{name}": data for name, (_, _, data) in outputs.items()}
 
     def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
-        data = self._leafs[name].data if name in self._leafs else self._outputs[name][2]
+        data = self._leafs[name].data if name in self._leafs else self._outputs[name]
         return np.frombuffer(data, np.uint8)
+
+
+def _random_blocks(dtype: DType, ne: Extents) -> npt.NDArray[np.uint8]:
+    """Return blocks of a type that is only read: any bits, with a scale that gives values of about 1."""
+    n = math.prod(ne) // dtype.block_size
+    blocks = np.random.default_rng((int(dtype), n)).integers(0, 256, (n, dtype.type_size), np.uint8)
+    if dtype is DType.IQ1_M:  # the scale is spread over the high bits of the last four words
+        words = blocks[:, -8:].view("<u2")
+        bits = int(np.float16(0.1).view(np.uint16))
+        words[...] = words & 0x0FFF | [(bits >> 4 * i & 0xF) << 12 for i in range(4)]
+    else:
+        blocks[:, :2] = np.array([0.1], "<f2").view(np.uint8)
+    return blocks
 
 
 def shape_text(dtype: DType, ne: Sequence[int]) -> str:

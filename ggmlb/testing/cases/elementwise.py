@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ggmlb.dtypes import DType
-from ggmlb.testing.cases.draw import BF16, F16, F32, GAPS, I32, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, GAPS, I32, PADDED, PLAIN, ROWS, Program, family
 
 UNARY = (
     "abs", "sgn", "neg", "step", "tanh", "elu", "relu", "sigmoid", "gelu", "gelu_quick", "silu", "hardswish",
@@ -27,9 +27,9 @@ def tolerance(*dtypes: DType) -> float:
 
 
 def _unary(name: str, p: Program) -> None:
-    dtype = p.one_of(F32, F16, *([] if name in SHORT else [BF16]))
+    dtype = p.one_of(F32, F16, *([] if name in SHORT else [BF16]), beyond=(BF16,) if name in SHORT else ())
     p.nmse = 5e-6 if name in ("gelu", "gelu_quick") else tolerance(dtype)
-    a = p.operand(dtype, p.ne(), PLAIN, GAPS, low=-2, high=2)
+    a = p.operand(dtype, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=2)
     p.out(name + ("_inplace" if name not in NEW and p.bool() else ""), a)
 
 
@@ -40,7 +40,7 @@ for _name in UNARY:
 def _function(name: str, dtypes: tuple[DType, ...], p: Program) -> None:
     dtype = p.one_of(*dtypes)
     p.nmse = tolerance(dtype)
-    a = p.operand(dtype, p.ne(), *ROWS, low=0.1, high=3)
+    a = p.operand(dtype, p.ne(), *ROWS, beyond=ANY, low=0.1, high=3)
     p.out(name + p.one_of("", "_inplace"), a)
 
 
@@ -52,29 +52,30 @@ for _name in ("sqr", "sqrt", "log", "sin", "cos"):
 def xielu(p: Program) -> None:
     p.nmse = 1e-6
     numbers = (p.float(0.1, 1), p.float(0.1, 1), p.float(0.1, 1), p.float(-0.5, -1e-6))
-    p.out("xielu", p.operand(F32, p.ne(), PLAIN, GAPS, low=-2, high=2), *numbers)
+    p.out("xielu", p.operand(F32, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=2), *numbers)
 
 
 @family("scale")
 def scale(p: Program) -> None:
-    a = p.leaf(F32, p.ne())
+    a = p.operand(F32, p.ne(), PLAIN, beyond=ANY)
     fn = p.one_of("scale", "scale_inplace", "scale_bias", "scale_bias_inplace")
     p.out(fn, a, p.float(0.1, 4), *([p.float(0.5, 2)] if "bias" in fn else []))
 
 
 @family("clamp")
 def clamp(p: Program) -> None:
-    dtype = p.one_of(F32, F16)
+    dtype = p.one_of(F32, F16, beyond=(BF16,))
     low = p.float(-1, 0)
     p.nmse = tolerance(dtype)
-    p.out("clamp", p.leaf(dtype, p.ne()), low, p.float(0.1, 1))  # ggml goes astray in other layouts
+    a = p.operand(dtype, p.ne(), PLAIN, beyond=ANY)  # where ggml goes astray
+    p.out("clamp", a, low, p.float(0.1, 1))
 
 
 @family("leaky_relu")
 def leaky_relu(p: Program) -> None:
     dtype = p.one_of(F32, F16)
     p.nmse = tolerance(dtype)
-    p.out("leaky_relu", p.operand(dtype, p.ne(), PLAIN), p.float(0.01, 0.9), p.bool())
+    p.out("leaky_relu", p.operand(dtype, p.ne(), PLAIN, beyond=ANY), p.float(0.01, 0.9), p.bool())
 
 
 @family("silu_back")
@@ -87,12 +88,13 @@ def silu_back(p: Program) -> None:
 
 
 def _binary(name: str, p: Program) -> None:
-    a, b = p.one_of((F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32))
+    a, b = p.one_of((F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), beyond=((F32, F16),))
     small = p.ne(24, 4, 3, 2)
     large = tuple(n * p.int(1, 3) for n in small)
     p.nmse = tolerance(a, b)
     positive: Any = {"low": 0.5, "high": 2}
-    x, y = p.operand(a, large, *ROWS), p.operand(b, small, *ROWS, **positive)
+    x = p.operand(a, large, *ROWS, beyond=ANY)
+    y = p.operand(b, small, *ROWS, beyond=ANY, **positive)
     p.out(name + p.one_of("", "_inplace"), x, y)
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from functools import partial
 
+from ggmlb.dtypes import DType
 from ggmlb.enums import TriType
-from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, PADDED, PLAIN, ROWS, Program, family
-from ggmlb.testing.cases.products import WEIGHTS
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.products import READ_ONLY, WEIGHTS
 
 
 @family("dup")
 def dup(p: Program) -> None:
     p.nmse = 0
-    p.out("dup", p.operand(p.one_of(F32, F16, BF16, I32), p.ne(), *ANY))
+    p.out("dup", p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
 
 
 @family("cont")
 def cont(p: Program) -> None:
     p.nmse = 0
-    p.out("cont", p.operand(p.one_of(F32, F16, BF16, I32), p.ne(), *ANY))
+    p.out("cont", p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
 
 
 @family("cast")
@@ -55,15 +56,15 @@ def cpy_to_blocks(p: Program) -> None:
 
 @family("cpy from blocks")
 def cpy_from_blocks(p: Program) -> None:
-    dtype = p.one_of(*WEIGHTS)
+    dtype = p.one_of(*WEIGHTS, beyond=READ_ONLY)
     ne = p.ne(3, 5, 3, 2)
     ne = (ne[0] * dtype.block_size, *ne[1:])
-    p.out("cpy", p.leaf(dtype, ne), p.leaf(F32, ne))
+    p.out("cpy", p.operand(dtype, ne, PLAIN, beyond=ROWS), p.leaf(F32, ne))
 
 
 @family("concat")
 def concat(p: Program) -> None:
-    dtype, dim = p.one_of(F32, F16, I32), p.int(0, 3)
+    dtype, dim = p.one_of(F32, F16, I32, beyond=(BF16, I64, DType.I8)), p.int(0, 3)
     ne = list(p.ne())
     p.nmse = 0
     a = p.operand(dtype, tuple(ne), *ANY)
@@ -73,17 +74,21 @@ def concat(p: Program) -> None:
 
 @family("repeat")
 def repeat(p: Program) -> None:
-    dtype = p.one_of(F32, F16, I32)
+    dtype = p.one_of(F32, F16, I32, beyond=(BF16, DType.I16))
     ne = p.ne(20, 4, 3, 2)
     p.nmse = 0
-    p.out("repeat", p.operand(dtype, ne, *ROWS), p.leaf(dtype, tuple(n * p.int(1, 3) for n in ne)))
+    p.out(
+        "repeat", p.operand(dtype, ne, *ROWS, beyond=ANY), p.leaf(dtype, tuple(n * p.int(1, 3) for n in ne))
+    )
 
 
 @family("repeat_back")
 def repeat_back(p: Program) -> None:
     ne = p.ne(20, 4, 3, 2)
     p.nmse = 1e-6
-    p.out("repeat_back", p.operand(F32, tuple(n * p.int(1, 3) for n in ne), *ROWS), p.leaf(F32, ne))
+    p.out(
+        "repeat_back", p.operand(F32, tuple(n * p.int(1, 3) for n in ne), *ROWS, beyond=ANY), p.leaf(F32, ne)
+    )
 
 
 def _pad(name: str, p: Program) -> None:
@@ -92,7 +97,11 @@ def _pad(name: str, p: Program) -> None:
     circular = name.endswith("circular")
     n_widths = 8 if "ext" in name else 4
     limits = [ne[i // (n_widths // 4)] if circular else 4 for i in range(n_widths)]
-    p.out(name, p.operand(F32, ne, *ANY), *(p.int(0, min(4, limit)) for limit in limits))
+    p.out(
+        name,
+        p.operand(p.one_of(F32, beyond=(F16, BF16)), ne, *ANY),
+        *(p.int(0, min(4, limit)) for limit in limits),
+    )
 
 
 for _name in ("pad", "pad_ext", "pad_circular", "pad_ext_circular"):
@@ -110,7 +119,11 @@ def pad_reflect_1d(p: Program) -> None:
 def roll(p: Program) -> None:
     p.nmse = 0
     ne = p.ne()
-    p.out("roll", p.operand(F32, ne, *ROWS), *(p.int(1 - n, n - 1) for n in ne))
+    p.out(
+        "roll",
+        p.operand(p.one_of(F32, beyond=(F16,)), ne, *ROWS, beyond=ANY),
+        *(p.int(1 - n, n - 1) for n in ne),
+    )
 
 
 @family("tri")
@@ -129,7 +142,11 @@ def diag(p: Program) -> None:
 @family("fill")
 def fill(p: Program) -> None:
     p.nmse = 0
-    p.out(p.one_of("fill", "fill_inplace"), p.leaf(p.one_of(F32, F16), p.ne()), p.float(-5, 5))
+    p.out(
+        p.one_of("fill", "fill_inplace"),
+        p.operand(p.one_of(F32, F16, beyond=(BF16,)), p.ne(), PLAIN, beyond=ANY),
+        p.float(-5, 5),
+    )
 
 
 @family("arange")

@@ -13,23 +13,29 @@ NO_WEIGHTS = (DType.Q8_1, DType.Q8_K, DType.Q2_0)
 WEIGHTS = tuple(t for t in DType if t.is_quantized and dtypes.can_quantize(t) and t not in NO_WEIGHTS)
 """Quantised types whose blocks can be made here, and which ggml multiplies."""
 
+READ_ONLY = tuple(t for t in DType if t.is_quantized and not dtypes.can_quantize(t))
+"""Quantised types whose blocks are made elsewhere, with the help of a model's statistics."""
+
 LOPSIDED: Any = {"low": -0.2, "high": 1.0}
 """Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's."""
 
 
 def _weight(p: Program) -> DType:
-    dtype: DType = p.one_of(F32, F16, BF16, *WEIGHTS)
+    dtype: DType = p.one_of(F32, F16, BF16, *WEIGHTS, beyond=READ_ONLY)
     return dtype
 
 
 @family("mul_mat")
 def mul_mat(p: Program) -> None:
     dtype = _weight(p)
-    k = p.int(1, 3) * dtype.block_size if dtype.block_size > 1 else p.int(1, 70)
+    k = p.extent(3, 9) * dtype.block_size if dtype.block_size > 1 else p.extent(70, 700)
     n2, n3 = p.int(1, 3), p.int(1, 2)
     layouts = ROWS if dtype.block_size == 1 else (PLAIN, PADDED)
-    a = p.operand(dtype, (k, p.int(1, 20), n2, n3), *layouts, **LOPSIDED)
-    b = p.operand(F32, (k, p.int(1, 12), n2 * p.int(1, 3), n3 * p.int(1, 2)), *layouts, **LOPSIDED)
+    m, n = p.extent(20, 200), p.extent(12, 80)
+    a = p.operand(dtype, (k, m, n2, n3), *layouts, beyond=ROWS, **LOPSIDED)
+    b = p.operand(
+        p.one_of(F32, beyond=(F16,)), (k, n, n2 * p.int(1, 3), n3 * p.int(1, 2)), *layouts, **LOPSIDED
+    )
     p.nmse = 1e-6 if dtype is F32 else 1e-3
     p.out("mul_mat", a, b)
 
@@ -38,10 +44,10 @@ def mul_mat(p: Program) -> None:
 def mul_mat_id(p: Program) -> None:
     dtype = _weight(p)
     k = p.int(1, 3) * dtype.block_size if dtype.block_size > 1 else p.int(1, 70)
-    n_experts, n_used, n_tokens = p.int(1, 5), p.int(1, 4), p.int(1, 6)
+    n_experts, n_used, n_tokens = p.int(1, 5), p.int(1, 4), p.extent(6, 40)
     n_used = min(n_used, n_experts)
     ids = [p.random.permutation(n_experts)[:n_used] for _ in range(n_tokens)]
-    a = p.leaf(dtype, (k, p.int(1, 20), n_experts), **LOPSIDED)
+    a = p.leaf(dtype, (k, p.extent(20, 100), n_experts), **LOPSIDED)
     b = p.operand(F32, (k, p.one_of(1, n_used), n_tokens), PLAIN, PADDED, **LOPSIDED)
     p.nmse = 1e-6 if dtype is F32 else 1e-3
     p.out("mul_mat_id", a, b, p.leaf(I32, (n_used, n_tokens), ids))
@@ -60,9 +66,9 @@ def out_prod(p: Program) -> None:
 
 @family("flash_attn_ext")
 def flash_attn_ext(p: Program) -> None:
-    dtype = p.one_of(F32, F16, DType.Q8_0, DType.Q4_0)
+    dtype = p.one_of(F32, F16, DType.Q8_0, DType.Q4_0, beyond=(BF16,))
     d, dv = 32 * p.int(1, 3), 32 * p.int(1, 2)
-    heads_kv, batch, n_kv, n_q = p.int(1, 3), p.int(1, 2), p.int(1, 40), p.int(1, 7)
+    heads_kv, batch, n_kv, n_q = p.int(1, 3), p.int(1, 2), p.extent(40, 300), p.extent(7, 40)
     heads = heads_kv * p.int(1, 3)
     q = p.operand(F32, (d, n_q, heads, batch), PLAIN, PADDED, OUTER)
     layouts = (PLAIN, PADDED, *([OUTER] if dtype.block_size == 1 else []))

@@ -7,16 +7,16 @@ from functools import partial
 import numpy as np
 
 from ggmlb.enums import RopeType, SortOrder
-from ggmlb.testing.cases.draw import BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
 from ggmlb.testing.cases.elementwise import tolerance
-from ggmlb.testing.cases.products import WEIGHTS
+from ggmlb.testing.cases.products import READ_ONLY, WEIGHTS
 
 EPS = (1e-6, 1e-5, 1e-2)
 
 
 def _norm(name: str, p: Program) -> None:
     p.nmse = 1e-6
-    a = p.operand(F32, p.ne(), *ROWS, low=-2, high=3)
+    a = p.operand(p.one_of(F32, beyond=(F16,)), p.ne(), *ROWS, beyond=ANY, low=-2, high=3)
     p.out(name + p.one_of("", "_inplace"), a, p.one_of(*EPS))
 
 
@@ -28,7 +28,9 @@ for _name in ("norm", "rms_norm", "l2_norm"):
 def group_norm(p: Program) -> None:
     p.nmse = 1e-6
     ne = p.ne(9, 5, 8, 2)
-    p.out("group_norm", p.operand(F32, ne, *ROWS, low=-2, high=3), p.int(1, ne[2]), p.one_of(*EPS))
+    p.out(
+        "group_norm", p.operand(F32, ne, *ROWS, beyond=ANY, low=-2, high=3), p.int(1, ne[2]), p.one_of(*EPS)
+    )
 
 
 @family("rms_norm_back")
@@ -80,8 +82,8 @@ def _rope(p: Program, back: bool) -> None:
     n_dims = 2 * pairs
     row = 2 * n_dims if mode is RopeType.VISION else n_dims + (0 if multi else 2 * p.int(0, 4))
     heads, tokens, batch = p.int(1, 4), p.int(1, 5), p.int(1, 2)
-    dtype = p.one_of(F32, F16)
-    p.nmse = 1e-6 if dtype is F32 else 1e-5
+    dtype = p.one_of(F32, F16, beyond=(BF16,))
+    p.nmse = {F32: 1e-6, F16: 1e-5, BF16: 1e-4}[dtype]
     a = p.operand(dtype, (row, heads, tokens, batch), *ROWS)
     n_positions = tokens * (4 if multi else 1)
     positions = p.leaf(I32, (n_positions,), p.random.integers(0, 60, n_positions))
@@ -111,12 +113,15 @@ family("rope_back")(partial(_rope, back=True))
 def sum_all(p: Program) -> None:
     dtype = p.one_of(F32, F16, BF16)
     p.nmse = tolerance(dtype)
-    p.out("sum", p.operand(dtype, p.ne(), *ROWS, low=0.1, high=1))
+    p.out("sum", p.operand(dtype, p.ne(), *ROWS, beyond=ANY, low=0.1, high=1))
 
 
 def _reduce(name: str, p: Program) -> None:
     p.nmse = 1e-6
-    p.out(name, p.operand(F32, p.ne(), *ROWS, low=0.1, high=1))
+    ne = p.ne()
+    if name == "mean":
+        ne = (max(ne[0], 1), *ne[1:])  # of nothing it is not a number
+    p.out(name, p.operand(F32, ne, *ROWS, beyond=ANY, low=0.1, high=1))
 
 
 for _name in ("sum_rows", "mean", "cumsum"):
@@ -125,7 +130,7 @@ for _name in ("sum_rows", "mean", "cumsum"):
 
 @family("argmax")
 def argmax(p: Program) -> None:
-    p.out("argmax", p.operand(F32, p.ne(70, 9), PLAIN, PADDED))
+    p.out("argmax", p.operand(p.one_of(F32, beyond=(F16, BF16)), p.ne(70, 9), PLAIN, PADDED, beyond=ANY))
 
 
 @family("count_equal")
@@ -162,14 +167,16 @@ def top_k(p: Program) -> None:
 
 @family("get_rows")
 def get_rows(p: Program) -> None:
-    dtype = p.one_of(F32, F16, BF16, I32, *WEIGHTS)
+    dtype = p.one_of(F32, F16, BF16, I32, *WEIGHTS, beyond=READ_ONLY)
     n, n_rows, n2, n3 = p.ne(3 if dtype.block_size > 1 else 70, 7, 3, 2)
     n *= dtype.block_size
     count = p.int(1, 8)
     p.nmse = 1e-7
     index = p.random.integers(0, n_rows, (n3, n2, count))
     p.out(
-        "get_rows", p.operand(dtype, (n, n_rows, n2, n3), PLAIN, PADDED), p.leaf(I32, (count, n2, n3), index)
+        "get_rows",
+        p.operand(dtype, (n, n_rows, n2, n3), PLAIN, PADDED, beyond=ROWS),
+        p.leaf(I32, (count, n2, n3), index),
     )
 
 
@@ -194,4 +201,4 @@ def set_rows(p: Program) -> None:
     p.rule = "dequant" if dtype.block_size > 1 else ""
     source = p.operand(F32, (n, count, n2, n3), *ROWS)
     rows = p.leaf(p.one_of(I32, I64), (count, b2, b3), index)
-    p.out("set_rows", p.leaf(dtype, (n, n_rows, n2, n3)), source, rows)
+    p.out("set_rows", p.operand(dtype, (n, n_rows, n2, n3), PLAIN, beyond=(PADDED,)), source, rows)

@@ -16,6 +16,7 @@ class Hypothesis:
     """Choices that hypothesis makes, and shrinks."""
 
     beyond = False
+    large = False
 
     def __init__(self, draw: Callable[..., Any]) -> None:
         self.draw = draw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import FLOAT, I32, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, I32, has_elements, operands, rule, sources
 from ggmlb.enums import Op, SortOrder
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 
-@rule(Op.ARGMAX, operands(FLOAT, out=I32))
+@rule(Op.ARGMAX, operands(FLOAT, out=I32), has_elements)
 def argmax(lw: Lowering, t: Tensor) -> None:
     """The index of the largest element of each row; of the first, if there are several."""
     (a,) = sources(t)

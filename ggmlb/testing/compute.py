@@ -1,0 +1,180 @@
+"""Modes `test` and `support`: a device computes the cases, and the CPU backend says what is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.enums import NO_OPS, Status
+from ggmlb.errors import Error, UnsupportedOpError
+from ggmlb.registry import device_by_name
+from ggmlb.testing.guarded import GuardedMemory
+from ggmlb.testing.limits import limit
+from ggmlb.testing.results import Outcome, Result
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from ggmlb.interface import Backend, Device
+    from ggmlb.testing.cases import KitCase
+    from ggmlb.testing.guarded import Image
+    from ggmlb.testing.programs import Built, Case
+
+
+class Bench:
+    """A device under test beside the reference. A context manager: leaving it frees both.
+
+    Args:
+        device: The device under test.
+        reference: What is right; the CPU by default.
+    """
+
+    def __init__(self, device: Device, reference: Device | None = None) -> None:
+        self.device = device
+        self.stream = device.init_backend()
+        self.reference = (reference or device_by_name("CPU")).init_backend()
+        self._memory = GuardedMemory(self.stream.default_buffer_type)
+        self._reference_memory = GuardedMemory(self.reference.default_buffer_type)
+
+    def test(self, case: KitCase) -> Result:
+        """Compute a case on both, and compare values and the memory around them."""
+        start = perf_counter()
+        outcome, reason, nmse = self._test(case)
+        return Result(
+            "test", self.device.name, case.family, case.id, outcome, reason, nmse, perf_counter() - start
+        )
+
+    def support(self, case: KitCase) -> Result:
+        """Ask whether the device computes a case, and see whether that is true."""
+        start = perf_counter()
+        outcome, reason, claimed = self._support(case.program.case(case.id).build())
+        took, facts = perf_counter() - start, {"supported": claimed}
+        return Result("support", self.device.name, case.family, case.id, outcome, reason, None, took, facts)
+
+    def free(self) -> None:
+        """Free streams and memory."""
+        for part in (self._memory, self._reference_memory, self.stream, self.reference):
+            part.free()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    # -- test ----------------------------------------------------------------------------------
+
+    def _test(self, case: KitCase) -> tuple[Outcome, str, float | None]:
+        built = case.program.case(case.id).build()
+        why = refusal(self.device, built)
+        if why:
+            return Outcome.SKIPPED, f"not supported: {why}", None
+        why = refusal(self.reference.device, built)
+        if why:
+            return Outcome.SKIPPED, f"no reference: {why}", None
+        try:
+            expected = _expected(self.reference, self._reference_memory, case)
+        except Exception as error:
+            return Outcome.FAILED, f"the reference fails: {_told(error)}", None
+        try:
+            image = self._memory.place(expected.build())
+            wrong, nmse = _compute(self.stream, image)
+            if not wrong and image.keeps_inputs:
+                image.upload()
+                wrong, nmse = _compute(self.stream, image)
+                wrong = wrong and f"computed a second time: {wrong}"
+        except Exception as error:  # a backend may raise anything; the next case is tested all the same
+            return Outcome.FAILED, _told(error), None
+        return (Outcome.FAILED if wrong else Outcome.PASSED), wrong, nmse
+
+    # -- support -------------------------------------------------------------------------------
+
+    def _support(self, built: Built) -> tuple[Outcome, str, bool]:
+        failed = Outcome.FAILED
+        try:
+            before = refusal(self.device, built)
+        except Exception as error:
+            return failed, f"declines() must answer, but {_told(error)}", False
+        wrong = _inconsistency(self.device, self.stream, built)
+        if wrong:
+            return failed, wrong, before is None
+        try:
+            image = self._memory.place(built)
+        except Exception as error:
+            return failed, f"cannot be placed: {_told(error)}", before is None
+        if refusal(self.device, built) != before:
+            return failed, "the answer changes once the tensors lie in a buffer", before is None
+        try:
+            _run(self.stream, image)
+        except UnsupportedOpError as error:
+            if before is None:
+                return failed, f"it claims the op, then refuses it: {error}", True
+            return Outcome.PASSED, f"refused: {before}", False
+        except Exception as error:
+            if before is None:
+                return failed, f"it claims the op, then fails: {_told(error)}", True
+            return failed, f"it refuses the op, but not with an UnsupportedOpError: {_told(error)}", False
+        if before is not None:
+            return failed, f"it refuses the op ({before}), then computes it", False
+        return Outcome.PASSED, "", True
+
+
+def refusal(device: Device, built: Built) -> str | None:
+    """Return why a device does not compute a program, or `None`."""
+    for node in built.graph.nodes:
+        why = device.declines(node)
+        if why is not None:
+            return why
+    return None
+
+
+def _inconsistency(device: Device, stream: Backend, built: Built) -> str:
+    for node in built.graph.nodes:
+        why, claimed = device.declines(node), device.supports_op(node)
+        if claimed != (why is None):
+            return f"supports_op says {claimed}, declines says {why!r}"
+        if stream.supports_op(node) != claimed:
+            return f"supports_op says {claimed} on the device, {not claimed} on its backend"
+        if why is not None and not why.strip():
+            return "declines gives no reason"
+        if why is not None and node.op in NO_OPS:
+            return f"views need no computation, but {node.op_desc()} is declined: {why}"
+    return ""
+
+
+def _expected(reference: Backend, memory: GuardedMemory, case: KitCase) -> Case:
+    """Compute the case on the reference, and return it with the outputs that a device must give."""
+    built = case.program.case(case.id).build()
+    image = memory.place(built)
+    _run(reference, image)
+    outputs: list[tuple[int, Any, bytes]] = []
+    for name in case.program.outputs:
+        tensor = built.tensors[name]
+        outputs.append((int(tensor.dtype), tensor.ne, tensor.packed().tobytes()))
+    return replace(case.program.case(case.id, outputs), nmse=limit(case.program))
+
+
+def _run(stream: Backend, image: Image) -> None:
+    status = stream.graph_compute(image.built.graph)
+    if status is not Status.SUCCESS:
+        raise Error(f"graph_compute returned {status!r}")
+
+
+def _compute(stream: Backend, image: Image) -> tuple[str, float | None]:
+    """Return what is wrong after a computation, and the largest error."""
+    _run(stream, image)
+    verdicts = image.built.compare()
+    nmse = max((v.nmse for v in verdicts.values() if v.nmse is not None), default=None)
+    reasons = [v.reason or "wrong" for v in verdicts.values() if not v.ok]
+    trespass = image.trespass()
+    return "; ".join([*reasons, *([trespass] if trespass else [])]), nmse
+
+
+def _told(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"it raised {type(error).__name__}: {' '.join(str(error).split())}"
