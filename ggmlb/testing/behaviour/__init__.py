@@ -1,0 +1,54 @@
+"""Mode `behaviour`: what a device promises besides right values. Each check is a function with a name."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ggmlb.testing.behaviour import memory, order, plans, transfers
+from ggmlb.testing.behaviour.rig import CHECKS, Fault, NotApplicable, Rig
+from ggmlb.testing.results import Outcome, Result
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Device
+
+__all__ = ["CHECKS", "behaves", "memory", "order", "plans", "transfers"]
+
+
+def behaves(device: Device, group: str, name: str) -> Result:
+    """Run one check on a device."""
+    start = perf_counter()
+    outcome, reason = _outcome(device, group, name)
+    return Result("behaviour", device.name, group, name, outcome, reason, None, perf_counter() - start)
+
+
+def _outcome(device: Device, group: str, name: str) -> tuple[Outcome, str]:
+    try:
+        rig = Rig(device)
+    except Exception as error:
+        return Outcome.FAILED, f"no stream can be opened: {_told(error)}"
+    outcome, reason = _checked(rig, group, name)
+    try:
+        rig.close()
+    except Exception as error:
+        if outcome is not Outcome.FAILED:
+            return Outcome.FAILED, f"what the check used cannot be freed: {_told(error)}"
+    return outcome, reason
+
+
+def _checked(rig: Rig, group: str, name: str) -> tuple[Outcome, str]:
+    promise = " ".join((CHECKS[group][name].__doc__ or "").split())
+    try:
+        CHECKS[group][name](rig)
+        return Outcome.PASSED, ""
+    except NotApplicable as why:
+        return Outcome.SKIPPED, str(why)
+    except Fault as fault:
+        return Outcome.FAILED, f"{fault}. Promised: {promise}"
+    except Exception as error:  # a backend may raise anything; the next check runs all the same
+        return Outcome.FAILED, f"it raised {_told(error)}. Promised: {promise}"
+
+
+def _told(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,229 @@
+"""Buffers: their sizes, their life, and the memory of the host."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import BufferUsage
+from ggmlb.errors import AllocationError, BackendError, FreedError
+from ggmlb.graph import Graph
+from ggmlb.interface import tensor_alloc, tensor_copy
+from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
+
+N = 5000
+
+
+@check("memory")
+def facts_are_sound(rig: Rig) -> None:
+    """Name, memory, alignment and largest buffer are facts one can work with."""
+    device, buft = rig.device, rig.device.buffer_type
+    free, total = device.memory
+    expect(bool(device.name) and bool(device.description), "the device has no name or description")
+    expect(0 <= free <= total, f"{free} bytes are free, of {total} in all")
+    alignment = buft.alignment
+    expect(
+        alignment > 0 and alignment & (alignment - 1) == 0, f"the alignment is {alignment}, no power of two"
+    )
+    expect(buft.max_size >= 1 << 20, f"the largest buffer has {buft.max_size} bytes")
+    expect(device.supports_buft(buft), "the device cannot use its own memory")
+    expect(buft.device is device, f"the device's memory belongs to {buft.device.name}")
+    caps = device.caps
+    expect(
+        caps.host_buffer == (device.host_buffer_type is not None), f"caps.host_buffer is {caps.host_buffer}"
+    )
+
+
+@check("memory")
+def alignment_is_kept(rig: Rig) -> None:
+    """Memory begins at the promised alignment, where the host can see its address."""
+    for buft in (rig.device.buffer_type, rig.device.host_buffer_type):
+        if buft is None or not buft.is_host:
+            continue
+        for size in (1, 1000, 1 << 16):
+            address = rig.keep(buft.alloc_buffer(size)).base.ctypes.data
+            expect(address % buft.alignment == 0, f"{buft.name} memory begins at {address:#x}")
+
+
+@check("memory")
+def views_need_no_alignment(rig: Rig) -> None:
+    """Ops read and write views that begin anywhere in a tensor, aligned to their elements only."""
+    for shift in (1, 3, 7):
+        ctx = Context()
+        a, b = ctx.new_tensor(DType.F32, (N + 8,), "a"), ctx.new_tensor(DType.F32, (N + 8,), "b")
+        y = rig.double(ctx, ctx.view_1d(a, N, 4 * shift))
+        into = ctx.cpy(y, ctx.view_1d(b, N, 4 * (8 - shift)))
+        rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+        last = into if rig.device.supports_op(into) else y
+        data = numbers(N + 8)
+        a.set_array(data)
+        b.set_array(np.full(N + 8, -1, np.float32))
+        rig.stream.graph_compute(Graph().build_forward_expand(last))
+        right = 2 * data[shift : shift + N]
+        expect_equal(y.to_numpy(), right, f"2 x of a view that begins at element {shift}")
+        if last is into:
+            whole = np.full(N + 8, -1, np.float32)
+            whole[8 - shift : 8 - shift + N] = right
+            expect_equal(
+                b.to_numpy(), whole, f"a tensor after a copy into a view of it, at element {8 - shift}"
+            )
+
+
+@check("memory")
+def too_much_is_an_allocation_error(rig: Rig) -> None:
+    """What is too large is an `AllocationError`; afterwards the device works as before."""
+    buft = rig.device.buffer_type
+    absurd = 1 << 60
+    expect_error(AllocationError, lambda: buft.alloc_buffer(absurd), f"a buffer of {absurd} bytes")
+    if buft.max_size < sys.maxsize:
+        beyond = buft.max_size + 1
+        expect_error(AllocationError, lambda: buft.alloc_buffer(beyond), f"max_size + 1, {beyond} bytes")
+    work = rig.doubling()
+    work.x.set_array(numbers(1000))
+    rig.stream.graph_compute(work.graph)
+    expect_equal(work.y.to_numpy(), 2 * numbers(1000), "a graph after allocations that failed")
+
+
+@check("memory")
+def nothing_is_a_size(rig: Rig) -> None:
+    """Buffers of no bytes and tensors of no elements can be made, moved, computed and freed."""
+    buffer = rig.stream.alloc_buffer(0)
+    expect(buffer.size >= 0, f"a buffer of 0 bytes has {buffer.size}")
+    buffer.clear(1)
+    empty = Context().new_tensor(DType.F32, (0, 3), "empty")
+    tensor_alloc(buffer, empty, 0)
+    empty.set(b"")
+    expect_equal(empty.get(), np.empty(0, np.uint8), "the bytes of an empty tensor")
+    empty.memset(0)
+    other = rig.tensor(DType.F32, 0, 3)
+    tensor_copy(empty, other)
+    rig.stream.set_tensor_async(empty, b"")
+    rig.stream.get_tensor_async(empty, np.empty(0, np.uint8))
+    rig.stream.synchronize()
+    buffer.free()
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (0,), "x")
+    y = rig.double(ctx, x)
+    rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+    rig.stream.graph_compute(Graph().build_forward_expand(y))
+    expect_equal(y.to_numpy().size, 0, "elements of 2 x, of an empty x")
+
+
+@check("memory")
+def usage_and_reset(rig: Rig) -> None:
+    """A buffer's usage can be set; `reset` forgets prepared tensors, and the memory can be used anew."""
+    work = rig.doubling(N)
+    expect(work.buffer.usage is BufferUsage.ANY, f"the usage of a new buffer is {work.buffer.usage}")
+    work.buffer.usage = BufferUsage.WEIGHTS
+    expect(work.buffer.usage is BufferUsage.WEIGHTS, "the usage was not kept")
+    work.buffer.usage = BufferUsage.COMPUTE
+    work.buffer.reset()
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (N,), "x")
+    y = rig.double(ctx, x)
+    step = work.buffer.alignment
+    tensor_alloc(work.buffer, x, 0)
+    tensor_alloc(work.buffer, y, -(-4 * N // step) * step)
+    x.set_array(numbers(N))
+    rig.stream.graph_compute(Graph().build_forward_expand(y))
+    expect_equal(y.to_numpy(), 2 * numbers(N), "a graph in a buffer that was reset")
+
+
+@check("memory")
+def a_freed_buffer_is_refused(rig: Rig) -> None:
+    """What uses a freed buffer, or frees it again, is a `FreedError`."""
+    work = rig.doubling(N)
+    work.x.set_array(numbers(N))
+    rig.stream.graph_compute(work.graph)
+    plan = rig.stream.graph_plan_create(work.graph)
+    work.buffer.free()
+    expect_error(FreedError, work.buffer.free, "freeing a buffer twice")
+    expect_error(FreedError, lambda: work.x.set_array(numbers(N)), "a write to a freed buffer")
+    expect_error(FreedError, work.y.get, "a read of a freed buffer")
+    expect_error(FreedError, lambda: rig.stream.graph_compute(work.graph), "a graph in a freed buffer")
+    rig.stream.synchronize()
+    rig.stream.graph_plan_free(plan)
+
+
+@check("memory")
+def freeing_with_work_pending(rig: Rig) -> None:
+    """A buffer may be freed while queued work uses it: the work ends as if it were still there."""
+    for _ in range(3):
+        work = rig.doubling(N)
+        rig.busy()
+        rig.stream.set_tensor_async(work.x, numbers(N))
+        rig.stream.graph_compute_async(work.graph)
+        out = np.zeros(N, np.float32)
+        rig.stream.get_tensor_async(work.y, out)
+        size = work.buffer.size
+        work.buffer.free()
+        taker = rig.keep(rig.stream.alloc_buffer(size))  # may get the memory that was given back
+        taker.clear(0xFF)
+        rig.stream.synchronize()
+        expect_equal(out, 2 * numbers(N), "a result whose buffer was freed while it was computed")
+
+
+@check("memory")
+def freeing_a_stream_ends_its_work(rig: Rig) -> None:
+    """Freeing a stream waits for its work; afterwards the stream is refused."""
+    stream = rig.new_stream()
+    work = rig.doubling(N, stream=stream)
+    rig.busy(stream)
+    stream.set_tensor_async(work.x, numbers(N))
+    stream.graph_compute_async(work.graph)
+    out = np.zeros(N, np.float32)
+    stream.get_tensor_async(work.y, out)
+    stream.free()
+    expect_equal(out, 2 * numbers(N), "a result of a stream that was freed")
+    expect_error(FreedError, stream.synchronize, "synchronize of a freed stream")
+    expect_error(FreedError, stream.free, "freeing a stream twice")
+
+
+@check("memory")
+def host_buffers(rig: Rig) -> None:
+    """The device's host memory can be read and written by NumPy, and transfers from and to it are right."""
+    buft = rig.device.host_buffer_type
+    if buft is None:
+        unsupported("the device has no host memory of its own")
+    expect(buft.is_host, f"{buft.name} memory says that it is not the host's")
+    ctx = Context()
+    host = ctx.new_tensor(DType.F32, (N,), "host")
+    buffer = rig.keep(alloc_ctx_tensors(ctx, buft))
+    memory = buffer.base[host.offset : host.offset + host.nbytes].view(np.float32)
+    memory[:] = numbers(N)
+    expect_equal(host.to_numpy(), numbers(N), "a host tensor that NumPy wrote")
+    work = rig.doubling(N)
+    rig.busy()
+    rig.stream.set_tensor_async(work.x, memory)
+    rig.stream.graph_compute_async(work.graph)
+    rig.stream.get_tensor_async(work.y, memory)
+    rig.stream.synchronize()
+    expect_equal(memory, 2 * numbers(N), "host memory after an asynchronous round trip")
+    tensor_copy(host, work.x)
+    rig.stream.graph_compute(work.graph)
+    expect_equal(work.y.to_numpy(), 4 * numbers(N), "a graph after a copy from host memory")
+
+
+@check("memory")
+def the_callers_memory(rig: Rig) -> None:
+    """`buffer_from_host_ptr` uses the caller's array in place, or is refused where `caps` do not name it."""
+    array = np.zeros(2 * 4096, np.float32)
+    aligned = array[-array.ctypes.data % 4096 // 4 :][:4096]
+    if not rig.device.caps.buffer_from_host_ptr:
+        refused = lambda: rig.device.buffer_from_host_ptr(aligned)  # noqa: E731
+        expect_error(BackendError, refused, "buffer_from_host_ptr")
+        return
+    aligned[:] = numbers(4096)
+    buffer = rig.keep(rig.device.buffer_from_host_ptr(aligned))
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (4096,), "x")
+    tensor_alloc(buffer, x, 0)
+    expect_equal(x.to_numpy(), numbers(4096), "a tensor over the caller's memory")
+    y = rig.double(ctx, x)
+    rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+    rig.stream.graph_compute(Graph().build_forward_expand(y))
+    expect_equal(y.to_numpy(), 2 * numbers(4096), "a graph over the caller's memory")

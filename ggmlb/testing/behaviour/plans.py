@@ -1,0 +1,180 @@
+"""Graphs and their plans: computed again, moved, changed, refused and stopped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import Status
+from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.graph import Graph
+from ggmlb.interface import tensor_alloc
+from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
+from ggmlb.testing.samples import SAMPLES, TYPES, sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.tensor import Tensor
+
+N = 5000
+
+
+@check("plans")
+def a_plan_can_be_computed_again(rig: Rig) -> None:
+    """A plan computes what its inputs are when it runs, again and again."""
+    work = rig.doubling(N, times=3)
+    plan = rig.stream.graph_plan_create(work.graph)
+    for start in range(4):
+        work.x.set_array(numbers(N, start))
+        status = rig.stream.graph_plan_compute(plan)
+        rig.stream.synchronize()
+        expect(status is Status.SUCCESS, f"graph_plan_compute returned {status!r}")
+        expect_equal(work.y.to_numpy(), 8 * numbers(N, start), f"a plan's result, run {start}")
+    rig.stream.graph_plan_free(plan)
+
+
+@check("plans")
+def a_plan_follows_moved_tensors(rig: Rig) -> None:
+    """When tensors were placed elsewhere, `graph_plan_update` and `graph_compute` use the new place."""
+    for update in (True, False):
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (N,), "x")
+        y = rig.double(ctx, x)
+        graph = Graph().build_forward_expand(y)
+        first = rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+        x.set_array(numbers(N))
+        plan = rig.stream.graph_plan_create(graph) if update else None
+        rig.stream.graph_compute(graph)
+        expect_equal(y.to_numpy(), 2 * numbers(N), "a result in the first place")
+        x.buffer = y.buffer = None
+        second = rig.keep(rig.stream.alloc_buffer(first.size + 2 * first.alignment))
+        step = first.alignment
+        tensor_alloc(second, y, 0)
+        tensor_alloc(second, x, -(-4 * N // step) * step)
+        x.set_array(numbers(N, 9))
+        if plan is None:
+            rig.stream.graph_compute(graph)
+        else:
+            plan = rig.stream.graph_plan_update(plan, graph)
+            rig.stream.graph_plan_compute(plan)
+            rig.stream.synchronize()
+        how = "graph_plan_update" if update else "graph_compute"
+        expect_equal(y.to_numpy(), 2 * numbers(N, 9), f"a result after its tensors moved, by {how}")
+
+
+@check("plans")
+def a_plan_follows_changed_parameters(rig: Rig) -> None:
+    """When an op's parameters were changed, `graph_compute` uses the new ones."""
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (N,), "x")
+    y = ctx.scale(x, 2.0)
+    if not rig.device.supports_op(y):
+        unsupported("the device does not compute SCALE of f32")
+    rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+    graph = Graph().build_forward_expand(y)
+    x.set_array(numbers(N))
+    rig.stream.graph_compute(graph)
+    y.params["scale"] = 5.0
+    rig.tensor(DType.F32, 1)  # plans look again when something was placed
+    rig.stream.graph_compute(graph)
+    expect_equal(y.to_numpy(), 5 * numbers(N), "a result after the scale was changed")
+
+
+@check("plans")
+def two_plans_do_not_mix(rig: Rig) -> None:
+    """Plans of the same op keep to their own operands."""
+    first, second = rig.doubling(N), rig.doubling(N)
+    first.x.set_array(numbers(N, 1))
+    second.x.set_array(numbers(N, 100))
+    plans = [rig.stream.graph_plan_create(work.graph) for work in (first, second)]
+    for plan in (*plans, *plans):
+        rig.stream.graph_plan_compute(plan)
+    rig.stream.synchronize()
+    expect_equal(first.y.to_numpy(), 2 * numbers(N, 1), "the first plan's result")
+    expect_equal(second.y.to_numpy(), 2 * numbers(N, 100), "the second plan's result")
+
+
+@check("plans")
+def foreign_and_freed_plans_are_refused(rig: Rig) -> None:
+    """A plan of another stream is a `GraphError`, a freed one a `FreedError`."""
+    work, other = rig.doubling(N), rig.new_stream()
+    plan = rig.stream.graph_plan_create(work.graph)
+    expect_error(GraphError, lambda: other.graph_plan_compute(plan), "a plan of another stream")
+    rig.stream.graph_plan_free(plan)
+    expect_error(FreedError, lambda: rig.stream.graph_plan_compute(plan), "a freed plan")
+
+
+@check("plans")
+def unplaced_tensors_are_refused(rig: Rig) -> None:
+    """A graph whose tensors lie nowhere is a `NotAllocatedError`."""
+    ctx = Context()
+    y = rig.double(ctx, ctx.new_tensor(DType.F32, (N,), "x"))
+    graph = Graph().build_forward_expand(y)
+    expect_error(NotAllocatedError, lambda: rig.stream.graph_compute(graph), "a graph that lies nowhere")
+
+
+@check("plans")
+def foreign_memory_is_refused(rig: Rig) -> None:
+    """A graph in memory that the device cannot use is a `BackendError`, never a wrong result."""
+    cpu = rig.cpu()
+    if rig.device.supports_buft(cpu.default_buffer_type):
+        unsupported("the device can use plain host memory")
+    ctx = Context()
+    y = rig.double(ctx, ctx.new_tensor(DType.F32, (N,), "x"))
+    rig.keep(alloc_ctx_tensors(ctx, cpu))
+    graph = Graph().build_forward_expand(y)
+    expect_error(BackendError, lambda: rig.stream.graph_compute(graph), "a graph in the CPU's memory")
+
+
+@check("plans")
+def unsupported_ops_are_refused(rig: Rig) -> None:
+    """A node that the device declines is an `UnsupportedOpError` with the reason, before anything runs."""
+    ctx = Context()
+    node = next((n for n in _samples() if not rig.device.supports_op(n)), None)
+    if node is None:
+        unsupported("the device computes every op")
+    ctx.tensors += [*(t for t in node.src if t is not None), node]
+    rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+    graph = Graph().build_forward_expand(node)
+    expect_error(UnsupportedOpError, lambda: rig.stream.graph_compute(graph), f"{node.describe()}, declined,")
+
+
+def _samples() -> Iterator[Tensor]:
+    """Yield nodes whose tensors are no views, of every op and type."""
+    for name in SAMPLES:
+        for dtype in TYPES:
+            node = sample(name, dtype)
+            if node is not None and not any(t.view_src for t in (node, *node.src) if t is not None):
+                yield node
+
+
+@check("plans")
+def an_abort_callback_stops(rig: Rig) -> None:
+    """The abort callback ends a computation with `Status.ABORTED`; without it graphs run again."""
+    set_abort = rig.device.reg.get_proc_address("set_abort_callback")
+    if set_abort is None:
+        unsupported("the backend has no set_abort_callback")
+    work = rig.doubling(N, times=4)
+    work.x.set_array(numbers(N))
+    work.y.memset(0)
+    asked: list[int] = []
+
+    def abort() -> bool:
+        asked.append(1)
+        return True
+
+    set_abort(rig.stream, abort)
+    status = rig.stream.graph_compute(work.graph)
+    expect(bool(asked), "the abort callback was never asked")
+    expect(status is Status.ABORTED, f"a graph that was to be stopped returned {status!r}")
+    expect(not work.y.to_numpy().any(), "a graph that was stopped before its first node wrote its result")
+    set_abort(rig.stream, lambda: False)
+    expect(
+        rig.stream.graph_compute(work.graph) is Status.SUCCESS, "a callback that says no stopped the graph"
+    )
+    set_abort(rig.stream, None)
+    expect(rig.stream.graph_compute(work.graph) is Status.SUCCESS, "the callback was not taken away")
+    expect_equal(work.y.to_numpy(), 16 * numbers(N), "a result after a computation that was stopped")

@@ -1,0 +1,199 @@
+"""What the checks of behaviour work with: a device, its streams, and graphs whose results are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import DeviceType
+from ggmlb.graph import Graph
+from ggmlb.interface import tensor_alloc
+from ggmlb.registry import device_by_name
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Backend, Buffer, Device
+    from ggmlb.tensor import Tensor
+
+Floats = npt.NDArray[np.float32]
+
+SMALL_BUSY, LARGE_BUSY = 1 << 20, 1 << 24
+"""Elements that keep a CPU, or a GPU, busy while the host goes on."""
+BUSY_STEPS = 24
+"""Ops that are queued to keep a stream busy."""
+
+
+class Fault(AssertionError):
+    """The device does not do what is promised; the message says what it did."""
+
+
+class NotApplicable(Exception):
+    """The device does not have what the check is about; the message says what."""
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    """Raise a `Fault` that says `otherwise` unless the condition holds."""
+    if not condition:
+        raise Fault(otherwise)
+
+
+def expect_equal(got: npt.ArrayLike, right: npt.ArrayLike, what: str) -> None:
+    """Raise a `Fault` unless two arrays are equal; it shows the first element that is not."""
+    a, b = np.asarray(got), np.asarray(right)
+    if a.shape != b.shape:
+        raise Fault(f"{what}: the shape is {a.shape}, {b.shape} is right")
+    wrong = np.flatnonzero((a != b).reshape(-1))
+    if wrong.size:
+        i = int(wrong[0])
+        told = f"element {i} is {a.reshape(-1)[i]}, {b.reshape(-1)[i]} is right"
+        raise Fault(f"{what}: {told} ({wrong.size} of {a.size} are wrong)")
+
+
+def expect_error(kind: type[Exception], call: Callable[[], object], what: str) -> None:
+    """Raise a `Fault` unless the call raises an error of that kind."""
+    try:
+        call()
+    except kind:
+        return
+    except Exception as error:
+        raise Fault(f"{what} must raise {kind.__name__}, it raised {type(error).__name__}: {error}") from None
+    raise Fault(f"{what} must raise {kind.__name__}, it raised nothing")
+
+
+@dataclass
+class Doubling:
+    """A graph that computes `y = 2 x`, in place or not, and where its tensors lie."""
+
+    x: Tensor
+    y: Tensor
+    graph: Graph
+    buffer: Buffer
+
+
+class Rig:
+    """A device under test, with streams and buffers that are freed at the end of a check.
+
+    Attributes:
+        device: The device.
+        stream: A stream on it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._streams: list[Backend] = []
+        self._buffers: list[Buffer] = []
+        self.stream = self.new_stream()
+
+    def new_stream(self, device: Device | None = None) -> Backend:
+        """Open another stream, on this device by default."""
+        stream = (device or self.device).init_backend()
+        self._streams.append(stream)
+        return stream
+
+    def cpu(self) -> Backend:
+        """Open a stream on the CPU."""
+        return self.new_stream(device_by_name("CPU"))
+
+    def keep(self, buffer: Buffer) -> Buffer:
+        """Free the buffer at the end of the check, if it is not freed then."""
+        self._buffers.append(buffer)
+        return buffer
+
+    def close(self) -> None:
+        """Free all that is not freed."""
+        for stream in self._streams:
+            if not stream.is_freed:
+                stream.free()
+        for buffer in self._buffers:
+            if not buffer.is_freed:
+                buffer.free()
+
+    # -- tensors and graphs --------------------------------------------------------------------
+
+    def tensor(self, dtype: DType, *ne: int, stream: Backend | None = None) -> Tensor:
+        """Return a tensor in a buffer of its own."""
+        ctx = Context()
+        tensor = ctx.new_tensor(dtype, ne, "t")
+        self.keep(alloc_ctx_tensors(ctx, stream or self.stream))
+        return tensor
+
+    def neighbours(self, nbytes: int, n: int = 3) -> list[Tensor]:
+        """Return tensors of bytes that lie side by side in one buffer, first to last."""
+        ctx = Context()
+        tensors = [ctx.new_tensor(DType.I8, (nbytes,), f"t{i}") for i in range(n)]
+        self.keep(alloc_ctx_tensors(ctx, self.stream))
+        return tensors
+
+    def over(self, buffer: Buffer) -> Tensor:
+        """Return a tensor over all bytes of a buffer."""
+        whole = Context().new_tensor(DType.I8, (buffer.size,), "whole")
+        tensor_alloc(buffer, whole, 0)
+        return whole
+
+    def double(self, ctx: Context, x: Tensor, *, inplace: bool = False) -> Tensor:
+        """Return `2 x`, by an op that the device computes."""
+        for op in ("scale", "add"):
+            method = getattr(ctx, f"{op}_inplace" if inplace else op)
+            y: Tensor = method(x, 2.0 if op == "scale" else x)
+            if self.device.supports_op(y):
+                return y
+            ctx.tensors.remove(y)
+        raise NotApplicable("the device computes neither SCALE nor ADD of f32")
+
+    def doubling(
+        self, n: int = 1000, *, stream: Backend | None = None, inplace: bool = False, times: int = 1
+    ) -> Doubling:
+        """Return a graph that doubles `n` elements, `times` times, in memory of the stream's device."""
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (n,), "x")
+        y = x
+        for _ in range(times):
+            y = self.double(ctx, y, inplace=inplace)
+        y.name = "y"
+        buffer = self.keep(alloc_ctx_tensors(ctx, stream or self.stream))
+        return Doubling(x, y, Graph().build_forward_expand(y), buffer)
+
+    @property
+    def n_busy(self) -> int:
+        """Elements that take the device a while."""
+        is_large = self.device.type in (DeviceType.GPU, DeviceType.IGPU)
+        return LARGE_BUSY if is_large and self.device.memory[0] > 1 << 31 else SMALL_BUSY
+
+    def busy(self, stream: Backend | None = None) -> None:
+        """Queue work that takes the stream a while."""
+        stream = stream or self.stream
+        work = self.doubling(self.n_busy, stream=stream, inplace=True, times=BUSY_STEPS)
+        stream.set_tensor_async(work.x, np.zeros(self.n_busy, np.float32))
+        stream.graph_compute_async(work.graph)
+
+
+def numbers(n: int, start: int = 1) -> Floats:
+    """Return `n` small whole numbers, exact in float32 after many doublings."""
+    return (np.arange(start, start + n) % 251 + 1).astype(np.float32)
+
+
+def unsupported(why: str) -> NoReturn:
+    """Say that the check does not apply."""
+    raise NotApplicable(why)
+
+
+Check = Callable[[Rig], None]
+
+CHECKS: dict[str, dict[str, Check]] = {}
+"""By group and name; a check's docstring says what is promised."""
+
+
+def check(group: str) -> Callable[[Check], Check]:
+    """Register a function as a check of behaviour, by its name."""
+
+    def register(fn: Check) -> Check:
+        CHECKS.setdefault(group, {})[fn.__name__] = fn
+        return fn
+
+    return register
