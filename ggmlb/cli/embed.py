@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.options import (
     DevicesOption,
     LayersOption,
@@ -19,11 +18,6 @@ from ggmlb.cli.options import (
     layers_by_device,
 )
 from ggmlb.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.models.embedder import Progress
 
 
 def embed(
@@ -49,7 +43,7 @@ def embed(
     names = None if devices is None else device_names(devices)
     with (
         BertEmbedder(model, names, layers_by_device(layers_on)) as embedder,
-        progress_bar(len(texts)) as progress,
+        progress_bar("embedding", len(texts)) as progress,
     ):
         embeddings = embedder.embed(texts, batch, progress)
     try:
@@ -82,17 +76,3 @@ def read_texts(source: str) -> list[str]:
     if not texts:
         raise ArgumentError(f"{name} holds an empty list; give at least one string")
     return texts
-
-
-@contextmanager
-def progress_bar(n_texts: int) -> Iterator[Progress | None]:
-    """Show a bar on standard error while the block runs, if that is a terminal; yields its `progress`."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
-        task = bar.add_task("embedding", total=n_texts)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

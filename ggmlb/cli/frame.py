@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from typing import TextIO
 
     from rich.console import Console
@@ -22,3 +24,17 @@ def console(stream: TextIO | None = None) -> Console:
     stream = sys.stdout if stream is None else stream
     fixed = None if stream.isatty() or "COLUMNS" in os.environ else _UNLIMITED
     return Console(file=stream, width=fixed, highlight=False)
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a bar on standard error, if that is a terminal; yields `progress(done, total)`, or `None`."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -49,11 +49,13 @@ class KitCase:
     Attributes:
         family: The name of its family.
         id: Op, types, shapes and layouts: `"mul_mat(q4_0[64,17],f32[64,5].padded)"`; unique.
+        ops: Names by which it can be chosen: of the function and of the op.
         program: What to compute.
     """
 
     family: str
     id: str
+    ops: frozenset[str]
     program: Program
 
 
@@ -128,10 +130,12 @@ def cases_of(family: str) -> tuple[KitCase, ...]:
         program = Program(choices)
         try:
             FAMILIES[family](program)
-            program.case(program.text).build()
+            built = program.case().build()
         except (Error, ValueError):  # such extents do not go together
             continue
-        found.setdefault(program.text, KitCase(family, program.text, program))
+        node = built.tensors[program.outputs[0]]
+        ops = {program.fn, program.fn.removesuffix("_inplace"), node.op.value.lower(), node.op_desc().lower()}
+        found.setdefault(program.text, KitCase(family, program.text, frozenset(ops), program))
         covered = all(counts[i] >= TIMES for (_, n), counts in used.items() for i in range(n))
         if number >= LEAST and covered:
             break

@@ -236,7 +236,7 @@ class Program:
             self.outputs,
         )
 
-    def case(self, label: str, expected: Sequence[Output] = ()) -> Case:
+    def case(self, label: str = "", expected: Sequence[Output] = ()) -> Case:
         """The program with the outputs that a reference gave, or with none."""
         results = dict(zip(self.outputs, expected, strict=bool(expected)))
         archive: Any = SimpleNamespace(members=_Members(self.leafs, results))

@@ -1,0 +1,130 @@
+"""The kit's results as tables, for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ggmlb.testing.results import Outcome, Result, counts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+STYLES = {
+    Outcome.PASSED: "green",
+    Outcome.FAILED: "bold red",
+    Outcome.SKIPPED: "dim",
+    Outcome.XFAILED: "yellow",
+    Outcome.XPASSED: "bold red",
+}
+N_REASONS = 8
+"""Reasons for skipping that are shown."""
+
+
+def print_results(out: Console, results: Sequence[Result], verbose: bool = False) -> None:
+    """Print results: per family, what failed with its reason, and one line that sums up."""
+    for (device, mode), group in groupby(results, lambda r: (r.device, r.mode)):
+        cases = list(group)
+        if mode == "perf":
+            _print_perf(out, device, cases)
+        elif verbose or mode == "behaviour":
+            _print_cases(out, cases)
+        else:
+            _print_families(out, device, mode, cases)
+        _print_failures(out, cases)
+        if mode != "perf":
+            _print_reasons(out, cases)
+        _print_sum(out, device, mode, cases)
+
+
+def _print_families(out: Console, device: str, mode: str, cases: Sequence[Result]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{device}, mode {mode}", title_justify="left")
+    table.add_column("Op", style="bold", no_wrap=True)
+    for name in ("Passed", "Failed", "Skipped"):
+        table.add_column(name, justify="right")
+    table.add_column("Supported" if mode == "support" else "Largest NMSE", justify="right", no_wrap=True)
+    for family, group in groupby(cases, lambda r: r.family):
+        of = list(group)
+        n = counts(of)
+        bad = n[Outcome.FAILED] + n[Outcome.XPASSED]
+        skipped = n[Outcome.SKIPPED] + n[Outcome.XFAILED]
+        if mode == "support":
+            last = f"{sum(bool(r.facts.get('supported')) for r in of)} of {len(of)}"
+        else:
+            errors = [r.nmse for r in of if r.nmse is not None]
+            last = f"{max(errors):.1e}" if errors else "-"
+        style = "red" if bad else "dim" if skipped == len(of) else None
+        numbers = [str(x) if x else "-" for x in (n[Outcome.PASSED], bad, skipped)]
+        table.add_row(family, *numbers, last, style=style)
+    out.print(table)
+
+
+def _print_cases(out: Console, cases: Sequence[Result]) -> None:
+    from rich.text import Text
+
+    for r in cases:
+        took = f"  {1000 * r.time_s:.1f} ms" if r.time_s is not None else ""
+        nmse = f"  nmse {r.nmse:.1e}" if r.nmse is not None else ""
+        why = f"  {r.reason}" if r.outcome in (Outcome.SKIPPED, Outcome.XFAILED) else ""
+        name = f"{r.family}/{r.id}" if r.mode == "behaviour" else r.id
+        word = Text(f"{r.outcome.value:8}", style=STYLES[r.outcome])
+        out.print(Text.assemble(word, " ", name, (f"{took}{nmse}{why}", "dim")), soft_wrap=True)
+
+
+def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{device}, mode perf", title_justify="left")
+    table.add_column("Op", style="bold", no_wrap=True)
+    for name in ("Time", "GB/s", "GFLOP/s", "Of its limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Limit", no_wrap=True)
+    table.add_column("Operands")
+    for r in cases:
+        if r.outcome is not Outcome.PASSED or r.time_s is None:
+            table.add_row(r.id, r.outcome.value, "", "", "", "", r.reason, style="dim")
+            continue
+        f = r.facts
+        rate = f"{f['gflop_s']:,.1f}" if f["gflop_s"] else "-"
+        percent = f"{f['percent_of_limit']:.0f} %"
+        table.add_row(r.id, microseconds(r.time_s), f"{f['gb_s']:,.1f}", rate, percent, f["limit"], f["size"])
+    out.print(table)
+
+
+def _print_failures(out: Console, cases: Sequence[Result]) -> None:
+    from rich.text import Text
+
+    for r in cases:
+        if r.outcome.is_bad:
+            head = Text(f"{r.outcome.value.upper()} {r.id}", style=STYLES[r.outcome])
+            out.print(Text.assemble(head, f"\n  {r.reason}"), soft_wrap=True)
+
+
+def _print_reasons(out: Console, cases: Sequence[Result]) -> None:
+    reasons = Counter(r.reason for r in cases if r.outcome is Outcome.SKIPPED and r.mode != "behaviour")
+    for reason, n in reasons.most_common(N_REASONS):
+        out.print(f"  {n:4} skipped: {reason}", style="dim", markup=False, soft_wrap=True)
+    rest = reasons.total() - sum(n for _, n in reasons.most_common(N_REASONS))
+    if rest:
+        out.print(f"  {rest:4} skipped for other reasons (-v shows them)", style="dim", markup=False)
+
+
+def _print_sum(out: Console, device: str, mode: str, cases: Sequence[Result]) -> None:
+    n = counts(cases)
+    told = ", ".join(f"{n[o]} {o.value}" for o in Outcome if n[o] or o in (Outcome.PASSED, Outcome.FAILED))
+    bad = any(n[o] for o in Outcome if o.is_bad)
+    took = sum(r.time_s or 0 for r in cases) if mode != "perf" else 0
+    time = f" in {took:.1f} s" if took else ""
+    out.print(f"{device} {mode}: {told}{time}", style="bold red" if bad else "bold green", markup=False)
+
+
+def microseconds(seconds: float) -> str:
+    """Return a time as a person reads it: `"12.3 us"`, `"4.56 ms"`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,187 @@
+"""`ggmlb test`: the conformance kit, for a person or for a CI runner."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path  # noqa: TC003 (typer reads the annotations)
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ggmlb.cli.frame import console, progress_bar
+from ggmlb.cli.options import device_names
+from ggmlb.errors import ArgumentError, BackendUnavailable, RegistryError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TextIO
+
+    from ggmlb.testing.results import Result
+    from ggmlb.testing.run import Task
+
+
+class Mode(str, Enum):
+    """What is looked at."""
+
+    test = "test"
+    support = "support"
+    perf = "perf"
+    behaviour = "behaviour"
+
+
+class Format(str, Enum):
+    """How the results are written."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+    junit = "junit"
+
+
+def test(
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            "-d",
+            metavar="NAME,NAME,...",
+            help="Devices to test; by default all but the CPU, which is the reference.",
+        ),
+    ] = None,
+    ops: Annotated[
+        str | None,
+        typer.Option("--ops", "-o", metavar="OP,OP,...", help="Only these ops, or kinds of behaviour."),
+    ] = None,
+    pattern: Annotated[
+        str, typer.Option("--pattern", "-p", metavar="REGEX", help="Only cases whose id holds this.")
+    ] = "",
+    mode: Annotated[
+        Mode,
+        typer.Option(
+            help="test: values and memory; support: supports_op lies neither way; perf: speed; "
+            "behaviour: order, copies, buffers, plans."
+        ),
+    ] = Mode.test,
+    format: Annotated[Format, typer.Option("--format", help="How to write the results.")] = Format.table,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write the results to a file.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Processes that share the work; not for perf.")
+    ] = 1,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Most cases of an op; 0 for all. The first differ most.")
+    ] = 0,
+    xfail: Annotated[
+        Path | None,
+        typer.Option("--xfail", metavar="FILE", help="Cases known to fail: 'REGEX # reason' in each line."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every case in the table.")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="Show the ids, and run none.")] = False,
+) -> None:
+    """Test devices against the CPU: values, memory, support, behaviour and speed.
+
+    Exit status: 0 if something ran and nothing failed, 1 if something failed, 2 for wrong usage,
+    5 if nothing ran, as where the device is not there.
+
+    Examples:
+      ggmlb test -d CUDA0
+      ggmlb test -d OpenCL0 -o mul_mat,rope -p q4_0 -v
+      ggmlb test -d CUDA0 --mode behaviour
+      ggmlb test -d CUDA0 --format junit --output report.xml -j 4
+      ggmlb test -d CUDA0 --mode perf -o mul_mat --json
+    """
+    from ggmlb.testing.results import NOTHING_RAN, exit_status
+    from ggmlb.testing.run import Selection, tasks
+
+    try:
+        names = _devices(devices)
+    except (RegistryError, BackendUnavailable) as error:
+        print(f"ggmlb: {error}", file=sys.stderr)
+        raise typer.Exit(NOTHING_RAN) from None
+    try:
+        selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from None
+    work = [task for name in names for task in tasks(name, selection)]
+    if only_list:
+        for task in work:
+            print("\n".join(task.ids))
+        return
+    results = _run(work, 1 if mode is Mode.perf else jobs, xfail)
+    _write(results, Format.json if as_json else format, output, verbose)
+    status = exit_status(results)
+    if status == NOTHING_RAN:
+        console(sys.stderr).print(f"ggmlb: nothing ran: {_why_nothing(results, names)}", markup=False)
+    raise typer.Exit(status)
+
+
+def _devices(wanted: str | None) -> list[str]:
+    """Return the names of the devices to test.
+
+    Raises:
+        RegistryError, BackendUnavailable: One is not there, or there is none but the CPU and none was named.
+    """
+    import ggmlb
+
+    if wanted is not None:
+        return [ggmlb.device_by_name(name).name for name in device_names(wanted)]
+    found = [device.name for device in ggmlb.devices() if device.name != "CPU"]
+    if not found:
+        why = "; ".join(f"{m.name}: {m.reason}" for m in ggmlb.registry.unavailable())
+        raise RegistryError(
+            "there is no device but the CPU, which is the reference; '-d CPU' tests its memory and behaviour"
+            + (f" ({why})" if why else "")
+        )
+    return found
+
+
+def _run(work: Sequence[Task], jobs: int, xfail: Path | None) -> list[Result]:
+    from ggmlb.registry import device_by_name
+    from ggmlb.testing.run import run_all
+    from ggmlb.testing.xfail import ExpectedFailures
+
+    known = {task.device: ExpectedFailures.of(device_by_name(task.device), xfail) for task in work}
+    total = sum(len(task.ids) for task in work)
+    results: list[Result] = []
+    with progress_bar("testing", total) as progress:
+        for result in run_all(work, jobs):
+            results.append(known[result.device].judge(result))
+            if progress is not None:
+                progress(len(results), total)
+    return results
+
+
+def _write(results: Sequence[Result], format: Format, output: Path | None, verbose: bool) -> None:
+    from ggmlb.cli.tables import print_results
+    from ggmlb.testing.formats import FORMATS
+
+    if format is Format.table:
+        if output is None:
+            print_results(console(), results, verbose)
+            return
+        with _opened(output) as file:
+            print_results(console(file), results, verbose)
+        return
+    text = FORMATS[format.value](results)
+    if output is None:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        return
+    with _opened(output) as file:
+        file.write(text)
+    print_results(console(), results, verbose)
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror}; give another --output") from error
+
+
+def _why_nothing(results: Sequence[Result], names: Sequence[str]) -> str:
+    if not results:
+        return "no case is of these ops and holds the pattern"
+    return f"{', '.join(names)} supports none of the {len(results)} cases"

@@ -1,0 +1,200 @@
+"""Running the kit: which cases, on which devices, in how many processes."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Final
+
+from ggmlb.errors import ArgumentError, did_you_mean
+from ggmlb.registry import device_by_name
+from ggmlb.testing import perf
+from ggmlb.testing.behaviour import CHECKS, behaves
+from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.compute import Bench
+from ggmlb.testing.results import Outcome, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ggmlb.interface import Device
+
+MODES: Final = ("test", "support", "perf", "behaviour")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which cases to run.
+
+    Attributes:
+        mode: One of `MODES`.
+        ops: Ops, functions or families by name, in any case; all if empty.
+        pattern: Regular expression that the id must hold.
+        limit: Most cases of a family; the first of a family differ most. 0 for no limit.
+    """
+
+    mode: str = "test"
+    ops: tuple[str, ...] = ()
+    pattern: str = ""
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ArgumentError(f"no mode {self.mode!r}{did_you_mean(self.mode, MODES)}")
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ArgumentError(f"{self.pattern!r} is no regular expression: {error}") from error
+        known = {name for names in _names(self.mode).values() for name in names}
+        for op in self.ops:
+            if op.lower() not in known:
+                raise ArgumentError(
+                    f"no op {op!r} in mode {self.mode}{did_you_mean(op.lower(), sorted(known))}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The cases of one family on one device: what one process runs at a time."""
+
+    device: str
+    mode: str
+    family: str
+    ids: tuple[str, ...]
+
+
+def tasks(device: str, selection: Selection) -> list[Task]:
+    """Return what a selection means on a device, in the table's order."""
+    found = []
+    for family, names in _names(selection.mode).items():
+        ids = [i for i, of in names_of(selection.mode, family) if _wanted(selection, {family.lower(), *of})]
+        ids = [i for i in ids if re.search(selection.pattern, i)]
+        if selection.limit:
+            ids = ids[: selection.limit]
+        if ids and names:
+            found.append(Task(device, selection.mode, family, tuple(ids)))
+    return found
+
+
+def names_of(mode: str, family: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the ids of a family, each with the names of ops by which it can be chosen."""
+    if mode == "behaviour":
+        yield from ((name, frozenset({name})) for name in CHECKS[family])
+    elif mode == "perf":
+        yield from ((case.id, frozenset({case.op})) for case in perf.CASES if case.op == family)
+    else:
+        yield from ((case.id, case.ops) for case in cases_of(family))
+
+
+def _names(mode: str) -> dict[str, set[str]]:
+    """Return the names by which cases can be chosen, by family."""
+    families = {"behaviour": list(CHECKS), "perf": list(dict.fromkeys(c.op for c in perf.CASES))}
+    return {
+        family: {family.lower()}.union(*(of for _, of in names_of(mode, family)))
+        for family in families.get(mode, FAMILIES)
+    }
+
+
+def _wanted(selection: Selection, names: set[str]) -> bool:
+    return not selection.ops or any(op.lower() in names for op in selection.ops)
+
+
+class Runner:
+    """Runs tasks on devices; keeps a stream on each. A context manager: leaving it frees them.
+
+    Args:
+        devices: Devices by name that the registry does not know, as a test's own.
+    """
+
+    def __init__(self, devices: Iterable[Device] = ()) -> None:
+        self._devices = {device.name: device for device in devices}
+        self._benches: dict[str, Bench] = {}
+        self._rates: dict[str, perf.Rates] = {}
+
+    def run(self, task: Task) -> Iterator[Result]:
+        """Yield the results of a task, one by one."""
+        device = self.device(task.device)
+        if task.mode == "behaviour":
+            yield from (behaves(device, task.family, name) for name in task.ids)
+        elif task.mode == "perf":
+            rates = self._rates.get(device.name)
+            if rates is None:
+                rates = self._rates[device.name] = perf.measure_rates(device)
+            by_id = {case.id: case for case in perf.CASES}
+            yield from (perf.measure(device, by_id[i], rates) for i in task.ids)
+        else:
+            bench = self._bench(device)
+            run = bench.support if task.mode == "support" else bench.test
+            chosen = set(task.ids)
+            yield from (run(case) for case in cases_of(task.family) if case.id in chosen)
+
+    def device(self, name: str) -> Device:
+        """Return a device by its name.
+
+        Raises:
+            RegistryError: There is no such device.
+        """
+        return self._devices.get(name) or device_by_name(name)
+
+    def close(self) -> None:
+        """Free all streams."""
+        for bench in self._benches.values():
+            bench.free()
+        self._benches.clear()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _bench(self, device: Device) -> Bench:
+        if device.name not in self._benches:
+            self._benches[device.name] = Bench(device)
+        return self._benches[device.name]
+
+
+def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
+    """Yield the results of all tasks in their order.
+
+    Args:
+        work: The tasks.
+        jobs: Processes that share them, each with streams of its own: a crash ends one family, not the run.
+    """
+    if jobs <= 1:
+        with Runner() as runner:
+            for task in work:
+                yield from runner.run(task)
+        return
+    left = list(work)
+    while left:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            pending = [(task, pool.submit(_in_process, task)) for task in left]
+            for done, (task, future) in enumerate(pending, 1):
+                try:
+                    yield from future.result()
+                except BrokenProcessPool:
+                    yield from _crashed(task)
+                    left = left[done:]
+                    break
+            else:
+                left = []
+
+
+_of_process: list[Runner] = []
+"""The runner of a worker process; its end frees what it holds."""
+
+
+def _in_process(task: Task) -> list[Result]:
+    if not _of_process:
+        _of_process.append(Runner())
+    return list(_of_process[0].run(task))
+
+
+def _crashed(task: Task) -> Iterator[Result]:
+    why = "a worker process ended while it or another family ran: a crash in the backend? Try it with -j 1"
+    for name in task.ids:
+        yield Result(task.mode, task.device, task.family, name, Outcome.FAILED, why)
