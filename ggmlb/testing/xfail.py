@@ -62,7 +62,7 @@ class ExpectedFailures:
 
 
 def _read(file: Path) -> list[tuple[str, str]]:
-    """Read a list: in each line a pattern, and its reason after ` # `; lines that begin with # say nothing."""
+    """Read a list: in each line a pattern, and its reason after ` # `; a line may begin with # as well."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
