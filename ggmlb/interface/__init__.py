@@ -16,6 +16,7 @@ from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, Device
 from ggmlb.interface.event import Event
 from ggmlb.interface.multi_buffer import MultiBuffer
 from ggmlb.interface.plan import GraphPlan
+from ggmlb.interface.timing import Command
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Buffer",
     "BufferType",
     "Caps",
+    "Command",
     "Device",
     "DeviceProps",
     "Event",

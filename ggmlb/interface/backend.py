@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.device import Device
     from ggmlb.interface.event import Event
     from ggmlb.interface.plan import GraphPlan
+    from ggmlb.interface.timing import Command
     from ggmlb.tensor import Tensor
 
 AbortCallback = Callable[[], bool]
@@ -41,12 +42,14 @@ class Backend(ABC):
         device: The device it runs on.
         abort_callback: Asked between the steps of a graph, where the backend can stop
             (`set_abort_callback` through `BackendReg.get_proc_address`).
+        commands: What was done since `start_timing`; `None` if it is not being timed.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.is_freed = False
         self.abort_callback: AbortCallback | None = None
+        self.commands: list[Command] | None = None
         self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
 
     # -- facts ---------------------------------------------------------------------------------
@@ -332,6 +335,41 @@ class Backend(ABC):
         with Action("event_wait", self, event=event):
             return self._event_wait(event)
 
+    # -- timing --------------------------------------------------------------------------------
+
+    def start_timing(self) -> bool:
+        """Wait for the queued work, and keep from now on when each piece of work runs.
+
+        Returns:
+            Whether the backend can tell; if not, nothing is kept.
+
+        Raises:
+            GraphError: It keeps that already.
+        """
+        if self.commands is not None:
+            raise GraphError(
+                f"start_timing: this {self.name} backend is being timed already; stop that first"
+            )
+        self.synchronize()
+        self.commands = []
+        if not self._start_timing():
+            self.commands = None
+        return self.commands is not None
+
+    def stop_timing(self) -> list[Command]:
+        """Wait for the queued work, and return all that was done since `start_timing`, in order.
+
+        Raises:
+            GraphError: Nothing is being kept.
+        """
+        commands = self.commands
+        if commands is None:
+            raise GraphError(f"stop_timing: this {self.name} backend is not being timed; call start_timing")
+        self.synchronize()
+        self._stop_timing()
+        self.commands = None
+        return commands
+
     # -- life ----------------------------------------------------------------------------------
 
     def free(self) -> None:
@@ -435,6 +473,13 @@ class Backend(ABC):
 
     def _event_wait(self, event: Event) -> None:
         event.synchronize()
+
+    def _start_timing(self) -> bool:
+        """Append a `Command` to `commands` for each piece of work from now on; `False` if it cannot."""
+        return False
+
+    def _stop_timing(self) -> None:  # noqa: B027 (an optional hook)
+        """Fill in the times of `commands` that are not known yet; the stream is idle."""
 
     def _free(self) -> None:  # noqa: B027 (an optional hook)
         """Release the stream."""

@@ -15,16 +15,18 @@ from ggmlb.scheduler.program import Program
 from ggmlb.scheduler.report import Placement, placements, render
 from ggmlb.scheduler.signature import Signature
 from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
 
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
-    from ggmlb.interface import Backend, BufferType
+    from ggmlb.interface import Backend, BufferType, GraphPlan
     from ggmlb.scheduler.split import Split
 
 MAX_PROGRAMS = 8
@@ -370,6 +372,22 @@ class Scheduler:
         self._allocator.free()
         if self._stop_sanitizer is not None:
             self._stop_sanitizer()
+
+    # -- seeing it -----------------------------------------------------------------------------
+
+    def trace(self, path: str | Path | None = None) -> Trace:
+        """Keep when each device works, within a `with` block, for ui.perfetto.dev or chrome://tracing.
+
+        Example: `with sched.trace("run.json"): sched.graph_compute(graph)`
+
+        Args:
+            path: The JSON file that is written at the end; without it, look at the trace's `events`.
+        """
+        return Trace(self._backends, path, name_plan=self._name_plan)
+
+    def _name_plan(self, plan: GraphPlan) -> str:
+        numbers = (f"split {i}:" for i, s in enumerate(self.splits) if any(p is plan for p in s.plans))
+        return f"{next(numbers, 'compute')} {len(plan.nodes)} nodes on {plan.backend.name}"
 
     # -- inner ---------------------------------------------------------------------------------
 

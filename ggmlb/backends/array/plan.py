@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import islice
 from operator import length_hint
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import BackendError, Error
-from ggmlb.interface import GraphPlan
+from ggmlb.interface import Command, GraphPlan
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
@@ -26,25 +27,31 @@ class ArrayPlan(GraphPlan):
     def run(self) -> Status:
         """Call the steps in order; before each node, ask the backend's abort callback if there is one.
 
+        If the backend is being timed, each node is.
+
         Raises:
             BackendError: The array library failed, or a step found bad data; names the node.
         """
         steps = iter(self.steps)
         abort = self.backend.abort_callback
+        commands = self.backend.commands
         try:
-            if abort is None:
+            if abort is None and commands is None:
                 for step in steps:
                     step()
             else:
-                for count in self.counts:
-                    if abort():
+                for node, count in zip(self.nodes, self.counts, strict=True):
+                    if abort is not None and abort():
                         return Status.ABORTED
+                    start = perf_counter_ns()
                     for step in islice(steps, count):
                         step()
+                    if commands is not None and count:
+                        commands.append(Command(node.describe(), False, start, perf_counter_ns()))
         except Exception as error:
             what = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-            node = self._node_of(len(self.steps) - length_hint(steps) - 1)
-            raise BackendError(f"{self.backend.name} failed to compute {node}: {what}") from error
+            failed = self._node_of(len(self.steps) - length_hint(steps) - 1)
+            raise BackendError(f"{self.backend.name} failed to compute {failed}: {what}") from error
         return Status.SUCCESS
 
     def _node_of(self, step: int) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import pyopencl as cl
 
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy
+from ggmlb.backends.opencl.clock import Clock
 from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, check_process, cl_errors, is_done
@@ -47,6 +48,7 @@ class OpenClBackend(Backend):
         # would wait with the interpreter locked: for ever, if another Python thread is to let it go on.
         self._held: list[cl.Event] = []
         self._last: cl.Event | None = None
+        self._clock: Clock | None = None
 
     @property
     def guid(self) -> str:
@@ -63,7 +65,7 @@ class OpenClBackend(Backend):
         plan = cast("OpenClPlan", plan)
         plan.check_buffers()
         queue, enqueue, event = self.queue, cl.enqueue_nd_range_kernel, None
-        abort = self.abort_callback
+        abort, clock = self.abort_callback, self._clock
         status = Status.SUCCESS
         with cl_errors(f"queue a graph on {self.name}"):
             try:
@@ -72,6 +74,8 @@ class OpenClBackend(Backend):
                         status = Status.ABORTED
                         break
                     event = enqueue(queue, kernel, global_size, local_size)
+                    if clock is not None:
+                        clock.note(kernel.function_name, event)
             except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
                 self._note(cl.enqueue_marker(queue), *plan.buffers)
                 raise
@@ -95,6 +99,7 @@ class OpenClBackend(Backend):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, buffer.memory, data, dst_offset=start, is_blocking=False)
             self._hold(event, buffer)
+            self._time_copy(event, tensor)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         buffer = tensor.buffer
@@ -106,6 +111,7 @@ class OpenClBackend(Backend):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, out, buffer.memory, src_offset=start, is_blocking=False)
             self._hold(event, buffer)
+            self._time_copy(event, tensor)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         source, target = src.buffer, dst.buffer
@@ -132,6 +138,7 @@ class OpenClBackend(Backend):
                 wait_for=before,
             )
             self._note(event, source, target)
+            self._time_copy(event, src)
             if across:  # what comes next on the source may overwrite it
                 cl.enqueue_barrier(backend_src.queue, wait_for=[event])
                 backend_src.queue.flush()
@@ -155,6 +162,7 @@ class OpenClBackend(Backend):
                 byte_count=src.nbytes,
             )
             self._note(event, source, target)
+            self._time_copy(event, src)
         return True
 
     def _owns(self, buffer: object) -> bool:
@@ -174,6 +182,27 @@ class OpenClBackend(Backend):
         for buffer in buffers:
             buffer.note_use(self._id, event)
         self.queue.flush()  # another queue that waits for it may never start otherwise
+
+    # -- timing --------------------------------------------------------------------------------
+
+    def _start_timing(self) -> bool:
+        assert self.commands is not None
+        with cl_errors(f"time the work of {self.name}"):
+            profiling = cl.command_queue_properties.PROFILING_ENABLE
+            self.queue = cl.CommandQueue(self.device.context, self.device.cl_device, properties=profiling)
+            self._clock = Clock(self.queue, self.commands)
+        return True
+
+    def _stop_timing(self) -> None:
+        clock, self._clock = self._clock, None
+        assert clock is not None
+        with cl_errors(f"time the work of {self.name}"):
+            clock.settle()
+            self.queue = cl.CommandQueue(self.device.context, self.device.cl_device)
+
+    def _time_copy(self, event: cl.Event, tensor: Tensor) -> None:
+        if self._clock is not None:
+            self._clock.note(tensor.describe(), event, is_copy=True)
 
     def _hold(self, event: cl.Event, buffer: OpenClBuffer) -> None:
         self._held.append(event)
