@@ -7,8 +7,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
-from ggmlb.errors import ArgumentError, FreedError
+from ggmlb.enums import NO_OPS
+from ggmlb.errors import ArgumentError, FreedError, GraphError
 from ggmlb.sanitizer import start_sanitizer
+from ggmlb.scheduler import draw
 from ggmlb.scheduler.assign import Assignment
 from ggmlb.scheduler.execute import EvalCallback, Executor
 from ggmlb.scheduler.program import Program
@@ -384,6 +386,33 @@ class Scheduler:
             path: The JSON file that is written at the end; without it, look at the trace's `events`.
         """
         return Trace(self._backends, path, name_plan=self._name_plan)
+
+    def to_dot(self) -> str:
+        """Return the split graph in Graphviz's DOT language: a colour for each device, a box for each split.
+
+        Raises:
+            GraphError: No graph was split yet.
+        """
+        graph, _ = self._need_graph("to_dot")
+        return draw.to_dot(graph, self._backends, self.splits)
+
+    def to_svg(self) -> str:
+        """Return an SVG picture of the split graph, to be read from top to bottom; it needs no Graphviz.
+
+        Each device has a lane and a colour, each split a box; curves between lanes are copies. Long splits
+        are shortened. A node's cause and operands show when the pointer rests on it.
+
+        Raises:
+            GraphError: No graph was split yet.
+        """
+        graph, program = self._need_graph("to_svg")
+        causes = {node: str(program.cause(node)) for node in graph.nodes if node.op not in NO_OPS}
+        return draw.to_svg(self._backends, self.splits, causes)
+
+    def _need_graph(self, call: str) -> tuple[Graph, Program]:
+        if self._graph is None or self._program is None:
+            raise GraphError(f"{call}: there is no graph yet; call split_graph or alloc_graph first")
+        return self._graph, self._program
 
     def _name_plan(self, plan: GraphPlan) -> str:
         numbers = (f"split {i}:" for i, s in enumerate(self.splits) if any(p is plan for p in s.plans))
