@@ -29,3 +29,8 @@ def progress() -> bool | None:
 def cache_dir() -> str | None:
     """GGMLB_CACHE_DIR: the folder for compiled kernels; `None` for the system's usual place."""
     return os.environ.get("GGMLB_CACHE_DIR") or None
+
+
+def simd() -> str | None:
+    """GGMLB_SIMD: the instruction set that the Numba device keeps to; `None` if unset: the host's widest."""
+    return os.environ.get("GGMLB_SIMD") or None

@@ -34,6 +34,8 @@ ALLOWED = {
     ("ggmlb.tensor", "ggmlb.interface"),
     # `Context.from_array` is a method for comfort as well; who can use an array's memory, the registry knows.
     ("ggmlb.context", "ggmlb.arrays"),
+    # The Numba device computes in the CPU's buffers: it has no memory of its own.
+    ("ggmlb.backends.numba.device", "ggmlb.backends.cpu"),
 }
 """Exceptions: (module, what it imports)."""
 

@@ -1,0 +1,80 @@
+"""The Numba backend: kernels in machine code made here, for the processor that Python runs on.
+
+It computes in the CPU's own memory, so that a scheduler gives it what it does better than NumPy, with no copy
+between them. Importing it imports no compiler; that happens when its device is first asked for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.errors import BackendUnavailable
+from ggmlb.interface import BackendReg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ggmlb.interface import Backend, Device
+
+
+class NumbaReg(BackendReg):
+    """The registration: one device."""
+
+    priority = 10
+
+    def __init__(self) -> None:
+        self._devices: tuple[Device, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """`Numba`."""
+        return "Numba"
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The device `Numba`.
+
+        Raises:
+            BackendUnavailable: llvmlite, Numba's code generator, is missing.
+        """
+        if self._devices is None:
+            try:
+                import llvmlite.binding  # noqa: F401
+            except ImportError as error:
+                raise BackendUnavailable(
+                    f"llvmlite, Numba's code generator, cannot be imported ({error}): "
+                    "pip install 'ggmlb[numba]'"
+                ) from error
+            from ggmlb.backends.numba.device import NumbaDevice
+
+            self._devices = (NumbaDevice(self),)
+        return self._devices
+
+    def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        return {
+            "set_n_threads": _set_n_threads,
+            "set_abort_callback": _set_abort_callback,
+            "get_features": _features,
+        }
+
+
+@cache
+def backend_reg() -> NumbaReg:
+    """Return the registration; the registry calls this."""
+    return NumbaReg()
+
+
+def _set_n_threads(backend: Backend, n: int) -> None:
+    backend.set_n_threads(n)  # type: ignore[attr-defined]
+
+
+def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
+    backend.abort_callback = callback
+
+
+def _features(reg: BackendReg) -> list[tuple[str, str]]:
+    """The LLVM, and the instruction set that it makes code for."""
+    from ggmlb.backends.numba.device import features
+
+    return features()

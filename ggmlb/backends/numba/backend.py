@@ -1,0 +1,84 @@
+"""The stream: it computes at once, over its threads, in one call of machine code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.numba.plan import NumbaPlan
+from ggmlb.backends.numba.pool import Pool
+from ggmlb.errors import ArgumentError
+from ggmlb.interface import Backend
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ggmlb.backends.numba.llvm.library import Library
+    from ggmlb.enums import Status
+    from ggmlb.graph import Graph
+    from ggmlb.interface import Device, GraphPlan
+
+ALIGNMENT = 64
+
+
+class NumbaBackend(Backend):
+    """Computes plans of compiled kernels.
+
+    Args:
+        device: The device.
+        n_threads: Threads that share the work of a node, the caller's included.
+        library: The kernels.
+
+    Raises:
+        ArgumentError: Less than one thread.
+    """
+
+    def __init__(self, device: Device, n_threads: int, library: Library) -> None:
+        super().__init__(device)
+        self.library = library
+        self.scratch = Workspace(_aligned)
+        self.activations = Workspace(_aligned)
+        self.pool = Pool(_checked(n_threads), library)
+
+    @property
+    def guid(self) -> str:
+        """Identifies the kind."""
+        return "ggmlb-numba"
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that it uses."""
+        return self.pool.n
+
+    def set_n_threads(self, n: int) -> None:
+        """Use `n` threads from now on.
+
+        Raises:
+            ArgumentError: `n` is less than 1.
+        """
+        self.pool.free()
+        self.pool = Pool(_checked(n), self.library)
+        self._plans.clear()
+
+    def _plan(self, graph: Graph) -> GraphPlan:
+        return NumbaPlan(self, graph)
+
+    def _compute(self, plan: GraphPlan) -> Status:
+        return cast("NumbaPlan", plan).run()
+
+    def _free(self) -> None:
+        self.pool.free()
+
+
+def _checked(n: int) -> int:
+    if n < 1:
+        raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
+    return n
+
+
+def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes]

@@ -1,0 +1,109 @@
+"""The device `Numba`: the processor, through machine code of our own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import binding
+
+from ggmlb.backends.cpu import cpu_buffer_type
+from ggmlb.backends.numba.backend import NumbaBackend
+from ggmlb.backends.numba.llvm.library import library
+from ggmlb.backends.numba.lowering import declines
+from ggmlb.enums import DeviceType
+from ggmlb.errors import ArgumentError
+from ggmlb.interface import Caps, Device
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from ggmlb.interface import Backend, BackendReg, Buffer, BufferType
+    from ggmlb.tensor import Tensor
+
+
+class NumbaDevice(Device):
+    """Computes where the CPU does: in host memory, of the CPU's own buffer type."""
+
+    def __init__(self, reg: BackendReg) -> None:
+        self._reg = reg
+        self._cpu = cpu_buffer_type().device
+
+    @property
+    def name(self) -> str:
+        """`Numba`."""
+        return "Numba"
+
+    @property
+    def description(self) -> str:
+        """The processor, and the instruction set."""
+        return f"{self._cpu.description}, {library().target.level.name} kernels"
+
+    @property
+    def type(self) -> DeviceType:
+        """`DeviceType.ACCEL`: it works beside the CPU, in its memory."""
+        return DeviceType.ACCEL
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The CPU's [bytes]."""
+        return self._cpu.memory
+
+    @property
+    def caps(self) -> Caps:
+        """As the CPU's: it computes in the caller's memory."""
+        return self._cpu.caps
+
+    @property
+    def reg(self) -> BackendReg:
+        """The registration `Numba`."""
+        return self._reg
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream.
+
+        Args:
+            params: `n_threads`: as many as the process may use by default. `simd`: the instruction set,
+                the widest by default (see `llvm.host.LEVELS`).
+
+        Raises:
+            ArgumentError: An unknown parameter, less than one thread, or what the processor cannot run.
+        """
+        params = dict(params or {})
+        n_threads, simd = params.pop("n_threads", None), params.pop("simd", None)
+        if params:
+            raise ArgumentError(f"Numba: unknown parameters {sorted(params)}; known: n_threads, simd")
+        return NumbaBackend(self, _n_cpus() if n_threads is None else n_threads, library(simd))
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """The CPU's, so that a scheduler knows that nothing need be copied."""
+        return self._cpu.buffer_type
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`."""
+        return self._cpu.buffer_from_host_ptr(array, max_tensor_size)
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the kernels cannot compute the node, from the table that computes it."""
+        return declines(op)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Any host memory."""
+        return buft.is_host
+
+
+def features() -> list[tuple[str, str]]:
+    """The LLVM, and what code is made for."""
+    target = library().target
+    version = ".".join(map(str, binding.llvm_version_info))
+    return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]
+
+
+def _n_cpus() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,424 @@
+"""Attention in one pass over keys and values, with a running maximum and sum of each query's weights.
+
+A unit of work is some queries that meet the same head of keys: of several tokens, or of several heads that
+share one. Few queries (a decode step) read keys and values once, as they lie; many (a prompt) have tiles of
+them made float32 first, keys transposed, and multiply those in registers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.numba.kernels.tiles import transposed
+from ggmlb.backends.numba.llvm.emit import F32, I8, I16, I32, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.simd import (
+    SIZES,
+    exp,
+    expm1,
+    from_half,
+    greatest,
+    load_float,
+    load_floats,
+    total,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TILE = 64
+"""Positions of keys and values that are done together."""
+
+MANY_ROWS = 24
+"""Queries of a unit where there are many."""
+
+BLOCK_ROWS = 6
+"""Queries whose sums are kept in registers together."""
+
+LOWEST = -1e30
+"""Stands for minus infinity where a difference of two must not be NaN."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is specialised for: head sizes, types, options."""
+
+    d_k: int
+    d_v: int
+    q: str
+    k: str
+    v: str
+    mask: bool
+    sinks: bool
+    softcap: bool
+
+
+ARGS = (
+    "q", "q1", "q2", "q3", "k", "k1", "k2", "k3", "v", "v1", "v2", "v3", "y", "y1", "y2", "y3",
+    "mask", "m1", "m2", "m3", "m_ne2", "m_ne3", "slopes", "sinks",
+    "n_kv", "n_q", "n_heads_kv", "group", "batches", "rk3", "rv3", "scratch", "stride",
+)  # fmt: skip
+
+
+def scratch_nbytes(shape: Shape) -> int:
+    """Bytes that a thread needs where there are many queries."""
+    return 4 * (TILE * (shape.d_k + shape.d_v + MANY_ROWS) + MANY_ROWS * (shape.d_k + shape.d_v + 2))
+
+
+def width_for(k: Kernel, *sizes: int) -> int:
+    """Lanes of vectors that divide the head sizes."""
+    return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
+
+
+def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
+    """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
+    if dtype in SIZES:
+        return load_floats(k, dtype, row + i * SIZES[dtype], n)
+    block = row + (i >> 5) * 34
+    scale = from_half(k, k.load(I16, block)).splat(n)
+    return k.load(vec(I8, n), block + 2 + (i & 31)).sext(I32).to_float() * scale
+
+
+class _Unit:
+    """Addresses of a unit: some queries of a batch that meet one head of keys."""
+
+    def __init__(self, k: Kernel, p: dict[str, Value], unit: Value, n_rows: int) -> None:
+        self.k, self.p, self.n_rows = k, p, n_rows
+        self.rows = p["n_q"] * p["group"]
+        blocks = (self.rows + (n_rows - 1)) // n_rows
+        block, rest = unit % blocks, unit // blocks
+        self.head, self.batch = rest % p["n_heads_kv"], rest // p["n_heads_kv"]
+        self.first = block * n_rows
+        self.keys = p["k"] + self.head * p["k2"] + self.batch // p["rk3"] * p["k3"]
+        self.values = p["v"] + self.head * p["v2"] + self.batch // p["rv3"] * p["v3"]
+
+    def row(self, r: int | Value) -> tuple[Value, Value]:
+        """The token and the head of a query; beyond the last, those of the last."""
+        at = self.k.least(self.first + r, self.rows - 1)
+        n_q = self.p["n_q"]
+        return at % n_q, self.head * self.p["group"] + at // n_q
+
+    def query(self, r: int | Value) -> Value:
+        """Address of a query."""
+        token, head = self.row(r)
+        p = self.p
+        return p["q"] + token * p["q1"] + head * p["q2"] + self.batch * p["q3"]
+
+    def result(self, r: int | Value) -> Value:
+        """Address of its result."""
+        token, head = self.row(r)
+        p = self.p
+        return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
+
+    def mask(self, r: int | Value) -> tuple[Value, Value]:
+        """Address of its row of the mask, and the mask's factor."""
+        token, head = self.row(r)
+        p = self.p
+        row = p["mask"] + token * p["m1"] + head % p["m_ne2"] * p["m2"] + self.batch % p["m_ne3"] * p["m3"]
+        return row, self.k.load(F32, p["slopes"] + head * 4)
+
+
+def _args(k: Kernel) -> tuple[dict[str, Value], Value, Value]:
+    scale, softcap = k.float_arg(), k.float_arg()
+    return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
+
+
+def _n_units(p: dict[str, Value], n_rows: int) -> Value:
+    return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
+
+
+def _logits(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | None, slope: Value) -> Value:
+    """What the exponential is taken of, from scaled products."""
+    n = x.type.count
+    if shape.softcap:
+        e = expm1(k, x * -2.0)
+        x = softcap.splat(n) * (-e / (e + 2.0))
+    return x if bias is None else x + bias * slope.splat(n)
+
+
+class _Softmax:
+    """The running maximum, sum and weighted values of one query, in memory."""
+
+    def __init__(self, k: Kernel, maximum: Value, total: Value, values: Value) -> None:
+        self.k, self.maximum, self.total, self.values = k, maximum, total, values
+
+    def begin(self, d_v: int, width: int) -> None:
+        """Forget everything."""
+        k = self.k
+        k.store(k.const(F32, float("-inf")), self.maximum)
+        k.store(k.const(F32, 0), self.total)
+        with k.loop(0, d_v, width) as i:
+            k.store(k.const(vec(F32, width), 0), self.values + i * 4)
+
+    def rescale(self, most: Value, d_v: int, width: int) -> Value:
+        """Take in a maximum; return the one to subtract."""
+        k = self.k
+        before = k.load(F32, self.maximum)
+        after = k.maximum(before, most)
+        level = k.maximum(after, LOWEST)
+        with k.when(after > before):
+            factor = exp(k, before - level)
+            k.store(after, self.maximum)
+            k.store(k.load(F32, self.total) * factor, self.total)
+            spread = factor.splat(width)
+            with k.loop(0, d_v, width) as i:
+                k.store(k.load(vec(F32, width), self.values + i * 4) * spread, self.values + i * 4)
+        return level
+
+    def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
+        """Make weights of logits in memory, a whole tile, and add them to the sum."""
+        k, lanes = self.k, self.k.level.lanes
+        sums = k.variable(k.const(vec(F32, lanes), 0))
+        with k.loop(0, n, lanes) as j:
+            weights = exp(k, k.load(vec(F32, lanes), logits + j * 4) - level.splat(lanes))
+            k.store(weights, logits + j * 4)
+            sums.set(sums.now + weights)
+        k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
+
+    def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
+        """Write the result."""
+        k = self.k
+        if sink is not None:
+            level = self.rescale(sink, d_v, width)
+            k.store(k.load(F32, self.total) + exp(k, sink - level), self.total)
+        sum_ = k.load(F32, self.total)
+        factor = k.select(sum_ > 0.0, 1.0 / sum_, 0.0).splat(width)
+        with k.loop(0, d_v, width) as i:
+            k.store(k.load(vec(F32, width), self.values + i * 4) * factor, to + i * 4)
+
+
+def _highest(k: Kernel, logits: Value) -> Value:
+    """The greatest of a tile of logits in memory."""
+    lanes = k.level.lanes
+    top = k.load(vec(F32, lanes), logits)
+    for j in range(lanes, TILE, lanes):
+        top = k.maximum(top, k.load(vec(F32, lanes), logits + j * 4))
+    return greatest(k, top)
+
+
+# -- few queries -----------------------------------------------------------------------------------
+
+
+def few(k: Kernel, shape: Shape, n_rows: int) -> None:
+    """Attention of up to `n_rows` queries per unit; `scale, softcap`, then `ARGS`."""
+    shape = Shape(*shape)
+    p, scale, softcap = _args(k)
+    d_k, d_v = shape.d_k, shape.d_v
+    width = width_for(k, d_k, d_v)
+    logits, queries, values, state = (k.local(4 * n_rows * n) for n in (TILE, d_k, d_v, 2))
+    n_units = _n_units(p, n_rows)
+    with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
+        unit = _Unit(k, p, index, n_rows)
+        rows = [_Softmax(k, state + r * 8, state + r * 8 + 4, values + r * d_v * 4) for r in range(n_rows)]
+        for r, row in enumerate(rows):
+            row.begin(d_v, width)
+            _scaled_query(k, shape, unit.query(r), queries + r * d_k * 4, scale, width)
+        with k.loop(0, p["n_kv"], TILE) as begin:
+            count = k.least(p["n_kv"] - begin, TILE)
+            _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
+            for r, row in enumerate(rows):
+                _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
+                level = row.rescale(_highest(k, logits + r * TILE * 4), d_v, width)
+                row.weigh(logits + r * TILE * 4, TILE, level)
+            _few_values(k, shape, unit, begin, count, logits, values, n_rows, width)
+        for r, row in enumerate(rows):
+            _, head = unit.row(r)
+            sink = k.load(F32, p["sinks"] + head * 4) if shape.sinks else None
+            row.end(unit.result(r), sink, d_v, width)
+
+
+def _scaled_query(k: Kernel, shape: Shape, query: Value, to: Value, scale: Value, width: int) -> None:
+    with k.loop(0, shape.d_k, width) as i:
+        q = load_floats(k, shape.q, query + i * SIZES[shape.q], width)
+        k.store(q * scale.splat(width), to + i * 4)
+
+
+def _few_products(
+    k: Kernel, shape: Shape, unit: _Unit, begin: Value, count: Value, queries: Value, logits: Value,
+    n_rows: int, width: int,
+) -> None:  # fmt: skip
+    """Write the products of all queries with the tile's keys."""
+    together = max(1, min(width, 16 // n_rows))
+    together = 1 << (together.bit_length() - 1)
+    zero = k.const(vec(F32, width), 0)
+    with k.loop(0, count, together) as j:
+        keys = [unit.keys + k.least(begin + j + i, begin + count - 1) * unit.p["k1"] for i in range(together)]
+        sums = [[k.variable(zero) for _ in range(together)] for _ in range(n_rows)]
+        with k.loop(0, shape.d_k, width) as i:
+            x = [load_cached(k, shape.k, key, i, width) for key in keys]
+            for r in range(n_rows):
+                q = k.load(vec(F32, width), queries + (i + r * shape.d_k) * 4)
+                for slot, of in zip(sums[r], x, strict=True):
+                    slot.set(k.fma(of, q, slot.now))
+        for r in range(n_rows):
+            k.store(row_sums([slot.now for slot in sums[r]]), logits + r * TILE * 4 + j * 4)
+
+
+def row_sums(vectors: Sequence[Value]) -> Value:
+    """The sums over the lanes of each vector, as one vector; a power of two of them, at most the lanes."""
+    n = vectors[0].type.count
+    found = list(vectors)
+    order = [[i] for i in range(len(found))]
+    low = [i // 2 + n * (i % 2) for i in range(n)]
+    high = [i + n // 2 for i in low]
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [a.shuffle(low, b) + a.shuffle(high, b) for a, b in pairs]
+        order = [
+            [x for pair in zip(a, b, strict=True) for x in pair]
+            for a, b in zip(order[::2], order[1::2], strict=True)
+        ]
+    sums = found[0]
+    while n > len(vectors):
+        n //= 2
+        sums = sums.shuffle(range(n)) + sums.shuffle(range(n, 2 * n))
+    return sums.shuffle([order[0].index(i) for i in range(len(vectors))])
+
+
+def _finish_logits(
+    k: Kernel,
+    shape: Shape,
+    unit: _Unit,
+    r: int | Value,
+    begin: Value,
+    count: Value,
+    at: Value,
+    softcap: Value,
+) -> None:
+    """Turn products of a tile into logits; what lies beyond the last key becomes minus infinity."""
+    lanes = k.level.lanes
+    row, slope = unit.mask(r)
+    with k.loop(0, TILE, lanes) as j:
+        inside = k.first_lanes(lanes, count - j)
+        bias = None
+        if shape.mask:
+            bias = load_floats(k, "f16", row + (begin + j) * 2, lanes, inside)
+        x = _logits(k, shape, k.load(vec(F32, lanes), at + j * 4), softcap, bias, slope)
+        k.store(k.select(inside, x, float("-inf")), at + j * 4)
+
+
+def _few_values(
+    k: Kernel, shape: Shape, unit: _Unit, begin: Value, count: Value, weights: Value, values: Value,
+    n_rows: int, width: int,
+) -> None:  # fmt: skip
+    """Add the tile's values, as weighed, to those of each query."""
+    vectors = max(1, 16 // n_rows)
+    for first in range(0, shape.d_v, vectors * width):
+        columns = list(range(first, min(shape.d_v, first + vectors * width), width))
+        slots = [
+            [k.variable(k.load(vec(F32, width), values + (r * shape.d_v + c) * 4)) for c in columns]
+            for r in range(n_rows)
+        ]
+        with k.loop(0, count) as j:
+            row = unit.values + (begin + j) * unit.p["v1"]
+            x = [load_cached(k, shape.v, row, k.i64(c), width) for c in columns]
+            for r in range(n_rows):
+                weight = k.load(F32, weights + r * TILE * 4 + j * 4).splat(width)
+                for slot, of in zip(slots[r], x, strict=True):
+                    slot.set(k.fma(of, weight, slot.now))
+        for r in range(n_rows):
+            for slot, c in zip(slots[r], columns, strict=True):
+                k.store(slot.now, values + (r * shape.d_v + c) * 4)
+
+
+# -- many queries ----------------------------------------------------------------------------------
+
+
+def many(k: Kernel, shape: Shape) -> None:
+    """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, then `ARGS`."""
+    shape = Shape(*shape)
+    p, scale, softcap = _args(k)
+    d_k, d_v = shape.d_k, shape.d_v
+    width = width_for(k, d_k, d_v)
+    keys = p["scratch"] + k.thread * p["stride"]
+    cached = keys + TILE * d_k * 4
+    logits = cached + TILE * d_v * 4
+    queries = logits + MANY_ROWS * TILE * 4
+    values = queries + MANY_ROWS * d_k * 4
+    state = values + MANY_ROWS * d_v * 4
+
+    def softmax(r: Value) -> _Softmax:
+        return _Softmax(k, state + r * 8, state + r * 8 + 4, values + r * (d_v * 4))
+
+    n_units = _n_units(p, MANY_ROWS)
+    with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
+        unit = _Unit(k, p, index, MANY_ROWS)
+        n_rows = k.least(unit.rows - unit.first, MANY_ROWS)
+        padded = (n_rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS * BLOCK_ROWS
+        with k.loop(0, padded) as r:
+            softmax(r).begin(d_v, width)
+            _scaled_query(k, shape, unit.query(r), queries + r * (d_k * 4), scale, width)
+        with k.loop(0, p["n_kv"], TILE) as begin:
+            count = k.least(p["n_kv"] - begin, TILE)
+            with k.when(_any_seen(k, unit, begin, count, n_rows) if shape.mask else count > 0):
+                _load_tile(k, shape, unit, begin, count, keys, cached)
+                _blocks(k, queries, d_k, keys, TILE, logits, TILE, padded, k.i64(d_k), TILE, False)
+                with k.loop(0, n_rows) as r:
+                    at = logits + r * (TILE * 4)
+                    _finish_logits(k, shape, unit, r, begin, count, at, softcap)
+                    level = softmax(r).rescale(_highest(k, at), d_v, width)
+                    softmax(r).weigh(at, TILE, level)
+                _blocks(k, logits, TILE, cached, d_v, values, d_v, padded, count, d_v, True)
+        with k.loop(0, n_rows) as r:
+            _, head = unit.row(r)
+            sink = k.load(F32, p["sinks"] + head * 4) if shape.sinks else None
+            softmax(r).end(unit.result(r), sink, d_v, width)
+
+
+def _any_seen(k: Kernel, unit: _Unit, begin: Value, count: Value, n_rows: Value) -> Value:
+    """Whether the mask lets any of the queries see any key of the tile."""
+    lanes = k.level.lanes
+    top = k.variable(k.const(vec(F32, lanes), float("-inf")))
+    with k.loop(0, n_rows) as r:
+        row, _ = unit.mask(r)
+        with k.loop(0, count, lanes) as j:
+            inside = k.first_lanes(lanes, count - j)
+            bias = load_floats(k, "f16", row + (begin + j) * 2, lanes, inside)
+            top.set(k.maximum(top.now, k.select(inside, bias, float("-inf"))))
+    return greatest(k, top.now) > float("-inf")
+
+
+def _load_tile(
+    k: Kernel, shape: Shape, unit: _Unit, begin: Value, count: Value, keys: Value, cached: Value
+) -> None:
+    """Make float32 of the tile's keys, transposed, and of its values."""
+    last, p = begin + count - 1, unit.p
+    n = width_for(k, shape.d_k, TILE)
+    with k.loop(0, TILE, n) as j:
+        rows = [unit.keys + k.least(begin + j + i, last) * p["k1"] for i in range(n)]
+        with k.loop(0, shape.d_k, n) as d:
+            found = [load_cached(k, shape.k, row, d, n) for row in rows]
+            for i, column in enumerate(transposed(found)):
+                k.store(column, keys + (d + i) * (TILE * 4) + j * 4)
+    n = width_for(k, shape.d_v)
+    with k.loop(0, count) as j:
+        row = unit.values + (begin + j) * p["v1"]
+        with k.loop(0, shape.d_v, n) as d:
+            k.store(load_cached(k, shape.v, row, d, n), cached + j * (shape.d_v * 4) + d * 4)
+
+
+def _blocks(
+    k: Kernel, a: Value, a_row: int, b: Value, b_row: int, y: Value, y_row: int, n_rows: Value, depth: Value,
+    n_columns: int, add: bool,
+) -> None:  # fmt: skip
+    """`y = a b`, or add that: float32 matrices, rows of so many elements; six rows at once."""
+    n = width_for(k, n_columns)
+    most = 4 if k.level.lanes == 16 else 2
+    with k.loop(0, n_rows, BLOCK_ROWS) as r:
+        for first in range(0, n_columns, most * n):
+            columns = list(range(first, min(n_columns, first + most * n), n))
+            to = [y + (r + i) * (y_row * 4) for i in range(BLOCK_ROWS)]
+            slots = [
+                [
+                    k.variable(k.load(vec(F32, n), row + c * 4) if add else k.const(vec(F32, n), 0))
+                    for c in columns
+                ]
+                for row in to
+            ]
+            with k.loop(0, depth) as d:
+                x = [k.load(vec(F32, n), b + d * (b_row * 4) + c * 4) for c in columns]
+                for i in range(BLOCK_ROWS):
+                    factor = load_float(k, "f32", a + (r + i) * (a_row * 4) + d * 4).splat(n)
+                    for slot, of in zip(slots[i], x, strict=True):
+                        slot.set(k.fma(of, factor, slot.now))
+            for row, line in zip(to, slots, strict=True):
+                for slot, c in zip(line, columns, strict=True):
+                    k.store(slot.now, row + c * 4)

@@ -1,0 +1,209 @@
+"""Blocks of quantised weights: their codes as bytes, and their scales as floats, in vectors.
+
+A `Form` reads one block; a block has runs of 32 elements. An element is `scale (code - offset)`, or, where
+the type has minimums, `scale code + minimum`. Scales and minimums are of groups of 16 or 32 elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.llvm.emit import F32, I1, I8, I16, I32, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.simd import from_half, look_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_B32 = vec(I8, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a type lies in memory.
+
+    Attributes:
+        block: Elements of a block.
+        nbytes: Of a block.
+        group: Elements that share a scale.
+        offset: What is taken from the codes; `None` if they are signed; 0 where there are minimums.
+        has_min: Whether there are minimums.
+        codes: Read the codes of the block at an address: `<32 x i8>` for each run.
+        scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
+    """
+
+    block: int
+    nbytes: int
+    group: int
+    offset: int | None
+    has_min: bool
+    codes: Callable[[Kernel, Value], list[Value]]
+    scales: Callable[[Kernel, Value], tuple[Value, Value | None]]
+
+
+def _half(k: Kernel, address: Value) -> Value:
+    return from_half(k, k.load(I16, address))
+
+
+def _one(k: Kernel, x: Value) -> Value:
+    return x.splat(1)
+
+
+def _bytes(k: Kernel, address: Value, n: int = 32) -> Value:
+    return k.load(vec(I8, n), address)
+
+
+def _nibbles(k: Kernel, address: Value) -> Value:
+    """16 bytes: the low halves are the first 16 codes, the high ones the others."""
+    q = _bytes(k, address, 16)
+    return (q & 15).join(q >> 4)
+
+
+def _fifth(k: Kernel, address: Value) -> Value:
+    """32 bits as what they add to codes."""
+    bits = k.load(I32, address).bits(vec(I1, 32))
+    return k.select(bits, k.const(_B32, 16), 0)
+
+
+def _d(k: Kernel, p: Value) -> tuple[Value, None]:
+    return _one(k, _half(k, p)), None
+
+
+def _dm(k: Kernel, p: Value) -> tuple[Value, Value]:
+    return _one(k, _half(k, p)), _one(k, _half(k, p + 2))
+
+
+# -- two halves of 16-bit factors and 6-bit scales: q4_K and q5_K -----------------------------------
+
+
+def _words(k: Kernel, words: list[Value]) -> Value:
+    """32-bit words as bytes, each a float."""
+    packed = k.const(vec(I32, len(words)), 0)
+    for i, word in enumerate(words):
+        packed = packed.put(i, word)
+    return packed.bits(vec(I8, 4 * len(words)))
+
+
+def _six_bit_pairs(k: Kernel, p: Value) -> tuple[Value, Value]:
+    w = [k.load(I32, p + 4 + 4 * i) for i in range(3)]
+    low = [word & 0x3F3F3F3F for word in w[:2]]
+    high = [
+        ((w[2] >> shift) & 0x0F0F0F0F) | ((word >> 2) & 0x30303030)
+        for shift, word in zip((0, 4), w[:2], strict=True)
+    ]
+    d, dmin = _half(k, p), _half(k, p + 2)
+    scales, minimums = (
+        _words(k, [low[i], high[i]]).zext(I32).to_float() * factor.splat(8)
+        for i, factor in enumerate((d, -dmin))
+    )
+    return scales, minimums
+
+
+def _q4_k(k: Kernel, p: Value) -> list[Value]:
+    runs = []
+    for i in range(4):
+        q = _bytes(k, p + 16 + 32 * i)
+        runs += [q & 15, q >> 4]
+    return runs
+
+
+def _q5_k(k: Kernel, p: Value) -> list[Value]:
+    runs, high = [], _bytes(k, p + 16)
+    for i in range(8):
+        q = _bytes(k, p + 48 + 32 * (i // 2))
+        q = q >> 4 if i % 2 else q & 15
+        bit = (high << (4 - i)) if i < 4 else (high >> (i - 4))
+        runs.append(q | (bit & 16))
+    return runs
+
+
+# -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
+
+
+def _q2_k(k: Kernel, p: Value) -> list[Value]:
+    halves = [_bytes(k, p + 16 + 32 * i) for i in range(2)]
+    return [(q >> 2 * j) & 3 for q in halves for j in range(4)]
+
+
+def _q2_k_scales(k: Kernel, p: Value) -> tuple[Value, Value]:
+    packed = _bytes(k, p, 16)
+    d, dmin = _half(k, p + 80), _half(k, p + 82)
+    scales = (packed & 15).zext(I32).to_float() * d.splat(16)
+    return scales, (packed >> 4).zext(I32).to_float() * (-dmin).splat(16)
+
+
+def _q3_k(k: Kernel, p: Value) -> list[Value]:
+    high, halves = _bytes(k, p), [_bytes(k, p + 32 + 32 * i) for i in range(2)]
+    runs = []
+    for i in range(8):
+        bit = high << (2 - i) if i < 2 else high >> (i - 2)
+        runs.append(((halves[i // 4] >> 2 * (i % 4)) & 3) | (bit & 4))
+    return runs
+
+
+def _q3_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
+    w = [k.load(I32, p + 96 + 4 * i) for i in range(3)]
+    words = [
+        ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
+    ]
+    return (_words(k, words).zext(I32) - 32).to_float() * _half(k, p + 108).splat(16), None
+
+
+def _q6_k(k: Kernel, p: Value) -> list[Value]:
+    runs = []
+    for half in range(2):
+        low = [_bytes(k, p + 64 * half + 32 * i) for i in range(2)]
+        high = _bytes(k, p + 128 + 32 * half)
+        for j in range(4):
+            q = low[j % 2] & 15 if j < 2 else low[j % 2] >> 4
+            bits = high << (4 - 2 * j) if j < 3 else high >> 2
+            runs.append(q | (bits & 48))
+    return runs
+
+
+def _q6_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
+    return _bytes(k, p + 192, 16).sext(I32).to_float() * _half(k, p + 208).splat(16), None
+
+
+# -- codes that stand for uneven levels -------------------------------------------------------------
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _iq4_xs(k: Kernel, p: Value) -> list[Value]:
+    return [look_up(k, _IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
+
+
+def _iq4_xs_scales(k: Kernel, p: Value) -> tuple[Value, None]:
+    steps = k.table(vec(I32, 8), range(0, 32, 4))
+    low = (k.load(I32, p + 4).splat(8) >> steps) & 15
+    high = (k.load(I16, p + 2).zext(I32).splat(8) >> k.table(vec(I32, 8), range(0, 16, 2))) & 3
+    return ((low | (high << 4)) - 32).to_float() * _half(k, p).splat(8), None
+
+
+def _mxfp4_scale(k: Kernel, p: Value) -> tuple[Value, None]:
+    e = k.load(I8, p).zext(I32)
+    small = k.const(I32, 0x00200000) << k.select(e < 2, e, 0)
+    bits = k.select(e < 2, small, (e - 1) << 23)
+    return _one(k, bits.bits(F32)), None
+
+
+FORMS: dict[str, Form] = {
+    "q4_0": Form(32, 18, 32, 8, False, lambda k, p: [_nibbles(k, p + 2)], _d),
+    "q4_1": Form(32, 20, 32, 0, True, lambda k, p: [_nibbles(k, p + 4)], _dm),
+    "q5_0": Form(32, 22, 32, 16, False, lambda k, p: [_nibbles(k, p + 6) | _fifth(k, p + 2)], _d),
+    "q5_1": Form(32, 24, 32, 0, True, lambda k, p: [_nibbles(k, p + 8) | _fifth(k, p + 4)], _dm),
+    "q8_0": Form(32, 34, 32, None, False, lambda k, p: [_bytes(k, p + 2)], _d),
+    "q2_k": Form(256, 84, 16, 0, True, _q2_k, _q2_k_scales),
+    "q3_k": Form(256, 110, 16, 4, False, _q3_k, _q3_k_scales),
+    "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs),
+    "q5_k": Form(256, 176, 32, 0, True, _q5_k, _six_bit_pairs),
+    "q6_k": Form(256, 210, 16, 32, False, _q6_k, _q6_k_scales),
+    "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [look_up(k, _IQ4, _nibbles(k, p + 2))], _d),
+    "iq4_xs": Form(256, 136, 32, None, False, _iq4_xs, _iq4_xs_scales),
+    "mxfp4": Form(
+        32, 17, 32, None, False, lambda k, p: [look_up(k, _MXFP4, _nibbles(k, p + 1))], _mxfp4_scale
+    ),
+}
+"""By the type's name."""

@@ -1,0 +1,163 @@
+"""Rows from one type to another: floats, integers moved, blocks read and written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.kernels.blocks import FORMS
+from ggmlb.backends.numba.kernels.walk import lanes, rows
+from ggmlb.backends.numba.llvm.emit import I8, I16, I32, I64, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.simd import (
+    SIZES,
+    fold,
+    greatest,
+    load_floats,
+    store_floats,
+    to_half,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WRITTEN = frozenset({"q8_0", "q4_0"})
+"""Block types that rows of floats become."""
+
+WORDS = {"i8": I8, "i16": I16, "i32": I32, "i64": I64, "f64": I64}
+"""Types whose elements are only moved, by the integers that do it."""
+
+_MOVED = {**WORDS, "f32": I32, "f16": I16, "bf16": I16}
+
+
+def can_convert(src: str, out: str) -> bool:
+    """Whether rows of one type become rows of the other."""
+    if src == out and src in _MOVED:
+        return True
+    if out in SIZES:
+        return src in SIZES or src in FORMS
+    return src in SIZES and out in WRITTEN
+
+
+def convert(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
+    """Convert the elements from `start` on below `stop` of the row at `x` into the one at `y`."""
+    if src == out:
+        _move(k, _MOVED[src], y, x, start, stop)
+    elif src in FORMS:
+        _read_blocks(k, out, src, y, x, start, stop)
+    elif out in WRITTEN:
+        _write_blocks(k, out, src, y, x, start, stop)
+    else:
+        n = k.level.lanes
+
+        def body(i: Value, mask: Value | None) -> None:
+            values = load_floats(k, src, x + i * SIZES[src], n, mask)
+            store_floats(k, out, values, y + i * SIZES[out], mask)
+
+        lanes(k, start, stop, body)
+
+
+def _move(k: Kernel, word: Value, y: Value, x: Value, start: Value, stop: Value) -> None:
+    size = word.width // 8  # type: ignore[attr-defined]
+    n = 4 * k.level.lanes // size
+    whole = start + (stop - start) // n * n
+    with k.loop(start, whole, n) as i:
+        k.store(k.load(vec(word, n), x + i * size), y + i * size)
+    with k.loop(whole, stop) as i:
+        k.store(k.load(word, x + i * size), y + i * size)
+
+
+def _read_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
+    form = FORMS[src]
+    with k.loop(start // form.block, stop // form.block) as block:
+        at = x + block * form.nbytes
+        codes = form.codes(k, at)
+        scales, minimums = form.scales(k, at)
+        for i, run in enumerate(codes):
+            group = [(32 * i + j) // form.group for j in range(32)]
+            wide = run.sext(I32) if form.offset is None else run.zext(I32) - form.offset
+            values = wide.to_float() * scales.shuffle(group)
+            if minimums is not None:
+                values = values + minimums.shuffle(group)
+            store_floats(k, out, values, y + (block * form.block + 32 * i) * SIZES[out])
+
+
+def _write_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
+    write: Callable[[Kernel, Value, Value], None] = _write_q8_0 if out == "q8_0" else _write_q4_0
+    size = FORMS[out].nbytes
+    with k.loop(start // 32, (stop + 31) // 32) as block:
+        write(k, load_floats(k, src, x + block * (32 * SIZES[src]), 32), y + block * size)
+
+
+def _write_q8_0(k: Kernel, x: Value, at: Value) -> None:
+    top = greatest(k, k.generic("fabs", x))
+    d = top / 127.0
+    inverse = k.select(d > 0.0, 1.0 / d, 0.0)
+    k.store(to_half(k, d), at)
+    k.store(k.generic("round", x * inverse.splat(32)).to_int().trunc(I8), at + 2)
+
+
+def _write_q4_0(k: Kernel, x: Value, at: Value) -> None:
+    def larger(a: Value, b: Value) -> Value:
+        return k.select(k.generic("fabs", b) > k.generic("fabs", a), b, a)
+
+    top = fold(k, x, larger)
+    d = top / -8.0
+    inverse = k.select(k.generic("fabs", d) > 0.0, 1.0 / d, 0.0)
+    k.store(to_half(k, d), at)
+    codes = k.minimum((x * inverse.splat(32) + 8.5), 15.0).to_int().trunc(I8)
+    low, high = codes.split()
+    k.store(low | (high << 4), at + 2)
+
+
+def copy(k: Kernel, out: str, src: str) -> None:
+    """Convert rows: operands `y, x`."""
+    with rows(k, 2) as row:
+        convert(k, out, src, row.at[0], row.at[1], row.start, row.stop)
+
+
+def copy_strided(k: Kernel, out: str, src: str, sizes: tuple[int, int]) -> None:
+    """Copy elements that lie apart: `y_nb0, x_nb0` before the walk of `y, x`."""
+    y_step, x_step = k.ints(2)
+    with rows(k, 2) as row, k.loop(row.start, row.stop) as i:
+        y, x = row.at[0] + i * y_step, row.at[1] + i * x_step
+        if src == out:
+            k.store(k.load(_MOVED[src], x), y)
+        else:
+            value = load_floats(k, src, x, 1)
+            store_floats(k, out, value, y)
+
+
+def _row_number(
+    k: Kernel, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
+) -> tuple[Value, Value]:
+    """Read a row number; report one that is out of bounds, and return 0 then, and whether it was right."""
+    index = k.load(I64, ids) if dtype == "i64" else k.load(I32, ids).sext(I64)
+    bad = (index < 0).raw
+    bad = Value(k, k.build.or_(bad, (index >= limit).raw))
+    errors, step = report
+    with k.when(bad):
+        for i, value in enumerate((index, limit, step)):
+            k.store(value, errors + 8 * i)
+    return k.select(bad, k.i64(0), index), Value(k, k.build.not_(bad.raw))
+
+
+def get_rows(k: Kernel, out: str, src: str, index: str) -> None:
+    """Rows by number: `a, nb1, nb2, nb3, ids, nb0, nb1, nb2, limit, errors, step`, the walk of `y`."""
+    a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
+    with rows(k, 1) as row:
+        i1, i2, i3 = row.place
+        number, right = _row_number(k, ids + i1 * nb0 + i2 * nb1 + i3 * nb2, index, limit, (errors, step))
+        with k.when(right):
+            x = a + number * a_nb1 + i2 * a_nb2 + i3 * a_nb3
+            convert(k, out, src, row.at[0], x, row.start, row.stop)
+
+
+def set_rows(k: Kernel, out: str, src: str, index: str) -> None:
+    """Put rows by number: `y, nb1, nb2, nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step`, then `x`."""
+    y, y_nb1, y_nb2, y_nb3, ids, nb0, nb1, nb2, ne1, ne2, limit, errors, step = k.ints(13)
+    with rows(k, 1) as row:
+        i1, i2, i3 = row.place
+        at = ids + i1 * nb0 + i2 % ne1 * nb1 + i3 % ne2 * nb2
+        number, right = _row_number(k, at, index, limit, (errors, step))
+        with k.when(right):
+            target = y + number * y_nb1 + i2 * y_nb2 + i3 * y_nb3
+            convert(k, out, src, target, row.at[0], row.start, row.stop)

@@ -1,0 +1,127 @@
+"""Normalisation of rows, perhaps with the product and the sum that follow; and soft max."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.kernels.walk import lanes, rows
+from ggmlb.backends.numba.llvm.emit import F32, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.simd import SIZES, exp, greatest, load_floats, store_floats, total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ggmlb.backends.numba.kernels.walk import Row
+
+
+def _sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> Value:
+    """The sum over the row of `term(i, mask)`, which is 0 where the mask is not set."""
+    n, turns = k.level.lanes, 4
+    sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(turns)]
+    whole = row.n // (n * turns) * (n * turns)
+    with k.loop(0, whole, n * turns) as i:
+        for j, s in enumerate(sums):
+            s.set(s.now + term(i + n * j, None))
+
+    def body(i: Value, mask: Value | None) -> None:
+        sums[0].set(sums[0].now + term(i, mask))
+
+    lanes(k, whole, row.n, body)
+    return total(k, (sums[0].now + sums[1].now) + (sums[2].now + sums[3].now))
+
+
+def normalise(k: Kernel, kind: str, dtypes: Sequence[str], factors: int) -> None:
+    """Normalise rows: `eps`, and the walk of `y, x`, a factor and a summand if `factors` are 1 or 2.
+
+    Args:
+        k: Is written.
+        kind: `norm`, `rms_norm` or `l2_norm`.
+        dtypes: Of `y` and `x`.
+        factors: Rows of float32 that the result is multiplied with, then added to it.
+    """
+    out, src = dtypes
+    n = k.level.lanes
+    eps = k.float_arg()
+    with rows(k, 2 + factors) as row:
+
+        def x(i: Value, mask: Value | None) -> Value:
+            return load_floats(k, src, row.at[1] + i * SIZES[src], n, mask)
+
+        count = row.n.to_float()
+        mean = k.const(F32, 0)
+        if kind == "norm":
+            mean = _sum(k, row, x) / count
+        shift = mean.splat(n)
+
+        def square(i: Value, mask: Value | None) -> Value:
+            value = x(i, mask)
+            if kind == "norm":
+                value = value - shift
+                if mask is not None:
+                    value = k.select(mask, value, 0.0)
+            return value * value
+
+        squares = _sum(k, row, square)
+        if kind == "l2_norm":
+            factor = 1.0 / k.maximum(k.generic("sqrt", squares), eps)
+        else:
+            factor = 1.0 / k.generic("sqrt", squares / count + eps)
+        scale = factor.splat(n)
+
+        def write(i: Value, mask: Value | None) -> None:
+            value = x(i, mask)
+            if kind == "norm":
+                value = value - shift
+            value = value * scale
+            for j in range(factors):
+                other = load_floats(k, "f32", row.at[2 + j] + i * 4, n, mask)
+                value = value + other if j else value * other
+            store_floats(k, out, value, row.at[0] + i * SIZES[out], mask)
+
+        lanes(k, row.start, row.stop, write)
+
+
+def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
+    """`scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, and the walk of `y, x`."""
+    n = k.level.lanes
+    scale = k.float_arg().splat(n)
+    slopes, sinks, mask_at, nb1, nb2, nb3, ne2, ne3 = k.ints(8)
+    with rows(k, 2) as row:
+        i1, i2, i3 = row.place
+        bias = mask_at + i1 * nb1 + i2 % ne2 * nb2 + i3 % ne3 * nb3
+        slope = k.load(F32, slopes + i2 * 4).splat(n)
+        infinity = float("-inf")
+        top = k.variable(k.const(vec(F32, n), infinity))
+
+        def logits(i: Value, mask: Value | None) -> None:
+            z = load_floats(k, "f32", row.at[1] + i * 4, n, mask) * scale
+            if mask_type is not None:
+                z = z + load_floats(k, mask_type, bias + i * SIZES[mask_type], n, mask) * slope
+            store_floats(k, "f32", z, row.at[0] + i * 4, mask)
+            top.set(k.maximum(top.now, z if mask is None else k.select(mask, z, infinity)))
+
+        lanes(k, row.start, row.stop, logits)
+        most = greatest(k, top.now)
+        if has_sinks:
+            sink = k.load(F32, sinks + i2 * 4)
+            most = k.maximum(most, sink)
+        level = most.splat(n)
+        sums = k.variable(k.const(vec(F32, n), 0))
+
+        def powers(i: Value, mask: Value | None) -> None:
+            z = load_floats(k, "f32", row.at[0] + i * 4, n, mask)
+            e = exp(k, z - level)
+            store_floats(k, "f32", e, row.at[0] + i * 4, mask)
+            sums.set(sums.now + (e if mask is None else k.select(mask, e, 0.0)))
+
+        lanes(k, row.start, row.stop, powers)
+        sum_ = total(k, sums.now)
+        if has_sinks:
+            sum_ = sum_ + exp(k, (sink - most).splat(n))[0]
+        factor = (1.0 / sum_).splat(n)
+
+        def scaled(i: Value, mask: Value | None) -> None:
+            e = load_floats(k, "f32", row.at[0] + i * 4, n, mask)
+            store_floats(k, "f32", e * factor, row.at[0] + i * 4, mask)
+
+        lanes(k, row.start, row.stop, scaled)

@@ -1,0 +1,89 @@
+"""Rotary position embedding: the angles of a token once for all heads, then pairs turned in vectors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.kernels.convert import convert
+from ggmlb.backends.numba.llvm.emit import F32, I32, I64, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, sin_cos, store_floats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MOST_PAIRS = 1024
+
+
+def rope(
+    k: Kernel, dtypes: Sequence[str], width: int, interleaved: bool, has_factors: bool, channels: bool
+) -> None:
+    """Turn pairs; the chunks are of tokens.
+
+    Arguments: `magnitude, sine's sign, y, nb1..3, x, nb1..3, ne0, heads, tokens, batches, positions, angles,
+    channels, factors, pairs, start`.
+
+    Args:
+        k: Is written.
+        dtypes: Of `y` and `x`.
+        width: Pairs that are turned together; divides their number.
+        interleaved: Whether the two of a pair are neighbours; else they are `pairs` apart.
+        has_factors: Whether angles are divided by factors.
+        channels: Whether each pair has its own of several positions.
+    """
+    out, src = dtypes
+    magnitude, direction = k.float_arg().splat(width), k.float_arg().splat(width)
+    y, y1, y2, y3, x, x1, x2, x3, n0, heads, tokens, batches = k.ints(12)
+    positions, angles, channel, factors, pairs, start = k.ints(6)
+    cosines, sines, own = (k.local(4 * MOST_PAIRS) for _ in range(3))
+    work = tokens * batches
+    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as i:
+        token, batch = i % tokens, i // tokens
+        if channels:
+            with k.loop(0, pairs) as p:
+                of = k.load(I64, channel + p * 8)
+                place = k.load(I32, positions + (of * tokens + token) * 4)
+                k.store(place.to_float(), own + p * 4)
+        place = k.load(I32, positions + token * 4).to_float().splat(width)
+        with k.loop(0, pairs, width) as p:
+            theta = load_floats(k, "f32", own + p * 4, width) if channels else place
+            theta = theta * load_floats(k, "f32", angles + p * 4, width)
+            if has_factors:
+                theta = theta / load_floats(k, "f32", factors + p * 4, width)
+            s, c = sin_cos(k, theta)
+            k.store(c * magnitude, cosines + p * 4)
+            k.store(s * magnitude * direction, sines + p * 4)
+        with k.loop(0, heads) as head:
+            to = y + head * y1 + token * y2 + batch * y3
+            row = x + head * x1 + token * x2 + batch * x3
+            with k.loop(0, pairs, width) as p:
+                c, s = (k.load(vec(F32, width), t + p * 4) for t in (cosines, sines))
+                _turn(k, dtypes, (to, row), (c, s), p, pairs, start, interleaved)
+            convert(k, out, src, to, row, k.i64(0), start)
+            convert(k, out, src, to, row, start + pairs * 2, n0)
+
+
+def _turn(
+    k: Kernel,
+    dtypes: Sequence[str],
+    at: tuple[Value, Value],
+    turn: tuple[Value, Value],
+    p: Value,
+    pairs: Value,
+    start: Value,
+    interleaved: bool,
+) -> None:
+    (out, src), (to, row), (c, s) = dtypes, at, turn
+    n = c.type.count
+    if interleaved:
+        both = load_floats(k, src, row + (start + p * 2) * SIZES[src], 2 * n)
+        a, b = both.shuffle(range(0, 2 * n, 2)), both.shuffle(range(1, 2 * n, 2))
+    else:
+        a = load_floats(k, src, row + (start + p) * SIZES[src], n)
+        b = load_floats(k, src, row + (start + pairs + p) * SIZES[src], n)
+    first, second = a * c - b * s, a * s + b * c
+    if interleaved:
+        order = [i // 2 + n * (i % 2) for i in range(2 * n)]
+        store_floats(k, out, first.shuffle(order, second), to + (start + p * 2) * SIZES[out])
+    else:
+        store_floats(k, out, first, to + (start + p) * SIZES[out])
+        store_floats(k, out, second, to + (start + pairs + p) * SIZES[out])

@@ -1,0 +1,36 @@
+"""From nodes to steps: one table says what the kernels take and how they are run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.lowering import attention, copy, elementwise, matmul, rows
+from ggmlb.enums import NO_OPS
+
+if TYPE_CHECKING:
+    from ggmlb.backends.numba.lowering.rules import Rule
+    from ggmlb.backends.numba.lowering.steps import Steps
+    from ggmlb.enums import Op
+    from ggmlb.tensor import Tensor
+
+RULES: dict[Op, Rule] = {
+    **elementwise.RULES,
+    **attention.RULES,
+    **copy.RULES,
+    **matmul.RULES,
+    **rows.RULES,
+}
+
+
+def declines(node: Tensor) -> str | None:
+    """Return why the kernels cannot compute a node, or `None` if they can."""
+    rule = RULES.get(node.op)
+    if rule is not None:
+        return rule.declines(node)
+    return None if node.op in NO_OPS else f"no kernel for {node.op}"
+
+
+def lower(node: Tensor, steps: Steps) -> None:
+    """Append the steps that compute a node that is not declined."""
+    steps.begin(node)
+    RULES[node.op].lower(node, steps)

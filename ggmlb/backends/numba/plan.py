@@ -1,0 +1,61 @@
+"""The plan of a graph: a table of steps that machine code walks through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.lowering.steps import Steps
+from ggmlb.enums import NO_OPS, Status
+from ggmlb.errors import BackendError
+from ggmlb.interface import GraphPlan
+
+if TYPE_CHECKING:
+    from ggmlb.backends.numba.backend import NumbaBackend
+    from ggmlb.graph import Graph
+
+
+class NumbaPlan(GraphPlan):
+    """Steps with the addresses of all operands bound; computing again allocates nothing."""
+
+    def __init__(self, backend: NumbaBackend, graph: Graph) -> None:
+        from ggmlb.backends.numba.lowering import lower
+
+        super().__init__(backend, graph)
+        self._pool = backend.pool
+        self._steps = Steps(backend)
+        self._ends: list[int] = []
+        for node in self.nodes:
+            if node.op not in NO_OPS and not node.is_empty:
+                lower(node, self._steps)
+            self._ends.append(len(self._steps.steps))
+        self._table = self._steps.pack()
+
+    def run(self) -> Status:
+        """Compute the steps; before each node, ask the backend's abort callback if there is one.
+
+        Raises:
+            BackendError: A step found bad data; names the node.
+        """
+        table, steps = self._table, self._steps
+        table.errors[:] = 0
+        if self.backend.abort_callback is None:
+            self._pool.run(table.address, 0, len(steps.steps), steps.shares)
+        else:
+            first = 0
+            for end in self._ends:
+                if self.backend.abort_callback():
+                    return Status.ABORTED
+                if end > first:
+                    self._pool.run(table.address, first, end, steps.shares)
+                first = end
+        if table.errors.any():
+            self._raise()
+        return Status.SUCCESS
+
+    def _raise(self) -> None:
+        row, limit, i = self._table.errors[:3].tolist()
+        node = next(n for n, end in zip(self.nodes, self._ends, strict=True) if end >= i)
+        raise BackendError(
+            f"{self.backend.name} failed to compute {node.describe()}: "
+            f"row number {row} for a tensor of {limit} rows"
+        )

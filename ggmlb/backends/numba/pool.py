@@ -1,0 +1,114 @@
+"""The threads of a backend: the caller's, and others that wait for chunks of its work.
+
+A thread that finds nothing to do watches for work for about a tenth of a millisecond, then sleeps until the
+next graph is computed. Nobody waits for a thread that sleeps (see `kernels.driver`).
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import allocate_lock
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llvmlite import binding
+
+from ggmlb.backends.numba.kernels import driver
+from ggmlb.backends.numba.llvm.library import function
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from ggmlb.backends.numba.llvm.library import Library
+
+SPINS = 3000
+"""Turns of a thread that waits for work, of some 40 ns each."""
+
+
+class Pool:
+    """The calling thread and `n - 1` others, which start when first needed, and anew after a fork."""
+
+    def __init__(self, n: int, library: Library) -> None:
+        self.n = n
+        self._lock = Lock()
+        self._library = library
+        self._run = function(library.address(driver.run), 4)
+        self._begin()
+
+    def _begin(self) -> None:
+        memory = np.zeros(driver.CONTROL_WORDS + 8, np.int64)
+        start = -memory.ctypes.data % 64 // 8
+        self._control = memory[start : start + driver.CONTROL_WORDS]
+        self._control[driver.STATE + 2] = binding.address_of_symbol("sched_yield") or 0
+        self._address = self._control.ctypes.data
+        self._workers: list[_Worker] = []
+        self._pid = os.getpid()
+
+    def run(self, table: int, first: int, last: int, share: bool) -> None:
+        """Compute steps of a table.
+
+        Args:
+            table: Its address.
+            first: The first step.
+            last: The one after the last.
+            share: Whether there is work for more than one thread.
+        """
+        with self._lock:
+            if share and self.n > 1:
+                if self._pid != os.getpid():
+                    self._begin()  # threads do not survive a fork
+                self._wake()
+            self._run(self._address, table, first, last)
+
+    def _wake(self) -> None:
+        while len(self._workers) < self.n - 1:
+            serve = function(self._library.address(driver.serve), 4)
+            self._workers.append(_Worker(serve, self._control, len(self._workers) + 1))
+        for worker in self._workers:
+            if worker.sleeps:
+                worker.sleeps = False
+                worker.bell.release()
+
+    def free(self) -> None:
+        """End the threads."""
+        self._control[driver.STATE + 1] = 1
+        if self._pid == os.getpid():
+            for worker in self._workers:
+                worker.end()
+        self._begin()
+
+
+class _Worker:
+    """A thread that serves a control block; see `Pool`."""
+
+    def __init__(self, serve: Any, control: npt.NDArray[np.int64], number: int) -> None:
+        self._control = control  # kept alive while the thread reads it
+        self._number = number
+        self._serve = serve
+        self.sleeps = False
+        self.ends = False
+        self.bell = allocate_lock()
+        self.bell.acquire()
+        self._thread = Thread(target=self._work, name="ggmlb-numba", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        address = self._control.ctypes.data
+        while not self.ends:
+            self._serve(address, self._number, SPINS, 0)
+            self.sleeps = True
+            self.bell.acquire()
+
+    def end(self) -> None:
+        """Let the thread end, and wait for it."""
+        self.ends = True
+        if self.sleeps:
+            self.sleeps = False
+            self.bell.release()
+        self._thread.join(0.001)
+        while self._thread.is_alive():
+            if self.sleeps:
+                self.sleeps = False
+                self.bell.release()
+            self._thread.join(0.001)
