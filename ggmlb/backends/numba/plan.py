@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb import progress
 from ggmlb.backends.numba.lowering.steps import Steps
 from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import BackendError
@@ -22,12 +23,13 @@ class NumbaPlan(GraphPlan):
 
         super().__init__(backend, graph)
         self._pool = backend.pool
-        self._steps = Steps(backend)
         self._ends: list[int] = []
-        for node in self.nodes:
-            if node.op not in NO_OPS and not node.is_empty:
-                lower(node, self._steps)
-            self._ends.append(len(self._steps.steps))
+        with progress.task(f"{backend.name}: compiling kernels") as task:
+            self._steps = Steps(backend, task)
+            for node in self.nodes:
+                if node.op not in NO_OPS and not node.is_empty:
+                    lower(node, self._steps)
+                self._ends.append(len(self._steps.steps))
         self._table = self._steps.pack()
 
     def run(self) -> Status:

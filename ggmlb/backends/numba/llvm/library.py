@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+import platformdirs
 from llvmlite import binding, ir
 
 from ggmlb import env
@@ -24,6 +25,8 @@ from ggmlb.backends.numba.llvm.emit import Kernel
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+
+    from ggmlb.progress import Task
 
 Emit = Callable[..., None]
 """Writes a kernel: `emit(kernel, *params)`."""
@@ -39,31 +42,32 @@ class Library:
         n_compiled: Kernels that were compiled, not found on disk.
     """
 
-    def __init__(self, target: host.Target, folder: str | None = None) -> None:
+    def __init__(self, target: host.Target) -> None:
         self.target = target
         self.n_compiled = 0
         self._machine = target.machine()
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
         self._addresses: dict[Hashable, int] = {}
-        self._folder = Path(folder or env.cache_folder()) / "kernels"
+        self._folder = _folder()
         self._salt = f"{target.key}|{binding.llvm_version_info}|{_sources()}"
 
-    def address(self, emit: Emit, *params: Any) -> int:
+    def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
         """Return where the kernel is that `emit(kernel, *params)` writes.
 
         Args:
             emit: A function of a module of this package.
             params: What it is specialised for; their `repr` must tell them apart.
+            task: Is told if it must be compiled.
         """
         key = (emit, params)
         found = self._addresses.get(key)
         if found is None:
             with _lock:
-                found = self._addresses.get(key) or self._load(emit, params)
+                found = self._addresses.get(key) or self._load(emit, params, task)
                 self._addresses[key] = found
         return found
 
-    def _load(self, emit: Emit, params: tuple[Any, ...]) -> int:
+    def _load(self, emit: Emit, params: tuple[Any, ...], task: Task | None) -> int:
         name = f"{emit.__module__.rpartition('.')[2]}.{emit.__name__}{params!r}"
         digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
         symbol = f"ggmlb_{digest}"
@@ -71,6 +75,8 @@ class Library:
         try:
             code = path.read_bytes()
         except OSError:
+            if task is not None:
+                task.step(name)
             code = self.compile(emit, params, symbol)
             self.n_compiled += 1
             _keep(path, code)
@@ -99,6 +105,12 @@ def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, 
     passes = binding.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(parsed, passes)
     return parsed
+
+
+def _folder() -> Path:
+    """The folder of compiled kernels; it need not exist."""
+    root = env.cache_dir()
+    return (Path(root) if root is not None else platformdirs.user_cache_path("ggmlb", False)) / "numba"
 
 
 def _keep(path: Path, code: bytes) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ggmlb.backends.numba.backend import NumbaBackend
+    from ggmlb.progress import Task
     from ggmlb.tensor import Tensor
 
     Ints = npt.NDArray[np.int64]
@@ -67,7 +68,8 @@ class Steps:
         shares: Whether any step is for several threads.
     """
 
-    def __init__(self, backend: NumbaBackend) -> None:
+    def __init__(self, backend: NumbaBackend, task: Task) -> None:
+        self._task = task
         self.library = backend.library
         self.steps: list[Step] = []
         self.n_threads = backend.pool.n
@@ -152,7 +154,9 @@ class Steps:
         """
         threads = self.n_threads if n_chunks > 1 else 1
         self.shares = self.shares or threads > 1
-        self.steps.append(Step(self.library.address(kernel, *params), args, n_chunks, threads))
+        self.steps.append(
+            Step(self.library.address(kernel, tuple(params), self._task), args, n_chunks, threads)
+        )
 
     def pack(self) -> Table:
         """Return the table; no steps can follow."""
