@@ -239,6 +239,20 @@ class Context(
     def __repr__(self) -> str:
         return f"<Context {len(self.tensors)} tensors>"
 
+    def _repr_html_(self) -> str:
+        """Its tensors, for a notebook."""
+        from ggmlb.html import card, table
+
+        rows = [
+            (t.op_desc(), t.name, t.dtype.name.lower(), list(t.ne[: t.n_dims]), _where(t))
+            for t in self.tensors
+        ]
+        return card(repr(self)[1:-1], {}, table(("op", "name", "type", "ne", "memory"), rows))
+
+
+def _where(tensor: Tensor) -> str:
+    return "-" if tensor.buffer is None else f"{tensor.buffer.name} + {tensor.offset:,}"
+
 
 def _flag(tensor: Tensor, flag: int) -> Tensor:
     tensor.flags |= flag

@@ -9,7 +9,7 @@ from ggmlb.enums import Op, TensorFlag
 from ggmlb.errors import GraphError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ggmlb.tensor import Tensor
 
@@ -137,3 +137,17 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"<Graph {len(self.nodes)} nodes, {len(self.leafs)} leafs>"
+
+    def _repr_html_(self) -> str:
+        """Its nodes in order, for a notebook."""
+        from ggmlb.html import card, table
+
+        rows = [
+            (i, n.op_desc(), n.name, n.dtype.name.lower(), list(n.ne[: n.n_dims]), _named(n.src))
+            for i, n in enumerate(self.nodes)
+        ]
+        return card(repr(self)[1:-1], {}, table(("", "op", "name", "type", "ne", "operands"), rows))
+
+
+def _named(tensors: Sequence[Tensor | None]) -> str:
+    return ", ".join(t.name or t.op_desc() for t in tensors if t is not None)

@@ -23,6 +23,10 @@ Ne = tuple[int, int, int, int]
 """Four extents or byte strides in ggml order, innermost first."""
 
 
+SHOWN_NBYTES = 1 << 20
+"""Largest tensor whose values a notebook shows: reading more from a device takes noticeable time."""
+
+
 class PlacementClock:
     """Counts the changes to where tensors lie and to what bound plans depend on.
 
@@ -332,6 +336,25 @@ class Tensor(ArrayProtocols):
     def __repr__(self) -> str:
         where = "unplaced" if self.buffer is None else f"{self.buffer.buft.name}+{self.offset}"
         return f"<Tensor {self.describe()} {where}>"
+
+    def _repr_html_(self) -> str:
+        """Its facts, and its values where they are few and at hand, for a notebook."""
+        from ggmlb.html import card, pre
+
+        facts: dict[str, object] = {
+            "ne": f"{list(self.ne[: self.n_dims])}, innermost first",
+            "NumPy shape": self.shape,
+            "nb": "" if self.is_contiguous() else f"{list(self.nb)} bytes",
+            "params": ", ".join(f"{k} = {getattr(v, 'name', v)}" for k, v in self.params.items()),
+            "operands": "; ".join("-" if s is None else s.describe() for s in self.src),
+            "view of": "" if self.view_src is None else self.view_src.describe(),
+            "memory": f"{self.nbytes:,} bytes, "
+            + ("in no buffer yet" if self.buffer is None else f"{self.buffer.name} + {self.offset:,}"),
+        }
+        values = ""
+        if self.buffer is not None and not self.buffer.is_freed and 0 < self.nbytes <= SHOWN_NBYTES:
+            values = pre(np.array2string(self.to_numpy(), precision=4, threshold=64, suppress_small=True))
+        return card(self.describe(), facts, values)
 
 
 def contiguous_nb(dtype: DType, ne: Ne) -> Ne:

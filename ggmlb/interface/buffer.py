@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError, BoundsError, FreedError
+from ggmlb.errors import ArgumentError, BoundsError, FreedError, readable_size
 from ggmlb.interface.data import Bytes, as_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
 from ggmlb.tensor import Ne, Tensor, placement_clock
@@ -408,6 +408,19 @@ class Buffer(ABC):
     def __repr__(self) -> str:
         state = "freed" if self.is_freed else self.usage.value
         return f"<Buffer {self.name} {self.size:,} bytes, {state}>"
+
+    def _repr_html_(self) -> str:
+        """Its facts, for a notebook."""
+        from ggmlb.html import card
+
+        facts = {
+            "size": f"{readable_size(self.size)} ({self.size:,} bytes)",
+            "holds": self.usage.value,
+            "host memory": "yes, NumPy sees it" if self.is_host else "no",
+            "alignment": f"{self.alignment} bytes",
+            "device": self.buft.device.name,
+        }
+        return card(f"Buffer in {self.name} memory{' (freed)' if self.is_freed else ''}", facts)
 
 
 def _check_byte(call: str, value: int) -> None:

@@ -16,6 +16,7 @@ from ggmlb.errors import (
 from ggmlb.registry import discovery
 from ggmlb.registry.candidate import check_reg
 from ggmlb.registry.catalogue import Catalogue
+from ggmlb.registry.device_list import DeviceList
 
 if TYPE_CHECKING:
     import os
@@ -171,14 +172,14 @@ class Registry:
             found = self._look_up(name.casefold(), lambda: _named(name, self._catalogue.regs()))
             return found or self._no_such("backend", name, [reg.name for reg in self.regs()])
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> DeviceList:
         """All devices: GPUs, then accelerators, then CPUs; of a type, by the backend's priority.
 
         Source: ggml_backend_dev_count, ggml_backend_dev_get.
         """
         with self._lock:
             self._catalogue.open_all()
-            return self._catalogue.devices()
+            return DeviceList(self._catalogue.devices(), self.unavailable())
 
     def device_by_name(self, name: str) -> Device:
         """Return the device of that name, in any case; where names allow, only its backend is imported.

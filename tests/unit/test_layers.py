@@ -19,11 +19,37 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
-    "errors", "env", "progress", "enums", "quants", "dtypes", "exchange", "tensor", "ops", "context",
-    "graph", "fusion", "interface", "registry", "arrays", "alloc", "meta", "compare", "sanitizer", "trace",
+    "errors",
+    "html",
+    "env",
+    "progress",
+    "enums",
+    "quants",
+    "dtypes",
+    "exchange",
+    "tensor",
+    "ops",
+    "context",
+    "graph",
+    "fusion",
+    "interface",
+    "registry",
+    "arrays",
+    "alloc",
+    "meta",
+    "compare",
+    "sanitizer",
+    "trace",
     "scheduler",
-    "evaluate", "kernels", "backends", "", "models", "testing", "cli", "__main__",
-)  # fmt: skip
+    "evaluate",
+    "kernels",
+    "backends",
+    "",
+    "models",
+    "testing",
+    "cli",
+    "__main__",
+)
 """Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""
 
 FOR_BACKENDS = frozenset(LAYERS[: LAYERS.index("interface") + 1]) | {"kernels"}

@@ -1,0 +1,97 @@
+"""What notebooks show of each object: well formed, escaped, in the page's own colours."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+import ggmlb
+from ggmlb import Context, Graph
+
+VOID = {"br", "img", "meta", "path", "rect", "line", "circle", "use"}
+
+
+class Balanced(HTMLParser):
+    """Checks that every element is closed, in order; collects the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += f"{data} "
+
+
+def shown(thing: Any) -> str:
+    html = thing._repr_html_()
+    page = Balanced()
+    page.feed(html)
+    assert page.open == []
+    assert "<script" not in html
+    # Text in the page's own colour, and see-through greys, are readable on any background.
+    assert not re.search(r"(?<![-\w])(?:color|background)\s*:\s*(?!inherit|none|rgba)", html)
+    return page.text
+
+
+@pytest.fixture
+def tensors() -> Any:
+    ctx = Context()
+    x = ctx.new_tensor("f32", (3, 2), "<x>")
+    y = ctx.scale(x, 2.0)
+    y.name = "y"
+    return ctx, x, y
+
+
+def test_tensors(tensors: Any) -> None:
+    ctx, x, y = tensors
+    assert "<x>" in shown(x) and "in no buffer yet" in shown(x)
+    assert "scale = 2.0" in shown(y)
+    with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu):
+        x.set_array([[1, 2, 3], [4, 5, 6.5]])
+        assert "6.5" in shown(x) and "CPU + 0" in shown(x)
+        assert "6.5" not in repr(x)
+    shown(x)  # its buffer was freed
+
+
+def test_large_tensors_keep_their_values() -> None:
+    large = Context().from_array([[7.25] * 512] * 512)
+    assert "7.25" in shown(large)
+    larger = Context().from_array([[7.25] * 512] * 513)
+    assert "7.25" not in shown(larger)
+
+
+def test_graphs_and_contexts(tensors: Any) -> None:
+    ctx, _, y = tensors
+    graph = Graph().build_forward_expand(y)
+    assert "SCALE" in shown(graph) and "<x>" in shown(graph)
+    assert "SCALE" in shown(ctx)
+    for _ in range(40):
+        y = ctx.sqr(y)
+    assert "and 11 more" in shown(Graph().build_forward_expand(y))
+
+
+def test_devices_and_buffers() -> None:
+    devices = ggmlb.devices()
+    text = shown(devices)
+    assert all(d.name in text for d in devices)
+    assert all(missing.name in text for missing in ggmlb.unavailable())
+    for device in devices:
+        assert device.description in shown(device)
+        with device.buffer_type.alloc_buffer(4096) as buffer:
+            assert "4.0 KiB" in shown(buffer)
+
+
+@pytest.mark.parametrize("make", [lambda: ggmlb.devices()[0], lambda: Context(), lambda: Graph()])
+def test_plain_reprs_fit_a_line(make: Any) -> None:
+    assert "\n" not in repr(make()) and len(repr(make())) < 200
