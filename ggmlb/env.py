@@ -34,3 +34,23 @@ def cache_dir() -> str | None:
 def simd() -> str | None:
     """GGMLB_SIMD: the instruction set that the Numba device keeps to; `None` if unset: the host's widest."""
     return os.environ.get("GGMLB_SIMD") or None
+
+
+def cuda_graphs() -> bool:
+    """GGMLB_CUDA_GRAPHS: 0 queues the steps of a plan one by one, instead of as CUDA graphs."""
+    return os.environ.get("GGMLB_CUDA_GRAPHS", "1") != "0"
+
+
+def cuda_sync() -> bool:
+    """GGMLB_CUDA_SYNC: 1 waits after each node, so that an error names it."""
+    return os.environ.get("GGMLB_CUDA_SYNC", "0") == "1"
+
+
+def cuda_pinned() -> bool:
+    """GGMLB_CUDA_NO_PINNED: 1 gives pageable memory for CUDA_Host."""
+    return os.environ.get("GGMLB_CUDA_NO_PINNED", "0") != "1"
+
+
+def cuda_register_host() -> bool:
+    """GGMLB_CUDA_REGISTER_HOST: 1 lets CUDA devices page-lock a caller's memory, for buffer_from_host_ptr."""
+    return os.environ.get("GGMLB_CUDA_REGISTER_HOST", "0") == "1"

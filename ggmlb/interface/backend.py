@@ -168,8 +168,8 @@ class Backend(ABC):
         n = n_copies if size else 0
         pieces = [writing(tensor, offset + i * stride_tensor, size) for i in range(n)] if observers else []
         with Action("set_tensor_2d_async", self, pieces, data=raw) if observers else QUIET:
-            for i in range(n):
-                self._set_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
+            if n:
+                self._set_tensor_2d_async(tensor, raw, offset, size, n, stride_tensor, stride_data)
 
     def get_tensor_2d_async(
         self,
@@ -190,8 +190,8 @@ class Backend(ABC):
         n = n_copies if size else 0
         pieces = [reading(tensor, offset + i * stride_tensor, size) for i in range(n)] if observers else []
         with Action("get_tensor_2d_async", self, pieces, data=raw) if observers else QUIET:
-            for i in range(n):
-                self._get_tensor_async(tensor, raw[i * stride_data :][:size], offset + i * stride_tensor)
+            if n:
+                self._get_tensor_2d_async(tensor, raw, offset, size, n, stride_tensor, stride_data)
 
     def cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         """Queue a copy from another backend to this one, ordered after the work queued on both.
@@ -458,6 +458,25 @@ class Backend(ABC):
         self._synchronize()
         assert tensor.buffer is not None
         tensor.buffer._get_tensor(tensor, out, offset)
+
+    def _set_tensor_2d_async(
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        for i in range(n):
+            self._set_tensor_async(tensor, data[i * stride_data :][:size], offset + i * stride_tensor)
+
+    def _get_tensor_2d_async(
+        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
+    ) -> None:
+        for i in range(n):
+            self._get_tensor_async(tensor, out[i * stride_data :][:size], offset + i * stride_tensor)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         return False

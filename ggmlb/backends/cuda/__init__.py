@@ -1,38 +1,117 @@
-"""The CUDA backend, over CuPy. Not written yet: its registration says so, and offers no device."""
+"""The CUDA backend, over CuPy.
+
+Importing it imports no CuPy; that happens when its devices are first asked for.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import BackendUnavailable
+from ggmlb.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import BackendReg
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
-    from ggmlb.interface import Device
+    from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.cuda.driver import Driver
+    from ggmlb.backends.cuda.host import CudaHostBufferType
+
+INSTALL = "pip install 'ggmlb[cuda]'"
+
+NO_CARD = {
+    35: "the NVIDIA driver is missing or too old for this CuPy's CUDA",  # cudaErrorInsufficientDriver
+    100: "the NVIDIA driver sees no card; CUDA_VISIBLE_DEVICES may hide it",  # cudaErrorNoDevice
+}
+"""What cudaGetDeviceCount says where there is nothing to use."""
 
 
 class CudaReg(BackendReg):
-    """The registration of the backend to come."""
+    """The registration of CUDA: a device for each visible card."""
 
     priority = 100
 
+    def __init__(self, driver: Driver | None = None) -> None:
+        self._driver = driver
+        self._devices: tuple[CudaDevice, ...] | None = None
+        self._host_buffer_type: CudaHostBufferType | None = None
+
     @property
     def name(self) -> str:
-        """`"CUDA"`."""
+        """`CUDA`."""
         return "CUDA"
 
     @property
-    def devices(self) -> Sequence[Device]:
-        """None yet.
+    def devices(self) -> Sequence[CudaDevice]:
+        """The devices `CUDA0` on.
 
         Raises:
-            BackendUnavailable: Always.
+            BackendUnavailable: CuPy, the driver or a card is missing; the message says what to do.
+            BackendBroken: They are there, and fail.
         """
-        raise BackendUnavailable("this version of ggmlb has no CUDA backend yet; use OpenCL or the CPU")
+        if self._devices is None:
+            driver = self._driver = self._driver or load_driver()
+            n = count_devices(driver)
+            from ggmlb.backends.cuda.device import CudaDevice
+
+            self._devices = tuple(CudaDevice(self, driver, i) for i in range(n))
+        return self._devices
+
+    @property
+    def host_buffer_type(self) -> CudaHostBufferType:
+        """Pinned host memory, for all devices."""
+        if self._host_buffer_type is None:
+            from ggmlb.backends.cuda.host import CudaHostBufferType
+
+            self._host_buffer_type = CudaHostBufferType(self.devices[0])
+        return self._host_buffer_type
+
+    def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        from ggmlb.backends.cuda.procs import PROCS
+
+        return PROCS
 
 
-def backend_reg() -> BackendReg:
-    """The CUDA backend, for the registry."""
+def load_driver() -> Driver:
+    """Return CUDA by way of CuPy.
+
+    Raises:
+        BackendUnavailable: CuPy is not installed.
+        BackendBroken: It is, and cannot be loaded.
+    """
+    try:
+        import cupy  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"CuPy cannot be imported ({error}): {INSTALL}") from error
+    except Exception as error:
+        raise BackendBroken(f"CuPy fails to load: {error}") from error
+    from ggmlb.backends.cuda.cupy_driver import CupyDriver
+
+    return CupyDriver()
+
+
+def count_devices(driver: Driver) -> int:
+    """Return the number of devices, which is not 0.
+
+    Raises:
+        BackendUnavailable: There is no driver or no card.
+        BackendBroken: CUDA reports another failure.
+    """
+    try:
+        n = driver.device_count()
+    except driver.errors as error:
+        why = NO_CARD.get(getattr(error, "status", 0))
+        if why is None:
+            raise BackendBroken(f"CUDA fails to start: {error}") from error
+        raise BackendUnavailable(f"{why} ({error})") from error
+    if not n:
+        raise BackendUnavailable(NO_CARD[100])
+    return n
+
+
+@cache
+def backend_reg() -> CudaReg:
+    """Return the registration; the registry calls this."""
     return CudaReg()

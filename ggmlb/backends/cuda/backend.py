@@ -1,0 +1,211 @@
+"""CUDA's stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, overlap, queue_copy
+from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
+from ggmlb.backends.cuda.graphs import IdleGraphs
+from ggmlb.backends.cuda.plan import CudaPlan
+from ggmlb.backends.cuda.stream import CudaEvent, Stream
+from ggmlb.backends.cuda.work import Scratch
+from ggmlb.errors import BackendError
+from ggmlb.interface import Backend
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.enums import Status
+    from ggmlb.graph import Graph
+    from ggmlb.interface import Event, GraphPlan
+    from ggmlb.interface.data import Bytes
+    from ggmlb.tensor import Tensor
+
+MAX_HELD = 64
+"""Host arrays of transfers that are kept before those whose transfer ended are looked for."""
+
+
+class CudaBackend(Backend):
+    """A non-blocking stream; a device may have several, which run side by side.
+
+    Attributes:
+        stream: The stream.
+        scratch: What its steps share.
+        idle_graphs: Executable graphs that plans left behind.
+    """
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice) -> None:
+        super().__init__(device)
+        self._driver = device.driver
+        with cuda_errors(self._driver, f"open a stream on {device.name}"):
+            self.stream = Stream(self._driver, device.index)
+        self.scratch = Scratch(device)
+        self.idle_graphs = IdleGraphs(self._driver, device.index)
+        # CUDA does not know about Python's arrays: each is kept until an event says that it is not used.
+        self._held: list[tuple[int, Bytes]] = []
+        self._last_plan: CudaPlan | None = None
+
+    @property
+    def guid(self) -> str:
+        """Identifies the kind."""
+        return "ggmlb-cuda-cupy"
+
+    # -- graphs --------------------------------------------------------------------------------
+
+    def _plan(self, graph: Graph) -> GraphPlan:
+        self.device.check_process(f"plan a graph on {self.name}")
+        with cuda_errors(self._driver, f"plan a graph on {self.name}"), self.device.on():
+            return CudaPlan(self, graph)
+
+    def _compute(self, plan: GraphPlan) -> Status:
+        plan = cast("CudaPlan", plan)
+        self.device.check_process(f"compute on {self.name}")
+        plan.check_buffers()
+        self._last_plan = plan
+        with self.device.on():
+            return plan.run()
+
+    def _plan_free(self, plan: GraphPlan) -> None:
+        if self._last_plan is plan:
+            self._last_plan = None
+        cast("CudaPlan", plan).release()
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        buffer = self._own(tensor)
+        if buffer is None:
+            super()._set_tensor_async(tensor, data, offset)
+            return
+        with self._transfer(f"set_tensor_async on {tensor.describe()}"), self.device.on():
+            to = buffer.address + tensor.offset + offset
+            self._driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, self.stream.handle)
+            self._hold(buffer, data)
+
+    def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        buffer = self._own(tensor)
+        if buffer is None:
+            super()._get_tensor_async(tensor, out, offset)
+            return
+        with self._transfer(f"get_tensor_async on {tensor.describe()}"), self.device.on():
+            start = buffer.address + tensor.offset + offset
+            self._driver.copy(address_of(out), start, out.size, Way.TO_HOST, self.stream.handle)
+            self._hold(buffer, out)
+
+    def _set_tensor_2d_async(
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        buffer = self._own(tensor)
+        if buffer is None or not can_pitch(size, stride_tensor, stride_data):
+            super()._set_tensor_2d_async(tensor, data, offset, size, n, stride_tensor, stride_data)
+            return
+        with self._transfer(f"set_tensor_2d_async on {tensor.describe()}"), self.device.on():
+            to, start = buffer.address + tensor.offset + offset, address_of(data)
+            self._driver.copy_2d(
+                to, stride_tensor, start, stride_data, size, n, Way.TO_DEVICE, self.stream.handle
+            )
+            self._hold(buffer, data)
+
+    def _get_tensor_2d_async(
+        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
+    ) -> None:
+        buffer = self._own(tensor)
+        if buffer is None or not can_pitch(size, stride_tensor, stride_data):
+            super()._get_tensor_2d_async(tensor, out, offset, size, n, stride_tensor, stride_data)
+            return
+        with self._transfer(f"get_tensor_2d_async on {tensor.describe()}"), self.device.on():
+            to, start = address_of(out), buffer.address + tensor.offset + offset
+            self._driver.copy_2d(
+                to, stride_data, start, stride_tensor, size, n, Way.TO_HOST, self.stream.handle
+            )
+            self._hold(buffer, out)
+
+    def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        if not isinstance(backend_src, CudaBackend) or overlap(src, dst):
+            return False
+        source, target = backend_src._own(src), self._own(dst)
+        if source is None or target is None:
+            return False
+        with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
+            self.stream.wait_for([backend_src.stream])
+            queue_copy(src, dst, self.stream.handle)
+            source.streams.add(self.stream)
+            target.streams.add(self.stream)
+            backend_src.stream.wait_for([self.stream])  # what comes next there may overwrite the source
+        return True
+
+    def _own(self, tensor: Tensor) -> CudaBuffer | None:
+        """Return the tensor's buffer, if it is memory of this device."""
+        buffer = tensor.buffer
+        return buffer if isinstance(buffer, CudaBuffer) and buffer.device is self.device else None
+
+    def _transfer(self, call: str) -> AbstractContextManager[None]:
+        self.device.check_process(call)
+        return cuda_errors(self._driver, call)
+
+    def _hold(self, buffer: CudaBuffer, array: Bytes) -> None:
+        """Keep a host array until the work queued so far is done."""
+        buffer.streams.add(self.stream)
+        self._held.append((self.stream.mark(), array))
+        if len(self._held) > MAX_HELD:
+            self._drop_held(is_idle=False)
+
+    def _drop_held(self, is_idle: bool) -> None:
+        """Drop what ended; all, if the stream is idle."""
+        n = 0
+        for event, _ in self._held:  # in the order of the stream
+            if not is_idle and not self._driver.event_done(event):
+                break
+            self.stream.unmark(event)
+            n += 1
+        del self._held[:n]
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _event_record(self, event: Event) -> None:
+        with cuda_errors(self._driver, f"record an event on {self.name}"), self.device.on():
+            self._driver.event_record(cast("CudaEvent", event).handle, self.stream.handle)
+
+    def _event_wait(self, event: Event) -> None:
+        if not isinstance(event, CudaEvent):
+            event.synchronize()
+            return
+        with cuda_errors(self._driver, f"wait for an event on {self.name}"), self.device.on():
+            self._driver.stream_wait(self.stream.handle, event.handle)
+
+    def _synchronize(self) -> None:
+        self.device.check_process(f"synchronize {self.name}")
+        try:
+            with self.device.on():
+                self.stream.synchronize()
+        except self._driver.errors as error:
+            raise BackendError(self._late(error)) from None
+        self._last_plan = None
+        self._drop_held(is_idle=True)
+
+    def _late(self, error: Exception) -> str:
+        """Word an error of work that was queued before: CUDA does not say of which."""
+        plan = self._last_plan
+        if plan is None:
+            return f"{self.name}: queued work failed: {error}"
+        return (
+            f"{self.name}: queued work failed, {plan.describe()} or a transfer beside it: {error}; run again "
+            "with GGMLB_CUDA_SYNC=1 to learn the node"
+        )
+
+    def _free(self) -> None:
+        self._last_plan = None
+        self.idle_graphs.close()
+        with cuda_errors(self._driver, f"close the stream of {self.name}"):
+            self.stream.free()

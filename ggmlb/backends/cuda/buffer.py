@@ -1,0 +1,199 @@
+"""Device memory: one allocation for each buffer, in which tensors are byte offsets."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
+from ggmlb.interface import Buffer, BufferType
+
+if TYPE_CHECKING:
+    from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.cuda.stream import Stream
+    from ggmlb.interface.data import Bytes
+    from ggmlb.tensor import Tensor
+
+ALIGNMENT = 256
+"""Of tensors [bytes]: what cudaMalloc aligns to, and more than any kernel or cuBLAS asks for."""
+
+
+class CudaBufferType(BufferType):
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self._device.name
+
+    @property
+    def device(self) -> CudaDevice:
+        """The device."""
+        return self._device
+
+    @property
+    def alignment(self) -> int:
+        """`ALIGNMENT`."""
+        return ALIGNMENT
+
+    def _alloc_buffer(self, nbytes: int) -> CudaBuffer:
+        if not nbytes:
+            return CudaBuffer(self, 0, 0)
+        device = self._device
+        device.check_process(f"allocate {nbytes:,} bytes on {self.name}")
+        with cuda_errors(device.driver, f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
+            return CudaBuffer(self, device.memory_pool.allocate(nbytes), nbytes)
+
+
+class CudaBuffer(Buffer):
+    """An allocation on a device.
+
+    Synchronous transfers run on the device's transfer stream, after the work that backends queued with
+    this buffer; they disturb nothing else.
+
+    Attributes:
+        device: The device it belongs to.
+        address: Where it begins; 0 for a size of 0.
+        streams: Streams whose work uses it.
+    """
+
+    def __init__(self, buft: CudaBufferType, address: int, nbytes: int) -> None:
+        super().__init__(buft, nbytes)
+        self.device = buft.device
+        self.address = address
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._array: Any = None
+        if address:
+            memory = self.device.memory_pool
+            self._release = weakref.finalize(self, memory.give_back, address, self.streams)
+            self._release.atexit = False
+
+    @property
+    def base(self) -> Any:
+        """The memory as a flat uint8 array of the array library."""
+        if self._array is None:
+            # The array must not keep the buffer alive that holds it.
+            self._array = self.device.driver.array(self.address, self.size, self.device.index, None)
+        return self._array
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        def write(stream: int) -> None:
+            to = self.address + tensor.offset + offset
+            self.device.driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, stream)
+
+        self._transfer(f"set_tensor on {tensor.describe()}", write)
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        def read(stream: int) -> None:
+            start = self.address + tensor.offset + offset
+            self.device.driver.copy(address_of(out), start, out.size, Way.TO_HOST, stream)
+
+        self._transfer(f"get_tensor on {tensor.describe()}", read)
+
+    def _set_tensor_2d(
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        if not can_pitch(size, stride_tensor, stride_data):
+            super()._set_tensor_2d(tensor, data, offset, size, n, stride_tensor, stride_data)
+            return
+
+        def write(stream: int) -> None:
+            to = self.address + tensor.offset + offset
+            self.device.driver.copy_2d(
+                to, stride_tensor, address_of(data), stride_data, size, n, Way.TO_DEVICE, stream
+            )
+
+        self._transfer(f"set_tensor_2d on {tensor.describe()}", write)
+
+    def _get_tensor_2d(
+        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
+    ) -> None:
+        if not can_pitch(size, stride_tensor, stride_data):
+            super()._get_tensor_2d(tensor, out, offset, size, n, stride_tensor, stride_data)
+            return
+
+        def read(stream: int) -> None:
+            start = self.address + tensor.offset + offset
+            self.device.driver.copy_2d(
+                address_of(out), stride_data, start, stride_tensor, size, n, Way.TO_HOST, stream
+            )
+
+        self._transfer(f"get_tensor_2d on {tensor.describe()}", read)
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        self._fill(value, tensor.offset + offset, size)
+
+    def _clear(self, value: int) -> None:
+        self._fill(value, 0, self.size)
+
+    def _fill(self, value: int, offset: int, nbytes: int) -> None:
+        driver = self.device.driver
+        self._transfer(
+            f"fill {nbytes:,} bytes on {self.name}",
+            lambda stream: driver.fill(self.address + offset, value, nbytes, stream),
+        )
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        source = src.buffer
+        if not isinstance(source, CudaBuffer) or overlap(src, dst):
+            return False
+        self._transfer(
+            f"copy {src.describe()} to {dst.describe()}",
+            lambda stream: queue_copy(src, dst, stream),
+            source,
+        )
+        return True
+
+    def _transfer(self, call: str, queue: Any, *others: CudaBuffer) -> None:
+        """Queue a transfer after what uses the buffers, and wait for it."""
+        device = self.device
+        device.check_process(call)
+        stream = device.transfers
+        with cuda_errors(device.driver, call), device.on():
+            for buffer in (self, *others):
+                stream.wait_for(list(buffer.streams))
+            queue(stream.handle)
+            stream.synchronize()
+
+    def _free(self) -> None:
+        self._array = None
+        if self.address:
+            self._release()
+
+
+def can_pitch(size: int, *pitches: int) -> bool:
+    """Whether a strided copy is one command: pieces do not overlap, and are not too far apart for CUDA."""
+    return all(size <= pitch < 1 << 31 for pitch in pitches)
+
+
+def overlap(src: Tensor, dst: Tensor) -> bool:
+    """Whether two tensors share memory."""
+    return (
+        src.buffer is dst.buffer
+        and src.offset < dst.offset + dst.nbytes
+        and dst.offset < src.offset + src.nbytes
+    )
+
+
+def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
+    """Queue a copy between tensors in CUDA buffers, of one device or two."""
+    source, target = src.buffer, dst.buffer
+    assert isinstance(source, CudaBuffer)
+    assert isinstance(target, CudaBuffer)
+    driver, here, there = target.device.driver, source.device.index, target.device.index
+    start, to = source.address + src.offset, target.address + dst.offset
+    if here == there:
+        driver.copy(to, start, src.nbytes, Way.ON_DEVICE, stream)
+    else:
+        driver.enable_peer(there, here)
+        driver.copy_peer(to, there, start, here, src.nbytes, stream)

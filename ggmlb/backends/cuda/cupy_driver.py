@@ -1,0 +1,291 @@
+"""The real driver: CuPy's bindings of CUDA's runtime and driver, and its compiler with its cache on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+from cupy.cuda import driver as cu
+from cupy.cuda import runtime as rt
+
+from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
+from ggmlb.backends.cuda.program import options, text
+
+if TYPE_CHECKING:
+    from ggmlb.interface.data import Bytes
+    from ggmlb.kernels import Launch
+
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
+PEER_ALREADY_ENABLED = 704
+REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
+
+
+class CupyDriver(Driver):
+    """CUDA through CuPy."""
+
+    xp = cupy
+    errors = (rt.CUDARuntimeError, cu.CUDADriverError)
+
+    def __init__(self) -> None:
+        self._modules: dict[Any, Any] = {}
+        self._peers: dict[tuple[int, int], bool] = {}
+        self._libcuda: Any = None
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        """Return how many devices the runtime sees."""
+        return int(rt.getDeviceCount())
+
+    def facts(self, device: int) -> Facts:
+        """Return what the runtime tells of a device."""
+        props = rt.getDeviceProperties(device)
+        return Facts(
+            props["name"].decode(),
+            rt.deviceGetPCIBusId(device).lower(),
+            10 * props["major"] + props["minor"],
+            props["multiProcessorCount"],
+            bool(props["integrated"]),
+        )
+
+    def on(self, device: int) -> _On:
+        """Set the device even where it is current: that makes its context current in a new thread."""
+        return _On(device)
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        """Return what the driver tells."""
+        with self.on(device):
+            free, total = rt.memGetInfo()
+        return int(free), int(total)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        """Whether the status says so; runtime and driver have the same number for it."""
+        return getattr(error, "status", None) == OUT_OF_MEMORY
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        """By cudaMalloc: one allocation for each buffer needs no pool."""
+        return int(rt.malloc(nbytes))
+
+    def free(self, address: int) -> None:
+        """By cudaFree."""
+        rt.free(address)
+
+    def trim(self) -> None:
+        """Empty CuPy's pools."""
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
+        """Make a CuPy array over memory that CuPy does not own."""
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device)
+        return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+
+    def view(
+        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
+    ) -> Any:
+        """Make a CuPy array over the same memory."""
+        return cupy.ndarray(shape, dtype, base.data + offset, strides)
+
+    def array_address(self, array: Any) -> int:
+        """By its memory pointer."""
+        return int(array.data.ptr)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        """By cudaHostAlloc; freed when the last view is gone."""
+        address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
+        memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(memory, rt.freeHost, address).atexit = False
+        pinned: Bytes = np.frombuffer(memory, np.uint8)
+        return pinned
+
+    def register(self, array: Bytes) -> None:
+        """By cudaHostRegister."""
+        flags = REGISTER_PORTABLE | (0 if array.flags.writeable else REGISTER_READ_ONLY)
+        rt.hostRegister(address_of(array), array.size, flags)
+
+    def unregister(self, array: Bytes) -> None:
+        """By cudaHostUnregister."""
+        rt.hostUnregister(address_of(array))
+
+    # -- streams and events --------------------------------------------------------------------
+
+    def stream_new(self) -> int:
+        """Non-blocking."""
+        return int(rt.streamCreateWithFlags(rt.streamNonBlocking))
+
+    def stream_free(self, stream: int) -> None:
+        """Destroy it."""
+        rt.streamDestroy(stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait, with the interpreter unlocked."""
+        rt.streamSynchronize(stream)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Wait on the device."""
+        rt.streamWaitEvent(stream, event)
+
+    def event_new(self, timed: bool = False) -> int:
+        """Without timing unless asked: that is the faster kind."""
+        return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
+
+    def event_free(self, event: int) -> None:
+        """Destroy it."""
+        rt.eventDestroy(event)
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Record it."""
+        rt.eventRecord(event, stream)
+
+    def event_done(self, event: int) -> bool:
+        """Ask without waiting."""
+        return bool(rt.eventQuery(event) == 0)
+
+    def event_synchronize(self, event: int) -> None:
+        """Wait for it."""
+        rt.eventSynchronize(event)
+
+    def event_elapsed(self, start: int, end: int) -> float:
+        """From milliseconds."""
+        return float(rt.eventElapsedTime(start, end)) * 1e-3
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def copy(self, dst: int, src: int, nbytes: int, way: Way, stream: int) -> None:
+        """By cudaMemcpyAsync."""
+        rt.memcpyAsync(dst, src, nbytes, way, stream)
+
+    def copy_2d(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int, way: Way, stream: int
+    ) -> None:
+        """By cudaMemcpy2DAsync."""
+        rt.memcpy2DAsync(dst, dst_pitch, src, src_pitch, width, n, way, stream)
+
+    def copy_peer(
+        self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
+    ) -> None:
+        """By cudaMemcpyPeerAsync, which goes by way of the host by itself where it must."""
+        rt.memcpyPeerAsync(dst, dst_device, src, src_device, nbytes, stream)
+
+    def enable_peer(self, device: int, peer: int) -> bool:
+        """Once for each pair."""
+        key = device, peer
+        if key not in self._peers:
+            self._peers[key] = bool(rt.deviceCanAccessPeer(device, peer))
+            if self._peers[key]:
+                with self.on(device):
+                    try:
+                        rt.deviceEnablePeerAccess(peer)
+                    except rt.CUDARuntimeError as error:
+                        if error.status != PEER_ALREADY_ENABLED:
+                            raise
+        return self._peers[key]
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """By cudaMemsetAsync."""
+        rt.memsetAsync(address, value, nbytes, stream)
+
+    # -- work ----------------------------------------------------------------------------------
+
+    def bind(self, launch: Launch, block: bytes, device: int) -> Call:
+        """Compile by NVRTC, by way of CuPy's cache; hand the argument block over as it is."""
+        function = self._function(launch, device)
+        packet = _Packet(block)
+        (x, y, z), wg, extra, run = launch.groups, launch.wg, packet.address, cu.launchKernel
+
+        def call(stream: int, packet: _Packet = packet) -> None:
+            run(function, x, y, z, wg, 1, 1, 0, stream, 0, extra)
+
+        return call
+
+    def _function(self, launch: Launch, device: int) -> int:
+        key = launch.kernel.name, launch.defines, launch.wg, device
+        if key not in self._modules:
+            with self.on(device):
+                module = cupy.RawModule(code=text(launch), options=options(launch), backend="nvrtc")
+                self._modules[key] = module.get_function(launch.kernel.name).kernel
+        return int(self._modules[key].ptr)
+
+    def current(self, stream: int, device: int) -> Any:
+        """Make it CuPy's current stream in this thread."""
+        return cupy.cuda.Stream.from_external(_ForeignStream(stream))
+
+    # -- graphs --------------------------------------------------------------------------------
+
+    def capture_begin(self, stream: int) -> None:
+        """In relaxed mode: other threads may allocate meanwhile."""
+        rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
+
+    def capture_end(self, stream: int) -> int:
+        """Return cudaGraph_t."""
+        return int(rt.streamEndCapture(stream))
+
+    def graph_free(self, graph: int) -> None:
+        """Destroy it."""
+        rt.graphDestroy(graph)
+
+    def exec_new(self, graph: int) -> int:
+        """Return cudaGraphExec_t."""
+        return int(rt.graphInstantiate(graph))
+
+    def exec_update(self, executable: int, graph: int) -> bool:
+        """By cuGraphExecUpdate, which CuPy does not bind; runtime and driver share their graphs."""
+        if self._libcuda is None:
+            self._libcuda = ctypes.CDLL("libcuda.so.1")
+        outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
+        status = self._libcuda.cuGraphExecUpdate_v2(
+            ctypes.c_void_p(executable), ctypes.c_void_p(graph), ctypes.byref(outcome)
+        )
+        return bool(status == 0)
+
+    def exec_launch(self, executable: int, stream: int) -> None:
+        """By cudaGraphLaunch."""
+        rt.graphLaunch(executable, stream)
+
+    def exec_free(self, executable: int) -> None:
+        """Destroy it; CUDA lets a run in flight end."""
+        rt.graphExecDestroy(executable)
+
+
+class _On:
+    """Sets the thread's current device, and puts back the one before."""
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = rt.getDevice()
+        rt.setDevice(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._device:
+            rt.setDevice(self._before)
+
+
+class _Packet:
+    """An argument block in the form that cuLaunchKernel takes as `extra`: it is copied at each launch."""
+
+    def __init__(self, block: bytes) -> None:
+        self._block = ctypes.create_string_buffer(block, len(block))
+        self._size = ctypes.c_size_t(len(block))
+        pointer, size = ctypes.addressof(self._block), ctypes.addressof(self._size)
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
+        self._extra = (ctypes.c_void_p * 5)(1, pointer, 2, size, 0)
+        self.address = ctypes.addressof(self._extra)
+
+
+class _ForeignStream:
+    """A stream as CuPy takes it from other libraries."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream

@@ -1,0 +1,194 @@
+"""CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ggmlb import env
+from ggmlb.backends.cuda.backend import CudaBackend
+from ggmlb.backends.cuda.buffer import CudaBufferType
+from ggmlb.backends.cuda.driver import cuda_errors
+from ggmlb.backends.cuda.host import CudaHostBufferType, Registrations
+from ggmlb.backends.cuda.lowering import declines
+from ggmlb.backends.cuda.memory import DeviceMemory
+from ggmlb.backends.cuda.stream import CudaEvent, Stream
+from ggmlb.enums import DeviceType, Op
+from ggmlb.errors import ArgumentError, BackendError, readable_size
+from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
+from ggmlb.interface.data import host_bytes
+from ggmlb.kernels import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    import numpy.typing as npt
+
+    from ggmlb.backends.cuda import CudaReg
+    from ggmlb.backends.cuda.driver import Driver
+    from ggmlb.tensor import Tensor
+
+WG = 128
+"""Threads of a block, where a kernel does not fix it."""
+
+MIN_OFFLOAD_COLUMNS = 32
+"""A product of so many columns is worth the upload of its weights (ggml's threshold)."""
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+class CudaDevice(Device):
+    """A card.
+
+    Attributes:
+        driver: CUDA.
+        index: CUDA's number for it, of those that are visible.
+        facts: What it is.
+        target: How kernels split their work.
+        transfers: The stream of synchronous transfers.
+        memory_pool: Its memory.
+    """
+
+    def __init__(self, reg: CudaReg, driver: Driver, index: int) -> None:
+        self._reg = reg
+        self.driver = driver
+        self.index = index
+        self.facts = driver.facts(index)
+        self.target = Target(False, self.facts.n_units, WG)
+        self.memory_pool = DeviceMemory(driver, index)
+        self._transfers: Stream | None = None
+        self._buffer_type = CudaBufferType(self)
+        self.registrations = Registrations(self)
+
+    def on(self) -> AbstractContextManager[None]:
+        """Make it this thread's current device."""
+        return self.driver.on(self.index)
+
+    @property
+    def transfers(self) -> Stream:
+        """The stream of synchronous transfers; made when first needed, as it takes memory on the card."""
+        if self._transfers is None:
+            self._transfers = Stream(self.driver, self.index)
+        return self._transfers
+
+    def check_process(self, call: str) -> None:
+        """Raise a BackendError in a process that was forked after CUDA was used: it cannot use it."""
+        if _forked:
+            raise BackendError(
+                f"{call}: CUDA was used before this process was forked, and cannot be used in it; start "
+                "workers with the 'spawn' method, or use CUDA in the workers only"
+            )
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """`CUDA0`, and so on."""
+        return f"CUDA{self.index}"
+
+    @property
+    def description(self) -> str:
+        """The card's name, its compute capability and its memory."""
+        capability = f"{self.facts.capability // 10}.{self.facts.capability % 10}"
+        return f"{self.facts.name} (compute capability {capability}, {readable_size(self.memory[1])})"
+
+    @property
+    def type(self) -> DeviceType:
+        """GPU; IGPU where it shares the host's memory."""
+        return DeviceType.IGPU if self.facts.is_integrated else DeviceType.GPU
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Free and total memory, as the driver tells it now, of all processes together [bytes]."""
+        with cuda_errors(self.driver, f"ask for the memory of {self.name}"):
+            self.memory_pool.sweep()
+            return self.driver.memory_info(self.index)
+
+    @property
+    def device_id(self) -> str:
+        """The PCI bus id, as `0000:01:00.0`."""
+        return self.facts.pci_bus_id
+
+    @property
+    def caps(self) -> Caps:
+        """All but memory maps in place; a caller's memory where GGMLB_CUDA_REGISTER_HOST=1 allows it."""
+        return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=env.cuda_register_host(), events=True)
+
+    @property
+    def reg(self) -> CudaReg:
+        """The registration `CUDA`."""
+        return self._reg
+
+    # -- what it gives -------------------------------------------------------------------------
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream.
+
+        Args:
+            params: None are known.
+
+        Raises:
+            ArgumentError: A parameter was given.
+            BackendError: The stream cannot be made.
+        """
+        if params:
+            raise ArgumentError(f"{self.name}: unknown parameters {sorted(params)}; it takes none")
+        self.check_process(f"open a stream on {self.name}")
+        return CudaBackend(self)
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """The card's memory."""
+        return self._buffer_type
+
+    @property
+    def host_buffer_type(self) -> CudaHostBufferType:
+        """`CUDA_Host`, one for all cards."""
+        return self._reg.host_buffer_type
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Page-lock a NumPy array's memory, memory maps included, and use it as a `CUDA_Host` buffer.
+
+        Kernels do not compute in it; the CPU does, and copies from it to the card are fast.
+
+        Raises:
+            ArgumentError: The array is not contiguous.
+            BackendError: GGMLB_CUDA_REGISTER_HOST is not 1.
+
+        Source: ggml_backend_cuda_register_host_buffer.
+        """
+        if not env.cuda_register_host():
+            raise BackendError(
+                f"buffer_from_host_ptr: {self.name} page-locks a caller's memory only where "
+                "GGMLB_CUDA_REGISTER_HOST=1 is set; set it, or allocate a buffer and copy into it"
+            )
+        self.check_process(f"buffer_from_host_ptr on {self.name}")
+        return self.registrations.buffer(self.host_buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+
+    def event_new(self) -> CudaEvent:
+        """Return an event to record on the device's streams."""
+        self.check_process(f"make an event on {self.name}")
+        return CudaEvent(self)
+
+    # -- what it can do ------------------------------------------------------------------------
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the node cannot be computed, from the tables that compute it."""
+        return declines(op, self.target)
+
+    def offload_op(self, op: Tensor) -> bool:
+        """Whether it is a card with memory of its own, and the product has many columns."""
+        if self.type is not DeviceType.GPU:
+            return False
+        n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]
+        return op.op in (Op.MUL_MAT, Op.MUL_MAT_ID) and n_columns >= MIN_OFFLOAD_COLUMNS

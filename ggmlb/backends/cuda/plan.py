@@ -1,0 +1,117 @@
+"""Plans: a graph lowered once, and queued with one call for each CUDA graph that it became."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb import env
+from ggmlb.backends.cuda.graphs import Segment
+from ggmlb.backends.cuda.lowering import lower
+from ggmlb.backends.cuda.work import Work
+from ggmlb.enums import Status
+from ggmlb.errors import BackendError, FreedError
+from ggmlb.interface import GraphPlan
+
+if TYPE_CHECKING:
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.backends.cuda.buffer import CudaBuffer
+    from ggmlb.backends.cuda.work import Part, Step
+    from ggmlb.graph import Graph
+
+
+class CudaPlan(GraphPlan):
+    """The steps of a graph, bound to addresses.
+
+    A captured graph keeps nothing alive: the plan owns every buffer that its steps use, and refuses to run
+    once one of them was freed. Steps read positions, row numbers and the like from tensors, so nothing that
+    changes from run to run is part of them.
+
+    Attributes:
+        parts: The steps by node.
+        segments: The same steps, cut where some cannot be captured.
+        buffers: What they use.
+    """
+
+    backend: CudaBackend
+
+    def __init__(self, backend: CudaBackend, graph: Graph) -> None:
+        super().__init__(backend, graph)
+        device = backend.device
+        work = Work(device, backend.scratch)
+        lower(graph.nodes, device.target, device.facts.capability, work)
+        self.parts: list[Part] = work.parts
+        self.buffers: tuple[CudaBuffer, ...] = tuple(work.buffers.values())
+        self.segments: list[Segment] = self._segments()
+        self._wait = env.cuda_sync()
+        self._by_node = self._wait or not env.cuda_graphs()
+        for buffer in self.buffers:
+            buffer.streams.add(backend.stream)
+
+    def _segments(self) -> list[Segment]:
+        segments: list[Segment] = []
+        run: list[Step] = []
+        driver, idle = self.backend.device.driver, self.backend.idle_graphs
+        for part in self.parts:
+            for step in part.steps:
+                if step.key is None:
+                    if run:
+                        segments.append(Segment(driver, idle, run))
+                    segments.append(Segment(driver, idle, [step]))
+                    run = []
+                else:
+                    run.append(step)
+        if run:
+            segments.append(Segment(driver, idle, run))
+        return segments
+
+    def check_buffers(self) -> None:
+        """Raise a FreedError if a buffer that the steps use was freed."""
+        for buffer in self.buffers:
+            if buffer.is_freed:
+                raise FreedError(f"graph_plan_compute: a {buffer.name} buffer of the plan was freed")
+
+    def run(self) -> Status:
+        """Queue the steps.
+
+        With an abort callback, or where graphs are off, one by one; with GGMLB_CUDA_SYNC=1, waiting after
+        each node.
+        """
+        backend = self.backend
+        if self._by_node or backend.abort_callback is not None:
+            return self._run_by_node()
+        try:
+            for segment in self.segments:
+                segment.run(backend.stream)
+        except backend.device.driver.errors as error:
+            raise BackendError(f"{backend.name} failed to queue {self.describe()}: {error}") from None
+        return Status.SUCCESS
+
+    def _run_by_node(self) -> Status:
+        backend = self.backend
+        abort, stream = backend.abort_callback, backend.stream
+        for part in self.parts:
+            if abort is not None and abort():
+                return Status.ABORTED
+            try:
+                for step in part.steps:
+                    step.call(stream.handle)
+                if self._wait:
+                    stream.synchronize()
+            except backend.device.driver.errors as error:
+                what = " with ".join(node.describe() for node in part.nodes)
+                raise BackendError(f"{backend.name} failed to compute {what}: {error}") from None
+        return Status.SUCCESS
+
+    def describe(self) -> str:
+        """Say what it computes, for messages."""
+        if not self.parts:
+            return "a graph of views"
+        return f"a graph of {len(self.parts)} nodes, up to {self.parts[-1].nodes[-1].describe()}"
+
+    def release(self) -> None:
+        """Give up what it holds."""
+        for segment in self.segments:
+            segment.release()
+        self.segments = []
+        self.parts = []
+        self.buffers = ()

@@ -1,0 +1,93 @@
+"""Streams and events of a device."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.cuda.driver import cuda_errors
+from ggmlb.interface import Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.cuda.driver import Driver
+
+
+class Stream:
+    """A CUDA stream.
+
+    Attributes:
+        handle: CUDA's; 0 once it is freed.
+        lock: Held while the stream is captured, and by whoever records an event on it: in a capture, an
+            event is part of the graph.
+    """
+
+    def __init__(self, driver: Driver, device: int) -> None:
+        self._driver = driver
+        self.device = device
+        self.lock = threading.RLock()
+        self._marks: list[int] = []
+        with driver.on(device):
+            self.handle = driver.stream_new()
+
+    def mark(self) -> int:
+        """Return an event at the end of the work queued so far, to be given back by `unmark`."""
+        try:
+            event = self._marks.pop()
+        except IndexError:
+            with self._driver.on(self.device):
+                event = self._driver.event_new()
+        with self.lock:
+            self._driver.event_record(event, self.handle)
+        return event
+
+    def unmark(self, event: int) -> None:
+        """Take back an event that is reached, or that streams were told to wait for."""
+        self._marks.append(event)
+
+    def wait_for(self, others: Iterable[Stream]) -> None:
+        """Let what is queued from now on run after what is queued on other streams so far."""
+        for other in others:
+            if other is not self and other.handle:
+                event = other.mark()
+                self._driver.stream_wait(self.handle, event)
+                other.unmark(event)  # to record it again does not move a wait that was queued
+
+    def synchronize(self) -> None:
+        """Block until all work is done."""
+        self._driver.stream_synchronize(self.handle)
+
+    def free(self) -> None:
+        """Release it; its work is done."""
+        handle, self.handle = self.handle, 0
+        with self._driver.on(self.device):
+            for event in self._marks:
+                self._driver.event_free(event)
+            self._marks.clear()
+            self._driver.stream_free(handle)
+
+
+class CudaEvent(Event):
+    """A point in a stream's work.
+
+    Attributes:
+        handle: CUDA's event.
+    """
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice) -> None:
+        super().__init__(device)
+        with cuda_errors(device.driver, f"make an event on {device.name}"), device.on():
+            self.handle = device.driver.event_new()
+
+    def _synchronize(self) -> None:
+        device = self.device
+        with cuda_errors(device.driver, f"wait for an event of {device.name}"), device.on():
+            device.driver.event_synchronize(self.handle)
+
+    def _free(self) -> None:
+        with self.device.on():
+            self.device.driver.event_free(self.handle)

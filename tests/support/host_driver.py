@@ -1,0 +1,421 @@
+"""CUDA's driver played by the host: the CUDA backend's plans, arguments and order of work, with no card.
+
+Memory is host memory, poisoned when it is allocated and when it is freed. Streams are lists of work that runs
+only when something waits for it, so that a wait that was forgotten shows as poison. Kernels are the portable
+texts, run by PoCL from the very argument blocks that the backend packed for CUDA: what is computed is
+computed. What only a card can tell (the CUDA compiler's code, real asynchrony, capture as CUDA does it)
+is not played.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import threading
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyopencl as cl
+
+from ggmlb.backends.cuda.arguments import layout
+from ggmlb.backends.cuda.driver import Driver, Facts, Way, address_of
+from ggmlb.backends.opencl.program import Programs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ggmlb.backends.cuda.driver import Call
+    from ggmlb.interface.data import Bytes
+    from ggmlb.kernels import Launch
+
+POISON = 0xFF
+ALIGNMENT = 256
+
+
+class HostError(RuntimeError):
+    """What CUDA would report."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Op:
+    """Work on a stream: what it is, how it is done, and the device memory it touches."""
+
+    name: str
+    run: Callable[[], None]
+    addresses: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class HostStream:
+    device: int
+    queue: list[Op] = field(default_factory=list)
+    n_queued: int = 0
+    n_done: int = 0
+    captured: list[Op] | None = None
+
+    def run_to(self, n: int) -> None:
+        while self.n_done < n:
+            op = self.queue.pop(0)
+            self.n_done += 1
+            op.run()
+
+
+@dataclass(slots=True)
+class Point:
+    """Where an event was recorded last."""
+
+    stream: HostStream | None = None
+    n: int = 0
+    device: int = 0
+
+    def is_reached(self) -> bool:
+        return self.stream is None or self.stream.n_done >= self.n
+
+
+@dataclass(slots=True)
+class Allocation:
+    array: Bytes
+    device: int
+    cl_buffer: cl.Buffer
+
+
+class HostDriver(Driver):
+    """`n_devices` cards with `capacity` bytes each.
+
+    Attributes:
+        log: The names of all that was queued, in order.
+        counts: How often graphs were captured, updated and launched.
+        fail: Names of calls that fail from now on.
+        peers: Whether devices reach each other's memory.
+    """
+
+    xp = np
+    errors = (HostError,)
+
+    def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
+        (platform,) = (p for p in cl.get_platforms() if "Portable" in p.name)
+        device = platform.get_devices()[0]
+        self._context = cl.Context([device])
+        self._queue = cl.CommandQueue(self._context)
+        self._programs = Programs(self._context, device)
+        self._n, self._capacity, self._capability = n_devices, capacity, capability
+        self._ids = itertools.count(1)
+        self._local = threading.local()
+        self._allocations: dict[int, Allocation] = {}
+        self._graveyard: list[Allocation] = []
+        self.streams: dict[int, HostStream] = {}
+        self._events: dict[int, Point] = {}
+        self._graphs: dict[int, list[Op]] = {}
+        self._execs: dict[int, list[Op]] = {}
+        self.registered: set[int] = set()
+        self.log: list[str] = []
+        self.counts = {"capture": 0, "instantiate": 0, "update": 0, "replay": 0, "trim": 0}
+        self.fail: set[str] = set()
+        self.peers = True
+
+    def _check(self, call: str, status: int = 1) -> None:
+        if call in self.fail:
+            raise HostError(f"{call} fails, as the test asked", status)
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return self._n
+
+    def facts(self, device: int) -> Facts:
+        return Facts("Host", f"0000:0{device}:00.0", self._capability, 2, False)
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before = self._current_device
+        self._local.device = device
+        try:
+            yield
+        finally:
+            self._local.device = before
+
+    @property
+    def _current_device(self) -> int | None:
+        return getattr(self._local, "device", None)
+
+    def _device(self) -> int:
+        device = self._current_device
+        assert device is not None, "called outside on(device)"
+        return device
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        return self._capacity - self.used(device), self._capacity
+
+    def used(self, device: int = 0) -> int:
+        return sum(a.array.size for a in self._allocations.values() if a.device == device)
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, HostError) and error.status == 2
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        device = self._device()
+        assert nbytes > 0
+        self._check("malloc", 2)
+        if self.used(device) + nbytes > self._capacity:
+            raise HostError("out of memory", 2)
+        whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+        start = -address_of(whole) % ALIGNMENT
+        array = whole[start : start + nbytes]
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
+        address = address_of(array)
+        self._allocations[address] = Allocation(array, device, cl.Buffer(self._context, flags, hostbuf=array))
+        return address
+
+    def free(self, address: int) -> None:
+        for stream in self.streams.values():
+            for op in stream.queue:
+                assert not any(self._find(a)[0] == address for a in op.addresses), (
+                    f"memory freed while {op.name} is queued with it"
+                )
+        gone = self._allocations.pop(address)
+        gone.array[...] = POISON
+        self._graveyard = [*self._graveyard[-20:], gone]
+
+    def _find(self, address: int) -> tuple[int, int]:
+        """Return an allocation's base, and how far into it an address is."""
+        bases = sorted(self._allocations)
+        base = bases[bisect.bisect_right(bases, address) - 1] if bases else 0
+        if base not in self._allocations or not 0 <= address - base < self._allocations[base].array.size:
+            raise HostError(f"an illegal memory access at {address:#x}", 700)
+        return base, address - base
+
+    def trim(self) -> None:
+        self.counts["trim"] += 1
+
+    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
+        return self._allocations[address].array
+
+    def view(
+        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
+    ) -> Any:
+        return np.ndarray(shape, dtype, base, offset, strides)
+
+    def array_address(self, array: Any) -> int:
+        return address_of(array)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        self._check("pinned", 2)
+        return np.full(nbytes, POISON, np.uint8)
+
+    def register(self, array: Bytes) -> None:
+        self._check("register")
+        self.registered.add(address_of(array))
+
+    def unregister(self, array: Bytes) -> None:
+        self.registered.remove(address_of(array))
+
+    # -- streams and events --------------------------------------------------------------------
+
+    def stream_new(self) -> int:
+        handle = next(self._ids)
+        self.streams[handle] = HostStream(self._device())
+        return handle
+
+    def stream_free(self, stream: int) -> None:
+        assert self.streams[stream].captured is None
+        del self.streams[stream]
+
+    def stream_synchronize(self, stream: int) -> None:
+        self._check("synchronize", 700)
+        s = self.streams[stream]
+        if s.captured is not None:
+            raise HostError("operation not permitted when stream is capturing", 900)
+        s.run_to(s.n_queued)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        point = self._events[event]
+        other, n = point.stream, point.n  # as it stands now: to record the event again changes nothing
+        if other is not None:
+            self._put(stream, Op("wait", lambda: other.run_to(n)))
+
+    def event_new(self, timed: bool = False) -> int:
+        handle = next(self._ids)
+        self._events[handle] = Point(device=self._device())
+        return handle
+
+    def event_free(self, event: int) -> None:
+        del self._events[event]
+
+    def event_record(self, event: int, stream: int) -> None:
+        s, point = self.streams[stream], self._events[event]
+        if s.device != point.device:
+            raise HostError("invalid resource handle: event and stream are of two devices", 400)
+        if s.captured is not None:
+            raise HostError("an event was recorded in a capture", 900)
+        self._events[event] = Point(s, s.n_queued, point.device)
+
+    def event_done(self, event: int) -> bool:
+        return self._events[event].is_reached()
+
+    def event_synchronize(self, event: int) -> None:
+        point = self._events[event]
+        if point.stream is not None:
+            point.stream.run_to(point.n)
+
+    def event_elapsed(self, start: int, end: int) -> float:
+        return 0.0
+
+    def _put(self, stream: int, op: Op) -> None:
+        s = self.streams[stream]
+        if s.captured is not None:
+            s.captured.append(op)
+            return
+        self.log.append(op.name)
+        s.queue.append(op)
+        s.n_queued += 1
+
+    # -- copies --------------------------------------------------------------------------------
+
+    def copy(self, dst: int, src: int, nbytes: int, way: Way, stream: int) -> None:
+        self._device()
+        on_device = {Way.TO_DEVICE: (dst,), Way.TO_HOST: (src,), Way.ON_DEVICE: (dst, src)}[way]
+        for address in on_device:
+            self._find(address)
+        self._put(stream, Op(f"copy {way.name}", lambda: _move(dst, src, nbytes), on_device))
+
+    def copy_2d(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int, way: Way, stream: int
+    ) -> None:
+        assert width <= min(dst_pitch, src_pitch)
+        on_device = {Way.TO_DEVICE: (dst,), Way.TO_HOST: (src,), Way.ON_DEVICE: (dst, src)}[way]
+
+        def run() -> None:
+            for i in range(n):
+                _move(dst + i * dst_pitch, src + i * src_pitch, width)
+
+        self._put(stream, Op("copy_2d", run, on_device))
+
+    def copy_peer(
+        self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
+    ) -> None:
+        for address, device in ((dst, dst_device), (src, src_device)):
+            assert self._allocations[self._find(address)[0]].device == device
+        self._put(stream, Op("copy_peer", lambda: _move(dst, src, nbytes), (dst, src)))
+
+    def enable_peer(self, device: int, peer: int) -> bool:
+        return self.peers
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        self._put(stream, Op("fill", lambda: _set(address, value, nbytes), (address,)))
+
+    # -- work ----------------------------------------------------------------------------------
+
+    def bind(self, launch: Launch, block: bytes, device: int) -> Call:
+        assert len(launch.groups) == 3
+        assert max(launch.groups[1:]) <= 65535
+        key, kernel = self._programs.borrow(launch, on_cpu=False)
+        self._programs.give_back([(key, kernel)])
+        values = layout(launch.kernel).unpack(block)
+        pointers = self._pointers(launch)
+
+        def call(stream: int) -> None:
+            self._check("launch")
+            assert self.streams[stream].device == device, "a kernel on a stream of another device"
+            addresses = tuple(values[i] for i in pointers if values[i])
+            self._put(stream, Op(launch.kernel.name, lambda: self._run(launch, values, device), addresses))
+
+        return call
+
+    @staticmethod
+    def _pointers(launch: Launch) -> list[int]:
+        found, i = [], 0
+        for param in launch.kernel.params:
+            if param.kind == "tensor":
+                found.append(i)
+            i += 10 if param.kind == "tensor" else 1
+        return found
+
+    def _run(self, launch: Launch, values: tuple[Any, ...], device: int) -> None:
+        args = list(values)
+        for i in self._pointers(launch):
+            base, delta = self._find(args[i])
+            allocation = self._allocations[base]
+            if allocation.device != device:
+                raise HostError(
+                    f"{launch.kernel.name} on {device} touched memory of {allocation.device}", 700
+                )
+            args[i] = allocation.cl_buffer
+            args[i + 1] += delta
+        key, kernel = self._programs.borrow(launch, on_cpu=False)
+        kernel.set_args(*args)
+        x, y, z = launch.groups
+        cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()
+        self._programs.give_back([(key, kernel)])
+
+    def current(self, stream: int, device: int) -> Any:
+        # NumPy has no streams: what was queued before runs first.
+        self.stream_synchronize(stream)
+        return nullcontext()
+
+    # -- graphs --------------------------------------------------------------------------------
+
+    def capture_begin(self, stream: int) -> None:
+        self._check("capture")
+        assert self.streams[stream].captured is None
+        self.streams[stream].captured = []
+
+    def capture_end(self, stream: int) -> int:
+        s = self.streams[stream]
+        assert s.captured is not None
+        handle = next(self._ids)
+        self._graphs[handle], s.captured = s.captured, None
+        self.counts["capture"] += 1
+        return handle
+
+    def graph_free(self, graph: int) -> None:
+        del self._graphs[graph]
+
+    def exec_new(self, graph: int) -> int:
+        self._check("instantiate")
+        handle = next(self._ids)
+        self._execs[handle] = list(self._graphs[graph])
+        self.counts["instantiate"] += 1
+        return handle
+
+    def exec_update(self, executable: int, graph: int) -> bool:
+        old, new = self._execs[executable], self._graphs[graph]
+        if "update" in self.fail or [op.name for op in old] != [op.name for op in new]:
+            return False
+        self._execs[executable] = list(new)
+        self.counts["update"] += 1
+        return True
+
+    def exec_launch(self, executable: int, stream: int) -> None:
+        ops = self._execs[executable]
+
+        def run() -> None:
+            for op in ops:
+                op.run()
+
+        self.counts["replay"] += 1
+        self._put(stream, Op("graph", run, tuple(a for op in ops for a in op.addresses)))
+
+    def exec_free(self, executable: int) -> None:
+        del self._execs[executable]
+
+    def leftovers(self) -> dict[str, int]:
+        """Return what was made and not released."""
+        made = {"streams": self.streams, "graphs": self._graphs, "executables": self._execs}
+        return {name: len(things) for name, things in made.items() if things}
+
+
+def _move(dst: int, src: int, nbytes: int) -> None:
+    ctypes.memmove(dst, src, nbytes)
+
+
+def _set(address: int, value: int, nbytes: int) -> None:
+    ctypes.memset(address, value, nbytes)
