@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
+import struct
 import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyopencl as cl
+from cuda_emulator import build
+from cuda_emulator.blas import HostBlas
 
-from ggmlb.backends.cuda.arguments import layout
+from ggmlb.backends.cuda.arguments import FORMATS, layout
 from ggmlb.backends.cuda.driver import Driver, Facts, Way, address_of
 from ggmlb.backends.opencl.program import Programs
+from ggmlb.errors import BackendUnavailable
+from ggmlb.kernels import source
+from ggmlb.kernels.source import PORTABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,6 +111,7 @@ class HostDriver(Driver):
         self._context = cl.Context([device])
         self._queue = cl.CommandQueue(self._context)
         self._programs = Programs(self._context, device)
+        self._blas = _QueuedBlas(self)
         self._n, self._capacity, self._capability = n_devices, capacity, capability
         self._ids = itertools.count(1)
         self._local = threading.local()
@@ -317,8 +324,6 @@ class HostDriver(Driver):
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         assert len(launch.groups) == 3
         assert max(launch.groups[1:]) <= 65535
-        key, kernel = self._programs.borrow(launch, on_cpu=False)
-        self._programs.give_back([(key, kernel)])
         values = layout(launch.kernel).unpack(block)
         pointers = self._pointers(launch)
 
@@ -326,7 +331,7 @@ class HostDriver(Driver):
             self._check("launch")
             assert self.streams[stream].device == device, "a kernel on a stream of another device"
             addresses = tuple(values[i] for i in pointers if values[i])
-            self._put(stream, Op(launch.kernel.name, lambda: self._run(launch, values, device), addresses))
+            self._put(stream, Op(launch.kernel.name, lambda: self._run(launch, block, device), addresses))
 
         return call
 
@@ -339,22 +344,41 @@ class HostDriver(Driver):
             i += 10 if param.kind == "tensor" else 1
         return found
 
-    def _run(self, launch: Launch, values: tuple[Any, ...], device: int) -> None:
-        args = list(values)
+    def _run(self, launch: Launch, block: bytes, device: int) -> None:
+        values = layout(launch.kernel).unpack(block)
         for i in self._pointers(launch):
-            base, delta = self._find(args[i])
-            allocation = self._allocations[base]
+            allocation = self._allocations[self._find(values[i])[0]]
             if allocation.device != device:
-                raise HostError(
-                    f"{launch.kernel.name} on {device} touched memory of {allocation.device}", 700
-                )
-            args[i] = allocation.cl_buffer
-            args[i + 1] += delta
+                raise HostError(f"{launch.kernel.name} touched memory of device {allocation.device}", 700)
+        if launch.kernel.package == PORTABLE:
+            self._run_portable(launch, iter(values))
+        else:
+            _run_cuda(launch, block)
+
+    def _run_portable(self, launch: Launch, values: Iterator[Any]) -> None:
+        """Run the kernel as OpenCL C."""
         key, kernel = self._programs.borrow(launch, on_cpu=False)
-        kernel.set_args(*args)
+        pieces: list[Any] = []
+        packed = "#define PACKED_TENSORS" in source(launch.kernel, "opencl")
+        for param in launch.kernel.params:
+            if param.kind == "tensor":
+                base, delta = self._find(next(values))
+                offset, *rest = itertools.islice(values, 9)
+                facts = [struct.pack("q", offset + delta)]
+                facts += [struct.pack("i" if i < 4 else "q", x) for i, x in enumerate(rest)]
+                pieces += (self._allocations[base].cl_buffer, *([b"".join(facts)] if packed else facts))
+            else:
+                pieces.append(struct.pack(FORMATS[param.kind], next(values)))
+        for i, piece in enumerate(pieces):
+            kernel.set_arg(i, piece)
         x, y, z = launch.groups
         cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()
         self._programs.give_back([(key, kernel)])
+
+    def blas(self) -> Any:
+        if "blas" in self.fail:
+            raise BackendUnavailable("the test asked for no cuBLAS")
+        return self._blas
 
     def current(self, stream: int, device: int) -> Any:
         # NumPy has no streams: what was queued before runs first.
@@ -411,6 +435,51 @@ class HostDriver(Driver):
         """Return what was made and not released."""
         made = {"streams": self.streams, "graphs": self._graphs, "executables": self._execs}
         return {name: len(things) for name, things in made.items() if things}
+
+
+class _QueuedBlas:
+    """cuBLAS over NumPy, whose products run when their stream does."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self._driver = driver
+        self._real = HostBlas()
+        self._stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = getattr(self._real, name)
+
+        def call(*args: Any) -> int:
+            if name == "cublasSetStream_v2":
+                self._stream = args[1]
+            if not name.startswith("cublasGemm"):
+                return int(function(*args))
+
+            def run() -> None:
+                self._real.has_workspace = True
+                status = function(*args)
+                assert status == 0, f"{name}: {status}"
+
+            self._driver._put(self._stream, Op("gemm", run))
+            return 0
+
+        return call
+
+
+def _run_cuda(launch: Launch, block: bytes) -> None:
+    """Run the kernel as C++, its arguments read from where they lie in the block."""
+    memory = ctypes.create_string_buffer(block, len(block))
+    pointers, offset = [], 0
+    for param in launch.kernel.params:
+        for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq"):
+            size = struct.calcsize(letter)
+            offset = -(-offset // size) * size
+            pointers.append(ctypes.addressof(memory) + offset)
+            offset += size
+    assert offset == len(block)
+    function = build(launch.kernel, launch.defines, launch.wg)
+    args = (ctypes.c_void_p * len(pointers))(*pointers)
+    why = function(args, launch.wg, (ctypes.c_int * 3)(*launch.groups), 0)
+    assert not why, f"{launch.kernel.name}: {why.decode()}"
 
 
 def _move(dst: int, src: int, nbytes: int) -> None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from ggmlb.kernels import Mem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ggmlb.kernels import Kernel, Launch
 
-_FORMATS = {
+FORMATS = {
     "tensor": "Pq4i4q",  # TENSOR_ in tensors.h: buffer, offset, extents, strides
     "int": "i",
     "float": "f",
@@ -21,16 +23,15 @@ _FORMATS = {
 @lru_cache(512)
 def layout(kernel: Kernel) -> struct.Struct:
     """Return the layout of a kernel's parameters: each aligned to its size, as in a C struct."""
-    return struct.Struct("@" + "".join(_FORMATS[param.kind] for param in kernel.params))
+    return struct.Struct("@" + "".join(FORMATS[param.kind] for param in kernel.params))
 
 
-def argument_block(launch: Launch) -> bytes:
-    """Return the block; tensors must be placed in buffers that have an `address`."""
+def argument_block(launch: Launch, base: Callable[[Mem], int]) -> bytes:
+    """Return the block; `base` tells where the memory begins that a mem lies in."""
     flat: list[int | float] = []
     for arg in launch.args:
         if isinstance(arg, Mem):
-            address: int = getattr(arg.buffer, "address", 0)
-            flat += (address, arg.offset, *arg.ne, *arg.nb)
+            flat += (base(arg), arg.offset, *arg.ne, *arg.nb)
         else:
             flat.append(arg)
     return layout(launch.kernel).pack(*flat)

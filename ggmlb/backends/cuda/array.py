@@ -13,12 +13,14 @@ from ggmlb.backends.array.lowering import Lowering
 from ggmlb.backends.array.rules import RuleTable, reference
 from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer
+from ggmlb.backends.cuda.work import allocate
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.views import View
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.backends.cuda.work import Work
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.backends.cuda.work import Binder, Outside
     from ggmlb.dtypes import DType
     from ggmlb.tensor import Tensor
 
@@ -63,35 +65,34 @@ class ArrayLowering(Lowering):
     """Binds views of device memory.
 
     Args:
-        work: The plan's; its nodes share scratch here, which the plan owns.
+        backend: The stream that the steps are for.
+        binder: The plan's; the nodes share scratch, which the plan owns.
     """
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._driver = work.device.driver
+    def __init__(self, backend: CudaBackend, binder: Binder) -> None:
+        self._backend = backend
+        self._binder = binder
+        self._driver = backend.device.driver
         self.xp = self._driver.xp
         super().__init__(_table(self.xp), Workspace(self._allocate))
 
     def _allocate(self, nbytes: int) -> Array:
-        buffer = self._work.device.buffer_type.alloc_buffer(max(nbytes, ALIGNMENT))
-        self._work.use(buffer)
-        return buffer.base[:nbytes]
+        return self._binder.use(allocate(self._backend, max(nbytes, ALIGNMENT))).base[:nbytes]
 
-    def add(self, node: Tensor) -> None:
-        """Add the steps of a node that is not declined; the stream is the library's current one meanwhile."""
-        with self._work.device.on():
-            steps, _ = self.lower([node])
-        driver, index = self._driver, self._work.device.index
+    def step(self, node: Tensor) -> Outside:
+        """Return the step of a node that is not declined; the stream is the library's current one in it."""
+        steps, _ = self.lower([node])
+        driver, index = self._driver, self._backend.device.index
         for t in (node, *node.src):
-            if t is not None:
-                self._work.use(t.buffer)
+            if t is not None and isinstance(t.buffer, CudaBuffer):
+                self._binder.use(t.buffer)
 
         def run(stream: int) -> None:
             with driver.current(stream, index):
                 for step in steps:
                     step()
 
-        self._work.call(run, None)
+        return run
 
     def bind(self, view: View) -> Array:
         """An array over a device buffer, or over scratch."""

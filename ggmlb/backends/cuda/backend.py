@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, overlap, queue_copy
+from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
-from ggmlb.backends.cuda.work import Scratch
+from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.errors import BackendError
 from ggmlb.interface import Backend
 
@@ -32,7 +33,7 @@ class CudaBackend(Backend):
 
     Attributes:
         stream: The stream.
-        scratch: What its steps share.
+        arena: Scratch that its plans share.
         idle_graphs: Executable graphs that plans left behind.
     """
 
@@ -43,7 +44,8 @@ class CudaBackend(Backend):
         self._driver = device.driver
         with cuda_errors(self._driver, f"open a stream on {device.name}"):
             self.stream = Stream(self._driver, device.index)
-        self.scratch = Scratch(device)
+        self.arena = Arena()
+        self._blas: tuple[CuBlas, CudaBuffer] | None = None
         self.idle_graphs = IdleGraphs(self._driver, device.index)
         # CUDA does not know about Python's arrays: each is kept until an event says that it is not used.
         self._held: list[tuple[int, Bytes]] = []
@@ -53,6 +55,20 @@ class CudaBackend(Backend):
     def guid(self) -> str:
         """Identifies the kind."""
         return "ggmlb-cuda-cupy"
+
+    @property
+    def blas(self) -> CuBlas:
+        """The stream's cuBLAS handle, made when a plan first needs one."""
+        if self._blas is None:
+            workspace = allocate(self, WORKSPACE_NBYTES)
+            blas = CuBlas(self.device.blas_library(), workspace.address, workspace.size)
+            self._blas = blas, workspace
+        return self._blas[0]
+
+    @property
+    def workspace(self) -> CudaBuffer | None:
+        """The handle's memory, which captured products use; `None` while there is no handle."""
+        return self._blas and self._blas[1]
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -207,5 +223,9 @@ class CudaBackend(Backend):
     def _free(self) -> None:
         self._last_plan = None
         self.idle_graphs.close()
+        blas, self._blas = self._blas, None
+        if blas is not None:
+            with self.device.on():
+                blas[0].close()
         with cuda_errors(self._driver, f"close the stream of {self.name}"):
             self.stream.free()

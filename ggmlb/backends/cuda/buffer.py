@@ -9,6 +9,8 @@ from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.interface import Buffer, BufferType
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.stream import Stream
     from ggmlb.interface.data import Bytes
@@ -78,6 +80,14 @@ class CudaBuffer(Buffer):
             # The array must not keep the buffer alive that holds it.
             self._array = self.device.driver.array(self.address, self.size, self.device.index, None)
         return self._array
+
+    def write(self, data: npt.NDArray[Any]) -> None:
+        """Write an array to the beginning, and wait for it."""
+        driver, nbytes = self.device.driver, data.nbytes
+        self._transfer(
+            f"write {nbytes:,} bytes on {self.name}",
+            lambda stream: driver.copy(self.address, data.ctypes.data, nbytes, Way.TO_DEVICE, stream),
+        )
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         def write(stream: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from cupy.cuda import driver as cu
 from cupy.cuda import runtime as rt
 
+from ggmlb.backends.cuda.cublas import library
 from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
 from ggmlb.backends.cuda.program import options, text
 
@@ -210,6 +211,10 @@ class CupyDriver(Driver):
                 module = cupy.RawModule(code=text(launch), options=options(launch), backend="nvrtc")
                 self._modules[key] = module.get_function(launch.kernel.name).kernel
         return int(self._modules[key].ptr)
+
+    def blas(self) -> Any:
+        """From where CuPy has it."""
+        return library()
 
     def current(self, stream: int, device: int) -> Any:
         """Make it CuPy's current stream in this thread."""

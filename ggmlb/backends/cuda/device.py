@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ggmlb import env
@@ -14,7 +15,7 @@ from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.enums import DeviceType, Op
-from ggmlb.errors import ArgumentError, BackendError, readable_size
+from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable, readable_size
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target
@@ -80,6 +81,23 @@ class CudaDevice(Device):
         if self._transfers is None:
             self._transfers = Stream(self.driver, self.index)
         return self._transfers
+
+    @cached_property
+    def has_blas(self) -> bool:
+        """Whether cuBLAS can be loaded; if not, kernels compute all products."""
+        try:
+            self.blas_library()
+        except BackendUnavailable:
+            return False
+        return True
+
+    def blas_library(self) -> Any:
+        """Return cuBLAS.
+
+        Raises:
+            BackendUnavailable: It cannot be loaded.
+        """
+        return self.driver.blas()
 
     def check_process(self, call: str) -> None:
         """Raise a BackendError in a process that was forked after CUDA was used: it cannot use it."""

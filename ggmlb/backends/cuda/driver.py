@@ -207,6 +207,14 @@ class Driver(ABC):
         """Return the call that runs a launch with an argument block; its kernel is compiled now."""
 
     @abstractmethod
+    def blas(self) -> Any:
+        """Return the functions of cuBLAS (`cublas.library`).
+
+        Raises:
+            BackendUnavailable: It cannot be loaded.
+        """
+
+    @abstractmethod
     def current(self, stream: int, device: int) -> AbstractContextManager[Any]:
         """Let calls of `xp` run on a stream."""
 

@@ -15,6 +15,8 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ggmlb.errors import BackendError
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
@@ -79,6 +81,7 @@ class Segment:
     def __init__(self, driver: Driver, idle: IdleGraphs, steps: Sequence[Step]) -> None:
         self._driver = driver
         self._idle = idle
+        self._refusals: tuple[type[Exception], ...] = (*driver.errors, BackendError)
         self.steps = steps
         self.why_not: str | None = None
         self._key: Hashable = tuple(step.key for step in steps)
@@ -138,7 +141,7 @@ class Segment:
                 finally:
                     # Whatever happened, the stream must not stay in capture: all later calls would fail.
                     graph = driver.capture_end(stream.handle)
-        except driver.errors as error:
+        except self._refusals as error:
             if graph is not None:
                 driver.graph_free(graph)
             self.why_not = str(error)

@@ -1,46 +1,30 @@
-"""From nodes to steps: one table says what computes a node on a card of which compute capability.
+"""From nodes to steps.
 
-The rows of `CHOICES` are looked at in order, and the first that takes a node lowers it. A row is a fast path:
-what it does not take goes to the portable kernels, which compute everything that they do not decline; the
-array rules compute what has no kernel.
+What computes a node is looked for in three places, in this order: CUDA's own kernels and cuBLAS, by compute
+capability (`kernels`); the portable kernels, which compute everything that they do not decline; and the array
+rules, for what has no kernel.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ggmlb import kernels
 from ggmlb.backends.cuda import array
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.backends.cuda.kernels import Lowering
+from ggmlb.backends.cuda.work import Part
+from ggmlb.enums import NO_OPS
+from ggmlb.kernels import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from ggmlb.backends.cuda.work import Work
-    from ggmlb.kernels import Launch, Target
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.backends.cuda.work import Binder, Request
+    from ggmlb.graph import Graph
+    from ggmlb.kernels import Target
     from ggmlb.tensor import Tensor
 
 MAX_GROUPS = 65535
 """What CUDA takes of a grid's second and third extents; the first is practically free."""
-
-
-class Choice(NamedTuple):
-    """A way to compute some nodes of an op.
-
-    Attributes:
-        op: The op.
-        capability: Least compute capability, times ten.
-        takes: Whether it computes a node that the device does not decline.
-        lower: Adds its steps.
-    """
-
-    op: Op
-    capability: int
-    takes: Callable[[Tensor], bool]
-    lower: Callable[[Tensor, Work], None]
-
-
-CHOICES: tuple[Choice, ...] = ()
 
 
 def declines(node: Tensor, target: Target) -> str | None:
@@ -60,27 +44,24 @@ def _too_many_groups(node: Tensor, target: Target) -> str | None:
     return None
 
 
-def lower(nodes: Iterable[Tensor], target: Target, capability: int, work: Work) -> None:
-    """Add the steps of nodes that are not declined."""
+def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
+    """Return the parts of a graph whose nodes are not declined, in the order in which they run."""
+    device = backend.device
+    lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
     rules: array.ArrayLowering | None = None
-    for node in nodes:
+    parts: list[Part] = []
+    for node in graph.nodes:
         if node.op in NO_OPS or node.is_empty:
             continue
-        work.begin(node)
-        for choice in CHOICES:
-            if choice.op is node.op and choice.capability <= capability and choice.takes(node):
-                choice.lower(node, work)
-                break
+        if kernels.declines(node) is None:
+            requests: list[Request] = [r for r in lowering.lower(node) if not _is_nothing(r)]
         else:
-            if kernels.declines(node) is None:
-                launch_all(kernels.lower(node, target), work)
-            else:
-                rules = rules or array.ArrayLowering(work)
-                rules.add(node)
+            rules = rules or array.ArrayLowering(backend, binder)
+            requests = [rules.step(node)]
+            lowering.wrote(node)
+        parts.append(Part((node,), requests))
+    return parts
 
 
-def launch_all(launches: Iterable[Launch], work: Work) -> None:
-    """Add launches; those without any group do nothing."""
-    for launch in launches:
-        if 0 not in launch.groups:
-            work.launch(launch)
+def _is_nothing(request: Request) -> bool:
+    return isinstance(request, Launch) and 0 in request.groups

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ggmlb import env
 from ggmlb.backends.cuda.graphs import Segment
 from ggmlb.backends.cuda.lowering import lower
-from ggmlb.backends.cuda.work import Work
+from ggmlb.backends.cuda.work import Binder
 from ggmlb.enums import Status
 from ggmlb.errors import BackendError, FreedError
 from ggmlb.interface import GraphPlan
@@ -36,11 +36,12 @@ class CudaPlan(GraphPlan):
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
-        device = backend.device
-        work = Work(device, backend.scratch)
-        lower(graph.nodes, device.target, device.facts.capability, work)
-        self.parts: list[Part] = work.parts
-        self.buffers: tuple[CudaBuffer, ...] = tuple(work.buffers.values())
+        binder = Binder(backend)
+        self.parts: list[Part] = lower(graph, backend, binder)
+        binder.bind(self.parts)
+        if backend.workspace is not None:
+            binder.use(backend.workspace)
+        self.buffers: tuple[CudaBuffer, ...] = tuple(binder.buffers.values())
         self.segments: list[Segment] = self._segments()
         self._wait = env.cuda_sync()
         self._by_node = self._wait or not env.cuda_graphs()

@@ -1,25 +1,32 @@
-"""What a plan is made of while nodes are lowered: calls, and the memory they use beside tensors."""
+"""Steps: what nodes become, and how they are bound to addresses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ggmlb.backends.cuda.arguments import argument_block
-from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer
-from ggmlb.kernels import Mem
-from ggmlb.tensor import contiguous_nb
+from ggmlb.backends.cuda.buffer import CudaBuffer
+from ggmlb.backends.cuda.kernels import place
+from ggmlb.errors import BackendError
+from ggmlb.kernels import Launch, Mem, Scratch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.driver import Call
-    from ggmlb.dtypes import DType
-    from ggmlb.kernels import Launch
-    from ggmlb.tensor import Ne, Tensor
+    import numpy as np
+    import numpy.typing as npt
 
-LEAST_SCRATCH = 1 << 20
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.backends.cuda.driver import Call
+    from ggmlb.backends.cuda.gemm import Gemm
+    from ggmlb.tensor import Tensor
+
+Outside: TypeAlias = Callable[[int], None]
+"""A call on a stream that cannot be part of a CUDA graph: it waits, or does what capture refuses."""
+
+Request: TypeAlias = "Launch | Gemm | Outside"
 
 
 class Step(NamedTuple):
@@ -31,95 +38,101 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Part:
-    """The steps of a node, or of nodes that are computed together.
+    """A node, or nodes that are computed together.
 
     Attributes:
         nodes: What is computed, the result last.
-        steps: How.
+        requests: How, before it is bound.
+        steps: How, once it is.
     """
 
     nodes: tuple[Tensor, ...]
-    steps: list[Step]
+    requests: list[Request]
+    steps: list[Step] = field(default_factory=list)
 
 
-class Scratch:
-    """Scratch memory of a stream: its steps run one after another, so nodes and plans share it.
+class Arena:
+    """The scratch of a stream: its plans run one after another, so they share it.
 
     Memory that is too small is replaced, not grown: plans that were bound to it keep it.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._buffer: CudaBuffer | None = None
-        self._used = 0
 
-    def restart(self) -> None:
-        """Let all of it be taken again."""
-        self._used = 0
-
-    def take(self, nbytes: int) -> tuple[CudaBuffer, int]:
-        """Return a buffer and the offset of `nbytes` in it, undefined, valid until `restart`."""
-        buffer = self._buffer
-        if buffer is None or self._used + nbytes > buffer.size:
-            size = max(nbytes, 2 * buffer.size if buffer else LEAST_SCRATCH)
-            new = self._device.buffer_type.alloc_buffer(size)
-            assert isinstance(new, CudaBuffer)
-            self._buffer, self._used, buffer = new, 0, new
-        start = self._used
-        self._used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
-        return buffer, start
+    def get(self, backend: CudaBackend, nbytes: int) -> CudaBuffer:
+        """Return at least `nbytes`, undefined."""
+        if self._buffer is None or self._buffer.size < nbytes:
+            self._buffer = allocate(backend, nbytes)
+        return self._buffer
 
 
-class Work:
-    """Collects the parts of a plan.
+def allocate(backend: CudaBackend, nbytes: int) -> CudaBuffer:
+    """Return memory of the backend's device, for its stream."""
+    buffer = backend.device.buffer_type.alloc_buffer(nbytes)
+    assert isinstance(buffer, CudaBuffer)
+    return buffer
+
+
+class Binder:
+    """Binds requests to addresses.
 
     Attributes:
-        device: The device it is for.
-        parts: What was lowered so far.
         buffers: All memory that the steps use.
     """
 
-    def __init__(self, device: CudaDevice, scratch: Scratch) -> None:
-        self.device = device
-        self.parts: list[Part] = []
+    def __init__(self, backend: CudaBackend) -> None:
         self.buffers: dict[int, CudaBuffer] = {}
-        self._scratch = scratch
+        self._backend = backend
+        self._arena = 0
+        self._offsets: dict[Scratch, int] = {}
 
-    def begin(self, *nodes: Tensor) -> None:
-        """Begin the next node; scratch of the one before may be taken again."""
-        self.parts.append(Part(nodes, []))
-        self._scratch.restart()
+    def bind(self, parts: list[Part]) -> None:
+        """Fill in the steps of all parts, which run in this order."""
+        nbytes, self._offsets = place([_mems(r) for part in parts for r in part.requests])
+        if nbytes:
+            self._arena = self.use(self._backend.arena.get(self._backend, nbytes)).address
+        for part in parts:
+            part.steps = [self._step(request) for request in part.requests]
+            part.requests = []
 
-    def launch(self, launch: Launch) -> None:
-        """Add a kernel's launch."""
-        for arg in launch.args:
-            if isinstance(arg, Mem):
-                self.use(arg.buffer)
-        call = self.device.driver.bind(launch, argument_block(launch), self.device.index)
-        self.call(call, (launch.kernel.name, launch.defines, launch.wg))
-
-    def call(self, call: Call, key: Hashable | None) -> None:
-        """Add a call; `key` tells it from others, apart from arguments and sizes.
-
-        With a key of `None` it runs outside CUDA graphs: it waits, allocates, or does what capture refuses.
-        """
-        self.parts[-1].steps.append(Step(call, key))
-
-    def use(self, buffer: object) -> None:
+    def use(self, buffer: CudaBuffer) -> CudaBuffer:
         """Note that the steps use a buffer."""
-        if isinstance(buffer, CudaBuffer):
-            self.buffers[id(buffer)] = buffer
+        self.buffers[id(buffer)] = buffer
+        return buffer
 
-    def scratch(self, dtype: DType, ne: Ne) -> Mem:
-        """Return packed scratch of undefined contents, this node's own."""
-        nb = contiguous_nb(dtype, ne)
-        buffer, offset = self._scratch.take(nb[3] * ne[3])
-        self.use(buffer)
-        return Mem(buffer, offset, dtype, ne, nb)
+    def _step(self, request: Request) -> Step:
+        if isinstance(request, Launch):
+            device = self._backend.device
+            block = argument_block(request, self._base)
+            key = request.kernel.name, request.defines, request.wg
+            return Step(device.driver.bind(request, block, device.index), key)
+        if callable(request):
+            return Step(request, None)
+        call = self._backend.blas.bind(request, self._address, self._upload)
+        # Other shapes may be other kernels of the library.
+        shape = request.m, request.n, request.k, request.count, bool(request.places)
+        return Step(call, ("gemm", request.a.dtype, *shape))
 
-    def own(self, dtype: DType, ne: Ne) -> Mem:
-        """Return packed memory of undefined contents that is the plan's own, to share between nodes."""
-        nb = contiguous_nb(dtype, ne)
-        buffer = self.device.buffer_type.alloc_buffer(nb[3] * ne[3])
-        self.use(buffer)
-        return Mem(buffer, 0, dtype, ne, nb)
+    def _base(self, mem: Mem) -> int:
+        """Return where the memory begins that a mem lies in."""
+        if isinstance(mem.buffer, Scratch):
+            return self._arena + self._offsets[mem.buffer]
+        if not isinstance(mem.buffer, CudaBuffer):
+            raise BackendError(f"{self._backend.name} cannot reach memory of {mem.buffer!r}")
+        return self.use(mem.buffer).address
+
+    def _address(self, mem: Mem) -> int:
+        return self._base(mem) + mem.offset
+
+    def _upload(self, table: npt.NDArray[np.uint64]) -> int:
+        """Copy a table to memory that the plan owns."""
+        buffer = self.use(allocate(self._backend, table.nbytes))
+        buffer.write(table)
+        return buffer.address
+
+
+def _mems(request: Request) -> list[Mem | int | float]:
+    if isinstance(request, Launch):
+        return list(request.args)
+    return [] if callable(request) else list(request.mems)
