@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import struct
 import threading
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from cuda_emulator.blas import HostBlas
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
 from ggmlb.backends.cuda.driver import Driver, Facts, Way, address_of
-from ggmlb.backends.opencl.program import Programs
 from ggmlb.errors import BackendUnavailable
 from ggmlb.kernels import source
 from ggmlb.kernels.source import PORTABLE
@@ -110,7 +110,7 @@ class HostDriver(Driver):
         device = platform.get_devices()[0]
         self._context = cl.Context([device])
         self._queue = cl.CommandQueue(self._context)
-        self._programs = Programs(self._context, device)
+        self._kernels: dict[Any, cl.Kernel] = {}
         self._blas = _QueuedBlas(self)
         self._n, self._capacity, self._capability = n_devices, capacity, capability
         self._ids = itertools.count(1)
@@ -357,7 +357,7 @@ class HostDriver(Driver):
 
     def _run_portable(self, launch: Launch, values: Iterator[Any]) -> None:
         """Run the kernel as OpenCL C."""
-        key, kernel = self._programs.borrow(launch, on_cpu=False)
+        kernel = self._kernel(launch)
         pieces: list[Any] = []
         packed = "#define PACKED_TENSORS" in source(launch.kernel, "opencl")
         for param in launch.kernel.params:
@@ -373,7 +373,17 @@ class HostDriver(Driver):
             kernel.set_arg(i, piece)
         x, y, z = launch.groups
         cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()
-        self._programs.give_back([(key, kernel)])
+
+    def _kernel(self, launch: Launch) -> cl.Kernel:
+        key = launch.kernel.name, launch.defines, launch.wg
+        if key not in self._kernels:
+            program = cl.Program(self._context, source(launch.kernel, "opencl"))
+            macros = [f"-D{name}={value}" for name, value in launch.defines]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PoCL logs even when it has nothing to say
+                program.build(["-w", "-cl-std=CL1.2", f"-DWG={launch.wg}", *macros])
+            self._kernels[key] = cl.Kernel(program, launch.kernel.name)
+        return self._kernels[key]
 
     def blas(self) -> Any:
         if "blas" in self.fail:
