@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
@@ -16,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from types import TracebackType
 
+    import numpy.typing as npt
     from typing_extensions import Self
 
     from ggmlb.interface import Backend
@@ -151,6 +156,62 @@ def compare_graph_backend(
             if not callback(i, node, twin):
                 return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a node's values on one backend are from those on another.
+
+    Attributes:
+        index: The node's index in the graph.
+        node: Its name; may be empty.
+        op: What it computes, with type and extents.
+        nmse: Mean squared difference over the mean square of the first backend's values; infinite where
+            only one of them is zero, infinite or NaN.
+        max_error: The largest difference of two elements.
+    """
+
+    index: int
+    node: str
+    op: str
+    nmse: float
+    max_error: float
+
+
+def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Difference]:
+    """Return how far each node that computes something differs, in order; the first backend's values count.
+
+    Each backend goes on with its own values, so a difference shows in later nodes too.
+
+    Raises:
+        As `compare_graph_backend`.
+    """
+    found: list[Difference] = []
+
+    def note(index: int, node: Tensor, twin: Tensor) -> bool:
+        nmse, largest = _errors(node.to_numpy(), twin.to_numpy())
+        op = node.describe().split(" (")[0]
+        found.append(Difference(index, node.name, op, nmse, largest))
+        return True
+
+    compare_graph_backend(backend1, backend2, graph, note)
+    return found
+
+
+def _errors(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[float, float]:
+    """Return the normalised mean squared error and the largest error."""
+    a, b = reference.astype(np.float64).reshape(-1), values.astype(np.float64).reshape(-1)
+    finite = np.isfinite(a)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if not same[~finite].all() or not np.isfinite(b[finite]).all():
+        return math.inf, math.inf
+    a, b = a[finite], b[finite]
+    error = np.abs(a - b)
+    largest = float(error.max(initial=0))
+    if not largest:
+        return 0.0, 0.0
+    scale = float(np.mean(a * a))
+    return (float(np.mean(error * error)) / scale if scale else math.inf), largest
 
 
 def _computed(backend: Backend, graph: Graph) -> bool:

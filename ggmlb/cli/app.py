@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ggmlb.cli import demo, devices, embed, ops, test
+from ggmlb.cli import compare, demo, devices, embed, ops, test
 from ggmlb.cli.frame import console
 from ggmlb.errors import Error
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(devices.devices)
 app.command()(ops.ops)
 app.command()(test.test)
+app.command()(compare.compare)
 app.command()(embed.embed)
 app.command()(demo.demo)
 

@@ -200,15 +200,16 @@ class Built:
         }
 
 
-def load_cases(folder: str | Path) -> list[Case]:
-    """Return the cases of all families in a folder, in the order of their names.
+def load_cases(path: str | Path) -> list[Case]:
+    """Return the cases of a family's file, or of all families in a folder, in the order of their names.
 
     Raises:
-        ArgumentError: The folder holds no program, or a line that is none.
+        ArgumentError: The folder holds no program, the file is missing, or a line is no case.
     """
-    files = sorted(Path(folder).glob("*.jsonl"))
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
     if not files:
-        raise ArgumentError(f"load_cases: no golden programs (*.jsonl) in {folder}")
+        raise ArgumentError(f"load_cases: no golden programs (*.jsonl) in {path}")
     cases = []
     for file in files:
         archive = Archive(file.with_suffix(".npz"))
