@@ -18,3 +18,37 @@ DEVICE_FN F8 tail8_b(CGLOBAL char *row, int n) { return MAKE_F8(B_); }
 #else
 #define IF_REST(code)
 #endif
+
+/* Columns of a panel or tile: where each is read and where its products go [bytes], so that those of a product and
+   those that a matrix of experts meets look alike. */
+#define COLUMN_LISTS(most) LOCAL_ARRAY(i64_t, from, most); LOCAL_ARRAY(i64_t, to, most);
+#define LIST_COLUMNS(n0, n) \
+    for (int c = LOCAL_ID; c < (n); c += WG) { \
+        from[c] = (i64_t)((n0) + c)*b_nb1 + (i64_t)i2*b_nb2 + (i64_t)i3*b_nb3; \
+        to[c] = (i64_t)((n0) + c)*d_nb1 + (i64_t)i2*d_nb2 + (i64_t)i3*d_nb3; \
+    }
+
+/* The pairs (slot, token) that ids sends to an expert, counted by stretches, of which each work-item has one. */
+#define N_PAIRS (ids_ne0*ids_ne1)
+#define EACH_PAIR(p, expert) \
+    for (int p = LOCAL_ID*PER_ITEM_, end_ = MIN_(N_PAIRS, p + PER_ITEM_); p < end_; p++) \
+        if (LD(ids, p % ids_ne0, p/ids_ne0, 0, 0) == (expert))
+#define PER_ITEM_ ((N_PAIRS + WG - 1)/WG)
+#define COUNT_PAIRS(expert) \
+    LOCAL_ARRAY(int, counts, WG); \
+    int first_ = 0, n_pairs = 0; \
+    EACH_PAIR(p, expert) n_pairs++; \
+    counts[LOCAL_ID] = n_pairs; \
+    BARRIER(); \
+    n_pairs = 0; \
+    for (int l = 0; l < WG; l++) { if (l == LOCAL_ID) first_ = n_pairs; n_pairs += counts[l]; }
+#define LIST_PAIRS(expert, n0, n) { \
+    int c = first_ - (n0); \
+    if (c < (n)) EACH_PAIR(p, expert) { \
+        if (c >= 0 && c < (n)) { \
+            const int slot = p % ids_ne0, token = p/ids_ne0; \
+            from[c] = (i64_t)(slot % b_ne1)*b_nb1 + (i64_t)token*b_nb2; \
+            to[c] = (i64_t)slot*d_nb1 + (i64_t)token*d_nb2; \
+        } \
+        c++; \
+    } }

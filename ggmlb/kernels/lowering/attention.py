@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op
-from ggmlb.kernels.launch import Mem, rowwise
+from ggmlb.kernels.launch import Mem, launch
 from ggmlb.kernels.lowering.base import Rule, not_f32, not_floats, not_in_rows
 from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.kernels.lowering.softmax import alibi
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 MAX_HEAD_SIZE = 576
 """Elements of a head that fit in local memory with what else is there."""
+
+MAX_QUERIES = 8
+"""Queries that a core takes at once."""
 
 
 def _declines(node: Tensor) -> str | None:
@@ -40,11 +43,30 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
         flags["MASK"] = 1
     if sinks is not None:
         flags["SINKS"] = 1
+    n_groups = max(k.ne[2], v.ne[2]) * q.ne[3]
+    n_queries = q.ne[1] * q.ne[2] * q.ne[3] // n_groups  # that share keys
+    at_once = queries_at_once(target, n_queries, n_groups)
     work = k.ne[1] * (k.ne[0] + v.ne[0])  # of a query
-    n_rows = q.ne[1] * q.ne[2] * q.ne[3]
-    found = rowwise(target, "flash_attn", [*mems, Mem.of(node)], *numbers, over=0, **flags)
-    found.groups = (target.groups_for(n_rows, work), 1, 1)
-    return [found]
+    groups = target.groups_for(n_groups * -(-n_queries // at_once), work * at_once)
+    return [
+        launch(
+            "flash_attn", [*mems, Mem.of(node), *numbers], (groups, 1, 1), target.wg, QUERIES=at_once, **flags
+        )
+    ]
+
+
+def queries_at_once(target: Target, n_queries: int, n_groups: int) -> int:
+    """Return how many of the queries that share keys a group of work-items takes: a power of two.
+
+    The keys are then read once for all of them. Their sums are kept in registers and local memory, and there
+    must be enough groups for all cores.
+    """
+    at_once = MAX_QUERIES if target.on_cpu else MAX_QUERIES // 2
+    while at_once > 1 and (
+        at_once // 2 >= n_queries or n_groups * -(-n_queries // at_once) < 2 * target.n_units
+    ):
+        at_once //= 2
+    return at_once
 
 
 RULES = {Op.FLASH_ATTN_EXT: Rule(_declines, _flash_attn)}

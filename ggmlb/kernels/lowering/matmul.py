@@ -26,6 +26,10 @@ VEC_COLUMNS = 8
 TILE = 64
 TILE_WG = 256
 PANEL_ROWS = 16
+PANEL_COLUMNS = 252
+
+MIN_COLUMNS_OF_EXPERT = 2
+"""From so many columns an expert on, the columns of each are gathered, and its rows decoded once for them."""
 
 
 def _declines(node: Tensor) -> str | None:
@@ -81,15 +85,24 @@ def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
     """Return a multiple of 3 near which all cores have work, and a panel once decoded is used long enough."""
     panels = -(-m // PANEL_ROWS) * n_matrices
     shares = max(1, -(-4 * target.n_units // panels))
-    return max(48, min(252, -(-n // shares) + 2)) // 3 * 3
+    return max(48, min(PANEL_COLUMNS, -(-n // shares) + 2)) // 3 * 3
 
 
 def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     a, b, ids = node.src
     assert a is not None and b is not None and ids is not None
-    rows = _rows_per_group(target, a, 1)
-    groups = (-(-a.ne[1] // rows), ids.ne[0], ids.ne[1])
+    m, n_pairs, n_experts = a.ne[1], ids.ne[0] * ids.ne[1], a.ne[2]
     mems = [Mem.of(a), Mem.of(b), Mem.of(ids), Mem.of(node)]
+    if n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts:
+        kernel, rows, columns, wg = (
+            ("mul_mat_id_panel", PANEL_ROWS, PANEL_COLUMNS, 1)
+            if target.on_cpu
+            else ("mul_mat_id_tile", TILE, TILE, TILE_WG)
+        )
+        groups = (-(-m // rows), -(-n_pairs // (columns * n_experts)), n_experts)
+        return [launch(kernel, mems, groups, wg, **_rest(a))]
+    rows = _rows_per_group(target, a, 1)
+    groups = (-(-m // rows), ids.ne[0], ids.ne[1])
     flags = {"COLUMNS": 1, "ROWS": _rows_at_once(target, a, 1), **_rest(a)}
     return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **flags)]
 
