@@ -1,0 +1,130 @@
+"""The conformance kit finds backends that are broken on purpose, each by the case that is meant to."""
+
+from __future__ import annotations
+
+import re
+
+import broken
+import pytest
+from broken import computing, queueing, refusing, storing
+
+from ggmlb.backends.cpu.device import CpuReg
+from ggmlb.testing.behaviour import CHECKS, behaves
+from ggmlb.testing.cases import cases_of
+from ggmlb.testing.compute import Bench
+from ggmlb.testing.fake import FakeReg
+from ggmlb.testing.results import Outcome
+
+
+def reasons(device, family, mode="test"):
+    """What the kit says about the cases of a family that fail."""
+    with Bench(device) as bench:
+        results = [getattr(bench, mode)(case) for case in cases_of(family)]
+    return [r.reason for r in results if r.outcome is Outcome.FAILED]
+
+
+WRONG_VALUES = [
+    (broken.WrongStride, "add", "nmse"),
+    (broken.WrongBroadcast, "mul", "nmse"),
+    (broken.UnalignedOffset, "cont", "must be equal|NaN"),
+    (broken.OneByteTooMany, "sqr", "guard bytes were overwritten, the first 0 bytes after the end"),
+    (broken.OneByteBefore, "rope", "1 guard bytes were overwritten, the first 1 bytes before the start"),
+    (broken.LastElementMissing, "soft_max_ext", "NaN"),
+    (broken.ChangesItsInput, "sum_rows", "changed in an input"),
+    (broken.FillsTheGaps, "cpy", "bytes were changed in an input"),
+    (broken.NoInfinity, "diag_mask_inf", "infinite"),
+    (broken.LowPrecision, "norm", "nmse .* is above"),
+    (broken.WorksOnce, "sqr", "computed a second time: .* NaN"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "told"), WRONG_VALUES, ids=lambda x: getattr(x, "__name__", None))
+def test_wrong_values_are_found(kind, family, told):
+    found = reasons(computing(kind), family)
+    assert found
+    assert any(re.search(told, reason) for reason in found), found
+
+
+LIES = [
+    (refusing(broken.ClaimsAll), "claims the op, then fails: it raised BackendError: no kernel"),
+    (refusing(broken.SaysNoForYes), "supports_op says False, declines says None"),
+    (refusing(broken.NoReason), "declines gives no reason"),
+    (refusing(broken.ChangesItsMind), "the answer changes once the tensors lie in a buffer"),
+    (
+        refusing(broken.RefusesAbs, broken.ComputesWhatItRefuses),
+        "refuses the op (not of mine), then computes it",
+    ),
+    (refusing(broken.RefusesAbs, broken.OtherError), "not with an UnsupportedOpError: it raised KeyError"),
+]
+
+
+@pytest.mark.parametrize(("device", "told"), LIES, ids=lambda x: x if isinstance(x, str) else None)
+def test_lies_are_found(device, told):
+    found = reasons(device, "abs", "support")
+    assert found
+    assert all(told in reason for reason in found), found
+
+
+MISBEHAVIOUR = [
+    (computing(broken.StalePlan), "plans", "a_plan_follows_moved_tensors", "moved"),
+    (computing(broken.StalePlan), "plans", "a_plan_follows_changed_parameters", "scale was changed"),
+    (computing(broken.WorksOnce), "plans", "a_plan_can_be_computed_again", "run 1"),
+    (computing(broken.IgnoresAbort), "plans", "an_abort_callback_stops", "never asked"),
+    (storing(broken.MemsetOffByOne), "transfers", "memset_writes_its_bytes_only", "1 of"),
+    (storing(broken.SetIgnoresOffset), "transfers", "set_writes_its_bytes_only", "after set_tensor"),
+    (storing(broken.GetIgnoresOffset), "transfers", "get_reads_from_its_offset", "bytes from"),
+    (storing(broken.WrongPitch), "transfers", "two_dimensional_transfers", "after set_tensor_2d:"),
+    (storing(broken.ClearStopsShort), "transfers", "clear_sets_every_byte", "after clear"),
+    (
+        storing(broken.KeepsTheData),
+        "transfers",
+        "data_of_a_synchronous_write_may_change",
+        "was changed after",
+    ),
+    (storing(broken.MisalignedType), "memory", "alignment_is_kept", "begins at 0x"),
+    (storing(broken.NoNothing), "memory", "nothing_is_a_size", "ZeroDivisionError: 0 pages"),
+    (storing(broken.OtherMemoryError), "memory", "too_much_is_an_allocation_error", "raised OverflowError"),
+    (queueing(broken.NeverWaits), "order", "synchronize_waits", "after synchronize"),
+    (queueing(broken.NeverWaits), "order", "graph_compute_waits", "after graph_compute"),
+    (queueing(broken.LastFirst), "order", "a_stream_runs_in_order", "queued without waiting"),
+    (queueing(broken.AsyncGetReturnsEarly), "order", "a_stream_runs_in_order", "queued without waiting"),
+    (queueing(broken.EventDoesNotWait), "order", "an_event_orders_streams", "after event_wait"),
+    (queueing(event=broken.DeadEvent), "order", "an_event_can_be_waited_for", "after Event.synchronize"),
+    (queueing(broken.CopyOvertakesSource), "order", "a_copy_waits_for_its_source", "still being computed"),
+    (queueing(broken.SourceDoesNotWait), "order", "a_copy_waits_for_its_source", "still being computed"),
+    (
+        queueing(broken.CopyOvertakesReaders),
+        "order",
+        "a_copy_waits_for_its_destination",
+        "later copy",
+    ),
+    (queueing(buffer=broken.CopyIgnoresOffset), "transfers", "copies_respect_offsets", "a copy from offset"),
+    (queueing(broken.FreeForgetsWork), "memory", "freeing_a_stream_ends_its_work", "stream that was freed"),
+    (queueing(buffer=broken.FreedTooEarly), "memory", "freeing_with_work_pending", "was freed while"),
+    (queueing(device=broken.NoEventsAfterAll), "order", "an_event_orders_streams", "BackendError: no events"),
+    (queueing(device=broken.WrongFacts), "memory", "facts_are_sound", "bytes are free, of"),
+    (queueing(device=broken.NoHostBuffer), "memory", "facts_are_sound", "caps.host_buffer is True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "group", "name", "told"), MISBEHAVIOUR, ids=lambda x: x if isinstance(x, str) else None
+)
+def test_misbehaviour_is_found(device, group, name, told):
+    result = behaves(device, group, name)
+    assert result.outcome is Outcome.FAILED
+    assert told in result.reason
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group in CHECKS for name in CHECKS[group]])
+@pytest.mark.parametrize("base", ["fake", "cpu"])
+def test_what_they_are_made_of_behaves(base, group, name):
+    device = FakeReg(1).devices[0] if base == "fake" else broken.WrongDevice(CpuReg())
+    result = behaves(device, group, name)
+    assert not result.outcome.is_bad, result.reason
+
+
+@pytest.mark.parametrize("family", sorted({family for _, family, _ in WRONG_VALUES} | {"abs"}))
+def test_what_they_are_made_of_computes(family):
+    device = broken.WrongDevice(CpuReg())
+    assert reasons(device, family) == reasons(device, family, "support") == []
