@@ -42,13 +42,11 @@ class Selection:
     limit: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ArgumentError(f"no mode {self.mode!r}{did_you_mean(self.mode, MODES)}")
         try:
             re.compile(self.pattern)
         except re.error as error:
             raise ArgumentError(f"{self.pattern!r} is no regular expression: {error}") from error
-        known = {name for names in _names(self.mode).values() for name in names}
+        known = known_ops(self.mode)
         for op in self.ops:
             if op.lower() not in known:
                 raise ArgumentError(
@@ -87,6 +85,17 @@ def names_of(mode: str, family: str) -> Iterator[tuple[str, frozenset[str]]]:
         yield from ((case.id, frozenset({case.op})) for case in perf.CASES if case.op == family)
     else:
         yield from ((case.id, case.ops) for case in cases_of(family))
+
+
+def known_ops(mode: str) -> set[str]:
+    """Return the names of ops by which cases of a mode can be chosen.
+
+    Raises:
+        ArgumentError: There is no such mode.
+    """
+    if mode not in MODES:
+        raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, MODES)}")
+    return {name for names in _names(mode).values() for name in names}
 
 
 def _names(mode: str) -> dict[str, set[str]]:

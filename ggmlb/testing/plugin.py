@@ -1,0 +1,138 @@
+"""The pytest plugin: the conformance kit as tests, one for each case.
+
+    pytest --pyargs ggmlb.testing --ggmlb-device CUDA0
+    pytest --pyargs ggmlb.testing --ggmlb-device CUDA0 --ggmlb-mode behaviour -k plan
+
+Installing ggmlb registers it. It does nothing until pytest is told to collect `ggmlb.testing`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ggmlb.errors import BackendUnavailable, RegistryError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ggmlb.testing.results import Result
+    from ggmlb.testing.run import Runner, Task
+    from ggmlb.testing.xfail import ExpectedFailures
+
+MODES = "test,support,behaviour"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options."""
+    group = parser.getgroup("ggmlb", "ggmlb: conformance of devices (--pyargs ggmlb.testing)")
+    group.addoption("--ggmlb-device", metavar="NAME,NAME", help="devices to test; without it none is tested")
+    group.addoption(
+        "--ggmlb-mode",
+        metavar="MODE,MODE",
+        default=MODES,
+        help=f"by default {MODES}; also perf",
+    )
+    group.addoption("--ggmlb-ops", metavar="OP,OP", default="", help="only these ops, or kinds of behaviour")
+    group.addoption("--ggmlb-limit", metavar="N", type=int, default=0, help="most cases of an op; 0 for all")
+    group.addoption("--ggmlb-xfail", metavar="FILE", help="known failures: 'REGEX # reason' in each line")
+    group.addoption(
+        "--ggmlb-require",
+        action="store_true",
+        help="fail, instead of skipping, where a device is not there",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of every case that the options choose."""
+    if "ggmlb_case" not in metafunc.fixturenames:
+        return
+    config = metafunc.config
+    names = _list(config.getoption("--ggmlb-device") or "")
+    params = []
+    for name in names:
+        try:
+            tasks = _tasks(config, name)
+        except (RegistryError, BackendUnavailable) as error:
+            if config.getoption("--ggmlb-require"):
+                raise pytest.UsageError(f"--ggmlb-device {name}: {error}") from None
+            why = " ".join(str(error).split())
+            params.append(pytest.param(None, id=f"{name}", marks=pytest.mark.skip(reason=why)))
+            continue
+        for task in tasks:
+            params += [pytest.param((task, i), id=f"{name}-{task.mode}-{i}") for i in task.ids]
+    if not names:
+        skip = pytest.mark.skip(reason="no device was named: give --ggmlb-device; 'ggmlb devices' lists them")
+        params = [pytest.param(None, id="no-device", marks=skip)]
+    metafunc.parametrize("ggmlb_case", params)
+
+
+@pytest.fixture(scope="session")
+def ggmlb_runner() -> Iterator[Runner]:
+    """Run cases; keeps a stream on each device for the session."""
+    from ggmlb.testing.run import Runner
+
+    with Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="session")
+def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailures]:
+    """What gives the list of known failures of a device, by its name."""
+    from ggmlb.registry import device_by_name
+    from ggmlb.testing.xfail import ExpectedFailures
+
+    file = pytestconfig.getoption("--ggmlb-xfail")
+    return cache(lambda name: ExpectedFailures.of(device_by_name(name), file and Path(file)))
+
+
+def run_case(
+    runner: Runner, xfails: Callable[[str], ExpectedFailures], case: tuple[Task, str], record: Any
+) -> Result:
+    """Run one case and turn its outcome into pytest's."""
+    from dataclasses import replace
+
+    from ggmlb.testing.results import Outcome
+
+    task, name = case
+    (result,) = runner.run(replace(task, ids=(name,)))
+    result = xfails(task.device).judge(result)
+    record("ggmlb_device", task.device)
+    for fact, value in result.facts.items():
+        record(f"ggmlb_{fact}", value)
+    if result.outcome is Outcome.SKIPPED:
+        pytest.skip(result.reason)
+    if result.outcome is Outcome.XFAILED:
+        pytest.xfail(result.reason)
+    if result.outcome.is_bad:
+        pytest.fail(result.reason, pytrace=False)
+    return result
+
+
+def _tasks(config: pytest.Config, device: str) -> list[Task]:
+    from ggmlb.errors import ArgumentError
+    from ggmlb.registry import device_by_name
+    from ggmlb.testing.run import Selection, known_ops, tasks
+
+    device_by_name(device)
+    modes, ops = _list(config.getoption("--ggmlb-mode")), _list(config.getoption("--ggmlb-ops"))
+    try:
+        known = {mode: known_ops(mode) for mode in modes}
+        for op in ops:  # one of any mode: what is an op in one may be none in another
+            if not any(op.lower() in names for names in known.values()):
+                raise ArgumentError(f"--ggmlb-ops: no op {op!r} in mode {' or '.join(modes)}")
+        found: list[Task] = []
+        for mode in modes:
+            chosen = tuple(op for op in ops if op.lower() in known[mode])
+            if chosen or not ops:
+                found += tasks(device, Selection(mode, chosen, "", config.getoption("--ggmlb-limit")))
+    except ArgumentError as error:
+        raise pytest.UsageError(str(error)) from None
+    return found
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

@@ -1,0 +1,258 @@
+"""The conformance kit itself: its table of cases, its verdicts, its reports and its pytest plugin."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggmlb.dtypes import DType
+from ggmlb.errors import ArgumentError
+from ggmlb.registry import device_by_name
+from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.formats import as_csv, as_json, as_junit
+from ggmlb.testing.guarded import poison
+from ggmlb.testing.limits import limit
+from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
+from ggmlb.testing.run import Selection, known_ops, run_all, tasks
+from ggmlb.testing.samples import ops_covered
+from ggmlb.testing.xfail import ExpectedFailures
+
+ROOT = Path(__file__).parents[2]
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+def test_cases_are_the_same_in_every_process():
+    program = "from ggmlb.testing.cases import *; print([c.id for f in FAMILIES for c in cases_of(f)])"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    runs = {subprocess.check_output([sys.executable, "-c", program], env=env) for _ in range(2)}
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_cases_of_many_kinds(family):
+    cases = cases_of(family)
+    assert len({case.id for case in cases}) == len(cases) >= 5
+
+
+def test_every_type_that_a_product_takes_is_drawn_twice():
+    drawn = Counter(case.program.leafs[0].dtype for case in cases_of("mul_mat"))
+    taken = [t for t in DType if t.is_quantized and t not in (DType.Q8_1, DType.Q8_K, DType.Q2_0)]
+    assert all(drawn[t] >= 2 for t in (*taken, DType.F32, DType.F16, DType.BF16))
+
+
+def test_sizes_are_odd_one_none_and_large():
+    shapes = [case.program.leafs[0].ne for case in cases_of("add")]
+    assert any(set(ne) == {1} for ne in shapes)
+    assert any(ne[0] == 0 for ne in shapes)
+    assert any(0 in ne[1:] for ne in shapes)
+    assert any(ne[0] > 200 for ne in shapes)
+    assert any(ne[0] % 2 and ne[0] > 2 for ne in shapes)
+
+
+def test_layouts_are_drawn():
+    ids = " ".join(case.id for case in cases_of("cont"))
+    assert all(f".{layout}" in ids for layout in ("padded", "outer", "permuted"))
+
+
+NO_CASE_YET = {
+    "CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3",  # a user's own Python function: on the CPU only
+    "FLASH_ATTN_BACK", "LIGHTNING_INDEXER", "DSV4_HC_COMB", "DSV4_HC_PRE", "DSV4_HC_POST",
+}  # fmt: skip
+"""Ops of the samples for which the kit has no family."""
+
+
+def test_every_op_has_a_family():
+    covered = {name.upper() for family in FAMILIES for case in cases_of(family) for name in case.ops}
+    missing = {op.value for op in ops_covered()} - covered
+    assert missing == NO_CASE_YET & {op.value for op in ops_covered()}
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8"])
+def test_poison_is_not_a_number_wherever_it_is_read(dtype):
+    for start in (0, 2, 8, 30):
+        bytes_ = poison(1024)[start : start + 512]
+        assert np.isnan(bytes_.view(dtype)).all()
+    words = poison(1024).view("<u2")
+    assert (((words & 0x7F80) == 0x7F80) & ((words & 0x7F) != 0)).all()  # bfloat16
+
+
+def test_limits_are_wider_for_products_of_short_types_only():
+    by_type = {case.program.leafs[0].dtype: limit(case.program) for case in cases_of("mul_mat")}
+    assert by_type[DType.Q4_0] == 5e-4
+    f32 = [c.program for c in cases_of("mul_mat") if all(x.dtype is DType.F32 for x in c.program.leafs)]
+    assert all(limit(p) == 1e-6 for p in f32)
+
+
+# -- selections and runs ---------------------------------------------------------------------------
+
+
+def test_ops_are_chosen_by_function_op_or_family():
+    for name in ("add", "ADD", "swiglu", "unary", "rope_multi", "cpy to blocks"):
+        assert tasks("CPU", Selection(ops=(name,))), name
+    with pytest.raises(ArgumentError, match="did you mean 'mul_mat'"):
+        Selection(ops=("mulmat",))
+    with pytest.raises(ArgumentError, match="did you mean 'perf'"):
+        Selection("pref")
+    with pytest.raises(ArgumentError, match="no regular expression"):
+        Selection(pattern="(")
+
+
+def test_a_pattern_and_a_limit_narrow():
+    (task,) = tasks("CPU", Selection(ops=("mul_mat",), pattern="q4_0", limit=1))
+    assert len(task.ids) == 1
+    assert "q4_0" in task.ids[0]
+    assert tasks("CPU", Selection(pattern="no such case")) == []
+
+
+def test_perf_and_behaviour_have_names_too():
+    assert {"order", "plans", "synchronize_waits"} <= known_ops("behaviour")
+    assert {"mul_mat", "cpy"} <= known_ops("perf")
+
+
+def test_processes_give_what_one_gives():
+    work = tasks("CPU", Selection(ops=("add", "sum", "rope"), limit=2))
+    alone, shared = ([(r.id, r.outcome) for r in run_all(work, jobs)] for jobs in (1, 2))
+    assert alone == shared
+    assert len(alone) == 10  # "add", "add of blocks", "add_cast", "sum", "rope"
+
+
+def test_perf_measures(monkeypatch):
+    from ggmlb.testing import perf
+
+    monkeypatch.setattr(perf, "BATCH_S", 0.0)
+    cpu = device_by_name("CPU")
+    (case,) = (c for c in perf.CASES if c.id == "mul_mat(f32,f32;n=8)")
+    result = perf.measure(cpu, case, perf.Rates(1.0, {"f32": 1e-6}))
+    assert result.outcome is Outcome.PASSED
+    assert result.facts["gflop_s"] == pytest.approx(2 * 1024 * 1024 * 8 / result.time_s / 1e9)
+    assert result.facts["gb_s"] == pytest.approx(4 * (1024 * 1024 + 2 * 8 * 1024) / result.time_s / 1e9)
+    assert result.facts["limit"] == "product"
+
+
+# -- verdicts and reports --------------------------------------------------------------------------
+
+
+def result(outcome, id="add(f32[1])", reason="", **facts):
+    return Result("test", "CPU", "add", id, outcome, reason, 1e-9, 0.5, facts)
+
+
+def test_exit_status():
+    passed, failed, skipped = (result(o) for o in (Outcome.PASSED, Outcome.FAILED, Outcome.SKIPPED))
+    assert exit_status([passed, skipped]) == OK
+    assert exit_status([passed, failed]) == SOME_FAILED
+    assert exit_status([skipped]) == exit_status([]) == NOTHING_RAN
+    assert exit_status([passed, result(Outcome.XPASSED)]) == SOME_FAILED
+    assert exit_status([result(Outcome.XFAILED)]) == OK
+
+
+def test_expected_failures(tmp_path):
+    file = tmp_path / "xfail.txt"
+    file.write_text("# known\n\n^test add\\(f32 # the adder is broken, issue 7\n")
+    known = ExpectedFailures.of(device_by_name("CPU"), file)
+    failed = known.judge(result(Outcome.FAILED, reason="nmse 1"))
+    assert (failed.outcome, failed.reason) == (Outcome.XFAILED, "the adder is broken, issue 7 (nmse 1)")
+    passed = known.judge(result(Outcome.PASSED))
+    assert passed.outcome is Outcome.XPASSED
+    assert "off the list" in passed.reason
+    for other in (result(Outcome.SKIPPED), result(Outcome.FAILED, "sub(f32[1])")):
+        assert known.judge(other) is other
+    file.write_text("^test add\n")
+    with pytest.raises(ArgumentError, match="line 1: write 'PATTERN # reason'"):
+        ExpectedFailures.of(device_by_name("CPU"), file)
+
+
+def test_a_backend_may_ship_its_list():
+    class Shipping:
+        reg = type("Reg", (), {"get_proc_address": lambda self, name: lambda device: {"add": name}})()
+
+    judged = ExpectedFailures.of(Shipping()).judge(result(Outcome.FAILED, reason="why"))
+    assert judged.reason == "conformance_xfails (why)"
+
+
+RESULTS = [
+    result(Outcome.PASSED, gb_s=2.5),
+    result(Outcome.FAILED, "add(f32[2])", 'a "quoted", <odd> reason\x01'),
+    result(Outcome.SKIPPED, "add(f32[3])", "not supported"),
+]
+
+
+def test_json():
+    told = json.loads(as_json(RESULTS))
+    assert told["counts"] == {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 0, "xpassed": 0}
+    assert told["results"][0]["gb_s"] == 2.5
+    nan = json.loads(as_json([Result("test", "CPU", "x", "y", Outcome.FAILED, "", float("nan"))]))
+    assert nan["results"][0]["nmse"] == "nan"
+
+
+def test_csv():
+    rows = list(csv.DictReader(io.StringIO(as_csv(RESULTS))))
+    assert [row["outcome"] for row in rows] == ["passed", "failed", "skipped"]
+    assert [row["gb_s"] for row in rows] == ["2.5", "", ""]
+    assert rows[1]["reason"].startswith('a "quoted"')
+
+
+def test_junit():
+    (suite,) = ElementTree.fromstring(as_junit(RESULTS))
+    assert suite.attrib == {
+        "name": "ggmlb.CPU.test", "tests": "3", "failures": "1", "skipped": "1", "errors": "0",
+        "time": "1.500000",
+    }  # fmt: skip
+    passed, failed, skipped = suite
+    assert list(passed) == []
+    assert failed[0].tag == "failure"
+    assert failed[0].attrib["message"] == 'a "quoted", <odd> reason?'
+    assert skipped[0].tag == "skipped"
+
+
+# -- the pytest plugin -----------------------------------------------------------------------------
+
+
+def plugin(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Registered by hand, so that the tests need no installation; where there is one, only once.
+    command = ["-m", "pytest", "-p", "no:ggmlb", "-p", "ggmlb.testing.plugin", "-p", "no:cacheprovider"]
+    full = [sys.executable, *command, "--pyargs", "ggmlb.testing", *args]
+    return subprocess.run(full, capture_output=True, text=True, env=env, cwd=cwd, check=False)
+
+
+def test_the_plugin_makes_a_test_of_each_case(tmp_path):
+    done = plugin(
+        "-v", "--ggmlb-device", "CPU", "--ggmlb-ops", "mul_mat,plans", "--ggmlb-limit", "2", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout
+    assert "test_case[CPU-test-mul_mat(" in done.stdout
+    assert (
+        "test_case[CPU-behaviour-two_plans_do_not_mix]" in done.stdout
+        or "CPU-behaviour-a_plan" in done.stdout
+    )
+    assert "6 passed" in done.stdout
+
+
+def test_the_plugin_skips_with_a_reason(tmp_path):
+    done = plugin("-rs", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "no device was named: give --ggmlb-device" in done.stdout
+    done = plugin("-rs", "--ggmlb-device", "GPU9", cwd=tmp_path)
+    assert "there is no device 'GPU9'" in done.stdout
+    assert "1 skipped" in done.stdout
+    assert plugin("--ggmlb-device", "GPU9", "--ggmlb-require", cwd=tmp_path).returncode != 0
+
+
+def test_the_plugin_knows_expected_failures(tmp_path):
+    (tmp_path / "xfail.txt").write_text("^test sum_rows # never mind\n")
+    args = ("--ggmlb-device", "CPU", "--ggmlb-ops", "sum_rows", "--ggmlb-mode", "test", "--ggmlb-limit", "1")
+    done = plugin(*args, "--ggmlb-xfail", "xfail.txt", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "it passes, but is expected to fail (never mind)" in done.stdout
