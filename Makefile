@@ -55,7 +55,7 @@ test-gpu: $(VENV)/.dev $(VENV)/.cuda
 	$(RUN) pytest -m gpu $(PYTEST_ARGS)
 
 bench-gpu: $(VENV)/.bench $(VENV)/.cuda
-	$(BIN)/python benchmarks/embed.py --devices CUDA0,CPU
+	$(BIN)/python benchmarks/gpu.py
 
 notebooks: $(VENV)/.dev
 	$(BIN)/python scripts/run_notebooks.py notebooks

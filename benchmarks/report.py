@@ -68,10 +68,12 @@ def conditions(packages: Iterable[str] = ("numpy",)) -> str:
     )
 
 
-def save(name: str, about: str, *tables: Table, packages: Iterable[str] = ("numpy",)) -> Path:
+def save(
+    name: str, about: str, *tables: Table, packages: Iterable[str] = ("numpy",), folder: Path = RESULTS
+) -> Path:
     """Write `results/<name>.md`: what was measured, under which conditions, and the tables."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.md"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.md"
     title, _, text = about.strip().partition("\n")
     body = "\n\n".join(map(str, tables))
     path.write_text(f"# {title}\n\n{conditions(packages)}\n\n{body}\n\n{text.strip()}\n")

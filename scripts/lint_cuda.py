@@ -1,7 +1,8 @@
 """Compile every kernel for CUDA, with every set of macros that the golden programs' launches have.
 
 They run as OpenCL C in the tests; this shows that the same texts are CUDA C++, but for what
-`ONLY_OPENCL` names.
+`ONLY_OPENCL` names. CUDA's own kernels are compiled for the shapes that matter, and what all of them take of
+a card is compared with docs/cuda-resources.md (`--write` writes it).
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cuda_resources import TABLE, Resources, Variant, complaints, hot, text
 from nvrtc import Nvrtc
 
-from ggmlb.kernels import Kernel, Target, declines, kernels, lower, source
+from ggmlb.backends.cuda.kernels import PACKAGE
+from ggmlb.kernels import Target, declines, kernels, lower, source
 from ggmlb.testing.programs import load_cases
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 
 ONLY_OPENCL: dict[str, str] = {}
 """Kernels that need not compile for CUDA, and why."""
-
-Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 
 
 def variants() -> list[Variant]:
@@ -45,33 +46,50 @@ def variants() -> list[Variant]:
     return [*chosen, *(variant for name, variant in on_cpu.items() if name not in on_gpu)]
 
 
-def complaint(nvrtc: Nvrtc, variant: Variant, architecture: str) -> tuple[str, str] | None:
-    """Return the kernel's name and what the compiler says, or None."""
+def compiled(nvrtc: Nvrtc, variant: Variant, architecture: str) -> tuple[str, str, Resources]:
+    """Return the kernel's name, what the compiler complains of, and what the code takes of a card."""
     kernel, defines, wg = variant
-    options = [f"-arch={architecture}", "-diag-suppress=177", f"-DWG={wg}"]
-    log = nvrtc.compile(source(kernel, "cuda"), [*options, *(f"-D{n}={v}" for n, v in defines)])
-    return (kernel.name, f"{kernel.name} {dict(defines)} for {architecture}:\n{log}") if log else None
+    options = [f"-arch={architecture}", "-diag-suppress=177", "--ptxas-options=-v", f"-DWG={wg}"]
+    fine, log = nvrtc.compile(source(kernel, "cuda"), [*options, *(f"-D{n}={v}" for n, v in defines)])
+    why = "" if fine else f"{kernel.name} {dict(defines)} for {architecture}:\n{log}"
+    return kernel.name, why, Resources.read(log)
 
 
-def main() -> int:
-    """Compile all, and tell of those that fail."""
-    nvrtc, found = Nvrtc(), variants()
+def main(write: bool = False) -> int:
+    """Compile all; tell of kernels that fail, and where they take more, or less, than the table says."""
+    nvrtc, found, own = Nvrtc(), variants(), hot()
     unreached = sorted(set(kernels()) - {kernel.name for kernel, *_ in found})
+    unreached += sorted(set(kernels(PACKAGE)) - {kernel.name for kernel, *_ in own.values()})
     known = [a for a in ARCHITECTURES if a in nvrtc.architectures()]
+    named = [(None, variant) for variant in found] + list(own.items())
+    jobs = [(name, variant, architecture) for architecture in known for name, variant in named]
+    taken: tuple[dict[str, dict[str, Resources]], ...] = ({}, {})
+    failed: set[str] = set()
     with ThreadPoolExecutor() as pool:
-        jobs = [(nvrtc, variant, architecture) for architecture in known for variant in found]
-        bad = [failure for failure in pool.map(lambda job: complaint(*job), jobs) if failure]
-    failed = {name for name, _ in bad}
-    print(*(log for name, log in bad if name not in ONLY_OPENCL), sep="\n", end="")
-    for name in unreached:
-        print(f"{name}: no golden program launches it")
-    for name in sorted(set(ONLY_OPENCL) - failed):
-        print(f"{name}: compiles for CUDA after all; take it out of ONLY_OPENCL")
-    if failed == set(ONLY_OPENCL) and not unreached:
-        print(f"{len(kernels())} kernels in {len(found)} variants compile for {', '.join(known)}")
-        return 0
-    return 1
+        results = pool.map(lambda job: compiled(nvrtc, job[1], job[2]), jobs)
+        for (name, _, architecture), (kernel, why, resources) in zip(jobs, results, strict=True):
+            if why:
+                failed.add(kernel)
+                if kernel not in ONLY_OPENCL:
+                    print(why)
+            rows = taken[name is None].setdefault(name or kernel, {})
+            rows[architecture] = resources.most(rows.get(architecture, Resources()))
+    for kernel in unreached:
+        print(f"{kernel}: no golden program launches it")
+    for kernel in sorted(set(ONLY_OPENCL) - failed):
+        print(f"{kernel}: compiles for CUDA after all; take it out of ONLY_OPENCL")
+    if failed != set(ONLY_OPENCL) or unreached:
+        return 1
+    page = text(nvrtc.version, known, *taken)
+    if write:
+        TABLE.write_text(page, encoding="utf-8")
+    bad = complaints(page, nvrtc.version, taken[0])
+    print(*bad, sep="\n", end="\n" if bad else "")
+    if not bad:
+        n = len(kernels()) + len(kernels(PACKAGE))
+        print(f"{n} kernels in {len(named)} variants compile for {', '.join(known)}")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("--write" in sys.argv[1:]))

@@ -33,8 +33,15 @@ class Nvrtc:
         self._lib.nvrtcGetSupportedArchs(numbers)
         return {f"sm_{number}" for number in numbers}
 
-    def compile(self, text: str, options: Iterable[str]) -> str | None:
-        """Return the compiler's complaints about a text that it refuses, or None."""
+    @property
+    def version(self) -> str:
+        """As `12.9`."""
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def compile(self, text: str, options: Iterable[str]) -> tuple[bool, str]:
+        """Compile a text; return whether that worked, and all that the compiler and ptxas say."""
         lib, program = self._lib, ctypes.c_void_p()
         status = lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
         if status:
@@ -46,4 +53,4 @@ class Nvrtc:
         log = ctypes.create_string_buffer(size.value)
         lib.nvrtcGetProgramLog(program, log)
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-        return log.value.decode() if status else None
+        return status == 0, log.value.decode()

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.cuda.kernels import Step
     from ggmlb.tensor import Tensor
-    from ggmlb.testing.programs import Built
+    from ggmlb.testing.programs import Built, Case
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
 
 CARD = Target(False, 132, 128)
 OWN = set(kernels(PACKAGE))
 FAMILIES = ("mul_mat", "mul_mat_id", "flash_attn")
+ALIKE = ("-n1", "-bcast")
 CASES = {case.id: case for case in load_cases(Path(__file__).parents[1] / "golden/programs")}
 
 
@@ -58,17 +59,26 @@ def compile_all(steps: list[Step]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_golden_programs(family: str) -> None:
-    """All cases in which a kernel of CUDA's own, or cuBLAS, has a part."""
+    """The cases in which CUDA's own kernels, or cuBLAS, have a part; some of those that differ by type."""
+    run_golden([case for case in CASES.values() if case.family == family and not case.id.endswith(ALIKE)], 10)
+
+
+@pytest.mark.slow
+def test_golden_products_of_every_type() -> None:
+    run_golden([case for case in CASES.values() if case.id.endswith(ALIKE)], 30)
+
+
+def run_golden(cases: list[Case], at_least: int) -> None:
     chosen: list[tuple[str, Built, list[Step]]] = []
-    for case in CASES.values():
+    for case in cases:
         built = case.build()
-        if case.family != family or any(declines(node) for node in built.graph.nodes):
+        if any(declines(node) for node in built.graph.nodes):
             continue
         place(built.ctx)
         steps = lowered(built)
         if any(map(is_own, steps)):
             chosen.append((case.id, built, steps))
-    assert len(chosen) >= {"mul_mat": 60, "mul_mat_id": 17, "flash_attn": 10}[family]
+    assert len(chosen) >= at_least
     compile_all([step for _, _, steps in chosen for step in steps])
     wrong = []
     for name, built, steps in chosen:

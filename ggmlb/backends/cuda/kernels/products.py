@@ -50,7 +50,7 @@ def _shape(lw: Lowering, a: Tensor, n: int, n_matrices: int, tile: int) -> tuple
     Where rows are too few to keep all multiprocessors busy, the warps of a group share rows.
     """
     columns = 1 << (min(n, 8) - 1).bit_length()
-    rows = 4 if columns <= 2 else 2
+    rows = 4
     n_groups = -(-n // columns)
     split = 1
     while split < WARPS and split * tile < a.ne[0]:

@@ -1,0 +1,367 @@
+"""The GPU backend at the card's limit: each figure beside what the card or PyTorch reaches in the same run.
+
+    python benchmarks/gpu.py [--device CUDA0] [--only products,attention] [--smoke] [--folder DIR]
+
+Kernels are timed in graphs of many nodes of one kind, each with memory of its own, so that no cache has what
+they read; the time of a node is the median over rounds of the graph's time divided by its nodes, launches
+included. Bandwidth counts each byte that must be read or written once. `--smoke` tries everything with tiny
+sizes on any device, and measures nothing worth reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from embed import english_sentences
+from gpu_decode import Decoder, Sizes
+from gpu_measure import FILLING, Bench, RawCopies, Torch, machine
+from report import RESULTS, Table, save
+
+from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb.errors import Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.tensor import Tensor
+
+BUDGET_S = 420
+"""Sections that have not begun by then are left out, and named in the summary."""
+
+F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
+
+
+@dataclass
+class Report:
+    """Figures as they come, and what of them misses its goal."""
+
+    table: Table = field(default_factory=lambda: Table("what", "ggmlb", "limit", "of the limit", "goal"))
+    missed: list[str] = field(default_factory=list)
+    n_met: int = 0
+    has_goals: bool = True
+    failed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, what: str, value: float, limit: float | str, unit: str, goal: float | None = None) -> None:
+        """Add a figure; `limit` is a reason where there is none to compare with."""
+        if isinstance(limit, str):
+            self.table.row(what, f"{value:.4g} {unit}", limit, "", "")
+            return
+        ratio = value / limit
+        verdict = ""
+        if goal is not None and self.has_goals:
+            met = ratio >= goal
+            verdict = f"{goal:.0%}" + ("" if met else " (missed)")
+            self.n_met += met
+            if not met:
+                self.missed.append(f"{what}: {ratio:.0%} of the limit, goal {goal:.0%}")
+        self.table.row(what, f"{value:.4g} {unit}", f"{limit:.4g} {unit}", f"{ratio:.0%}", verdict)
+
+
+@dataclass
+class Run:
+    """What all sections share."""
+
+    bench: Bench
+    raw: RawCopies
+    torch: Torch
+    report: Report
+    _copy: float = 0.0
+
+    @property
+    def device_copy(self) -> float:
+        """Bytes read and written per second by a plain copy on the device; measured once."""
+        self._copy = self._copy or self.raw.on_device(self.bench.size(1 << 30, 1 << 16))
+        return self._copy
+
+    def bandwidth(
+        self,
+        what: str,
+        make: Callable[[Context], Tensor],
+        nbytes: int,
+        fill: Callable[[Context], None] | None = None,
+        goal: float | None = 0.85,
+    ) -> None:
+        """Time a node, and compare its bandwidth with a copy's."""
+        seconds = self.bench.node_seconds(make, nbytes, fill)
+        self.report.add(what, nbytes / seconds / 1e9, self.device_copy / 1e9, "GB/s", goal)
+
+
+def copies(run: Run) -> None:
+    bench, backend = run.bench, run.bench.backend
+    nbytes = bench.size(256 << 20, 1 << 16)
+    ctx = Context()
+    tensor = ctx.new_tensor(DType.I8, (nbytes,))
+    pinned_type = bench.device.host_buffer_type
+    with alloc_ctx_tensors(ctx, backend):
+        for pinned in (True, False):
+            if pinned and pinned_type is None:
+                continue
+            if pinned:
+                home = Context()
+                held = home.new_tensor(DType.I8, (nbytes,))
+                memory = alloc_ctx_tensors(home, pinned_type)
+                host = memory.base[held.offset : held.offset + nbytes]
+            else:
+                host = np.empty(nbytes, np.uint8)
+            host[:] = FILLING
+            kind = "pinned" if pinned else "pageable"
+            set_s = bench.seconds(lambda host=host: backend.set_tensor_async(tensor, host))
+            get_s = bench.seconds(lambda host=host: backend.get_tensor_async(tensor, host))
+            for way, seconds in (("to device", set_s), ("to host", get_s)):
+                limit = run.raw.host(nbytes, way == "to device", pinned) / 1e9
+                run.report.add(f"copy {way}, {kind}", nbytes / seconds / 1e9, limit, "GB/s", 0.95)
+            if pinned:
+                memory.free()
+    n = bench.size(1 << 26, 1 << 12)
+    run.bandwidth("copy on the device", lambda c: c.dup(c.new_tensor(F32, (n,))), 8 * n, goal=0.95)
+
+
+def elementwise(run: Run) -> None:
+    n, rows = run.bench.size(4096, 64), run.bench.size(8192, 4)
+    size = 4 * n * rows
+
+    def x(c: Context) -> Tensor:
+        return c.new_tensor(F32, (n, rows))
+
+    run.bandwidth("add f32", lambda c: c.add(x(c), x(c)), 3 * size)
+    run.bandwidth("mul f32 by a row", lambda c: c.mul(x(c), c.new_tensor(F32, (n,))), 2 * size)
+    run.bandwidth("silu f32", lambda c: c.silu(x(c)), 2 * size)
+    run.bandwidth("gelu f32", lambda c: c.gelu(x(c)), 2 * size)
+    run.bandwidth("cpy f32 to f16", lambda c: c.cast(x(c), F16), 3 * size // 2)
+    run.bandwidth("rms_norm", lambda c: c.rms_norm(x(c), 1e-5), 2 * size)
+    run.bandwidth("norm", lambda c: c.norm(x(c), 1e-5), 2 * size)
+    run.bandwidth("soft_max", lambda c: c.soft_max(x(c)), 2 * size)
+    heads = n // 64
+
+    def rope(c: Context) -> Tensor:
+        return c.rope(c.new_tensor(F32, (64, heads, rows)), c.new_tensor(I32, (rows,)), 64, 2)
+
+    def positions(ctx: Context) -> None:
+        for t in ctx.tensors:
+            if t.dtype is I32:
+                t.set_array(np.random.default_rng(0).integers(0, rows, t.shape, np.int32))
+
+    run.bandwidth("rope", rope, 2 * size, positions)
+    for dtype in (F32, F16, DType.Q8_0, DType.Q4_K):
+        width = n if dtype is not DType.Q4_K else max(n, 256)
+        nbytes = rows * (dtype.row_size(width) + 4 * width)
+        run.bandwidth(
+            f"get_rows {dtype.name.lower()}",
+            lambda c, t=dtype, w=width: c.get_rows(c.new_tensor(t, (w, rows)), c.new_tensor(I32, (rows,))),
+            nbytes,
+            positions,
+        )
+
+
+def products(run: Run) -> None:
+    k, m = run.bench.size(4096, 256), run.bench.size(14336, 64)
+    for n_columns in (1, 4, 8):
+        for dtype in (F16, BF16, DType.Q8_0, DType.Q4_0, DType.Q4_K, DType.Q6_K):
+            nbytes = m * dtype.row_size(k) + 4 * n_columns * (k + m)
+            run.bandwidth(
+                f"mul_mat {dtype.name.lower()}, {k} x {m}, n = {n_columns}",
+                lambda c, t=dtype, n=n_columns: c.mul_mat(c.new_tensor(t, (k, m)), c.new_tensor(F32, (k, n))),
+                nbytes,
+                goal=0.85 if n_columns == 1 and dtype is not BF16 else None,
+            )
+
+
+def matmul(run: Run) -> None:
+    n = run.bench.size(8192, 64)
+    flops = 2.0 * n**3
+    torch = run.torch.torch
+    for dtype, name in ((F16, "float16"), (BF16, "bfloat16"), (F32, "float32")):
+        seconds = run.bench.node_seconds(
+            lambda c, t=dtype: c.mul_mat(c.new_tensor(t, (n, n)), c.new_tensor(t, (n, n))),
+            max(2 * n * n * dtype.type_size, 1 << 28),
+        )
+        limit: float | str = run.torch.why
+        if torch is not None:
+            kind, where = getattr(torch, name), run.torch.device
+            a, b = (torch.full((n, n), 0.05, dtype=kind, device=where) for _ in "ab")
+            limit = flops / run.torch.seconds(lambda a=a, b=b: b @ a.T) / 1e12
+        goal = 0.95 if dtype is not F32 else None
+        run.report.add(f"mul_mat {dtype.name.lower()} {n}^3", flops / seconds / 1e12, limit, "TFLOP/s", goal)
+    k, m, columns = run.bench.size(4096, 256), run.bench.size(14336, 64), run.bench.size(512, 40)
+    for dtype in (DType.Q8_0, DType.Q4_K):
+        seconds = run.bench.node_seconds(
+            lambda c, t=dtype: c.mul_mat(c.new_tensor(t, (k, m)), c.new_tensor(F32, (k, columns))), 1 << 27
+        )
+        limit = run.torch.why
+        if torch is not None:
+            w = torch.full((m, k), 0.05, dtype=torch.float16, device=run.torch.device)
+            x = torch.full((columns, k), 0.05, dtype=torch.float16, device=run.torch.device)
+            limit = 2.0 * k * m * columns / run.torch.seconds(lambda w=w, x=x: x @ w.T) / 1e12
+        rate = 2.0 * k * m * columns / seconds / 1e12
+        what = f"mul_mat {dtype.name.lower()}, n = {columns} (f16 in PyTorch)"
+        run.report.add(what, rate, limit, "TFLOP/s")
+
+
+def attention(run: Run) -> None:
+    size, torch = run.bench.size, run.torch.torch
+    heads, kv_heads = size(32, 4), size(8, 2)
+    shapes = [
+        ("prefill", 128, size(4096, 24), size(4096, 48), F16),
+        ("prefill", 64, size(4096, 24), size(4096, 48), F16),
+        ("decode", 128, 1, size(32768, 100), F16),
+        ("decode", 64, 1, size(32768, 100), F16),
+        ("decode", 128, 1, size(32768, 100), DType.Q8_0),
+    ]
+    for phase, head, n_q, n_kv, kv in shapes:
+
+        def make(c: Context, h: int = head, q: int = n_q, n: int = n_kv, t: DType = kv) -> Tensor:
+            keys, values = (c.new_tensor(t, (h, n, kv_heads)) for _ in "kv")
+            return c.flash_attn_ext(c.new_tensor(F32, (h, q, heads)), keys, values, None, h**-0.5)
+
+        nbytes = 2 * kv_heads * n_kv * kv.row_size(head) + 2 * 4 * heads * n_q * head
+        seconds = run.bench.node_seconds(make, max(nbytes, 1 << 26))
+        limit: float | str = run.torch.why
+        if torch is not None:
+
+            def some(n: int, h: int, d: int = head) -> object:
+                return torch.full((1, h, n, d), 0.05, dtype=torch.float16, device=run.torch.device)
+
+            q, k, v = some(n_q, heads), some(n_kv, kv_heads), some(n_kv, kv_heads)
+            attend = torch.nn.functional.scaled_dot_product_attention
+
+            def peer(q: object = q, k: object = k, v: object = v, attend: Any = attend) -> object:
+                return attend(q, k, v, enable_gqa=True)
+
+            limit = 1 / run.torch.seconds(peer)
+        shape = f"{head} x {heads} heads ({kv_heads} of keys), {n_q} on {n_kv}, {kv.name.lower()}"
+        what = f"attention, {phase}: {shape}"
+        run.report.add(what, 1 / seconds, limit, "per s")
+        if phase == "decode":
+            run.report.add(what + ", reads", nbytes / seconds / 1e9, run.device_copy / 1e9, "GB/s")
+
+
+def sentences(run: Run) -> None:
+    from ggmlb.models import BertEmbedder, default_model_dir
+
+    texts = english_sentences()
+    names = [run.bench.device.name]
+    with BertEmbedder(devices=[*names, "CPU"] if names != ["CPU"] else names) as embedder:
+        for batch, n in ((1, run.bench.size(128, 2)), (run.bench.size(256, 4), run.bench.size(2048, 4))):
+            calls = [
+                [texts[i % len(texts)] for i in range(start, start + batch)] for start in range(0, n, batch)
+            ]
+            n_texts = len(calls) * batch
+
+            def ours(calls: list[list[str]] = calls, batch: int = batch) -> None:
+                for call in calls:
+                    embedder.embed(call, batch)
+
+            seconds = run.bench.seconds(ours, lambda: None)
+            limit: float | str = run.torch.why
+            if run.torch.torch is not None:
+                try:
+                    from sentence_transformers import SentenceTransformer
+                except ImportError:
+                    limit = "sentence-transformers is not installed"
+                else:
+                    peer = SentenceTransformer(str(default_model_dir()), device=run.torch.device)
+
+                    def theirs(calls: list[list[str]] = calls, batch: int = batch, peer: Any = peer) -> None:
+                        for call in calls:
+                            peer.encode(call, batch_size=batch, show_progress_bar=False)
+
+                    limit = n_texts / run.torch.seconds(theirs)
+            run.report.add(f"MiniLM, batch {batch}", n_texts / seconds, limit, "sentences/s", 1.0)
+
+
+def decode(run: Run) -> None:
+    tiny = run.bench.smoke
+    q4 = DType.Q4_0
+    sizes = Sizes(2, 256, 512, 4, 2, 64, 64, q4) if tiny else Sizes(47, 2048, 5632, 32, 8, 64, 1024, q4)
+    backend = run.bench.backend
+    whole = Decoder(sizes, apart=False)
+    assert whole.result is not None
+    graph = Graph().build_forward_expand(whole.result)
+    with alloc_ctx_tensors(whole.ctx, backend) as buffer:
+        buffer.clear(FILLING)
+        whole.fill()
+        step = run.bench.seconds(lambda: backend.graph_compute_async(graph))
+    apart = Decoder(sizes, apart=True)
+    kernels = 0.0
+    with alloc_ctx_tensors(apart.ctx, backend) as buffer:
+        buffer.clear(FILLING)
+        apart.fill()
+        for nodes in apart.kinds.values():
+            alone = Graph().build_forward_expand(*nodes)
+            kernels += run.bench.seconds(lambda g=alone: backend.graph_compute_async(g))
+    n_nodes = sum(map(len, apart.kinds.values()))
+    what = f"decode step of {n_nodes} kernels' nodes ({len(graph.nodes)} in the graph)"
+    run.report.add(what, 1 / step, 1 / kernels, "per s", 1 / 1.05)
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    f.__name__: f for f in (copies, elementwise, products, matmul, attention, sentences, decode)
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="CUDA0")
+    parser.add_argument("--only", default="", help="names of sections: " + ", ".join(SECTIONS))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: try the script on any device")
+    parser.add_argument("--folder", type=Path, help="where the results go; by default benchmarks/results")
+    args = parser.parse_args(argv)
+    begin = perf_counter()
+    try:
+        bench = Bench(args.device, args.smoke)
+    except Error as error:
+        print(f"nothing was measured: {error}")
+        return 2
+    run = Run(bench, RawCopies(bench), Torch(bench), Report(has_goals=not args.smoke))
+    report = run.report
+    chosen = args.only.split(",") if args.only else list(SECTIONS)
+    for name in chosen:
+        if perf_counter() - begin > BUDGET_S:
+            report.left_out.append(name)
+            continue
+        print(f"-- {name}", flush=True)
+        try:
+            SECTIONS[name](run)
+        except Exception as error:  # one section must not cost the others their figures
+            traceback.print_exc()
+            report.failed.append(f"{name}: {type(error).__name__}: {error}")
+    total = perf_counter() - begin
+    where = machine(bench)
+    bench.close()
+    lines = [
+        f"{report.n_met} goals met, {len(report.missed)} missed, {len(report.failed)} sections failed, "
+        f"{len(report.left_out)} left out for time; {total:.0f} s.",
+        *(f"missed: {text}" for text in report.missed),
+        *(f"failed: {text.splitlines()[0]}" for text in report.failed),
+        *(f"left out: {text}" for text in report.left_out),
+    ]
+    if not args.only or args.folder:
+        slug = re.sub(r"[^a-z0-9]+", "-", bench.device.description.lower()).strip("-") or "device"
+        summary = "\n".join(f"- {line}" for line in lines)
+        tried = "\n\n**Tried with tiny sizes: these figures mean nothing.**" if args.smoke else ""
+        about = f"""{bench.device.description} under ggmlb
+{where}.{tried}
+
+{summary}
+
+{__doc__.partition("    python")[0]}{__doc__.partition("DIR]")[2].strip()}"""
+        folder = args.folder or (None if args.smoke else RESULTS)
+        if folder is not None:
+            save(
+                f"gpu-{slug}", about, report.table, packages=("numpy", "cupy-cuda13x", "torch"), folder=folder
+            )
+    print("\n== summary\n" + "\n".join(lines))
+    return 1 if report.failed or report.left_out else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

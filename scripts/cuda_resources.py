@@ -1,0 +1,132 @@
+"""What kernels take of a multiprocessor, as ptxas tells it; kept in a table that `make lint-cuda` compares.
+
+The hot ones stand alone, by type and shape, and must not spill. Of the others, the table has what the
+hungriest variant takes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ggmlb import Context, DType
+from ggmlb.backends.cuda.kernels import Lowering
+from ggmlb.backends.cuda.kernels.products import IN_PIECES
+from ggmlb.kernels import Kernel, Launch, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
+
+TABLE = Path(__file__).parents[1] / "docs/cuda-resources.md"
+CARD = Target(False, 132, 128)
+ABOUT = """# What the kernels take of a multiprocessor
+
+Registers of a thread and shared memory of a block, as ptxas tells them for each architecture; bytes spilled
+in brackets, where there are any. Written by `python scripts/lint_cuda.py --write` with NVRTC {version}, which
+needs no card. `make lint-cuda` compiles everything again: kernels of the first table must not spill, and with
+the same NVRTC all figures must be these.
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Resources:
+    """Registers of a thread, and bytes: shared memory of a block, what a thread spills."""
+
+    registers: int = 0
+    shared: int = 0
+    spilled: int = 0
+
+    @classmethod
+    def read(cls, log: str) -> Resources:
+        """Read what ptxas says of a kernel."""
+
+        def number(pattern: str) -> int:
+            found = re.search(pattern, log)
+            return int(found[1]) if found else 0
+
+        spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        return cls(number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), spills)
+
+    def most(self, other: Resources) -> Resources:
+        """Return the greater of each."""
+        return Resources(
+            max(self.registers, other.registers),
+            max(self.shared, other.shared),
+            max(self.spilled, other.spilled),
+        )
+
+    def __str__(self) -> str:
+        text = f"{self.registers}, {self.shared} B" if self.shared else str(self.registers)
+        return f"{text} ({self.spilled} B spilled)" if self.spilled else text
+
+
+def hot() -> dict[str, Variant]:
+    """Return the kernels that a model's speed hangs on, under the names that the table gives them."""
+    found: dict[str, Variant] = {}
+    common = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16)
+    for dtype in (*sorted(IN_PIECES), DType.F32, DType.F16, DType.BF16):
+        for n in (1, 8, 64) if dtype in common else (1,):
+            ctx = Context()
+            w, x = ctx.new_tensor(dtype, (4096, 14336)), ctx.new_tensor(DType.F32, (4096, n))
+            for launch in _launches(ctx.mul_mat(w, x)):
+                defines = dict(launch.defines)
+                many = f", {defines['COLUMNS']} columns" if int(defines.get("COLUMNS", 1)) > 1 else ""
+                _add(found, f"{launch.kernel.name} {defines.get('a_T', '')}{many}".strip(), launch)
+        if dtype in common:
+            experts, x = ctx.new_tensor(dtype, (4096, 1024, 8)), ctx.new_tensor(DType.F32, (4096, 1, 1))
+            for launch in _launches(ctx.mul_mat_id(experts, x, ctx.new_tensor(DType.I32, (2, 1)))):
+                _add(found, f"{launch.kernel.name} {dict(launch.defines).get('a_T', '')}".strip(), launch)
+    for size in (64, 128, 256):
+        for n_q, kv in ((1, DType.F16), (1, DType.Q8_0), (512, DType.F16), (512, DType.Q8_0)):
+            ctx = Context()
+            q, mask = ctx.new_tensor(DType.F32, (size, n_q, 32)), ctx.new_tensor(DType.F16, (4096, n_q))
+            k, v = (ctx.new_tensor(kv, (size, 4096, 8)) for _ in "kv")
+            for launch in _launches(ctx.flash_attn_ext(q, k, v, mask, 0.1)):
+                what = "" if "combine" in launch.kernel.name else f" {kv.name.lower()}, {n_q} queries"
+                _add(found, f"{launch.kernel.name} {size}{what}", launch)
+    return found
+
+
+def _launches(node: object) -> list[Launch]:
+    return [s for s in Lowering(CARD, 90).lower(node) if isinstance(s, Launch)]  # type: ignore[arg-type]
+
+
+def _add(found: dict[str, Variant], name: str, launch: Launch) -> None:
+    if launch.kernel.package != "ggmlb.kernels":
+        found.setdefault(name, (launch.kernel, launch.defines, launch.wg))
+
+
+def text(version: str, architectures: Sequence[str], *tables: Mapping[str, Mapping[str, Resources]]) -> str:
+    """Return the page: for each table, rows by name of what each architecture's code takes."""
+    parts = [ABOUT.format(version=version)]
+    for title, rows in zip(
+        ("CUDA's own kernels", "Portable kernels, hungriest variant"), tables, strict=True
+    ):
+        lines = [f"## {title}", "", "| kernel | " + " | ".join(architectures) + " |"]
+        lines.append("|---" * (1 + len(architectures)) + "|")
+        for name in sorted(rows):
+            cells = (str(rows[name].get(a, "")) for a in architectures)
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def complaints(new: str, version: str, rows: Mapping[str, Mapping[str, Resources]]) -> list[str]:
+    """Return what is wrong: hot kernels that spill; with the table's NVRTC, lines that differ from it."""
+    bad = [
+        f"{name} spills {r.spilled} bytes on {architecture}"
+        for name, by_architecture in rows.items()
+        for architecture, r in by_architecture.items()
+        if r.spilled
+    ]
+    old = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+    if f"NVRTC {version}," in old or not old:
+        known = set(old.splitlines())
+        bad += [f"not in {TABLE.name}: {line}" for line in new.splitlines() if line not in known]
+        if bad:
+            bad.append("where that is meant: python scripts/lint_cuda.py --write")
+    return bad
