@@ -80,10 +80,9 @@ def main(write: bool = False) -> int:
         print(f"{kernel}: compiles for CUDA after all; take it out of ONLY_OPENCL")
     if failed != set(ONLY_OPENCL) or unreached:
         return 1
-    page = text(nvrtc.version, known, *taken)
     if write:
-        TABLE.write_text(page, encoding="utf-8")
-    bad = complaints(page, nvrtc.version, taken[0])
+        TABLE.write_text(text(nvrtc.version, known, *taken), encoding="utf-8")
+    bad = complaints(nvrtc.version, *taken)
     print(*bad, sep="\n", end="\n" if bad else "")
     if not bad:
         n = len(kernels()) + len(kernels(PACKAGE))

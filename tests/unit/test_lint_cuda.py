@@ -58,19 +58,19 @@ def test_spills_of_hot_kernels_and_other_figures_are_errors(
     spilling = lint.Resources.read(log)
     assert spilling == lint.Resources(255, 512, 156)
     assert str(spilling) == "255, 512 B (156 B spilled)"
+    assert lint.Resources.parse(str(spilling)) == spilling
     tidy = lint.Resources(40)
-    resources = import_module("cuda_resources")
-    monkeypatch.setattr(resources, "TABLE", tmp_path / "table.md")
-    page = lint.text("12.9", ["sm_90"], {"mul": {"sm_90": tidy}}, {"add": {"sm_90": tidy}})
-    resources.TABLE.write_text(page)
-    assert lint.complaints(page, "12.9", {"mul": {"sm_90": tidy}}) == []
-    rows = {"mul": {"sm_90": spilling}}
-    worse = lint.text("12.9", ["sm_90"], rows, {"add": {"sm_90": tidy}})
-    spills, differs, *_ = lint.complaints(worse, "12.9", rows)
+    monkeypatch.setattr(import_module("cuda_resources"), "TABLE", tmp_path / "table.md")
+    hot, other = {"mul": {"sm_90": tidy}}, {"add": {"sm_90": tidy}}
+    (tmp_path / "table.md").write_text(lint.text("12.9", ["sm_90"], hot, other))
+    assert lint.complaints("12.9", hot, other) == []
+    spills, differs, _ = lint.complaints("12.9", {"mul": {"sm_90": spilling}}, other)
     assert spills == "mul spills 156 bytes on sm_90"
-    assert differs == "not in table.md: | mul | 255, 512 B (156 B spilled) |"
-    other = lint.text("13.0", ["sm_90"], {"mul": {"sm_90": lint.Resources(41)}}, {"add": {"sm_90": tidy}})
-    assert lint.complaints(other, "13.0", {"mul": {"sm_90": lint.Resources(41)}}) == []
+    assert differs == "mul on sm_90: 255, 512 B (156 B spilled); in table.md: 40"
+    assert len(lint.complaints("12.9", {"mul": {"sm_90": lint.Resources(41)}}, other)) == 2
+    assert len(lint.complaints("12.9", hot, {"add": {"sm_90": spilling}})) == 2
+    assert lint.complaints("12.9", hot, {"add": {"sm_90": lint.Resources(60)}}) == []
+    assert lint.complaints("13.0", {"mul": {"sm_90": lint.Resources(41)}}, other) == []
 
 
 def test_the_table_is_there(lint: ModuleType) -> None:
