@@ -7,7 +7,7 @@
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes
-#   make test-gpu    tests that need a CUDA card;  make bench-gpu: benchmarks that do
+#   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make notebooks   run every notebook from top to bottom
 #   make docs        the documentation, as pages in build/site
 #   make clean       remove .venv and all that was generated
