@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ggmlb.cli import compare, demo, devices, embed, ops, test
+from ggmlb.cli import bench, compare, demo, devices, embed, ops, test
 from ggmlb.cli.frame import console
 from ggmlb.errors import Error
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="ggmlb",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(devices.devices)
 app.command()(ops.ops)
 app.command()(test.test)
+app.command()(bench.bench)
 app.command()(compare.compare)
 app.command()(embed.embed)
 app.command()(demo.demo)
@@ -46,7 +46,14 @@ def ggmlb(
         bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere on the line.")
     ] = False,
 ) -> None:
-    """One compute graph over many devices: ggml's backend layer for Python."""
+    """One compute graph over many devices: ggml's backend layer for Python.
+
+    Examples:
+      ggmlb devices                          what there is to compute on
+      ggmlb test -d OpenCL0                  whether a device computes right
+      ggmlb bench                            what devices reach
+      ggmlb compare -d CPU,OpenCL0 model.py:build   where two devices differ
+    """
 
 
 def run(args: Sequence[str]) -> int:
@@ -59,6 +66,13 @@ def run(args: Sequence[str]) -> int:
         if debug:
             raise
         line = f"ggmlb: {error}"
+        console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
+        return 1
+    except Exception as error:  # a fault of ours: the traceback is for those who ask for it
+        if debug:
+            raise
+        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        line = f"ggmlb: this should not happen: {told}; see the traceback with --debug, and please report it"
         console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
         return 1
     except SystemExit as done:

@@ -15,7 +15,7 @@ import numpy as np
 import typer
 
 from ggmlb.cli.frame import console
-from ggmlb.cli.options import device_names
+from ggmlb.cli.options import JsonOption, complete_devices, device_names
 from ggmlb.errors import ArgumentError, Error
 
 if TYPE_CHECKING:
@@ -77,7 +77,14 @@ def compare(
         ),
     ],
     devices: Annotated[
-        str, typer.Option("--devices", "-d", metavar="A,B", help="The two devices; A's values count.")
+        str,
+        typer.Option(
+            "--devices",
+            "-d",
+            metavar="A,B",
+            help="The two devices; A's values count.",
+            autocompletion=complete_devices,
+        ),
     ],
     pattern: Annotated[
         str,
@@ -87,13 +94,15 @@ def compare(
         float | None,
         typer.Option(help=f"Error above which a node differs; {LIMIT:g}, or what the program allows."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compute a program on two devices, node by node, and show where they differ first.
 
     The status is 1 if they differ. Leafs without values get random numbers, integers 0.
 
-    Example: ggmlb compare --devices CPU,OpenCL0 model.py:build
+    Examples:
+      ggmlb compare -d CPU,OpenCL0 model.py:build
+      ggmlb compare -d CPU,OpenCL0 tests/golden/programs -p rope
     """
     import ggmlb
 

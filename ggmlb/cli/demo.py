@@ -25,7 +25,13 @@ def demo(
     layers_on: LayersOption = None,
     model: ModelOption = None,
 ) -> None:
-    """Search a few passages by meaning, with one model split over several devices."""
+    """Search a few passages by meaning, with one model split over several devices.
+
+    Examples:
+      ggmlb demo
+      ggmlb demo -d CPU
+      ggmlb demo -d OpenCL0,CPU --layers-on OpenCL0=all
+    """
     from ggmlb.cli.passages import PASSAGES, QUESTIONS
     from ggmlb.models import BertEmbedder
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.cli.frame import console
+from ggmlb.cli.options import JsonOption  # noqa: TC001 (typer reads the annotations)
 from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
@@ -17,9 +16,14 @@ if TYPE_CHECKING:
 
 
 def devices(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the devices: name, type, memory, capabilities, or why a backend is unavailable."""
+    """List the devices: name, type, memory, capabilities, or why a backend is unavailable.
+
+    Examples:
+      ggmlb devices
+      ggmlb devices --json
+    """
     import ggmlb
 
     found = [(device.reg.name, device.props) for device in ggmlb.devices()]

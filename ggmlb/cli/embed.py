@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -31,8 +32,14 @@ def embed(
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
     batch: Annotated[int, typer.Option("--batch", help="Most texts computed together.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
 ) -> None:
-    """Compute sentence embeddings: a JSON list of texts in, a float32 array of unit vectors out."""
+    """Compute sentence embeddings: a JSON list of texts in, a float32 array of unit vectors out.
+
+    Examples:
+      ggmlb embed --input texts.json --output vectors.npy
+      ggmlb embed --input - --output vectors.npy -d OpenCL0,CPU --layers-on OpenCL0=0-2 --layers-on CPU=3-5
+    """
     texts = read_texts(input_file)
     if not output_file.parent.is_dir():
         raise ArgumentError(f"there is no folder {output_file.parent}; make it, or give another --output")
@@ -45,12 +52,18 @@ def embed(
         BertEmbedder(model, names, layers_by_device(layers_on)) as embedder,
         progress_bar("embedding", len(texts)) as progress,
     ):
+        start = perf_counter()
         embeddings = embedder.embed(texts, batch, progress)
+        took = perf_counter() - start
+        used = [backend.name for backend in embedder.backends]
     try:
         with output_file.open("wb") as file:
             np.save(file, embeddings)
     except OSError as error:
         raise ArgumentError(f"cannot write {output_file}: {error.strerror}; give another --output") from error
+    if as_json:
+        told = {"output": str(output_file), "shape": embeddings.shape, "devices": used, "seconds": took}
+        print(json.dumps(told))
 
 
 def read_texts(source: str) -> list[str]:

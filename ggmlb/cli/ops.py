@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ggmlb.cli.frame import console
+from ggmlb.cli.options import JsonOption, SomeDevicesOption, device_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,21 +17,21 @@ if TYPE_CHECKING:
 
 
 def ops(
-    devices: Annotated[
-        str, typer.Option(help="Devices to ask, separated by commas; all by default.", show_default=False)
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    devices: SomeDevicesOption = None,
+    as_json: JsonOption = False,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the table to a Markdown file, one device of each backend.")
     ] = None,
 ) -> None:
     """Show which op runs where: for each device, the types of the op's main operand that it takes.
 
-    Example: ggmlb ops --devices CPU,OpenCL0
+    Examples:
+      ggmlb ops -d CPU,OpenCL0
+      ggmlb ops --json
     """
     import ggmlb
 
-    chosen = [ggmlb.device_by_name(n) for n in devices.split(",")] if devices else ggmlb.devices()
+    chosen = [ggmlb.device_by_name(n) for n in device_names(devices)] if devices else ggmlb.devices()
     if markdown is not None:
         first = {device.reg.name: device for device in reversed(chosen)}
         markdown.write_text(as_markdown([first[name] for name in sorted(first)]), encoding="utf-8")

@@ -9,10 +9,42 @@ import typer
 
 from ggmlb.errors import ArgumentError
 
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Return what a list of devices may go on with, for the shell."""
+    import ggmlb
+
+    before, comma, last = incomplete.rpartition(",")
+    known = [d.name for d in ggmlb.devices() if d.name not in before.split(",")]
+    return [before + comma + name for name in known if name.lower().startswith(last.lower())]
+
+
+def complete_ops(incomplete: str) -> list[str]:
+    """Return what a list of ops may go on with, for the shell."""
+    from ggmlb.testing.run import MODES, known_ops
+
+    before, comma, last = incomplete.rpartition(",")
+    known = sorted({name for mode in MODES for name in known_ops(mode)})
+    return [before + comma + name for name in known if name.startswith(last.lower())]
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+SomeDevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        "-d",
+        metavar="NAME,NAME,...",
+        help="Which devices; all by default.",
+        autocompletion=complete_devices,
+    ),
+]
 DevicesOption = Annotated[
     str | None,
     typer.Option(
         "--devices",
+        "-d",
+        autocompletion=complete_devices,
         metavar="NAME,NAME,...",
         help="Devices, highest priority first; the last takes what no other runs. "
         "By default the best device and the CPU.",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import device_names
+from ggmlb.cli.options import complete_devices, complete_ops, device_names
 from ggmlb.errors import ArgumentError, BackendUnavailable, RegistryError
 
 if TYPE_CHECKING:
@@ -46,12 +46,19 @@ def test(
             "--devices",
             "-d",
             metavar="NAME,NAME,...",
+            autocompletion=complete_devices,
             help="Devices to test; by default all but the CPU, which is the reference.",
         ),
     ] = None,
     ops: Annotated[
         str | None,
-        typer.Option("--ops", "-o", metavar="OP,OP,...", help="Only these ops, or kinds of behaviour."),
+        typer.Option(
+            "--ops",
+            "-o",
+            metavar="OP,OP,...",
+            help="Only these ops, or kinds of behaviour.",
+            autocompletion=complete_ops,
+        ),
     ] = None,
     pattern: Annotated[
         str, typer.Option("--pattern", "-p", metavar="REGEX", help="Only cases whose id holds this.")
@@ -83,8 +90,11 @@ def test(
 ) -> None:
     """Test devices against the CPU: values, memory, support, behaviour and speed.
 
-    Exit status: 0 if something ran and nothing failed, 1 if something failed, 2 for wrong usage,
-    5 if nothing ran, as where the device is not there.
+    Exit status:
+      0  something ran, and nothing failed
+      1  something failed
+      2  wrong usage
+      5  nothing ran, as where the device is not there
 
     Examples:
       ggmlb test -d CUDA0

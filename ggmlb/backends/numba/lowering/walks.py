@@ -26,6 +26,8 @@ class Operand:
 def operand(t: Tensor, steps: Steps, ne: Ne | None = None, offset: int = 0) -> Operand:
     """See a tensor as one of extents `ne`, which its own must equal or be 1."""
     nb = t.nb
+    if t.ne[0] == 1:  # its own stride is never taken; as a whole row's, such rows may be joined by it
+        nb = (t.dtype.type_size, *nb[1:])
     if ne is not None and ne != t.ne:
         nb = tuple(0 if n == 1 else b for n, b in zip(t.ne, nb, strict=True))  # type: ignore[assignment]
     return Operand(steps.address(t) + offset, nb)
