@@ -1,0 +1,80 @@
+"""Argument blocks lie in memory as the CUDA compiler lays out kernels' parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from importlib import import_module, resources
+from pathlib import Path
+
+import pytest
+
+from ggmlb.backends.cuda.arguments import FORMATS, argument_block, layout
+from ggmlb.backends.cuda.kernels import PACKAGE
+from ggmlb.dtypes import DType
+from ggmlb.kernels import Kernel, Launch, Mem, kernels
+from ggmlb.kernels.source import PORTABLE
+
+KERNELS = [*kernels().values(), *kernels(PACKAGE).values()]
+HEAD = re.compile(r"^KERNEL \w+\((?:[^()]|\(\w+\))*\)", re.MULTILINE)
+PARAMETER = re.compile(r"\.param \.(?:align \d+ \.)?[a-z](\d+) ")
+
+
+def heads() -> str:
+    """Return a text that declares every kernel, with nothing in it."""
+    files = resources.files(PORTABLE)
+    prelude = (files / "prelude_cuda.h").read_text()
+    prelude = prelude.replace('#include "ptx.h"', (files / "ptx.h").read_text())
+    found = re.sub(r'#include "[\w.]+"', "", prelude + (files / "tensors.h").read_text())
+    for package in (PORTABLE, PACKAGE):
+        for path in resources.files(package).iterdir():
+            if path.name.endswith(".knl"):
+                found += "".join(f"{head[0]} {{ }}\n" for head in HEAD.finditer(path.read_text()))
+    return found
+
+
+def ptx(text: str) -> str:
+    pytest.importorskip("nvidia.cuda_nvrtc", reason="needs NVRTC: pip install nvidia-cuda-nvrtc-cu12")
+    wheel = import_module("nvidia.cuda_nvrtc")
+    folder = Path(next(iter(wheel.__path__))) / "lib"
+    lib = ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"heads.cu", 0, None, None) == 0
+    flags = [b"-arch=compute_75", b"-diag-suppress=177", b"-DWG=128"]
+    status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+    get_size, get = ("PTXSize", "PTX") if status == 0 else ("ProgramLogSize", "ProgramLog")
+    getattr(lib, f"nvrtcGet{get_size}")(program, ctypes.byref(size))
+    out = ctypes.create_string_buffer(size.value)
+    getattr(lib, f"nvrtcGet{get}")(program, out)
+    assert status == 0, out.value.decode()
+    return out.value.decode()
+
+
+@pytest.fixture(scope="module")
+def entries() -> dict[str, list[int]]:
+    """The sizes of each kernel's parameters [bytes], as the compiler has them."""
+    found = re.findall(r"\.entry (\w+)\((.*?)\)", ptx(heads()), re.DOTALL)
+    return {name: [int(bits) // 8 for bits in PARAMETER.findall(params)] for name, params in found}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+def test_layout(kernel: Kernel, entries: dict[str, list[int]]) -> None:
+    sizes = [
+        struct.calcsize(letter)
+        for param in kernel.params
+        for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq")
+    ]
+    assert sizes == entries[kernel.name]
+    end = 0
+    for size in entries[kernel.name]:  # each aligned to its size
+        end = -(-end // size) * size + size
+    assert layout(kernel).size == end
+
+
+def test_values() -> None:
+    kernel = kernels()["mul_mat_vec"]
+    mem = Mem(None, 24, DType.F32, (8, 3, 2, 1), (4, 32, 96, 192))
+    launch = Launch(kernel, (), (mem, mem, mem, 5, 6, 7), (1, 1, 1), 128)
+    values = layout(kernel).unpack(argument_block(launch, lambda m: 4096))
+    assert values == (*(4096, 24, 8, 3, 2, 1, 4, 32, 96, 192) * 3, 5, 6, 7)
