@@ -8,6 +8,7 @@
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
+#   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
 #   make notebooks   run every notebook from top to bottom
 #   make docs        the documentation, as pages in build/site
 #   make clean       remove .venv and all that was generated
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle lint lint-cuda bench test-gpu bench-gpu notebooks docs clean
+.PHONY: demo test test-all test-oracle lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -51,8 +52,14 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/embed.py
 
-test-gpu: $(VENV)/.dev $(VENV)/.cuda
-	$(RUN) pytest -m gpu $(PYTEST_ARGS)
+# With what is installed, where that is enough: a machine with a card may have no network.
+test-gpu:
+	@if $(PYTHON) -c "import cupy, hypothesis, ml_dtypes, pytest, pytest_timeout, threadpoolctl" 2>/dev/null; \
+	then PYTHONPATH=. $(PYTHON) scripts/test_gpu.py $(PYTEST_ARGS); \
+	else $(MAKE) $(VENV)/.dev $(VENV)/.cuda && $(BIN)/python scripts/test_gpu.py $(PYTEST_ARGS); fi
+
+sanitize-gpu:
+	PYTHON=$(PYTHON) scripts/sanitize_gpu.sh
 
 bench-gpu: $(VENV)/.bench $(VENV)/.cuda
 	$(BIN)/python benchmarks/gpu.py
