@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import ExitStack
+from html import escape
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.interface import Command, observe
 from ggmlb.interface.observe import Action, Observer
+from ggmlb.timeline import timeline_svg
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,6 +141,17 @@ class Trace(Observer):
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as the JSON object that viewers open."""
         return {"traceEvents": self.events, "displayTimeUnit": "ns"}
+
+    def to_svg(self) -> str:
+        """Return a picture of the trace: rows of threads and streams, boxes where something ran."""
+        return timeline_svg(self.events)
+
+    def __repr__(self) -> str:
+        return f"<Trace {sum(e['ph'] == 'X' for e in self.events)} events>"
+
+    def _repr_html_(self) -> str:
+        """The picture, for a notebook."""
+        return self.to_svg() if self.events else escape(repr(self))
 
     # -- the format ----------------------------------------------------------------------------
 

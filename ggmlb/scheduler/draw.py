@@ -153,7 +153,6 @@ def to_svg(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Te
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.0f} {y:.0f}" width="{total:.0f}" '
             f'height="{y:.0f}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">',
-            '<rect width="100%" height="100%" fill="white"/>',
             *drawn,
             *edges,
             "</svg>",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from html import escape
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
@@ -457,6 +458,10 @@ class Scheduler:
     def __repr__(self) -> str:
         names = ", ".join(b.name for b in self._backends)
         return f"<Scheduler on {names}: {self.n_splits} splits>"
+
+    def _repr_html_(self) -> str:
+        """The picture of the split graph, for a notebook."""
+        return escape(repr(self)) if self._graph is None else self.to_svg()
 
     def __str__(self) -> str:
         """Splits, their inputs with sizes, and why each node landed where it did."""

@@ -10,8 +10,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, Graph
-
-VOID = {"br", "img", "meta", "path", "rect", "line", "circle", "use"}
+from ggmlb.timeline import LABEL, WIDTH, timeline_svg
 
 
 class Balanced(HTMLParser):
@@ -23,8 +22,10 @@ class Balanced(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -95,3 +96,42 @@ def test_devices_and_buffers() -> None:
 @pytest.mark.parametrize("make", [lambda: ggmlb.devices()[0], lambda: Context(), lambda: Graph()])
 def test_plain_reprs_fit_a_line(make: Any) -> None:
     assert "\n" not in repr(make()) and len(repr(make())) < 200
+
+
+def test_schedulers_and_traces() -> None:
+    ctx = Context()
+    x = ctx.new_tensor("f32", 8, "x")
+    y = ctx.silu(ctx.scale(x, 2.0))
+    graph = Graph().build_forward_expand(y)
+    with (
+        ggmlb.init_by_name("OpenCL0") as opencl,
+        ggmlb.init_by_name("CPU") as cpu,
+        ggmlb.Scheduler([opencl, cpu]) as scheduler,
+    ):
+        assert "no graph" in shown(scheduler) or "0 splits" in shown(scheduler)
+        scheduler.set_tensor_backend(y, opencl)
+        scheduler.set_tensor_backend(y.src[0], cpu)
+        scheduler.alloc_graph(graph)
+        assert "split 1 on OpenCL0" in shown(scheduler)
+        trace = scheduler.trace()
+        assert "0 events" in shown(trace)
+        with trace:
+            x.set_array(range(8))
+            scheduler.graph_compute(graph)
+        text = shown(trace)
+        assert "OpenCL0: computations" in text and "host" in text
+
+
+def test_a_timeline_spans_its_events() -> None:
+    events = [
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "host"}},
+        {"ph": "X", "name": "a<b", "pid": 0, "tid": 0, "ts": 1000.0, "dur": 500.0},
+        {"ph": "X", "name": "later", "pid": 0, "tid": 0, "ts": 2500.0, "dur": 500.0},
+    ]
+    svg = timeline_svg(events)
+    places = [tuple(map(float, m)) for m in re.findall(r'<rect x="([\d.]+)" y="4" width="([\d.]+)"', svg)]
+    (x0, w0), (x1, w1) = places
+    assert w0 == pytest.approx(w1) and x1 + w1 == pytest.approx(WIDTH - 10, abs=1)
+    assert x0 == pytest.approx(LABEL) and w0 / (x1 + w1 - x0) == pytest.approx(0.25, abs=0.01)
+    assert "a&lt;b, 500 us" in svg and ">2 ms<" in svg
+    assert timeline_svg([]).startswith("<svg")

@@ -39,6 +39,7 @@ LAYERS = (
     "meta",
     "compare",
     "sanitizer",
+    "timeline",
     "trace",
     "scheduler",
     "evaluate",

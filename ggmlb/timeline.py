@@ -1,0 +1,76 @@
+"""The picture of a trace: a row for each thread, stream and kind of work; boxes where something ran."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Event = Mapping[str, Any]
+
+COLOURS: Final = ("#8a8f98", "#2f6db5", "#c0731a", "#3f8f35", "#98408a", "#20837f", "#b53a3a")
+"""Of each process, the host first; readable on light and on dark pages."""
+
+WIDTH: Final = 760
+LABEL: Final = 190
+ROW: Final = 22
+AXIS: Final = 26
+LEAST: Final = 0.6
+"""Narrowest box: what is shorter than a pixel should still be seen."""
+
+MAX_BOXES: Final = 4000
+
+
+def timeline_svg(events: Sequence[Event]) -> str:
+    """Return an SVG picture of events in the Trace Event Format; times are in microseconds there.
+
+    Hovering over a box shows what it was and how long it took.
+    """
+    boxes = [e for e in events if e["ph"] == "X"][:MAX_BOXES]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    rows = sorted({(e["pid"], e["tid"]) for e in boxes})
+    start = min((e["ts"] for e in boxes), default=0.0)
+    stop = max((e["ts"] + e["dur"] for e in boxes), default=1.0)
+    scale = (WIDTH - LABEL - 10) / max(stop - start, 1e-3)
+    height = ROW * len(rows) + AXIS
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        'font-family="ui-monospace,Menlo,Consolas,monospace" font-size="11" fill="currentColor">'
+    ]
+    place = {row: i * ROW for i, row in enumerate(rows)}
+    for (pid, tid), y in place.items():
+        process = processes.get(pid, str(pid)).partition(" (")[0]
+        label = f"{process}: {names.get((pid, tid), tid)}"
+        parts.append(f'<text x="0" y="{y + 15}" opacity=".75">{escape(label[:28])}</text>')
+        parts.append(
+            f'<line x1="{LABEL}" x2="{WIDTH}" y1="{y + ROW}" y2="{y + ROW}" '
+            'stroke="currentColor" opacity=".15"/>'
+        )
+    for e in boxes:
+        x = LABEL + (e["ts"] - start) * scale
+        width = max(e["dur"] * scale, LEAST)
+        title = f"{e['name']}, {readable_time(e['dur'])}"
+        parts.append(
+            f'<rect x="{x:.1f}" y="{place[e["pid"], e["tid"]] + 4}" width="{width:.1f}" '
+            f'height="{ROW - 7}" rx="2" fill="{COLOURS[e["pid"] % len(COLOURS)]}" opacity=".85">'
+            f"<title>{escape(title)}</title></rect>"
+        )
+    for i in range(5):
+        x = LABEL + (WIDTH - LABEL - 10) * i / 4
+        anchor = "end" if i == 4 else "middle" if i else "start"
+        time = readable_time((stop - start) * i / 4)
+        parts.append(
+            f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}" opacity=".6">{escape(time)}</text>'
+        )
+    return "".join([*parts, "</svg>"])
+
+
+def readable_time(us: float) -> str:
+    """Return microseconds as a person reads them: `"1.25 ms"`."""
+    for size, unit in ((1e6, "s"), (1e3, "ms")):
+        if us >= size:
+            return f"{us / size:.3g} {unit}"
+    return f"{us:.3g} us"
