@@ -87,11 +87,11 @@ class Assignment:
         listed = signature.tensors[: signature.n_leafs + signature.n_nodes]
         nodes = listed[signature.n_leafs :]
         work = [n for n in nodes if n.op not in NO_OPS]
-        self._from_places(listed)
+        self._from_places(listed, signature.outside)
         self._expand(work)
         self._upgrade_or_best(work)
         self._keep_writers_home(work)
-        self._rest(nodes)
+        self._rest(nodes, signature.tensors[: signature.n_leafs] + signature.tensors[len(listed) :])
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -139,16 +139,30 @@ class Assignment:
 
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
-    def _from_places(self, tensors: list[Tensor]) -> None:
-        user = self._user
+    def _from_places(self, tensors: list[Tensor], outside: list[Tensor]) -> None:
+        user, ids, causes, last = self._user, self.ids, self.causes, self._last
+        placed, is_input, no_op = Cause.PLACED, TensorFlag.INPUT, Op.NONE  # looking them up costs more
+        usage = BufferUsage.WEIGHTS
+        roots = {t for t in outside if t.buffer is not None and t.buffer.usage is usage}
+        weights = {t for t in tensors if (t.view_src or t) in roots} | roots if roots else roots
+        leaf_owners: dict[Buffer, int] = {}
         for tensor in tensors:
             if user and tensor in user and self._honour(tensor, user[tensor]):
                 self._set(tensor, user[tensor], Cause.USER)
-            elif (tensor.view_src or tensor).buffer is not None:
-                self._set(tensor, self._owner_of_placed(tensor), Cause.PLACED)
-            elif tensor.flags & TensorFlag.INPUT:
-                self._set(tensor, self._last, Cause.INPUT)
-            elif tensor.op is not Op.NONE:
+                continue
+            buffer = (tensor.view_src or tensor).buffer
+            if buffer is not None:
+                if tensor.op in NO_OPS:
+                    owner = leaf_owners.get(buffer)
+                    if owner is None:
+                        owner = leaf_owners[buffer] = self._owner_of_placed(tensor)
+                else:
+                    owner = self._owner_of_placed(tensor)
+                ids[tensor] = owner
+                causes[tensor] = placed
+            elif tensor.flags & is_input:
+                self._set(tensor, last, Cause.INPUT)
+            elif tensor.op is not no_op and not weights.isdisjoint(tensor.src):
                 self._from_weights(tensor)
 
     def _honour(self, tensor: Tensor, wanted: int) -> bool:
@@ -217,7 +231,7 @@ class Assignment:
         if its operands are there or nothing else surrounds it; then whatever is left.
         """
         ids = self.ids
-        if any(ids.get(n, self._last) != self._last for n in work):
+        if set(ids.values()) != {self._last}:
             self._sweep(work, self._last)
             self._sweep(work[::-1], self._last)
         self._sweep(work, None)
@@ -265,6 +279,8 @@ class Assignment:
 
     def _keep_writers_home(self, work: list[Tensor]) -> None:
         """Let the nodes that write into a tensor run where it is, or bring it to where all can run."""
+        if len(set(self.ids.values())) < 2:
+            return
         writers: dict[Tensor, list[Tensor]] = {}
         for node in work:
             if node.view_src is not None and node in self.ids:
@@ -310,8 +326,11 @@ class Assignment:
 
     # -- pass 4: sources and leftovers ---------------------------------------------------------
 
-    def _rest(self, nodes: list[Tensor]) -> None:
+    def _rest(self, nodes: list[Tensor], others: list[Tensor]) -> None:
+        """Assign what is left, given the tensors that are no nodes."""
         ids = self.ids
+        # Where all of these have a backend, every source has one before its readers are looked at.
+        is_open = not ids.keys() >= set(others)
         for node in nodes:
             current = ids.get(node)
             if current is None and node.view_src is not None and node.view_src in ids:
@@ -319,7 +338,7 @@ class Assignment:
                 self._set(node, current, Cause.VIEW)
             if current is None and node.op not in NO_OPS:
                 current = self._first(node)
-            for src in node.src:
+            for src in node.src if is_open else ():
                 if src is None or src in ids:
                     continue
                 root = src.view_src

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ggmlb.scheduler.signature import Signature
     from ggmlb.tensor import Tensor
 
-_place = attrgetter("buffer", "offset")
+_buffer = attrgetter("buffer")
+_offset = attrgetter("offset")
 _src = attrgetter("src")
 
 
@@ -30,7 +31,8 @@ class Program:
     Attributes:
         signature: The topology, with the tensors of the graph that is bound.
         splits: In the order of execution.
-        places: Buffer and offset of each tensor, by number, once allocated.
+        buffers: Buffer of each tensor, by number, once allocated.
+        offsets: Offset of each tensor in its buffer, by number.
         stamp: The allocator's count of allocations when it was placed; -1 if it is not.
     """
 
@@ -43,13 +45,16 @@ class Program:
         self.splits = split.splits
         self.graph, self.node_ids, self.leaf_ids = split.graph, split.node_ids, split.leaf_ids
         self._first = signature.tensors
-        self._images = [split.images.get(t, t) for t in signature.tensors]
+        self._images = [split.images.get(t) or t for t in signature.tensors]
+        for image, params in zip(self._images, signature.params, strict=True):
+            image.params = params
         self._owned: list[int] = []
         self.forget_plans()
         self._members: list[tuple[list[int], list[int]]] | None = None
-        self.places: list[tuple[Buffer | None, int]] = []
+        self.buffers: list[Buffer | None] = []
+        self.offsets: list[int] = []
         self.stamp = -1
-        self._lie: list[tuple[Buffer | None, int]] = []
+        self._lie: tuple[list[Buffer | None], list[int]] = ([], [])
         self._sources: list[tuple[Tensor | None, ...]] = []
 
     # -- facts ---------------------------------------------------------------------------------
@@ -91,34 +96,36 @@ class Program:
         Raises:
             AllocationError: A device lacks room.
         """
-        if self.stamp != allocator.n_reallocs or not allocator.keeps_places():
-            for i in self._owned:
-                self._images[i].buffer = None
-            allocator.alloc_graph_n(self.graph, self.node_ids, self.leaf_ids)
-            lie = list(map(_place, (*self.graph.leafs, *self.graph.nodes)))
-            if lie != self._lie:
-                self.forget_plans()
-                self._lie = lie
-                self.places = places = list(map(_place, self._images))
-                self._owned = [
-                    i for i, (b, _) in enumerate(places) if b is not None and b.usage is BufferUsage.COMPUTE
-                ]
-            self.stamp = allocator.n_reallocs
+        if self.stamp == allocator.n_reallocs and allocator.keeps_places():
+            return
+        for i in self._owned:
+            self._images[i].buffer = None
+        allocator.alloc_graph_n(self.graph, self.node_ids, self.leaf_ids)
+        self.stamp = allocator.n_reallocs
+        image = (*self.graph.leafs, *self.graph.nodes)
+        lie = [*map(_buffer, image)], [*map(_offset, image)]
+        if lie != self._lie:
+            self._lie = lie
+            self.forget_plans()
+            self.buffers = buffers = list(map(_buffer, self._images))
+            self.offsets = list(map(_offset, self._images))
+            own = {b for b in set(buffers) if b is not None and b.usage is BufferUsage.COMPUTE}
+            self._owned = [i for i, buffer in enumerate(buffers) if buffer in own]
 
     def place(self) -> None:
         """Place the tensors of the bound graph where their twins lie."""
         tensors = self.signature.tensors
-        for tensor, (buffer, offset) in zip(tensors, self.places, strict=True):
+        for tensor, buffer, offset in zip(tensors, self.buffers, self.offsets, strict=True):
             tensor.buffer = buffer
             tensor.offset = offset
         self._sources = list(map(_src, tensors))
 
     def release(self) -> None:
         """Take the places back from the tensors of the bound graph, if nobody else has moved them."""
-        tensors, places = self.signature.tensors, self.places
+        tensors, buffers, offsets = self.signature.tensors, self.buffers, self.offsets
         for i in self._owned:
             tensor = tensors[i]
-            if (tensor.buffer, tensor.offset) == places[i]:
+            if tensor.buffer is buffers[i] and tensor.offset == offsets[i]:
                 tensor.buffer = None
 
     def check(self) -> None:
@@ -130,12 +137,13 @@ class Program:
         """
         signature = self.signature
         tensors = signature.tensors
-        if list(map(_place, tensors)) != self.places or list(map(_src, tensors)) != self._sources:
-            moved = next(
-                t
-                for t, place, src in zip(tensors, self.places, self._sources, strict=True)
-                if _place(t) != place or t.src != src
-            )
+        if (
+            list(map(_buffer, tensors)) != self.buffers
+            or list(map(_offset, tensors)) != self.offsets
+            or list(map(_src, tensors)) != self._sources
+        ):
+            there = zip(tensors, self.buffers, self.offsets, self._sources, strict=True)
+            moved = next(t for t, b, o, s in there if t.buffer is not b or t.offset != o or t.src != s)
             raise GraphError(
                 f"{moved.describe()} was moved or changed since this scheduler allocated the graph; "
                 "call alloc_graph again, and set the inputs again"

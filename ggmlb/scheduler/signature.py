@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.graph import Graph
     from ggmlb.tensor import Tensor
 
-_facts = attrgetter("op", "dtype", "ne", "nb", "flags", "view_offs")
+_FACTS = tuple(map(attrgetter, ("op", "dtype", "ne", "nb", "flags", "view_offs")))
 _buffer = attrgetter("buffer")
 _params = attrgetter("params")
 
@@ -33,10 +33,10 @@ class Signature:
 
     Attributes:
         tensors: By number.
-        numbers: Number of each tensor.
+        numbers: Number of each tensor; -1 for `None`, an absent one.
         n_leafs: How many of the tensors are leafs of the graph.
         n_nodes: How many are nodes.
-        facts: Op, type, extents, strides, flags and offset in the viewed tensor, by number.
+        facts: Ops, types, extents, strides, flags, and offsets in viewed tensors, each by number.
         params: The op's parameters, by number.
         sources: For all nodes, one after another, the numbers of their sources; -1 for an absent one.
         n_sources: How many of `sources` belong to each node.
@@ -70,18 +70,18 @@ class Signature:
         leafs, nodes = graph.leafs, graph.nodes
         self.n_leafs, self.n_nodes = len(leafs), len(nodes)
         self.tensors = tensors = [*leafs, *nodes]
-        self.numbers = numbers = dict(zip(tensors, range(len(tensors)), strict=True))
-        ids: dict[Tensor | None, int] = dict(numbers)  # type: ignore[arg-type]
-        ids[None] = -1
+        numbers: dict[Tensor | None, int] = dict(zip(tensors, range(len(tensors)), strict=True))
+        numbers[None] = -1
+        self.numbers = numbers
         try:
-            self.sources = [ids[s] for t in nodes for s in t.src]
-            self.bases = [ids[t.view_src] for t in tensors]
+            self.sources = [numbers[s] for t in nodes for s in t.src]
+            self.bases = [numbers[t.view_src] for t in tensors]
         except KeyError:
-            self._add_unlisted(ids)
-            self.sources = [ids[s] for t in nodes for s in t.src]
-            self.bases = [ids[t.view_src] for t in tensors]
+            self._add_unlisted()
+            self.sources = [numbers[s] for t in nodes for s in t.src]
+            self.bases = [numbers[t.view_src] for t in tensors]
         self.n_sources = [len(t.src) for t in nodes]
-        self.facts = list(map(_facts, tensors))
+        self.facts = [list(map(fact, tensors)) for fact in _FACTS]
         self.params = list(map(_params, tensors))
         self.wishes = [(i, user[t]) for i, t in enumerate(tensors) if t in user] if user else []
         self.outside: list[Tensor] = []
@@ -89,12 +89,12 @@ class Signature:
         self.zeros: list[tuple[int, str, float]] = []
         self._find_outside()
 
-    def _add_unlisted(self, ids: dict[Tensor | None, int]) -> None:
+    def _add_unlisted(self) -> None:
         tensors, numbers = self.tensors, self.numbers
         for tensor in tensors:  # which grows
             for needed in (*tensor.src, tensor.view_src):
                 if needed is not None and needed not in numbers:
-                    ids[needed] = numbers[needed] = len(tensors)
+                    numbers[needed] = len(tensors)
                     tensors.append(needed)
 
     def _find_outside(self) -> None:

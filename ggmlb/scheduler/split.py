@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ggmlb.scheduler.assign import Assignment
     from ggmlb.scheduler.signature import Signature
 
+_NONE = Op.NONE  # looked up once: it is asked of every tensor
+
 MAX_SPLIT_INPUTS = 30
 """A split with this many inputs is closed before the next node that needs another (as in ggml)."""
 
@@ -137,7 +139,10 @@ class SplitGraph:
         self.graph = Graph()
         self.node_ids: list[int] = []
         self.leaf_ids: list[int] = []
-        self.images: dict[Tensor, Tensor] = {}
+        self.images: dict[Tensor | None, Tensor | None] = {None: None}
+        # What each backend reads in place of a tensor: its image, or a copy.
+        here: list[dict[Tensor | None, Tensor | None]] = [{None: None} for _ in assignment.backends]
+        self._seen_by = [self.images] if len(here) == 1 else [*here, self.images]
         self._signature = signature
         self._assignment = assignment
         self._n_copies = n_copies
@@ -146,6 +151,8 @@ class SplitGraph:
         n = signature.n_leafs
         nodes = signature.tensors[n : n + signature.n_nodes]
         self._written = {t.view_src for t in nodes if t.view_src is not None and t.op not in NO_OPS}
+        is_input = TensorFlag.INPUT
+        self._inputs = {t for t in signature.tensors if (t.view_src or t).flags & is_input}
         self._cut(nodes)
         self._assemble()
         self._order_shared_memory()
@@ -174,7 +181,7 @@ class SplitGraph:
                     if src not in self._copies[b]:
                         self._add_input(split, src, ids[src])
                     self._readers[b].setdefault(src, []).append(node)
-                elif (src.view_src or src).flags & TensorFlag.INPUT:
+                elif src in self._inputs:
                     split.reads_user_input = True
             split.nodes.append(node)
 
@@ -232,19 +239,21 @@ class SplitGraph:
         self._image_leafs()
         for split in self.splits:
             b = split.backend_id
-            copies = self._copies[b]
             for view in split.views:
-                nodes.append(self._image(view, {}))
+                nodes.append(self._image(view, self.images))
                 node_ids.append(ids[view])
             for item in split.inputs:
-                item.src = self._image(item.tensor, {})
+                item.src = self.images.get(item.tensor) or self._image(item.tensor, self.images)
+                self._seen_by[b][item.tensor] = item.copy
                 if len(item.copies) == 1:
                     nodes.append(item.copy)
                     node_ids.append(b)
                 # Keeps the source from being reused before it is copied.
                 nodes.append(_view_of(item.src))
                 node_ids.append(ids[item.tensor])
-            split.images = [self._image(node, copies) for node in split.nodes]
+            # A view belongs to the memory of its source, wherever it is read: never to a copy.
+            here, everywhere = self._seen_by[b], self.images
+            split.images = [self._image(n, everywhere if n.op in NO_OPS else here) for n in split.nodes]
             self._find_experts(split)
             whole = Graph()
             whole.nodes = list(split.images)
@@ -258,7 +267,7 @@ class SplitGraph:
         signature, ids = self._signature, self._assignment.ids
         last = len(self._assignment.backends) - 1
         for leaf in signature.tensors[: signature.n_leafs]:
-            self.graph.leafs.append(self._image(leaf, {}))
+            self.graph.leafs.append(self.images.get(leaf) or self._image(leaf, self.images))
             self.leaf_ids.append(ids.get(leaf, last))
         for split in self.splits:
             for item in split.inputs:
@@ -266,30 +275,23 @@ class SplitGraph:
                     self.graph.leafs += item.copies
                     self.leaf_ids += [split.backend_id] * len(item.copies)
 
-    def _image(self, tensor: Tensor, copies: dict[Tensor, tuple[Tensor, ...]]) -> Tensor:
-        """Return the twin of a tensor, which reads the images of its sources, or their copies."""
-        images = self.images
-        image = images.get(tensor)
-        if image is not None:
-            return image
-        if tensor.op is Op.NONE and tensor.view_src is None and tensor.buffer is not None:
-            images[tensor] = tensor
-            return tensor
+    def _image(self, tensor: Tensor, seen: dict[Tensor | None, Tensor | None]) -> Tensor:
+        """Make the twin of a tensor, which reads what is seen in place of its sources."""
         base = tensor.view_src
-        if base is not None:
-            base = images.get(base) or self._image(base, {})
-        src: list[Tensor | None] = []
-        # A view belongs to the memory of its source, wherever it is read: never to a copy.
-        mine = copies if tensor.op not in NO_OPS else {}
-        for s in tensor.src:
-            if s is None:
-                src.append(None)
-            elif s in mine:
-                src.append(mine[s][0])
-            else:
-                src.append(images.get(s) or self._image(s, {}))
-        image = images[tensor] = tensor.reading(tuple(src), base)
-        image.params = self._signature.params[self._signature.numbers[tensor]]
+        if tensor.buffer is not None and base is None and tensor.op is _NONE:
+            image = tensor
+        else:
+            try:
+                src = tuple([seen[s] for s in tensor.src])
+                base = self.images[base]
+            except KeyError:  # the graph does not list it, or not before
+                for needed in (base, *tensor.src):
+                    if needed is not None and needed not in self.images:
+                        self._image(needed, self.images)
+                return self._image(tensor, seen)
+            image = tensor.reading(src, base)
+        for known in self._seen_by:
+            known[tensor] = image
         return image
 
     def _find_experts(self, split: Split) -> None:
@@ -305,7 +307,7 @@ class SplitGraph:
                 and item.src.buffer is not None
                 and item.src.buffer.is_host
             ):
-                item.experts = self.images[readers[0]]
+                item.experts = split.images[split.nodes.index(readers[0])]
 
     # -- order ---------------------------------------------------------------------------------
 
