@@ -1,0 +1,277 @@
+"""Reuse by topology: a graph that equals an earlier one costs nothing, one that does not is planned anew."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import BufferUsage
+from ggmlb.errors import FreedError, GraphError, NotAllocatedError
+from ggmlb.graph import Graph
+from ggmlb.registry import init_by_name
+from ggmlb.scheduler import Scheduler
+from ggmlb.testing.fake import FakeReg
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Backend
+    from ggmlb.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A small program: every field changes what is computed, and nothing else does."""
+
+    width: int = 8
+    rows: int = 4
+    dtype: DType = DType.F32
+    scale: float = 2.0
+    bias: float = 0.0
+    offset: int = 0
+    weight: int = 0
+    where: int = 0
+    mean: bool = False
+    is_output: bool = False
+    twice: bool = False
+    inplace: bool = False
+    wish: int | None = None
+    usage: BufferUsage = BufferUsage.WEIGHTS
+
+
+recipes = st.builds(
+    Recipe,
+    width=st.sampled_from([8, 16]),
+    rows=st.sampled_from([4, 6]),
+    dtype=st.sampled_from([DType.F32, DType.F16]),
+    scale=st.sampled_from([2.0, -3.0, 0.5]),
+    bias=st.sampled_from([0.0, -0.0, 1.0]),
+    offset=st.integers(0, 3),
+    weight=st.integers(0, 1),
+    where=st.integers(0, 2),
+    mean=st.booleans(),
+    is_output=st.booleans(),
+    twice=st.booleans(),
+    inplace=st.booleans(),
+    wish=st.sampled_from([None, 0, 1, 2]),
+    usage=st.sampled_from([BufferUsage.WEIGHTS, BufferUsage.ANY]),
+)
+
+
+class World:
+    """Two fake GPUs and the CPU, and weights of both widths in the memory of each."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        gpus: list[Backend] = [stack.enter_context(d.init_backend()) for d in FakeReg(2).devices]
+        self.backends = [*gpus, stack.enter_context(init_by_name("CPU"))]
+        random = np.random.default_rng(0)
+        self.weights: dict[tuple[int, int, int], Tensor] = {}
+        for where, backend in enumerate(self.backends):
+            for width in (8, 16):
+                for i in range(2):
+                    ctx = Context()
+                    w = ctx.new_tensor(DType.F32, (width, width), name="w")
+                    stack.enter_context(alloc_ctx_tensors(ctx, backend))
+                    w.set_array(random.standard_normal((width, width), np.float32))
+                    self.weights[where, width, i] = w
+
+    def build(self, r: Recipe, sched: Scheduler | None) -> tuple[Graph, Tensor, Tensor]:
+        c = Context()
+        w = self.weights[r.where, r.width, r.weight]
+        w.buffer.usage = r.usage
+        x = c.set_input(c.new_tensor(DType.F32, (r.width, r.rows), name="x"))
+        h = c.mul_mat(w, x)
+        if r.is_output:
+            c.set_output(h)
+        part = c.view_1d(h, r.width, r.offset * h.nb[1])
+        y = c.scale_bias(part, r.scale, r.bias)
+        y = c.add(y, y if r.twice else part)
+        y = c.sqr_inplace(y) if r.inplace else c.sqr(y)
+        y = c.mean(y) if r.mean else c.silu(y)
+        if r.dtype is not DType.F32:
+            y = c.cast(y, r.dtype)
+        if sched is not None and r.wish is not None:
+            sched.set_tensor_backend(y, self.backends[r.wish])
+        return Graph().build_forward_expand(c.set_output(y)), x, y
+
+    def compute(self, sched: Scheduler, r: Recipe, seed: int) -> bytes:
+        graph, x, y = self.build(r, sched)
+        sched.alloc_graph(graph)
+        x.set_array(np.random.default_rng(seed).standard_normal((r.rows, r.width), np.float32))
+        sched.graph_compute(graph)
+        return y.to_numpy().tobytes()
+
+
+@given(st.lists(recipes, min_size=2, max_size=6), st.sampled_from([False, True]))
+def test_what_differs_is_planned_anew_and_what_does_not_gives_the_same_bits(
+    several: list[Recipe], parallel: bool
+) -> None:
+    with ExitStack() as stack:
+        world = World(stack)
+        sched = stack.enter_context(Scheduler(world.backends, parallel=parallel))
+        for seed, recipe in enumerate([*several, *several]):
+            with Scheduler(world.backends) as fresh:
+                expected = world.compute(fresh, recipe, seed)
+            assert world.compute(sched, recipe, seed) == expected, recipe
+
+
+CHANGES = {
+    "width": 16, "rows": 6, "dtype": DType.F16, "scale": 2.5, "bias": -0.0, "offset": 1, "weight": 1,
+    "where": 1, "mean": True, "is_output": True, "twice": True, "inplace": True, "wish": 1,
+    "usage": BufferUsage.ANY,
+}  # fmt: skip
+
+
+def n_programs(sched: Scheduler) -> int:
+    return len(sched._programs)
+
+
+@pytest.fixture
+def world():
+    with ExitStack() as stack:
+        yield World(stack)
+
+
+def test_every_field_has_a_change():
+    assert CHANGES.keys() == Recipe.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_each_change_makes_another_program(world, field):
+    recipe = Recipe()
+    with Scheduler(world.backends) as sched:
+        for _ in range(3):
+            world.compute(sched, recipe, 0)
+        assert n_programs(sched) == 1
+        world.compute(sched, replace(recipe, **{field: CHANGES[field]}), 0)
+        assert n_programs(sched) == 2
+        world.compute(sched, recipe, 0)
+        assert n_programs(sched) == 2
+
+
+def test_nothing_is_planned_for_the_second_graph(world, monkeypatch):
+    with Scheduler(world.backends) as sched:
+        world.compute(sched, Recipe(), 0)
+        plans = [s.plan for s in sched.splits]
+        for backend in world.backends:
+            monkeypatch.setattr(backend, "graph_plan_create", None)
+            monkeypatch.setattr(type(backend.device), "declines", None)
+        graph, x, y = world.build(Recipe(), None)
+        sched.alloc_graph(graph)
+        x.set_array(np.ones((4, 8)))
+        sched.graph_compute(graph)
+        assert [s.plan for s in sched.splits] == plans
+        # What the user sees is the new graph.
+        assert [n for s in sched.splits for n in (*s.views, *s.nodes)] == graph.nodes
+        assert [i.tensor for s in sched.splits for i in s.inputs] == [x]
+        assert sched.get_tensor_backend(y) is sched.splits[-1].backend
+        assert [p.node for p in sched.placement]
+
+
+def test_the_graph_before_loses_its_places_but_not_those_that_somebody_else_gave(world):
+    with Scheduler(world.backends) as sched, Scheduler(world.backends) as other:
+        first, _, y = world.build(Recipe(), None)
+        sched.alloc_graph(first)
+        other.alloc_graph(first)
+        sched.alloc_graph(world.build(Recipe(), None)[0])
+        assert y.buffer is not None
+        other.alloc_graph(world.build(Recipe(), None)[0])
+        with pytest.raises(NotAllocatedError):
+            y.to_numpy()
+
+
+def test_a_parameter_changed_in_place_makes_new_plans_and_keeps_data(world):
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(DType.F32, (8, 4)))
+    y = ctx.set_output(ctx.scale(ctx.mul_mat(world.weights[0, 8, 0], x), 2.0))
+    graph = Graph().build_forward_expand(y)
+    with Scheduler(world.backends) as sched:
+        sched.alloc_graph(graph)
+        x.set_array(np.ones((4, 8)))
+        sched.graph_compute(graph)
+        before = y.to_numpy()
+        y.params["scale"] = 6.0
+        alloc_ctx_tensors(Context(), world.backends[-1])  # any placement: schedulers look again
+        tick = Context()
+        tick.new_tensor(DType.F32, 4)
+        with alloc_ctx_tensors(tick, world.backends[-1]):
+            sched.graph_compute(graph)
+        np.testing.assert_allclose(y.to_numpy(), 3 * before, rtol=1e-6)
+
+
+def test_a_freed_weight_and_a_moved_one_are_noticed(world):
+    graph, x, _ = world.build(Recipe(), None)
+    w = world.weights[0, 8, 0]
+    with Scheduler(world.backends) as sched:
+        sched.alloc_graph(graph)
+        x.set_array(np.ones((4, 8)))
+        sched.graph_compute(graph)
+        buffer, w.buffer = w.buffer, None
+        with alloc_ctx_tensors(_holding(w), world.backends[0]) as elsewhere:
+            with pytest.raises(GraphError, match="moved or changed"):
+                sched.graph_compute(graph)
+            elsewhere.usage = BufferUsage.WEIGHTS
+            sched.alloc_graph(graph)
+            assert n_programs(sched) == 2
+        with pytest.raises(FreedError, match="'w'"):
+            sched.graph_compute(graph)
+        with pytest.raises(FreedError, match="'w'"):
+            sched.alloc_graph(graph)
+        w.buffer = buffer
+
+
+def _holding(tensor: Tensor) -> Context:
+    ctx = Context()
+    ctx.tensors.append(tensor)
+    return ctx
+
+
+def test_another_tensor_in_the_place_of_a_weight_makes_another_program(world):
+    w = world.weights[0, 8, 0]
+    with Scheduler(world.backends) as sched:
+        before = world.compute(sched, Recipe(), 0)
+        twin = w.reading((), None)
+        world.weights[0, 8, 0] = twin
+        w.buffer = None
+        assert world.compute(sched, Recipe(), 0) == before
+        assert n_programs(sched) == 2
+
+
+def test_memory_that_grows_for_one_topology_makes_new_plans_for_the_others(world):
+    with Scheduler(world.backends) as sched:
+        small = world.compute(sched, Recipe(), 3)
+        for rows in (50, 5000):
+            with Scheduler(world.backends) as fresh:
+                expected = world.compute(fresh, Recipe(rows=rows), 4)
+            assert world.compute(sched, Recipe(rows=rows), 4) == expected
+            assert world.compute(sched, Recipe(), 3) == small
+
+
+def test_a_bounded_number_of_topologies_is_kept(world):
+    with Scheduler(world.backends) as sched:
+        for rows in range(4, 24):
+            world.compute(sched, Recipe(rows=rows), 0)
+        assert n_programs(sched) == 8
+
+
+def test_the_sign_of_zero_counts(world):
+    def values(bias: float) -> np.ndarray:
+        c = Context()
+        x = c.set_input(c.new_tensor(DType.F32, 8))
+        y = c.set_output(c.fill(x, bias))
+        graph = Graph().build_forward_expand(y)
+        sched.alloc_graph(graph)
+        x.set_array(np.zeros(8))
+        sched.graph_compute(graph)
+        return y.to_numpy()
+
+    with Scheduler(world.backends) as sched:
+        assert [math.copysign(1, values(b)[0]) for b in (0.0, -0.0, 0.0)] == [1, -1, 1]
