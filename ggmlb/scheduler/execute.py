@@ -15,9 +15,11 @@ A backend that works in another's memory waits for what that one was given befor
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Status, TensorFlag
+from ggmlb.errors import Error
 from ggmlb.interface import Backend, tensor_copy_async
 from ggmlb.scheduler.experts import ExpertCopies
 from ggmlb.tensor import Tensor
@@ -64,6 +66,17 @@ class Executor:
         Returns:
             `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
         """
+        status = None
+        try:
+            status = self._queue(program, callback)
+        finally:
+            if status is not Status.SUCCESS:  # what was queued has no marks behind it, and may still run
+                for backend in self._backends:
+                    with suppress(Error):
+                        backend.synchronize()
+        return status
+
+    def _queue(self, program: Program, callback: EvalCallback | None) -> Status:
         c = self.copy
         experts = ExpertCopies(program.splits, c)
         waits: dict[int, None] = {}

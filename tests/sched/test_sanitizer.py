@@ -17,6 +17,7 @@ from ggmlb.testing.fake import FakeBackend, FakeDevice, FakeReg
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ggmlb.interface import Event
     from ggmlb.tensor import Tensor
 
 F32 = DType.F32
@@ -30,6 +31,16 @@ class Deaf(FakeBackend):
     def synchronize(self) -> None:
         if not self.computes:
             super().synchronize()
+
+
+class Eager(FakeBackend):
+    """A stream that does not wait for events, while a scheduler computes."""
+
+    computes = False
+
+    def event_wait(self, event: Event) -> None:
+        if not self.computes:
+            super().event_wait(event)
 
 
 class Hasty(FakeBackend):
@@ -331,6 +342,27 @@ def test_a_split_without_inputs_in_memory_that_another_device_still_uses(bench, 
             else right()
         ):
             sched.graph_compute(graph)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("kind", [FakeBackend, Eager])
+def test_a_pipeline_that_forgets_an_event(bench, which, kind):
+    # The source must wait before it overwrites a copy that is still read, the reader for the copy itself.
+    backends = list(bench.backends)
+    stream = backends[which] = bench.stack.enter_context(kind(bench.reg.devices[which]))
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(F32, (4, 2), name="x"))
+    a = ctx.set_name(ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), x), "a")
+    z = ctx.mul_mat(bench.weight(bench.gpu1, 4, 4, name="w1"), a)
+    graph = Graph().build_forward_expand(ctx.set_output(z))
+    with Scheduler(backends, parallel=True, n_copies=2, sanitize=True) as sched, forgotten(stream):
+        sched.alloc_graph(graph)
+        what = ("write", "'Fake1#a'", "still read") if which == 0 else ("read", "'Fake1#a'", "still write")
+        with found("race", *what) if kind is Eager else right():
+            for _ in range(5):
+                x.set_array(np.ones((2, 4)))
+                sched.graph_compute_async(graph)
+        sched.synchronize()
 
 
 def test_a_scheduler_watches_while_it_lives(bench):

@@ -1,0 +1,247 @@
+"""The n-th allocation, copy, kernel build or kernel fails, for every n: the error is ours, and all goes on.
+
+After each failure nothing may be left allocated that was not before, and the scheduler, reset, must compute
+the right result.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyopencl as cl
+import pytest
+
+import ggmlb
+from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status, alloc_ctx_tensors
+from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ggmlb.interface import Backend
+
+X = np.random.default_rng(0).standard_normal((3, 8), np.float32)
+
+
+class Chain:
+    """Layers whose weights lie on the backends by turns: y = silu(w ... silu(w x))."""
+
+    def __init__(self, backends: list[Backend], stack: ExitStack, n_layers: int = 4) -> None:
+        random = np.random.default_rng(1)
+        c = Context()
+        y = self.x = c.set_input(c.new_tensor(DType.F32, (8, 3), name="x"))
+        expected = X
+        for i in range(n_layers):
+            ctx = Context()
+            w = ctx.new_tensor(DType.F32, (8, 8), name=f"w{i}")
+            buffer = stack.enter_context(alloc_ctx_tensors(ctx, backends[i % len(backends)]))
+            buffer.usage = BufferUsage.WEIGHTS
+            values = random.standard_normal((8, 8), np.float32)
+            w.set_array(values)
+            y = c.silu(c.mul_mat(w, y))
+            expected = expected @ values.T
+            expected = expected / (1 + np.exp(-expected))
+        self.y, self.expected = c.set_output(y), expected
+        self.graph = Graph().build_forward_expand(y)
+
+    def compute(self, sched: Scheduler) -> None:
+        sched.alloc_graph(self.graph)
+        self.x.set_array(X)
+        sched.graph_compute(self.graph)
+        np.testing.assert_allclose(self.y.to_numpy(), self.expected, rtol=1e-4, atol=1e-5)
+
+
+class Fault:
+    """Makes the n-th call of some functions fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._left = -1
+        self.hit = False
+
+    def plant(self, owner: Any, name: str, make: Callable[[], Exception]) -> None:
+        function = getattr(owner, name)
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self._left -= 1
+            if not self._left:
+                self.hit = True
+                raise make()
+            return function(*args, **kwargs)
+
+        self._monkeypatch.setattr(owner, name, failing)
+
+    def at(self, n: int) -> None:
+        """Let the n-th call from now on fail; 0 for none."""
+        self._left, self.hit = n, False
+
+
+def fake(message: str) -> Callable[[], Exception]:
+    return lambda: ggmlb.BackendError(message)
+
+
+def library(message: str) -> Callable[[], Exception]:
+    return lambda: RuntimeError(message)  # an array library's own, which a user must not meet
+
+
+def no_room() -> Exception:
+    return ggmlb.AllocationError("no room")
+
+
+def opencl(message: str) -> Callable[[], Exception]:
+    return lambda: cl.RuntimeError(message, -5)
+
+
+class Steps:
+    """Makes each step of a plan a method that can be made to fail."""
+
+    @staticmethod
+    def run(step: Callable[[], None]) -> None:
+        step()
+
+
+FAKE = {
+    "allocation": lambda f: f.plant(FakeBufferType, "_alloc_buffer", no_room),
+    "copy": lambda f: [
+        f.plant(owner, name, fake("a copy failed"))
+        for owner, name in (
+            (FakeBackend, "_cpy_tensor_async"),
+            (FakeBackend, "_copy_on_stream"),
+            (FakeBackend, "_set_tensor_async"),
+            (FakeBuffer, "_set_tensor"),
+            (FakeBuffer, "_get_tensor"),
+        )
+    ],
+    "build": lambda f: f.plant(FakeBackend, "_plan", fake("a build failed")),
+    "kernel": lambda f: f.plant(Steps, "run", library("a kernel failed")),
+}
+
+OPENCL = {
+    "allocation": lambda f: f.plant(cl, "Buffer", lambda: cl.MemoryError("no room", -4)),
+    "copy": lambda f: f.plant(cl, "enqueue_copy", opencl("a copy failed")),
+    "build": lambda f: f.plant(cl, "Kernel", opencl("a build failed")),
+    "kernel": lambda f: f.plant(cl, "enqueue_nd_range_kernel", opencl("a kernel failed")),
+}
+
+
+@pytest.fixture
+def fault(monkeypatch) -> Fault:
+    return Fault(monkeypatch)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["", "parallel"])
+@pytest.mark.parametrize("kind", FAKE)
+def test_on_fake_devices(kind, parallel, fault, stack, monkeypatch):
+    run = ArrayPlan.__init__
+
+    def stepwise(self, *args):
+        run(self, *args)
+        self.steps = [lambda step=step: Steps.run(step) for step in self.steps]
+
+    monkeypatch.setattr(ArrayPlan, "__init__", stepwise)
+    reg = FakeReg(2)
+    backends = [stack.enter_context(d.init_backend()) for d in reg.devices]
+    backends.append(stack.enter_context(ggmlb.init_by_name("CPU")))
+    chain = Chain(backends[:2], stack)
+    FAKE[kind](fault)
+
+    def used() -> list[tuple[int, int]]:
+        return [(d.used, d.n_buffers) for d in reg.devices]
+
+    check_every_n(chain, backends, fault, used, parallel)
+
+
+@pytest.mark.parametrize("kind", OPENCL)
+def test_on_opencl(kind, fault, stack):
+    backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in ("OpenCL0", "CPU")]
+    chain = Chain(backends, stack)
+    device: Any = backends[0].device
+    # Each build is a first one: kernel objects of earlier tests do not serve.
+    device.programs._idle.clear()
+    OPENCL[kind](fault)
+    check_every_n(chain, backends, fault, lambda: device.ledger.free, False)
+
+
+def check_every_n(
+    chain: Chain, backends: list[Backend], fault: Fault, used: Callable[[], object], parallel: bool
+) -> None:
+    start = used()
+    for n in range(1, 200):
+        with Scheduler(backends, parallel=parallel, sanitize=True) as sched:
+            fault.at(n)
+            try:
+                chain.compute(sched)
+            except ggmlb.Error as error:
+                assert fault.hit, error
+                assert str(error)
+            else:
+                assert not fault.hit, f"failure {n} went unnoticed"
+            hit, _ = fault.hit, fault.at(0)
+            sched.reset()
+            chain.compute(sched)
+        assert used() == start
+        if not hit:
+            assert n > 1, "nothing was made to fail"
+            return
+    raise AssertionError("each of 200 calls failed")
+
+
+def test_after_an_abort_nothing_of_it_is_overwritten(stack):
+    backends: list[Backend] = [stack.enter_context(d.init_backend()) for d in FakeReg(2).devices]
+    backends.append(stack.enter_context(ggmlb.init_by_name("CPU")))
+    chain = Chain(backends, stack, n_layers=6)
+    with Scheduler(backends, parallel=True, sanitize=True) as sched:
+        chain.compute(sched)
+        for _ in range(2):
+            backends[-1].abort_callback = lambda: True  # asked after two layers were queued
+            assert sched.graph_compute_async(chain.graph) is Status.ABORTED
+            backends[-1].abort_callback = None
+            chain.compute(sched)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [("CPU",), ("OpenCL0", "CPU")], ids="+".join)
+def test_two_schedulers_in_two_threads(devices, stack):
+    """Each thread has streams of its own on the same devices, and a graph of its own."""
+    chains = []
+    for _ in range(2):
+        backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in devices]
+        chains.append((Chain(backends, stack, n_layers=6), backends))
+    together = threading.Barrier(2)
+    failed: list[BaseException] = []
+
+    def work(chain: Chain, backends: list[Backend]) -> None:
+        try:
+            with Scheduler(backends) as sched:
+                together.wait()
+                for _ in range(25):
+                    chain.compute(sched)
+                    for _ in range(4):
+                        chain.x.set_array(X)
+                        sched.graph_compute_async(chain.graph)
+                    sched.synchronize()
+                    np.testing.assert_allclose(chain.y.to_numpy(), chain.expected, rtol=1e-4, atol=1e-5)
+                    sched.reset()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in chains]
+    with ggmlb.sanitize():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failed
+    assert not any(thread.is_alive() for thread in threads)
