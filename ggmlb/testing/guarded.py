@@ -94,7 +94,7 @@ class GuardedMemory:
         self._buffer: Buffer | None = None
 
     def place(self, built: Built) -> Image:
-        """Place a program and write its inputs."""
+        """Place a program; `Image.upload` writes its inputs."""
         roots = [t for t in built.ctx.tensors if t.view_src is None]
         step = self._buft.alignment
         offsets, end = [], padded(GUARD, step)
@@ -109,9 +109,7 @@ class GuardedMemory:
         for tensor in built.ctx.tensors:
             if tensor.view_src is not None:
                 view_init(tensor)
-        image = Image(built, whole, np.empty(0, np.uint8), _written(built, end))
-        image.upload()
-        return image
+        return Image(built, whole, np.empty(0, np.uint8), _written(built, end))
 
     def free(self) -> None:
         """Give the memory back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from ggmlb.errors import BackendUnavailable, RegistryError
@@ -9,26 +11,50 @@ from ggmlb.registry import device_by_name
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
 
-SAMPLE = 2
-"""Cases of an op that are tested by default; `make test-all` takes all."""
+if TYPE_CHECKING:
+    from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.interface import Device
 
+SAMPLE = 2
+"""Cases of an op that are tested by default on devices that compile kernels; `make test-all` takes all."""
+
+COMPILING = ("Numba", "OpenCL0")
 RUNS = [
-    *((device, mode, 0) for device in ("CPU", "OpenCL0") for mode in ("behaviour",)),
-    *(("CPU", mode, 0) for mode in ("test", "support")),
-    *(("OpenCL0", mode, SAMPLE) for mode in ("test", "support")),
-    *(pytest.param("OpenCL0", mode, 0, marks=pytest.mark.slow) for mode in ("test", "support")),
+    *(("CPU", mode, 0) for mode in ("behaviour", "test", "support")),
+    *((name, "behaviour", 0) for name in COMPILING),
+    *((name, mode, SAMPLE) for name in COMPILING for mode in ("test", "support")),
+    *(
+        pytest.param(name, mode, 0, marks=pytest.mark.slow)
+        for name in COMPILING
+        for mode in ("test", "support")
+    ),
 ]
 
 
+def faults(device: Device, mode: str, limit: int) -> list[str]:
+    """What the kit finds."""
+    known = ExpectedFailures.of(device)
+    with Runner([device]) as runner:
+        work = tasks(device.name, Selection(mode, limit=limit))
+        results = [known.judge(r) for task in work for r in runner.run(task)]
+    assert sum(r.outcome.ran for r in results) > len(results) // 4
+    return [f"{r.family}: {r.id}: {r.reason}" for r in results if r.outcome.is_bad]
+
+
 @pytest.mark.parametrize(("name", "mode", "limit"), RUNS)
-def test_it_passes(name, mode, limit):
+def test_it_passes(name: str, mode: str, limit: int) -> None:
     try:
         device = device_by_name(name)
     except (RegistryError, BackendUnavailable) as error:
         pytest.skip(str(error))
-    known = ExpectedFailures.of(device)
-    with Runner() as runner:
-        results = [known.judge(r) for t in tasks(name, Selection(mode, limit=limit)) for r in runner.run(t)]
-    assert sum(r.outcome.ran for r in results) > len(results) // 2
-    wrong = [f"{r.family}: {r.id}: {r.reason}" for r in results if r.outcome.is_bad]
-    assert not wrong, "\n".join(wrong)
+    assert faults(device, mode, limit) == []
+
+
+def test_cuda_behaves(cuda_device: CudaDevice) -> None:
+    assert faults(cuda_device, "behaviour", 0) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["test", "support"])
+def test_cuda_passes(mode: str) -> None:
+    assert faults(device_by_name("CUDA0"), mode, 0) == []

@@ -92,6 +92,13 @@ class Allocation:
     cl_buffer: cl.Buffer
 
 
+def aligned(nbytes: int) -> Bytes:
+    """Poisoned memory that begins at a multiple of `ALIGNMENT`."""
+    whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+    start = -address_of(whole) % ALIGNMENT
+    return whole[start : start + nbytes]
+
+
 class HostDriver(Driver):
     """`n_devices` cards with `capacity` bytes each.
 
@@ -174,9 +181,7 @@ class HostDriver(Driver):
         self._check("malloc", 2)
         if self.used(device) + nbytes > self._capacity:
             raise HostError("out of memory", 2)
-        whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
-        start = -address_of(whole) % ALIGNMENT
-        array = whole[start : start + nbytes]
+        array = aligned(nbytes)
         flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
         address = address_of(array)
         self._allocations[address] = Allocation(array, device, cl.Buffer(self._context, flags, hostbuf=array))
@@ -216,7 +221,7 @@ class HostDriver(Driver):
 
     def pinned(self, nbytes: int) -> Bytes:
         self._check("pinned", 2)
-        return np.full(nbytes, POISON, np.uint8)
+        return aligned(nbytes)
 
     def register(self, array: Bytes) -> None:
         self._check("register")

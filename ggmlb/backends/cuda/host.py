@@ -54,9 +54,16 @@ class CudaHostBufferType(BufferType):
             except driver.errors:
                 pass  # systems limit what a process may lock; other memory works too
         try:
-            return CudaHostBuffer(self, np.empty(nbytes, np.uint8), is_pinned=False)
+            return CudaHostBuffer(self, _pageable(nbytes), is_pinned=False)
         except MemoryError as error:
             raise self.out_of_memory(nbytes, str(error)) from None
+
+
+def _pageable(nbytes: int) -> Bytes:
+    """Return memory of the system's, aligned as pinned memory is."""
+    whole = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -whole.ctypes.data % ALIGNMENT
+    return whole[start : start + nbytes]
 
 
 class CudaHostBuffer(Buffer):
