@@ -20,7 +20,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "program"),
-    [(page, program) for page in ("index.md", "getting-started.md", "debugging.md") for program in blocks(page, "python")],
+    [
+        (page, program)
+        for page in ("index.md", "getting-started.md", "debugging.md")
+        for program in blocks(page, "python")
+    ],
 )
 def test_programs_print_what_they_say(page: str, program: str, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
