@@ -70,17 +70,20 @@ class Library:
 
 
 class Ggmlb(Library):
+    device = "CPU"
+
     def __init__(self, case: Case, threads: int) -> None:
         import ggmlb
 
         super().__init__()
         self._leafs, self._nodes = ggmlb.Context(), ggmlb.Context()
-        self._backend = ggmlb.init_by_name("CPU")
+        self._backend = ggmlb.init_by_name(self.device)
         reg, device = self._backend.device.reg, self._backend.device
         reg.get_proc_address("set_n_threads")(self._backend, threads)
         self.result = case.build(self)
         self._graph = ggmlb.Graph().build_forward_expand(self.result)
-        types = [device.buffer_type, *reg.get_proc_address("dev_get_extra_bufts")(device)]
+        extra = reg.get_proc_address("dev_get_extra_bufts")
+        types = [device.buffer_type, *(extra(device) if extra is not None else ())]
         (buft,) = (t for t in types if t.name == case.storage)
         self._memory = [
             ggmlb.alloc_ctx_tensors(self._leafs, buft),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.llvm.emit import F32, I1, I8, I16, I32, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.emit import F32, I1, I8, I16, I32, I64, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import from_half, look_up
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Form:
         has_min: Whether there are minimums.
         codes: Read the codes of the block at an address: `<32 x i8>` for each run.
         scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
+        pairs: As `codes`, two runs in a vector of 64 bytes, where that takes fewer instructions.
     """
 
     block: int
@@ -39,6 +40,7 @@ class Form:
     has_min: bool
     codes: Callable[[Kernel, Value], list[Value]]
     scales: Callable[[Kernel, Value], tuple[Value, Value | None]]
+    pairs: Callable[[Kernel, Value], list[Value]] | None = None
 
 
 def _half(k: Kernel, address: Value) -> Value:
@@ -73,14 +75,25 @@ def _dm(k: Kernel, p: Value) -> tuple[Value, Value]:
     return _one(k, _half(k, p)), _one(k, _half(k, p + 2))
 
 
+def _shifted(k: Kernel, both: Value, shifts: tuple[int, int], mask: int) -> Value:
+    """Bits of 64 bytes, of the first 32 and of the others from another bit on, as codes."""
+    steps = k.table(vec(I16, 32), [shifts[0]] * 16 + [shifts[1]] * 16)
+    return (both.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & mask
+
+
+def _twice(k: Kernel, address: Value) -> Value:
+    """32 bytes, and the same again."""
+    x = _bytes(k, address)
+    return x.join(x)
+
+
 # -- two halves of 16-bit factors and 6-bit scales: q4_K and q5_K -----------------------------------
 
 
 def _words(k: Kernel, words: list[Value]) -> Value:
     """32-bit words as bytes, each a float."""
-    packed = k.const(vec(I32, len(words)), 0)
-    for i, word in enumerate(words):
-        packed = packed.put(i, word)
+    longs = [a.zext(I64) | (b.zext(I64) << 32) for a, b in zip(words[::2], words[1::2], strict=True)]
+    packed = longs[0].splat(1) if len(longs) == 1 else longs[0].splat(2).put(1, longs[1])
     return packed.bits(vec(I8, 4 * len(words)))
 
 
@@ -107,6 +120,19 @@ def _q4_k(k: Kernel, p: Value) -> list[Value]:
     return runs
 
 
+def _q4_k_pairs(k: Kernel, p: Value) -> list[Value]:
+    return [_shifted(k, _twice(k, p + 16 + 32 * i), (0, 4), 15) for i in range(4)]
+
+
+def _q5_k_pairs(k: Kernel, p: Value) -> list[Value]:
+    high = _twice(k, p + 16)
+    pairs = []
+    for i in range(4):
+        q = _shifted(k, _twice(k, p + 48 + 32 * i), (0, 4), 15)
+        pairs.append(q | (_shifted(k, high, (2 * i, 2 * i + 1), 1) << 4))
+    return pairs
+
+
 def _q5_k(k: Kernel, p: Value) -> list[Value]:
     runs, high = [], _bytes(k, p + 16)
     for i in range(8):
@@ -125,6 +151,11 @@ def _q2_k(k: Kernel, p: Value) -> list[Value]:
     return [(q >> 2 * j) & 3 for q in halves for j in range(4)]
 
 
+def _q2_k_pairs(k: Kernel, p: Value) -> list[Value]:
+    halves = [_twice(k, p + 16 + 32 * i) for i in range(2)]
+    return [_shifted(k, q, (s, s + 2), 3) for q in halves for s in (0, 4)]
+
+
 def _q2_k_scales(k: Kernel, p: Value) -> tuple[Value, Value]:
     packed = _bytes(k, p, 16)
     d, dmin = _half(k, p + 80), _half(k, p + 82)
@@ -139,6 +170,15 @@ def _q3_k(k: Kernel, p: Value) -> list[Value]:
         bit = high << (2 - i) if i < 2 else high >> (i - 2)
         runs.append(((halves[i // 4] >> 2 * (i % 4)) & 3) | (bit & 4))
     return runs
+
+
+def _q3_k_pairs(k: Kernel, p: Value) -> list[Value]:
+    high, halves = _twice(k, p), [_twice(k, p + 32 + 32 * i) for i in range(2)]
+    pairs = []
+    for i in range(4):
+        q = _shifted(k, halves[i // 2], (4 * (i % 2), 4 * (i % 2) + 2), 3)
+        pairs.append(q | (_shifted(k, high, (2 * i, 2 * i + 1), 1) << 2))
+    return pairs
 
 
 def _q3_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
@@ -161,6 +201,16 @@ def _q6_k(k: Kernel, p: Value) -> list[Value]:
     return runs
 
 
+def _q6_k_pairs(k: Kernel, p: Value) -> list[Value]:
+    pairs = []
+    for half in range(2):
+        low, high = _bytes(k, p + 64 * half, 64), _twice(k, p + 128 + 32 * half)
+        for i in range(2):
+            q = low >> 4 if i else low & 15
+            pairs.append(q | (_shifted(k, high, (4 * i, 4 * i + 2), 3) << 4))
+    return pairs
+
+
 def _q6_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
     return _bytes(k, p + 192, 16).sext(I32).to_float() * _half(k, p + 208).splat(16), None
 
@@ -173,6 +223,16 @@ _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 def _iq4_xs(k: Kernel, p: Value) -> list[Value]:
     return [look_up(k, _IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
+
+
+def _iq4_xs_pairs(k: Kernel, p: Value) -> list[Value]:
+    pairs = []
+    for i in range(4):
+        q = _bytes(k, p + 8 + 32 * i)
+        spread = q.shuffle([*range(16), *range(16), *range(16, 32), *range(16, 32)])
+        steps = k.table(vec(I16, 32), ([0] * 8 + [4] * 8) * 2)
+        pairs.append(look_up(k, _IQ4, (spread.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & 15))
+    return pairs
 
 
 def _iq4_xs_scales(k: Kernel, p: Value) -> tuple[Value, None]:
@@ -195,13 +255,13 @@ FORMS: dict[str, Form] = {
     "q5_0": Form(32, 22, 32, 16, False, lambda k, p: [_nibbles(k, p + 6) | _fifth(k, p + 2)], _d),
     "q5_1": Form(32, 24, 32, 0, True, lambda k, p: [_nibbles(k, p + 8) | _fifth(k, p + 4)], _dm),
     "q8_0": Form(32, 34, 32, None, False, lambda k, p: [_bytes(k, p + 2)], _d),
-    "q2_k": Form(256, 84, 16, 0, True, _q2_k, _q2_k_scales),
-    "q3_k": Form(256, 110, 16, 4, False, _q3_k, _q3_k_scales),
-    "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs),
-    "q5_k": Form(256, 176, 32, 0, True, _q5_k, _six_bit_pairs),
-    "q6_k": Form(256, 210, 16, 32, False, _q6_k, _q6_k_scales),
+    "q2_k": Form(256, 84, 16, 0, True, _q2_k, _q2_k_scales, _q2_k_pairs),
+    "q3_k": Form(256, 110, 16, 4, False, _q3_k, _q3_k_scales, _q3_k_pairs),
+    "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs, _q4_k_pairs),
+    "q5_k": Form(256, 176, 32, 0, True, _q5_k, _six_bit_pairs, _q5_k_pairs),
+    "q6_k": Form(256, 210, 16, 32, False, _q6_k, _q6_k_scales, _q6_k_pairs),
     "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [look_up(k, _IQ4, _nibbles(k, p + 2))], _d),
-    "iq4_xs": Form(256, 136, 32, None, False, _iq4_xs, _iq4_xs_scales),
+    "iq4_xs": Form(256, 136, 32, None, False, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
     "mxfp4": Form(
         32, 17, 32, None, False, lambda k, p: [look_up(k, _MXFP4, _nibbles(k, p + 1))], _mxfp4_scale
     ),

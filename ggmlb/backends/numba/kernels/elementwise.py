@@ -14,6 +14,7 @@ from ggmlb.backends.numba.llvm.simd import (
     load_float,
     load_floats,
     log,
+    over_one_plus_exp,
     polynomial,
     sigmoid,
     sin_cos,
@@ -43,11 +44,11 @@ def _tanh(k: Kernel, x: Value) -> Value:
 
 def _gelu(k: Kernel, x: Value) -> Value:
     z = x * (x * x * GELU_COEF + 1.0)
-    return x * sigmoid(k, z * (2 * SQRT_2_OVER_PI))
+    return over_one_plus_exp(k, x, z * (2 * SQRT_2_OVER_PI))
 
 
 def _gelu_erf(k: Kernel, x: Value) -> Value:
-    return x * sigmoid(k, x * polynomial(k, x * x, NORMAL_AS_SIGMOID))
+    return over_one_plus_exp(k, x, x * polynomial(k, x * x, NORMAL_AS_SIGMOID))
 
 
 def _hardsigmoid(k: Kernel, x: Value) -> Value:
@@ -88,9 +89,9 @@ FUNCTIONS: dict[str, Function] = {
     "relu": _positive,
     "sigmoid": sigmoid,
     "gelu": _gelu,
-    "gelu_quick": lambda k, x: x * sigmoid(k, x * GELU_QUICK_COEF),
+    "gelu_quick": lambda k, x: over_one_plus_exp(k, x, x * GELU_QUICK_COEF),
     "gelu_erf": _gelu_erf,
-    "silu": lambda k, x: x / (exp(k, -x) + 1.0),
+    "silu": lambda k, x: over_one_plus_exp(k, x, x),
     "hardswish": lambda k, x: x * _hardsigmoid(k, x),
     "hardsigmoid": _hardsigmoid,
     "exp": exp,
@@ -166,7 +167,7 @@ def glu(k: Kernel, name: str, dtypes: Sequence[str]) -> None:
             if params:
                 alpha, limit = params
                 g = k.select(gate > limit, limit, gate)
-                y = g * sigmoid(k, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
+                y = over_one_plus_exp(k, g, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
             else:
                 y = FUNCTIONS[_GATES[name]](k, gate) * up
             store_floats(k, out, y, row.at[0] + i * SIZES[out], mask)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, Variable, vec
+from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_floats, total
 
 if TYPE_CHECKING:
@@ -49,54 +49,61 @@ class Place:
 
 def quantized(k: Kernel, dtype: str, n_rows: int, n_columns: int) -> None:
     """Multiply blocks with activations as bytes; `n_columns` rows of activations."""
-    form, place = FORMS[dtype], Place(k, n_rows)
+    place = Place(k, n_rows)
     p = place.args
-    size, a_nb1 = p["k"], p["a_nb1"]
-    wide = k.level.lanes == 16 and form.block > 32
-    runs = form.block // 32
-    step = 2 if wide else 1
-    lanes = 8 * step
     with k.loop(place.first, place.last) as group:
         row = k.least(group * n_rows, p["m"] - n_rows)  # the last group may do rows again
-        weights = place.a + row * a_nb1
-        zero = k.const(vec(F32, lanes), 0)
-        sums = [[k.variable(zero) for _ in range(n_columns)] for _ in range(n_rows)]
-        rest = (
-            [
-                [k.variable(k.const(vec(F32, max(1, form.block // 32)), 0)) for _ in range(n_columns)]
-                for _ in range(n_rows)
-            ]
-            if form.has_min
-            else []
-        )
-        with k.loop(0, size // form.block) as block:
-            xs = [parts(place.b + p["b_nb1"] * c, size) for c in range(n_columns)]
-            addresses = [weights + a_nb1 * r + block * form.nbytes for r in range(n_rows)]
-            codes = [form.codes(k, address) for address in addresses]
-            scales = [form.scales(k, address) for address in addresses]
-            for c, (q, d, s, counts) in enumerate(xs):
-                factors = k.load(vec(F32, runs), d + block * (4 * runs))
-                for r in range(n_rows):
-                    _add_minimums(
-                        k, form, scales[r][1], rest[r][c] if rest else None, factors, s, counts, block
-                    )
-                spread = _per_group(factors, form)
-                both = [scales[r][0] * spread for r in range(n_rows)]
-                for i in range(0, runs, step):
-                    x = k.load(vec(I8, 32 * step), q + block * form.block + 32 * i)
-                    dot = Dot(k, lanes)
-                    start = dot.start(x, form.offset)
-                    for r in range(n_rows):
-                        w = codes[r][i].join(codes[r][i + 1]) if step == 2 else codes[r][i]
-                        product = dot(start, w, x, form.offset).to_float()
-                        factor = both[r].shuffle(_lanes(form, i, lanes))
-                        sums[r][c].set(k.fma(product, factor, sums[r][c].now))
-        for c in range(n_columns):
-            for r in range(n_rows):
-                value = total(k, sums[r][c].now)
-                if rest:
-                    value = value + total(k, rest[r][c].now)
+        weights = [place.a + (row + r) * p["a_nb1"] for r in range(n_rows)]
+        columns = [place.b + p["b_nb1"] * c for c in range(n_columns)]
+        found = _rows_by_columns(k, FORMS[dtype], weights, columns, p["k"])
+        for r, line in enumerate(found):
+            for c, value in enumerate(line):
                 k.store(value, place.y + p["y_nb1"] * c + (row + r) * 4)
+
+
+def _rows_by_columns(
+    k: Kernel, form: Form, weights: list[Value], columns: list[Value], size: Value
+) -> list[list[Value]]:
+    """The products of rows of blocks with rows of bytes, by their addresses."""
+    wide = k.level.lanes == 16 and form.block > 32
+    runs, step = form.block // 32, 2 if wide else 1
+    lanes, groups = 8 * step, form.block // form.group
+    pairs = form.pairs if wide else None
+    sums = [[k.variable(k.const(vec(F32, lanes), 0)) for _ in columns] for _ in weights]
+    rest = [[k.variable(k.const(vec(F32, groups), 0)) for _ in columns] for _ in weights if form.has_min]
+    with k.loop(0, size // form.block) as block:
+        addresses = [row + block * form.nbytes for row in weights]
+        codes = [(pairs or form.codes)(k, address) for address in addresses]
+        scales = [form.scales(k, address) for address in addresses]
+        for c, column in enumerate(columns):
+            q, d, s, counts = parts(column, size)
+            factors = k.load(vec(F32, runs), d + block * (4 * runs))
+            if rest:
+                totals = _group_sums(k, form, factors, s, counts, block)
+            for r, (_, minimums) in enumerate(scales):
+                if minimums is not None:
+                    rest[r][c].set(k.fma(minimums, totals, rest[r][c].now))
+            spread = _per_group(factors, form)
+            both = [scale * spread for scale, _ in scales]
+            for i in range(0, runs, step):
+                x = k.load(vec(I8, 32 * step), q + block * form.block + 32 * i)
+                dot = Dot(k, lanes)
+                start = dot.start(x, form.offset)
+                for r, of_row in enumerate(codes):
+                    if pairs is not None:
+                        w = of_row[i // 2]
+                    else:
+                        w = of_row[i].join(of_row[i + 1]) if wide else of_row[i]
+                    product = dot(start, w, x, form.offset).to_float()
+                    factor = both[r].shuffle(_lanes(form, i, lanes))
+                    sums[r][c].set(k.fma(product, factor, sums[r][c].now))
+    found = [[total(k, slot.now) for slot in line] for line in sums]
+    if not rest:
+        return found
+    return [
+        [value + total(k, slot.now) for value, slot in zip(a, b, strict=True)]
+        for a, b in zip(found, rest, strict=True)
+    ]
 
 
 def _per_group(factors: Value, form: Form) -> Value:
@@ -110,20 +117,12 @@ def _lanes(form: Form, run: int, lanes: int) -> list[int]:
     return [(32 * run + 4 * i) // form.group for i in range(lanes)]
 
 
-def _add_minimums(
-    k: Kernel, form: Form, minimums: Value | None, rest: Variable | None,
-    factors: Value, s: Value, counts: Value, block: Value,
-) -> None:  # fmt: skip
-    if minimums is None or rest is None:
-        return
-    runs = form.block // 32
+def _group_sums(k: Kernel, form: Form, factors: Value, s: Value, counts: Value, block: Value) -> Value:
+    """The sums of activations over each group of a block: what minimums are multiplied with."""
+    groups = form.block // form.group
     if form.group == 32:
-        rest.set(k.fma(minimums, k.load(vec(F32, runs), s + block * (4 * runs)), rest.now))
-        return
-    of_16 = k.load(vec(I32, 2 * runs), counts + block * (8 * runs)).to_float()
-    product = minimums * of_16
-    even, odd = (product.shuffle(range(i, 2 * runs, 2)) for i in (0, 1))
-    rest.set(k.fma(even + odd, factors, rest.now))
+        return k.load(vec(F32, groups), s + block * (4 * groups))
+    return k.load(vec(I32, groups), counts + block * (4 * groups)).to_float() * _per_group(factors, form)
 
 
 def floats(k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:

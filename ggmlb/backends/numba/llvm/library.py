@@ -136,14 +136,18 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-@cache
 def library(level: str | None = None) -> Library:
     """The kernels for a level by its name; by default for what GGMLB_SIMD says, or the host's widest.
 
     Raises:
         ArgumentError: The processor cannot run the level, or there is none of that name.
     """
-    return Library(host.target_for(level or env.simd()))
+    return _library(level or env.simd())
+
+
+@cache
+def _library(level: str | None) -> Library:
+    return Library(host.target_for(level))
 
 
 def function(address: int, n_args: int) -> Any:

@@ -110,8 +110,10 @@ class Dot:
 
 
 def look_up(k: Kernel, table: Sequence[int], index: Value) -> Value:
-    """Bytes of a table of 16 by index, 32 at a time."""
+    """Bytes of a table of 16 by index, 32 or 64 at a time."""
     n = lanes_of(index.type)
+    if n == 64:
+        return k.call("llvm.x86.avx512.pshuf.b.512", index.type, k.table(index.type, [*table] * 4), index)
     if k.level.dot in ("vnni", "maddubs"):
         both = k.table(vec(I8, 32), [*table, *table])
         return k.call("llvm.x86.avx2.pshuf.b", index.type, both, index)
@@ -333,6 +335,18 @@ def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
     return s, c
 
 
+def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
+    """`x / (1 + exp(-z))`."""
+    if k.level.name != "avx512" or lanes_of(x.type) != 16:
+        return x / (exp(k, -z) + 1.0)
+    # A division takes longer than all the rest. The sum stays where its inverse is a normal number.
+    d = exp(k, k.minimum(-z, 87.0)) + 1.0
+    zero = k.const(x.type, 0.0)
+    inverse = k.call("llvm.x86.avx512.rcp14.ps.512", x.type, d, zero, k.const(I16, -1))
+    inverse = inverse * k.fma(-d, inverse, k.const(x.type, 2.0))
+    return k.select(z.equals(z), x * inverse, z)
+
+
 def sigmoid(k: Kernel, x: Value) -> Value:
     """`1 / (1 + exp(-x))`."""
-    return 1.0 / (exp(k, -x) + 1.0)
+    return over_one_plus_exp(k, k.const(x.type, 1.0), x)

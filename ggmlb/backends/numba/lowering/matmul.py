@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.tensor import Tensor
 
-ROWS = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
+ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 """Rows of the weight that are multiplied together, by rows of activations."""
 
 
-FEW = 8
+FEW = 4
 """Rows of activations up to which the weight is read as it lies."""
 
 
