@@ -17,7 +17,18 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 
-HEAVY = {"cupy", "gguf", "hypothesis", "ml_dtypes", "pyopencl", "rich", "safetensors", "tokenizers", "typer"}
+HEAVY = {
+    "cupy",
+    "gguf",
+    "hypothesis",
+    "llvmlite",
+    "ml_dtypes",
+    "pyopencl",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "typer",
+}
 
 
 def modules_after(program: str) -> dict[str, object]:

@@ -5,11 +5,12 @@ The activations are read once for the rows of a group, which keep their sums in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.emit import F32, I8, I32, I64, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_floats, total
 
 if TYPE_CHECKING:
@@ -23,13 +24,18 @@ ARGS = (
 rows, matrices and batches; extents; how often the weight repeats; and chunks of a matrix."""
 
 
+Product = Callable[[list["Value"], list["Value"], "Value"], "list[list[Value]]"]
+
+
 class Place:
     """What a chunk of a product is: its matrix, and its part of the weight's rows.
 
     Attributes:
         a: Address of the weight's matrix.
-        b: Address of the activations.
-        y: Address of the result.
+        a_nb1: Bytes from one of its rows to the next.
+        k: Elements of a row.
+        m: Rows.
+        n: Rows of activations.
         first: The first of the units that it does.
         last: The one after the last.
     """
@@ -45,23 +51,134 @@ class Place:
         units = (p["m"] + (unit - 1)) // unit
         self.first = units * part // p["parts"]
         self.last = units * (part + 1) // p["parts"]
+        self.n, self.m, self.k, self.a_nb1 = p["n"], p["m"], p["k"], p["a_nb1"]
+
+    def column(self, c: Value | int) -> Value:
+        """Address of a row of activations."""
+        return self.b + self.args["b_nb1"] * c
+
+    def result(self, c: Value | int) -> Value:
+        """Address of what comes of it."""
+        return self.y + self.args["y_nb1"] * c
+
+
+CHOSEN_ARGS = (
+    "a", "a_nb1", "a_nb2", "b", "b_nb1", "b_nb2", "b_ne1", "y", "y_nb1", "y_nb2",
+    "k", "m", "n_used", "parts", "starts", "order",
+)  # fmt: skip
+"""Arguments of products with chosen matrices: `order` has the numbers of tokens' choices, sorted by matrix,
+and `starts` where those of each matrix begin."""
+
+
+class Chosen(Place):
+    """What a chunk is where each row of activations has chosen its matrices."""
+
+    def __init__(self, k: Kernel, unit: int) -> None:
+        p = dict(zip(CHOSEN_ARGS, k.ints(len(CHOSEN_ARGS)), strict=True))
+        self.args, self._kernel = p, k
+        matrix, part = k.chunk // p["parts"], k.chunk % p["parts"]
+        self._begin = k.load(I64, p["starts"] + matrix * 8)
+        self.n = k.load(I64, p["starts"] + matrix * 8 + 8) - self._begin
+        self.a = p["a"] + matrix * p["a_nb2"]
+        self.m, self.k, self.a_nb1 = p["m"], p["k"], p["a_nb1"]
+        units = k.select(self.n > 0, (p["m"] + (unit - 1)) // unit, 0)
+        self.first = units * part // p["parts"]
+        self.last = units * (part + 1) // p["parts"]
+
+    def _choice(self, c: Value | int) -> tuple[Value, Value]:
+        """The token, and which of its choices."""
+        number = self._kernel.load(I64, self.args["order"] + (self._begin + c) * 8)
+        return number // self.args["n_used"], number % self.args["n_used"]
+
+    def column(self, c: Value | int) -> Value:
+        """Address of a row of activations."""
+        token, use = self._choice(c)
+        p = self.args
+        return p["b"] + use % p["b_ne1"] * p["b_nb1"] + token * p["b_nb2"]
+
+    def result(self, c: Value | int) -> Value:
+        """Address of what comes of it."""
+        token, use = self._choice(c)
+        return self.args["y"] + use * self.args["y_nb1"] + token * self.args["y_nb2"]
+
+
+def sort(k: Kernel) -> None:
+    """Sort choices by matrix: `ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step`."""
+    ids, nb0, nb1, n_used, n_tokens, n_matrices, starts, order, errors, step = k.ints(10)
+    ends = starts + 8  # while counting, the place of each matrix is its successor's
+    n = n_used * n_tokens
+
+    def matrix(i: Value) -> Value:
+        return k.load(I32, ids + i % n_used * nb0 + i // n_used * nb1).sext(I64)
+
+    def is_right(number: Value) -> Value:
+        return Value(k, k.build.icmp_unsigned("<", number.raw, n_matrices.raw))
+
+    with k.loop(0, n_matrices + 2) as i:
+        k.store(k.i64(0), starts + i * 8)
+    with k.loop(0, n) as i:
+        number = matrix(i)
+        with k.build.if_else(is_right(number).raw) as (right, wrong):
+            with right:
+                at = ends + (number + 1) * 8
+                k.store(k.load(I64, at) + 1, at)
+            with wrong:
+                for j, value in enumerate((number, n_matrices, step)):
+                    k.store(value, errors + 8 * j)
+    with k.loop(1, n_matrices + 1) as i:
+        k.store(k.load(I64, ends + i * 8) + k.load(I64, ends + i * 8 - 8), ends + i * 8)
+    with k.loop(0, n) as i:
+        number = matrix(i)
+        with k.when(is_right(number)):
+            at = k.load(I64, ends + number * 8)
+            k.store(i, order + at * 8)
+            k.store(at + 1, ends + number * 8)
 
 
 def quantized(k: Kernel, dtype: str, n_rows: int, n_columns: int) -> None:
     """Multiply blocks with activations as bytes; `n_columns` rows of activations."""
-    place = Place(k, n_rows)
-    p = place.args
+
+    def product(weights: list[Value], columns: list[Value], size: Value) -> list[list[Value]]:
+        return _blocks(k, FORMS[dtype], weights, columns, size)
+
+    _all_rows(k, Place(k, n_rows), n_rows, n_columns, product)
+
+
+def floats(k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
+    """Multiply floats with float activations."""
+
+    def product(weights: list[Value], columns: list[Value], size: Value) -> list[list[Value]]:
+        return _floats(k, dtype, b_dtype, weights, columns, size)
+
+    _all_rows(k, Place(k, n_rows), n_rows, n_columns, product)
+
+
+def chosen(k: Kernel, dtype: str, n_rows: int, b_dtype: str) -> None:
+    """Multiply the chosen matrices with activations, one row of them at a time; see `Chosen`."""
+    place = Chosen(k, n_rows)
+    with k.loop(0, place.n) as column, k.loop(place.first, place.last) as group:
+        row = k.least(group * n_rows, place.m - n_rows)
+        weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
+        x = [place.column(column)]
+        if dtype in FORMS:
+            found = _blocks(k, FORMS[dtype], weights, x, place.k)
+        else:
+            found = _floats(k, dtype, b_dtype, weights, x, place.k)
+        for r, (value,) in enumerate(found):
+            k.store(value, place.result(column) + (row + r) * 4)
+
+
+def _all_rows(k: Kernel, place: Place, n_rows: int, n_columns: int, product: Product) -> None:
     with k.loop(place.first, place.last) as group:
-        row = k.least(group * n_rows, p["m"] - n_rows)  # the last group may do rows again
-        weights = [place.a + (row + r) * p["a_nb1"] for r in range(n_rows)]
-        columns = [place.b + p["b_nb1"] * c for c in range(n_columns)]
-        found = _rows_by_columns(k, FORMS[dtype], weights, columns, p["k"])
+        row = k.least(group * n_rows, place.m - n_rows)  # the last group may do rows again
+        weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
+        found = product(weights, [place.column(c) for c in range(n_columns)], place.k)
         for r, line in enumerate(found):
             for c, value in enumerate(line):
-                k.store(value, place.y + p["y_nb1"] * c + (row + r) * 4)
+                k.store(value, place.result(c) + (row + r) * 4)
 
 
-def _rows_by_columns(
+def _blocks(
     k: Kernel, form: Form, weights: list[Value], columns: list[Value], size: Value
 ) -> list[list[Value]]:
     """The products of rows of blocks with rows of bytes, by their addresses."""
@@ -125,36 +242,30 @@ def _group_sums(k: Kernel, form: Form, factors: Value, s: Value, counts: Value, 
     return k.load(vec(I32, groups), counts + block * (4 * groups)).to_float() * _per_group(factors, form)
 
 
-def floats(k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
-    """Multiply floats with float activations."""
-    place = Place(k, n_rows)
-    p, lanes, size = place.args, k.level.lanes, SIZES[dtype]
-    turns = 2 if n_rows * n_columns <= 8 else 1  # independent sums hide the latency of additions
-    with k.loop(place.first, place.last) as group:
-        row = k.least(group * n_rows, p["m"] - n_rows)
-        zero = k.const(vec(F32, lanes), 0)
-        sums = [[[k.variable(zero) for _ in range(n_columns)] for _ in range(n_rows)] for _ in range(turns)]
+def _floats(
+    k: Kernel, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], size: Value
+) -> list[list[Value]]:
+    """The products of rows of floats, by their addresses."""
+    lanes = k.level.lanes
+    turns = 2 if len(weights) * len(columns) <= 8 else 1  # independent sums hide the latency of additions
+    zero = k.const(vec(F32, lanes), 0)
+    sums = [[[k.variable(zero) for _ in columns] for _ in weights] for _ in range(turns)]
 
-        def add(at: Value, turn: int, mask: Value | None = None) -> None:
-            x = [
-                load_floats(k, b_dtype, place.b + p["b_nb1"] * c + at * SIZES[b_dtype], lanes, mask)
-                for c in range(n_columns)
-            ]
-            for r in range(n_rows):
-                w = load_floats(k, dtype, place.a + (row + r) * p["a_nb1"] + at * size, lanes, mask)
-                for c in range(n_columns):
-                    slot = sums[turn][r][c]
-                    slot.set(k.fma(w, x[c], slot.now))
+    def add(at: Value, turn: int, mask: Value | None = None) -> None:
+        x = [load_floats(k, b_dtype, column + at * SIZES[b_dtype], lanes, mask) for column in columns]
+        for row, line in zip(weights, sums[turn], strict=True):
+            w = load_floats(k, dtype, row + at * SIZES[dtype], lanes, mask)
+            for slot, of in zip(line, x, strict=True):
+                slot.set(k.fma(w, of, slot.now))
 
-        whole = p["k"] // (lanes * turns) * (lanes * turns)
-        with k.loop(0, whole, lanes * turns) as i:
-            for turn in range(turns):
-                add(i + lanes * turn, turn)
-        with k.loop(whole, p["k"], lanes) as i:
-            add(i, 0, k.first_lanes(lanes, p["k"] - i))
-        for r in range(n_rows):
-            for c in range(n_columns):
-                value = sums[0][r][c].now
-                for turn in range(1, turns):
-                    value = value + sums[turn][r][c].now
-                k.store(total(k, value), place.y + p["y_nb1"] * c + (row + r) * 4)
+    whole = size // (lanes * turns) * (lanes * turns)
+    with k.loop(0, whole, lanes * turns) as i:
+        for turn in range(turns):
+            add(i + lanes * turn, turn)
+    with k.loop(whole, size, lanes) as i:
+        add(i, 0, k.first_lanes(lanes, size - i))
+    for turn in range(1, turns):
+        for line, more in zip(sums[0], sums[turn], strict=True):
+            for slot, other in zip(line, more, strict=True):
+                slot.set(slot.now + other.now)
+    return [[total(k, slot.now) for slot in line] for line in sums[0]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.kernels.matvec import Place
+from ggmlb.backends.numba.kernels.matvec import Chosen, Place
 from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 
@@ -125,20 +125,31 @@ def _pack_bytes(k: Kernel, form: Form, packed: _Packed, rows: list[Value], size:
 
 def quantized(k: Kernel, dtype: str) -> None:
     """Multiply blocks with activations as bytes: arguments of a product, scratch and its size per thread."""
-    form, place = FORMS[dtype], Place(k, BYTE_ROWS)
+    _quantized(k, dtype, Place(k, BYTE_ROWS))
+
+
+def chosen_quantized(k: Kernel, dtype: str) -> None:
+    """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
+    _quantized(k, dtype, Chosen(k, BYTE_ROWS))
+
+
+def _quantized(k: Kernel, dtype: str, place: Place) -> None:
+    form = FORMS[dtype]
     scratch, stride = k.ints(2)
-    p, n_columns = place.args, byte_columns(k.level)
-    packed = _Packed(form, p["k"], scratch + k.thread * stride)
+    n_columns = byte_columns(k.level)
+    packed = _Packed(form, place.k, scratch + k.thread * stride)
     with k.loop(place.first, place.last) as tile:
         first = tile * BYTE_ROWS
-        _pack_bytes(k, form, packed, [place.a, first, p["m"] - 1], p["k"], p["a_nb1"])
-        with k.loop(0, p["n"], n_columns) as column:
-            sums = _multiply_bytes(k, form, packed, place.b + column * p["b_nb1"], p["b_nb1"], p["k"])
+        _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place.k, place.a_nb1)
+        with k.loop(0, place.n, n_columns) as column:
+            # Beyond the last row of activations the last one is read again.
+            rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
+            sums = _multiply_bytes(k, form, packed, rows, place.k)
             _store_tile(k, sums, place, first, column, BYTE_ROWS)
 
 
 def _multiply_bytes(
-    k: Kernel, form: Form, packed: _Packed, b: Value, b_nb1: Value, size: Value
+    k: Kernel, form: Form, packed: _Packed, rows: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each column."""
     n, n_columns = k.level.lanes, byte_columns(k.level)
@@ -146,7 +157,7 @@ def _multiply_bytes(
     floats, ints = vec(F32, n), vec(I32, n)
     zero = k.const(floats, 0)
     sums = [[k.variable(zero) for _ in range(n_columns)] for _ in vectors]
-    columns = [parts(b + b_nb1 * c, size) for c in range(n_columns)]
+    columns = [parts(row, size) for row in rows]
     dot = Dot(k, n)
     shifted = k.level.dot == "vnni" and not form.has_min
     with k.loop(0, size >> 5) as block:
@@ -189,18 +200,18 @@ def _store_tile(
     k: Kernel, sums: list[list[Value]], place: Place, first: Value, column: Value, n_rows: int
 ) -> None:
     """Write what lies inside the result."""
-    p, n = place.args, k.level.lanes
-    with k.build.if_else((first + n_rows <= p["m"]).raw) as (whole, partly):
+    n = k.level.lanes
+    with k.build.if_else((first + n_rows <= place.m).raw) as (whole, partly):
         for inside, context in ((True, whole), (False, partly)):
             with context:
                 for c in range(len(sums[0])):
-                    with k.when(column + c < p["n"]):
-                        to = place.y + (column + c) * p["y_nb1"] + first * 4
+                    with k.when(column + c < place.n):
+                        to = place.result(column + c) + first * 4
                         for v, row in enumerate(sums):
                             if inside:
                                 k.store(row[c], to + v * n * 4)
                             else:
-                                mask = k.first_lanes(n, p["m"] - first - v * n)
+                                mask = k.first_lanes(n, place.m - first - v * n)
                                 k.store_masked(row[c], to + v * n * 4, mask)
 
 
@@ -209,23 +220,29 @@ def _store_tile(
 
 def floats(k: Kernel, dtype: str, b_dtype: str) -> None:
     """Multiply floats with float activations: arguments of a product, scratch and its size per thread."""
+    _all_floats(k, dtype, b_dtype, Place(k, float_rows(k.level)))
+
+
+def chosen_floats(k: Kernel, dtype: str, b_dtype: str) -> None:
+    """Multiply chosen matrices of floats; see `matvec.Chosen`."""
+    _all_floats(k, dtype, b_dtype, Chosen(k, float_rows(k.level)))
+
+
+def _all_floats(k: Kernel, dtype: str, b_dtype: str, place: Place) -> None:
     n_rows, n_columns, n = float_rows(k.level), float_columns(k.level), k.level.lanes
-    place = Place(k, n_rows)
     scratch, stride = k.ints(2)
-    p = place.args
     packed = scratch + k.thread * stride
     b_size = SIZES[b_dtype]
     with k.loop(place.first, place.last) as tile:
         first = tile * n_rows
-        with k.loop(0, p["k"], DEPTH) as begin:
-            depth = k.least(p["k"] - begin, DEPTH)
+        with k.loop(0, place.k, DEPTH) as begin:
+            depth = k.least(place.k - begin, DEPTH)
             _pack_floats(k, dtype, place, first, begin, depth, packed)
-            with k.loop(0, p["n"], n_columns) as column:
+            with k.loop(0, place.n, n_columns) as column:
                 sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
                 # Beyond the last row of activations the last one is read again.
                 rows = [
-                    place.b + k.least(column + c, p["n"] - 1) * p["b_nb1"] + begin * b_size
-                    for c in range(n_columns)
+                    place.column(k.least(column + c, place.n - 1)) + begin * b_size for c in range(n_columns)
                 ]
                 with k.loop(0, depth) as i:
                     weights = [
@@ -245,10 +262,10 @@ def floats(k: Kernel, dtype: str, b_dtype: str) -> None:
 def _pack_floats(
     k: Kernel, dtype: str, place: Place, first: Value, begin: Value, depth: Value, packed: Value
 ) -> None:
-    n, size, p = k.level.lanes, SIZES[dtype], place.args
+    n, size = k.level.lanes, SIZES[dtype]
     n_rows = float_rows(k.level)
     for v in range(0, n_rows, n):
-        rows = [place.a + k.least(first + v + r, p["m"] - 1) * p["a_nb1"] + begin * size for r in range(n)]
+        rows = [place.a + k.least(first + v + r, place.m - 1) * place.a_nb1 + begin * size for r in range(n)]
         whole = depth // n * n
         with k.loop(0, whole, n) as i:
             loaded = [load_floats(k, dtype, row + i * size, n) for row in rows]
@@ -263,11 +280,11 @@ def _add_to_tile(
     k: Kernel, sums: list[list[Value]], place: Place, first: Value, column: Value, n_rows: int
 ) -> None:
     """Add to what was written for the elements before."""
-    p, n = place.args, k.level.lanes
+    n = k.level.lanes
     for c in range(len(sums[0])):
-        with k.when(column + c < p["n"]):
-            to = place.y + (column + c) * p["y_nb1"] + first * 4
+        with k.when(column + c < place.n):
+            to = place.result(column + c) + first * 4
             for v, row in enumerate(sums):
-                mask = k.first_lanes(n, p["m"] - first - v * n)
+                mask = k.first_lanes(n, place.m - first - v * n)
                 before = k.load_masked(vec(F32, n), to + v * n * 4, mask)
                 k.store_masked(row[c] + before, to + v * n * 4, mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels import activations, matvec, tiles
 from ggmlb.backends.numba.kernels.blocks import FORMS
@@ -19,8 +19,8 @@ ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 """Rows of the weight that are multiplied together, by rows of activations."""
 
 
-FEW = 4
-"""Rows of activations up to which the weight is read as it lies."""
+FEW, FEW_FLOATS = 4, 8
+"""Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
 
 
 def _declines(node: Tensor) -> str | None:
@@ -46,11 +46,8 @@ def _mul_mat(node: Tensor, steps: Steps) -> None:
             k, m, count, *b.ne[2:], b.ne[2] // a.ne[2], b.ne[3] // a.ne[3], parts,
         )  # fmt: skip
 
-    if n > FEW:
-        level = steps.library.target.level
-        rows = tiles.BYTE_ROWS if quantized else tiles.float_rows(level)
-        nbytes = tiles.byte_scratch(k, name(a)) if quantized else tiles.float_scratch(level)
-        nbytes = -(-nbytes // 64) * 64
+    if n > (FEW if quantized else FEW_FLOATS):
+        rows, nbytes = _tile_shape(steps, name(a), k, quantized)
         scratch = steps.scratch(nbytes * steps.n_threads)
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = tiles.quantized if quantized else tiles.floats
@@ -76,8 +73,7 @@ def quantized_activations(b: Tensor, steps: Steps) -> tuple[int, tuple[int, int,
     """Emit the step that quantises activations, unless it was; return their address and strides."""
     k = b.ne[0]
     row = activations.row_nbytes(k)
-    # Tiles read some rows beyond the last; what comes of them is not used.
-    nbytes = row * (b.ne[1] * b.ne[2] * b.ne[3] + tiles.byte_columns(steps.library.target.level))
+    nbytes = row * b.ne[1] * b.ne[2] * b.ne[3]
     address, there = steps.activations(b, nbytes)
     if not there:
         work = b.n_elements * 0.6
@@ -86,4 +82,57 @@ def quantized_activations(b: Tensor, steps: Steps) -> tuple[int, tuple[int, int,
     return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
 
 
-RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat)}
+def _chosen(node: Tensor, steps: Steps) -> None:
+    """Products with matrices that each token chooses; the choices are sorted by matrix first."""
+    a, b, ids = node.src[:3]
+    assert a is not None and b is not None and ids is not None
+    quantized = a.dtype.is_quantized
+    (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
+    n = n_used * n_tokens
+    address, nb = quantized_activations(b, steps) if quantized else (steps.address(b), b.nb)
+    starts, order = steps.scratch(8 * (n_matrices + 2)), steps.scratch(8 * n)
+    steps.emit(
+        matvec.sort, (),
+        (steps.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *steps.report),
+    )  # fmt: skip
+    few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
+    shape = _tile_shape(steps, name(a), k, quantized)
+    rows = shape.rows if not few else ROWS[1] if m >= ROWS[1] else 1
+    parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
+    args: tuple[int, ...] = (
+        steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],
+        k, m, n_used, parts, starts, order,
+    )  # fmt: skip
+    if few:
+        steps.emit(matvec.chosen, (name(a), rows, name(b)), args, parts * n_matrices)
+        return
+    args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
+    if quantized:
+        steps.emit(tiles.chosen_quantized, (name(a),), args, parts * n_matrices)
+    else:
+        steps.emit(tiles.chosen_floats, (name(a), name(b)), args, parts * n_matrices)
+
+
+def _chosen_declines(node: Tensor) -> str | None:
+    ids = node.src[2]
+    assert ids is not None
+    if node.src[0] is not None and node.src[0].ne[3] != 1:
+        return "the matrices lie in more than three dimensions"
+    return _declines(node)
+
+
+class _TileShape(NamedTuple):
+    """How many rows a tile has, and the bytes that a thread needs for one."""
+
+    rows: int
+    nbytes: int
+
+
+def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool) -> _TileShape:
+    level = steps.library.target.level
+    if quantized:
+        return _TileShape(tiles.BYTE_ROWS, -(-tiles.byte_scratch(k, dtype) // 64) * 64)
+    return _TileShape(tiles.float_rows(level), -(-tiles.float_scratch(level) // 64) * 64)
+
+
+RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_chosen_declines, _chosen)}
