@@ -17,6 +17,7 @@ import threading
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,12 +66,14 @@ class HostStream:
     n_queued: int = 0
     n_done: int = 0
     captured: list[Op] | None = None
+    ends: dict[int, float] = field(default_factory=lambda: {0: perf_counter()})
 
     def run_to(self, n: int) -> None:
         while self.n_done < n:
             op = self.queue.pop(0)
             self.n_done += 1
             op.run()
+            self.ends[self.n_done] = perf_counter()
 
 
 @dataclass(slots=True)
@@ -279,7 +282,9 @@ class HostDriver(Driver):
             point.stream.run_to(point.n)
 
     def event_elapsed(self, start: int, end: int) -> float:
-        return 0.0
+        first, last = self._events[start], self._events[end]
+        assert first.stream is not None and last.stream is not None
+        return last.stream.ends[last.n] - first.stream.ends[first.n]
 
     def _put(self, stream: int, op: Op) -> None:
         s = self.streams[stream]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, overlap, queue_copy
+from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.backends.cuda.graphs import IdleGraphs
@@ -34,6 +36,7 @@ class CudaBackend(Backend):
     Attributes:
         stream: The stream.
         arena: Scratch that its plans share.
+        clock: Times its work, while it is being timed.
         idle_graphs: Executable graphs that plans left behind.
     """
 
@@ -50,6 +53,7 @@ class CudaBackend(Backend):
         # CUDA does not know about Python's arrays: each is kept until an event says that it is not used.
         self._held: list[tuple[int, Bytes]] = []
         self._last_plan: CudaPlan | None = None
+        self.clock: Clock | None = None
 
     @property
     def guid(self) -> str:
@@ -99,7 +103,8 @@ class CudaBackend(Backend):
             return
         with self._transfer(f"set_tensor_async on {tensor.describe()}"), self.device.on():
             to = buffer.address + tensor.offset + offset
-            self._driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, self.stream.handle)
+            with self._timed(tensor):
+                self._driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, self.stream.handle)
             self._hold(buffer, data)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
@@ -109,7 +114,8 @@ class CudaBackend(Backend):
             return
         with self._transfer(f"get_tensor_async on {tensor.describe()}"), self.device.on():
             start = buffer.address + tensor.offset + offset
-            self._driver.copy(address_of(out), start, out.size, Way.TO_HOST, self.stream.handle)
+            with self._timed(tensor):
+                self._driver.copy(address_of(out), start, out.size, Way.TO_HOST, self.stream.handle)
             self._hold(buffer, out)
 
     def _set_tensor_2d_async(
@@ -128,9 +134,10 @@ class CudaBackend(Backend):
             return
         with self._transfer(f"set_tensor_2d_async on {tensor.describe()}"), self.device.on():
             to, start = buffer.address + tensor.offset + offset, address_of(data)
-            self._driver.copy_2d(
-                to, stride_tensor, start, stride_data, size, n, Way.TO_DEVICE, self.stream.handle
-            )
+            with self._timed(tensor):
+                self._driver.copy_2d(
+                    to, stride_tensor, start, stride_data, size, n, Way.TO_DEVICE, self.stream.handle
+                )
             self._hold(buffer, data)
 
     def _get_tensor_2d_async(
@@ -142,9 +149,10 @@ class CudaBackend(Backend):
             return
         with self._transfer(f"get_tensor_2d_async on {tensor.describe()}"), self.device.on():
             to, start = address_of(out), buffer.address + tensor.offset + offset
-            self._driver.copy_2d(
-                to, stride_data, start, stride_tensor, size, n, Way.TO_HOST, self.stream.handle
-            )
+            with self._timed(tensor):
+                self._driver.copy_2d(
+                    to, stride_data, start, stride_tensor, size, n, Way.TO_HOST, self.stream.handle
+                )
             self._hold(buffer, out)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
@@ -155,7 +163,8 @@ class CudaBackend(Backend):
             return False
         with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
             self.stream.wait_for([backend_src.stream])
-            queue_copy(src, dst, self.stream.handle)
+            with self._timed(src):
+                queue_copy(src, dst, self.stream.handle)
             source.streams.add(self.stream)
             target.streams.add(self.stream)
             backend_src.stream.wait_for([self.stream])  # what comes next there may overwrite the source
@@ -186,6 +195,23 @@ class CudaBackend(Backend):
             self.stream.unmark(event)
             n += 1
         del self._held[:n]
+
+    # -- timing --------------------------------------------------------------------------------
+
+    def _start_timing(self) -> bool:
+        assert self.commands is not None
+        with cuda_errors(self._driver, f"time the work of {self.name}"), self.device.on():
+            self.clock = Clock(self._driver, self.stream, self.commands)
+        return True
+
+    def _stop_timing(self) -> None:
+        clock, self.clock = self.clock, None
+        assert clock is not None
+        with cuda_errors(self._driver, f"time the work of {self.name}"), self.device.on():
+            clock.settle()
+
+    def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
+        return nullcontext() if self.clock is None else self.clock.time(tensor.describe(), is_copy=True)
 
     # -- order ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ggmlb import env
@@ -74,11 +75,11 @@ class CudaPlan(GraphPlan):
     def run(self) -> Status:
         """Queue the steps.
 
-        With an abort callback, or where graphs are off, one by one; with GGMLB_CUDA_SYNC=1, waiting after
-        each node.
+        With an abort callback, while timed, or where graphs are off, one by one; with GGMLB_CUDA_SYNC=1,
+        waiting after each node.
         """
         backend = self.backend
-        if self._by_node or backend.abort_callback is not None:
+        if self._by_node or backend.abort_callback is not None or backend.clock is not None:
             return self._run_by_node()
         try:
             for segment in self.segments:
@@ -89,18 +90,18 @@ class CudaPlan(GraphPlan):
 
     def _run_by_node(self) -> Status:
         backend = self.backend
-        abort, stream = backend.abort_callback, backend.stream
+        abort, stream, clock = backend.abort_callback, backend.stream, backend.clock
         for part in self.parts:
             if abort is not None and abort():
                 return Status.ABORTED
             try:
-                for step in part.steps:
-                    step.call(stream.handle)
+                with nullcontext() if clock is None else clock.time(_told(part)):
+                    for step in part.steps:
+                        step.call(stream.handle)
                 if self._wait:
                     stream.synchronize()
             except backend.device.driver.errors as error:
-                what = " with ".join(node.describe() for node in part.nodes)
-                raise BackendError(f"{backend.name} failed to compute {what}: {error}") from None
+                raise BackendError(f"{backend.name} failed to compute {_told(part)}: {error}") from None
         return Status.SUCCESS
 
     def describe(self) -> str:
@@ -116,3 +117,7 @@ class CudaPlan(GraphPlan):
         self.segments = []
         self.parts = []
         self.buffers = ()
+
+
+def _told(part: Part) -> str:
+    return " with ".join(node.describe() for node in part.nodes)
