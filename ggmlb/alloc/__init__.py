@@ -9,7 +9,7 @@ numbers; `plan` finds a place for each number, in `arena`s that exist on paper o
 buffers and places the tensors. A plan is kept, so that the second time costs the first and last step.
 """
 
-from ggmlb.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size, alloc_tensors
+from ggmlb.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size, alloc_tensors, override_for
 from ggmlb.alloc.graph import GraphAllocator
 from ggmlb.alloc.linear import TensorAllocator
 from ggmlb.alloc.plan import INPLACE_OPERANDS
@@ -21,4 +21,5 @@ __all__ = [
     "alloc_ctx_tensors",
     "alloc_ctx_tensors_size",
     "alloc_tensors",
+    "override_for",
 ]

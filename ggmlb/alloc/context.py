@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import TensorAllocator, padded
+from ggmlb.errors import ArgumentError
 from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ggmlb.context import Context
     from ggmlb.tensor import Tensor
 
 
-def alloc_ctx_tensors(ctx: Context, where: Backend | BufferType) -> Buffer:
+def alloc_ctx_tensors(
+    ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
+) -> Buffer:
     """Place all tensors of a context, in a buffer made for them.
 
     Tensors that lie in a buffer already are left alone; views follow their sources. If anything fails,
@@ -23,18 +27,38 @@ def alloc_ctx_tensors(ctx: Context, where: Backend | BufferType) -> Buffer:
     Args:
         ctx: Holds the tensors.
         where: The kind of memory, or the backend whose default kind is meant.
+        overrides: Other memory for some tensors, by regular expression: the first that is found in a
+            tensor's name decides (--override-tensor of llama.cpp). `{r"ffn_.*_exps": cpu}` keeps experts
+            in host memory; a `Scheduler` runs their ops there, or copies what it needs (`op_offload`).
 
     Returns:
         The buffer, a context manager that frees it: a `MultiBuffer` if the tensors need more than
-        `max_size`, and one of no bytes if no tensor needs any.
+        `max_size` or several kinds of memory, and one of no bytes if no tensor needs any.
 
     Raises:
+        ArgumentError: An override is no regular expression.
         AllocationError: The device lacks room, or one tensor is larger than the largest buffer.
         NotAllocatedError: A view's source, in another context, lies in no buffer yet.
 
     Source: ggml_backend_alloc_ctx_tensors, ggml_backend_alloc_ctx_tensors_from_buft.
     """
-    return alloc_tensors(ctx.tensors, where.default_buffer_type if isinstance(where, Backend) else where)
+    if not overrides:
+        return alloc_tensors(ctx.tensors, _buffer_type(where))
+    roots = [t for t in ctx.tensors if t.buffer is None and t.view_src is None]
+    views = [t for t in ctx.tensors if t.buffer is None and t.view_src is not None]
+    buffers: list[Buffer] = []
+    try:
+        for buft, tensors in _by_memory(roots, where, overrides).items():
+            buffers.append(alloc_tensors(tensors, buft))
+        for tensor in views:
+            view_init(tensor)
+    except BaseException:
+        for tensor in (*roots, *views):
+            tensor.buffer = None
+        for buffer in buffers:
+            buffer.free()
+        raise
+    return buffers[0] if len(buffers) == 1 else MultiBuffer(buffers)
 
 
 def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
@@ -62,17 +86,54 @@ def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
         raise
 
 
-def alloc_ctx_tensors_size(ctx: Context, where: Backend | BufferType) -> int:
-    """Return the bytes that `alloc_ctx_tensors` would allocate now.
+def alloc_ctx_tensors_size(
+    ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
+) -> int:
+    """Return the bytes that `alloc_ctx_tensors` would allocate now, in all kinds of memory.
 
     Raises:
+        ArgumentError: An override is no regular expression.
         AllocationError: One tensor is larger than the largest buffer.
 
     Source: ggml_backend_alloc_ctx_tensors_from_buft_size.
     """
-    buft = where.default_buffer_type if isinstance(where, Backend) else where
     roots = [t for t in ctx.tensors if t.buffer is None and t.view_src is None]
-    return sum(size for size, _ in _groups(roots, buft))
+    homes = _by_memory(roots, where, overrides)
+    return sum(size for buft, tensors in homes.items() for size, _ in _groups(tensors, buft))
+
+
+def _by_memory(
+    tensors: Iterable[Tensor],
+    where: Backend | BufferType,
+    overrides: Mapping[str, Backend | BufferType] | None = None,
+) -> dict[BufferType, list[Tensor]]:
+    """Return which tensors belong in which memory; arguments and errors as `alloc_ctx_tensors`."""
+    homes: dict[BufferType, list[Tensor]] = {}
+    for tensor in tensors:
+        home = override_for(tensor.name, overrides) or where
+        homes.setdefault(_buffer_type(home), []).append(tensor)
+    return homes or {_buffer_type(where): []}
+
+
+def override_for(
+    name: str, overrides: Mapping[str, Backend | BufferType] | None
+) -> Backend | BufferType | None:
+    """Return the memory of the first pattern that is found in a tensor's name, or `None`.
+
+    Raises:
+        ArgumentError: A pattern is no regular expression.
+    """
+    for pattern, home in (overrides or {}).items():
+        try:
+            if re.search(pattern, name):
+                return home
+        except re.error as error:
+            raise ArgumentError(f"the override {pattern!r} is no regular expression: {error}") from None
+    return None
+
+
+def _buffer_type(where: Backend | BufferType) -> BufferType:
+    return where.default_buffer_type if isinstance(where, Backend) else where
 
 
 def _groups(tensors: list[Tensor], buft: BufferType) -> Iterator[tuple[int, list[Tensor]]]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from ggmlb.interface import Backend
+    from ggmlb.interface import Backend, BufferType
 
 Progress = Callable[[int, int], None]
 """`progress(n_done, n_texts)`, called after each batch."""
@@ -52,6 +52,8 @@ class BertEmbedder:
             share the work of each layer: heads, and the rows between the products of the feed-forward part.
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.
         weight_type: Type in which matrices are stored, as `"f16"` or `"q8_0"`; that of the file by default.
+        override_tensors: Other memory for some weights, by regular expression: `{"ffn": "CPU"}` keeps those
+            with `ffn` in their name on the CPU, which is one of the devices.
 
     Attributes:
         config: The model's sizes.
@@ -60,7 +62,7 @@ class BertEmbedder:
     Raises:
         ModelError: The model folder lacks a file, or a file is corrupt or of another kind of model.
         RegistryError: No device has one of the names.
-        ArgumentError: A device is named twice, or there is no such layer.
+        ArgumentError: A device is named twice, there is no such layer, or an override is none.
         DTypeError: No such type, or one that cannot be written.
         AllocationError: A device lacks room for the weights.
     """
@@ -71,6 +73,7 @@ class BertEmbedder:
         devices: Sequence[str] | None = None,
         layers_on: Mapping[str, Layers] | None = None,
         weight_type: DType | str | None = None,
+        override_tensors: Mapping[str, str] | None = None,
     ) -> None:
         folder = ModelFolder(model_dir)
         self.config = BertConfig.from_folder(folder)
@@ -83,7 +86,7 @@ class BertEmbedder:
         self.is_freed = False
         with ExitStack() as resources:
             self._backends = tuple(resources.enter_context(self._open(n)) for n in names)
-            weights = Weights(folder.tensors, matrix_type)
+            weights = Weights(folder.tensors, matrix_type, self._overrides(names, override_tensors))
             resources.callback(weights.free)
             self._weights = {
                 name: tensor
@@ -92,6 +95,16 @@ class BertEmbedder:
             }
             resources.callback(self._free_runs)
             self._resources = resources.pop_all()
+
+    def _overrides(
+        self, names: Sequence[str], override_tensors: Mapping[str, str] | None
+    ) -> dict[str, BufferType]:
+        by_name = {n: b.default_buffer_type for n, b in zip(names, self._backends, strict=True)}
+        for pattern, name in (override_tensors or {}).items():
+            if name not in by_name:
+                known = ", ".join(names)
+                raise ArgumentError(f"override_tensors: {pattern!r} is for {name!r}; the devices are {known}")
+        return {pattern: by_name[name] for pattern, name in (override_tensors or {}).items()}
 
     @property
     def backends(self) -> tuple[Backend, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.alloc import alloc_ctx_tensors, override_for
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
@@ -44,10 +44,17 @@ class Weights:
     Args:
         file: The model's file.
         matrix_type: Type in which matrices are stored; that of the file if `None`.
+        overrides: Memory for some weights, by regular expression; see `alloc_ctx_tensors`.
     """
 
-    def __init__(self, file: TensorFile, matrix_type: DType | None = None) -> None:
+    def __init__(
+        self,
+        file: TensorFile,
+        matrix_type: DType | None = None,
+        overrides: Mapping[str, BufferType] | None = None,
+    ) -> None:
         self._file = file
+        self._overrides = dict(overrides or {})
         self._matrix_type = matrix_type
         self._buffers = ExitStack()
 
@@ -62,19 +69,23 @@ class Weights:
             backend: A stream on the device.
 
         Raises:
-            AllocationError: The device lacks room; nothing stays placed.
+            AllocationError: A device lacks room; nothing stays placed.
+            ArgumentError: An override is no regular expression.
             ModelError: The file lacks a tensor, or has it in another shape.
         """
         fast = _product_memory(backend) if self._matrix_type is None else None
-        ctx, matrices = Context(), Context()
+        ctx, matrices, moved = Context(), Context(), Context()
         tensors: dict[str, Tensor] = {}
         for name, source in sources.items():
             for part in source.names:
                 self._file.entry(part, source.shape)
             rows = source.shape[0] * len(source.names)
             home = matrices if source.is_multiplied and fast is not None else ctx
+            if override_for(name, self._overrides) is not None:
+                home = moved
             tensors[name] = home.new_tensor(self._type(source), (*source.shape[:0:-1], rows), name)
         with ExitStack() as buffers:
+            self._keep(buffers, alloc_ctx_tensors(moved, backend, self._overrides))
             if fast is not None:
                 self._keep(buffers, alloc_ctx_tensors(matrices, fast))
             mapped = self._map(sources, tensors, backend)

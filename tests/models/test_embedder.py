@@ -94,7 +94,40 @@ def test_every_layer_runs_where_its_weights_lie(sentences: list[str]) -> None:
         assert copied == [[], ["hidden_1", "mask"], ["hidden_2"], ["hidden_4"], ["hidden_5"]]
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_what_a_scheduler_reserves_is_what_it_uses(sentences: list[str], parallel: bool) -> None:
+    with BertEmbedder(devices=[CL, CPU], layers_on={CL: [1, 4]}) as embedder:
+        embedder.embed(sentences[:2])
+        assert embedder._last_run is not None
+        graph = embedder._last_run.bert.graph
+        with ggmlb.Scheduler(embedder.backends, parallel=parallel) as scheduler:
+            sizes = scheduler.reserve_size(graph)
+            assert min(sizes) > 0
+            scheduler.reserve(graph)
+            reserved = [scheduler.buffer_size(b) for b in embedder.backends]
+            scheduler.alloc_graph(graph)
+            used = [scheduler.buffer_size(b) for b in embedder.backends]
+        assert sizes == reserved == used
+
+
 # -- weights ---------------------------------------------------------------------------------------
+
+
+def test_weights_are_kept_elsewhere_by_pattern(sentences: list[str], reference: F32) -> None:
+    patterns = {r"layer\.[03]\.ff_": CPU}
+    with BertEmbedder(devices=[CL, CPU], layers_on={CL: "0-5"}, override_tensors=patterns) as embedder:
+        assert cosines(embedder.embed(sentences), reference).min() >= 0.99999
+        homes = {name: t.buffer.buft.device.name for name, t in embedder._weights.items() if t.buffer}
+        assert {name for name, home in homes.items() if home == CPU and "ff_" in name} == {
+            name for name in homes if name.startswith(("layer.0.ff_", "layer.3.ff_"))
+        }
+        assert embedder.scheduler is not None
+        assert [s.backend.name for s in embedder.scheduler.splits] == [CPU, CL] * 3
+
+
+def test_an_override_for_a_device_that_is_not_there() -> None:
+    with pytest.raises(ArgumentError, match="the devices are CPU"):
+        BertEmbedder(devices=[CPU], override_tensors={"ff": CL})
 
 
 def test_cpu_weights_are_used_inside_the_mapped_file(on_cpu: BertEmbedder) -> None:

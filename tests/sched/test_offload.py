@@ -1,0 +1,243 @@
+"""Weights that lie elsewhere: placed by pattern, and copied for ops that are offloaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ggmlb.alloc import alloc_ctx_tensors, alloc_ctx_tensors_size
+from ggmlb.context import Context
+from ggmlb.dtypes import DType
+from ggmlb.enums import BufferUsage, Op
+from ggmlb.errors import AllocationError, ArgumentError, BackendError
+from ggmlb.graph import Graph
+from ggmlb.scheduler import Scheduler
+from ggmlb.scheduler.assign import Cause
+from ggmlb.testing.fake import FakeBackend, FakeReg
+
+if TYPE_CHECKING:
+    from ggmlb.tensor import Tensor
+
+N_EXPERTS, WIDTH = 8, 4
+
+
+@pytest.fixture
+def offloading(make_bench, monkeypatch):
+    """A bench whose GPUs find every product worth copying its weights."""
+    bench = make_bench(FakeReg(2))
+    products = (Op.MUL_MAT, Op.MUL_MAT_ID)
+    monkeypatch.setattr(type(bench.gpu0.device), "offload_op", lambda self, op: op.op in products)
+    return bench
+
+
+class Uploads:
+    """The byte ranges that a stream is asked to write."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.ranges: list[tuple[str, int, int]] = []
+        whole = FakeBackend._set_tensor_async
+
+        def note(backend, tensor, data, offset):
+            self.ranges.append((tensor.name.partition("#")[2], offset, offset + data.size))
+            whole(backend, tensor, data, offset)
+
+        monkeypatch.setattr(FakeBackend, "_set_tensor_async", note)
+
+    def of(self, name: str) -> list[tuple[int, int]]:
+        """Ranges written in the copies of a tensor, in experts."""
+        size = WIDTH * WIDTH * 4
+        return [(a // size, b // size) for n, a, b in self.ranges if n == name]
+
+
+class Experts:
+    """`y = down[ids] (up[ids] x)`, the ids as given, or computed by a router on the device."""
+
+    def __init__(self, bench, *, routed: bool = False) -> None:
+        self.up = bench.weight(bench.cpu, WIDTH, WIDTH, N_EXPERTS, name="up")
+        self.down = bench.weight(bench.cpu, WIDTH, WIDTH, N_EXPERTS, name="down")
+        c = Context()
+        self.x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 1, 3), name="x"))
+        self.ids = c.set_input(c.new_tensor(DType.I32, (2, 3), name="ids"))
+        ids = self.ids
+        if routed:
+            self.scores = c.set_input(c.new_tensor(DType.F32, (N_EXPERTS, 3), name="scores"))
+            gate = bench.weight(bench.gpu0, N_EXPERTS, 3, name="gate")
+            gate.set_array(np.ones((3, N_EXPERTS)))
+            ids = c.top_k(c.mul(self.scores, gate), 2)
+        h = c.mul_mat_id(self.up, self.x, ids)
+        self.y = c.set_output(c.mul_mat_id(self.down, h, ids))
+        self.graph = Graph().build_forward_expand(self.y)
+
+    def expected(self, x: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        up, down = self.up.to_numpy()[ids], self.down.to_numpy()[ids]
+        return np.einsum("teij,tej->tei", down, np.einsum("teij,tj->tei", up, x[:, 0]))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("ids", "runs"),
+    [
+        ([[0, 1], [2, 1], [5, 0]], [(0, 3), (5, 6)]),
+        ([[7, 7], [7, 7], [7, 7]], [(7, 8)]),
+        ([[0, 7], [2, 4], [6, 3]], [(0, 1), (2, 5), (6, 8)]),
+        ([[0, 1], [2, 3], [4, 5]], [(0, 6)]),
+    ],
+)
+def test_only_the_experts_in_use_are_copied_in_runs(offloading, monkeypatch, parallel, ids, runs):
+    experts = Experts(offloading)
+    uploads = Uploads(monkeypatch)
+    x = np.random.default_rng(0).standard_normal((3, 1, WIDTH)).astype(np.float32)
+    with Scheduler(offloading.backends, parallel=parallel) as sched:
+        sched.alloc_graph(experts.graph)
+        assert [p.cause for p in sched.placement] == [Cause.OFFLOAD] * 2
+        for _ in range(3):
+            uploads.ranges.clear()
+            experts.x.set_array(x)
+            experts.ids.set_array(np.array(ids))
+            sched.graph_compute(experts.graph)
+            assert uploads.of("up") == uploads.of("down") == runs
+            np.testing.assert_allclose(
+                experts.y.to_numpy(), experts.expected(x, np.array(ids)), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_ids_that_the_device_computes_are_waited_for_once(offloading, monkeypatch):
+    experts = Experts(offloading, routed=True)
+    uploads = Uploads(monkeypatch)
+    random = np.random.default_rng(0)
+    x = random.standard_normal((3, 1, WIDTH)).astype(np.float32)
+    with Scheduler(offloading.backends) as sched:
+        sched.alloc_graph(experts.graph)
+        for _ in range(3):
+            uploads.ranges.clear()
+            scores = random.standard_normal((3, N_EXPERTS)).astype(np.float32)
+            experts.x.set_array(x)
+            experts.scores.set_array(scores)
+            sched.graph_compute(experts.graph)
+            ids = np.argsort(-scores, axis=1)[:, :2]
+            assert {e for a, b in uploads.of("up") for e in range(a, b)} == set(ids.flat)
+            got = np.sort(experts.y.to_numpy(), axis=1)  # top_k gives no order
+            np.testing.assert_allclose(got, np.sort(experts.expected(x, ids), axis=1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_others_read_too_is_copied_whole(offloading, monkeypatch):
+    # ggml copies the experts of the first reader, and the second one reads what it finds.
+    experts = Experts(offloading)
+    c = Context()
+    other = c.set_input(c.new_tensor(DType.I32, (2, 3), name="other"))
+    z = c.set_output(c.mul_mat_id(experts.up, experts.x, other))
+    experts.graph.build_forward_expand(z)
+    uploads = Uploads(monkeypatch)
+    x = np.random.default_rng(0).standard_normal((3, 1, WIDTH)).astype(np.float32)
+    with Scheduler(offloading.backends) as sched:
+        sched.alloc_graph(experts.graph)
+        experts.x.set_array(x)
+        experts.ids.set_array(np.zeros((3, 2)))
+        other.set_array(np.full((3, 2), 5))
+        sched.graph_compute(experts.graph)
+        assert uploads.of("up") == [(0, N_EXPERTS)]
+        assert uploads.of("down") == [(0, 1)]
+        expected = np.einsum("ij,tj->ti", experts.up.to_numpy()[5], x[:, 0])
+        np.testing.assert_allclose(z.to_numpy()[:, 0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [-1, N_EXPERTS])
+def test_an_id_without_an_expert_is_an_error(offloading, bad):
+    experts = Experts(offloading)
+    with Scheduler(offloading.backends) as sched:
+        sched.alloc_graph(experts.graph)
+        experts.x.set_array(np.zeros((3, 1, WIDTH)))
+        experts.ids.set_array(np.array([[0, 1], [bad, 1], [2, 3]]))
+        with pytest.raises(BackendError, match=f"holds {bad}, but there are 8 experts"):
+            sched.graph_compute(experts.graph)
+
+
+def test_offloaded_weights_share_memory_one_after_another(offloading):
+    c = Context()
+    y = c.set_input(c.new_tensor(DType.F32, (64, 1), name="x"))
+    for i in range(10):
+        y = c.mul_mat(offloading.weight(offloading.cpu, 64, 64, name=f"w{i}"), y)
+    graph = Graph().build_forward_expand(c.set_output(y))
+    with Scheduler(offloading.backends, parallel=True) as sched:
+        sizes = sched.reserve_size(graph)
+        sched.alloc_graph(graph)
+        assert [len(s.inputs) for s in sched.splits] == [2] + [1] * 9
+        assert sched.buffer_size(offloading.gpu0) == sizes[0] < 3 * 64 * 64 * 4
+
+
+# -- overrides -----------------------------------------------------------------------------------------------
+
+
+def weights() -> tuple[Context, dict[str, Tensor]]:
+    ctx = Context()
+    names = [f"blk.{i}.{part}" for i in range(3) for part in ("attn", "ffn_up_exps", "ffn_down_exps")]
+    return ctx, {name: ctx.new_tensor(DType.F32, (WIDTH, WIDTH), name) for name in names}
+
+
+def test_tensors_go_where_the_first_pattern_found_in_their_name_says(bench):
+    ctx, tensors = weights()
+    view = ctx.view_1d(tensors["blk.1.ffn_up_exps"], 2, 8)
+    overrides = {r"blk\.0\.ffn": bench.gpu1, "exps": bench.cpu.default_buffer_type, "ffn": bench.gpu0}
+    size = alloc_ctx_tensors_size(ctx, bench.gpu0, overrides)
+    with alloc_ctx_tensors(ctx, bench.gpu0, overrides) as buffer:
+        buffer.usage = BufferUsage.WEIGHTS
+        assert buffer.size == size
+        assert {n: t.buffer.name for n, t in tensors.items()} == {
+            n: "Fake1" if "0.ffn" in n else "CPU" if "exps" in n else "Fake0" for n in tensors
+        }
+        assert view.buffer is tensors["blk.1.ffn_up_exps"].buffer
+        assert {t.buffer.usage for t in tensors.values()} == {BufferUsage.WEIGHTS}
+    assert all(t.buffer.is_freed for t in tensors.values())
+
+
+def test_overrides_that_fail_leave_nothing(bench):
+    ctx, tensors = weights()
+    with pytest.raises(ArgumentError, match="no regular expression"):
+        alloc_ctx_tensors(ctx, bench.gpu0, {"[": bench.cpu})
+    bench.gpu1.device.capacity = 0
+    before = bench.gpu0.device.n_buffers
+    with pytest.raises(AllocationError):
+        alloc_ctx_tensors(ctx, bench.gpu0, {"exps": bench.gpu1})
+    assert bench.gpu0.device.n_buffers == before
+    assert all(t.buffer is None for t in tensors.values())
+
+
+# -- graph_optimize ------------------------------------------------------------------------------------------
+
+
+def test_a_backend_may_reorder_its_split_before_it_is_allocated(bench, monkeypatch):
+    c = Context()
+    x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 2), name="x"))
+    w = bench.weight(bench.gpu0, WIDTH, WIDTH)
+    a, b = c.mul_mat(w, x), c.mul(bench.weight(bench.gpu0, WIDTH, 2), x)
+    y = c.set_output(c.add(a, c.mul_mat(bench.weight(bench.gpu1, WIDTH, WIDTH), c.add(a, b))))
+    graph = Graph().build_forward_expand(y)
+    seen: list[list[str]] = []
+
+    def reverse_products(backend, part):
+        seen.append([n.op_desc() for n in part.nodes])
+        assert all(n.buffer is None for n in part.nodes), "it is too late"
+        if part.nodes[0].op is Op.MUL_MAT and len(part.nodes) > 2:
+            part.nodes[:2] = part.nodes[1::-1]
+
+    monkeypatch.setattr(FakeBackend, "graph_optimize", reverse_products)
+    before = list(graph.nodes)
+    data = np.random.default_rng(0).standard_normal((2, WIDTH)).astype(np.float32)
+    with Scheduler(bench.backends) as sched:
+        for _ in range(2):
+            sched.alloc_graph(graph)
+            x.set_array(data)
+            sched.graph_compute(graph)
+        first = sched.splits[0]
+        assert seen == [
+            ["MUL_MAT", "MUL", "ADD"],
+            ["MUL_MAT", "ADD"],
+        ]  # once, and never for the same topology
+        assert [n.op for n in first.graph.nodes] == [Op.MUL, Op.MUL_MAT, Op.ADD]
+        assert graph.nodes == before
+        p = data @ w.to_numpy().T
+        inner = p + data * b.src[0].to_numpy()
+        expected = p + inner @ y.src[1].src[0].to_numpy().T
+        np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-5, atol=1e-6)
