@@ -11,7 +11,13 @@ when a device of theirs is first asked for.
 """
 
 from ggmlb import env as _env
-from ggmlb.alloc import GraphAllocator, TensorAllocator, alloc_ctx_tensors, alloc_ctx_tensors_size
+from ggmlb.alloc import (
+    GraphAllocator,
+    TensorAllocator,
+    alloc_ctx_tensors,
+    alloc_ctx_tensors_size,
+    override_for,
+)
 from ggmlb.compare import GraphCopy, compare_graph_backend, graph_copy
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
@@ -184,6 +190,7 @@ __all__ = [
     "load_all",
     "load_all_from_path",
     "meta_device",
+    "override_for",
     "reg_by_name",
     "register",
     "register_device",
