@@ -32,9 +32,9 @@ from ggmlb.kernels import source
 from ggmlb.kernels.source import PORTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ggmlb.backends.cuda.driver import Call
+    from ggmlb.backends.cuda.driver import Call, Collective
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
 
@@ -404,6 +404,9 @@ class HostDriver(Driver):
         # NumPy has no streams: what was queued before runs first.
         self.stream_synchronize(stream)
         return nullcontext()
+
+    def collective(self, devices: Sequence[int]) -> Collective | None:
+        return None if "nccl" in self.fail else _HostCollective(self)
 
     # -- graphs --------------------------------------------------------------------------------
 

@@ -69,9 +69,9 @@ class CudaReg(BackendReg):
         return self._host_buffer_type
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
-        from ggmlb.backends.cuda.procs import PROCS
+        from ggmlb.backends.cuda.procs import procs
 
-        return PROCS
+        return procs(self)
 
 
 def load_driver() -> Driver:

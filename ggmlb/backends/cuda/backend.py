@@ -54,6 +54,7 @@ class CudaBackend(Backend):
         self._held: list[tuple[int, Bytes]] = []
         self._last_plan: CudaPlan | None = None
         self.clock: Clock | None = None
+        self._others: dict[CudaDevice, CudaBackend] = {}
 
     @property
     def guid(self) -> str:
@@ -73,6 +74,14 @@ class CudaBackend(Backend):
     def workspace(self) -> CudaBuffer | None:
         """The handle's memory, which captured products use; `None` while there is no handle."""
         return self._blas and self._blas[1]
+
+    def on_card(self, device: CudaDevice) -> CudaBackend:
+        """Return the stream that does this one's share of work on a card; itself on its own."""
+        if device is self.device:
+            return self
+        if device not in self._others:
+            self._others[device] = CudaBackend(device)
+        return self._others[device]
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -248,6 +257,8 @@ class CudaBackend(Backend):
 
     def _free(self) -> None:
         self._last_plan = None
+        for other in self._others.values():
+            other.free()
         self.idle_graphs.close()
         blas, self._blas = self._blas, None
         if blas is not None:

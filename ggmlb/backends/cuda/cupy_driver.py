@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,13 @@ from cupy.cuda import runtime as rt
 from ggmlb.backends.cuda.cublas import library
 from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
 from ggmlb.backends.cuda.program import options, text
+from ggmlb.dtypes import DType
+from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.backends.cuda.driver import Collective
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
 
@@ -49,7 +55,7 @@ class CupyDriver(Driver):
             rt.deviceGetPCIBusId(device).lower(),
             10 * props["major"] + props["minor"],
             props["multiProcessorCount"],
-            bool(props["integrated"]),
+            bool(props.get("integrated", 0)),
         )
 
     def on(self, device: int) -> _On:
@@ -220,6 +226,13 @@ class CupyDriver(Driver):
         """Make it CuPy's current stream in this thread."""
         return cupy.cuda.Stream.from_external(_ForeignStream(stream))
 
+    def collective(self, devices: Sequence[int]) -> Collective | None:
+        """By NCCL, if its library can be loaded."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns where there is no NCCL
+            from cupy.cuda import nccl
+        return _Nccl(nccl, devices) if nccl.available else None
+
     # -- graphs --------------------------------------------------------------------------------
 
     def capture_begin(self, stream: int) -> None:
@@ -255,6 +268,39 @@ class CupyDriver(Driver):
     def exec_free(self, executable: int) -> None:
         """Destroy it; CUDA lets a run in flight end."""
         rt.graphExecDestroy(executable)
+
+
+class _Nccl:
+    """Communicators of one process, one for each device."""
+
+    def __init__(self, nccl: Any, devices: Sequence[int]) -> None:
+        self._nccl = nccl
+        self._types = {
+            DType.F32: nccl.NCCL_FLOAT32,
+            DType.F16: nccl.NCCL_FLOAT16,
+            DType.BF16: nccl.NCCL_BFLOAT16,
+        }
+        try:
+            self._communicators = nccl.NcclCommunicator.initAll(list(devices))
+        except nccl.NcclError as error:
+            raise BackendError(f"NCCL cannot connect devices {list(devices)}: {error}") from None
+
+    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
+        """In a group, as one thread calls for all devices."""
+        nccl, kind = self._nccl, self._types[dtype]
+        try:
+            nccl.groupStart()
+            for communicator, (address, stream) in zip(self._communicators, places, strict=True):
+                communicator.allReduce(address, address, n, kind, nccl.NCCL_SUM, stream)
+            nccl.groupEnd()
+        except nccl.NcclError as error:
+            raise BackendError(f"NCCL cannot sum: {error}") from None
+
+    def free(self) -> None:
+        """Destroy the communicators."""
+        for communicator in self._communicators:
+            communicator.destroy()
+        self._communicators = []
 
 
 class _On:

@@ -13,6 +13,7 @@ from ggmlb.backends.cuda.driver import cuda_errors
 from ggmlb.backends.cuda.host import CudaHostBufferType, Registrations
 from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
+from ggmlb.backends.cuda.split import SplitBufferType
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.enums import DeviceType, Op
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable, readable_size
@@ -203,6 +204,10 @@ class CudaDevice(Device):
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the tables that compute it."""
         return declines(op, self.target)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """The card's memory, and memory over several cards of which it is the main one."""
+        return buft is self._buffer_type or (isinstance(buft, SplitBufferType) and buft.device is self)
 
     def offload_op(self, op: Tensor) -> bool:
         """Whether it is a card with memory of its own, and the product has many columns."""

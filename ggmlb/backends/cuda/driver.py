@@ -14,14 +14,15 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from ggmlb.dtypes import DType
     from ggmlb.interface import BufferType
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
@@ -55,6 +56,16 @@ class Facts:
     capability: int
     n_units: int
     is_integrated: bool
+
+
+class Collective(Protocol):
+    """Devices that sum together."""
+
+    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
+        """Queue the sum of `n` elements at each device's address, in place, on each device's stream."""
+
+    def free(self) -> None:
+        """Disconnect."""
 
 
 class Driver(ABC):
@@ -217,6 +228,10 @@ class Driver(ABC):
     @abstractmethod
     def current(self, stream: int, device: int) -> AbstractContextManager[Any]:
         """Let calls of `xp` run on a stream."""
+
+    @abstractmethod
+    def collective(self, devices: Sequence[int]) -> Collective | None:
+        """Connect devices, each named once; `None` where NCCL is missing."""
 
     # -- graphs --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb import kernels
-from ggmlb.backends.cuda import array
+from ggmlb.backends.cuda import array, split
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.work import Part
 from ggmlb.enums import NO_OPS
@@ -29,6 +29,9 @@ MAX_GROUPS = 65535
 
 def declines(node: Tensor, target: Target) -> str | None:
     """Return why nothing here computes a node; `None` if something does."""
+    why = split.declines(node)
+    if why is not None:
+        return why
     why = kernels.declines(node)
     if why is None:
         return _too_many_groups(node, target)
@@ -53,8 +56,11 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
     for node in graph.nodes:
         if node.op in NO_OPS or node.is_empty:
             continue
-        if kernels.declines(node) is None:
-            requests: list[Request] = [r for r in lowering.lower(node) if not _is_nothing(r)]
+        if split.is_split(node):
+            requests: list[Request] = [split.step(node, backend, binder)]
+            lowering.wrote(node)
+        elif kernels.declines(node) is None:
+            requests = [r for r in lowering.lower(node) if not _is_nothing(r)]
         else:
             rules = rules or array.ArrayLowering(backend, binder)
             requests = [rules.step(node)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ggmlb import env
+from ggmlb.backends.cuda.collectives import comm_allreduce_tensor, comm_free, comm_init
+from ggmlb.backends.cuda.split import split_buffer_type
 from ggmlb.interface.data import host_bytes
 
 if TYPE_CHECKING:
@@ -11,54 +15,53 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from ggmlb.backends.cuda import CudaReg
     from ggmlb.interface import Backend
 
 
+def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
+    """Return them by name."""
+    return {
+        "set_abort_callback": set_abort_callback,
+        "get_features": get_features,
+        "register_host_buffer": partial(register_host_buffer, reg),
+        "unregister_host_buffer": partial(unregister_host_buffer, reg),
+        "split_buffer_type": partial(split_buffer_type, reg),
+        "comm_init": comm_init,
+        "comm_free": comm_free,
+        "comm_allreduce_tensor": comm_allreduce_tensor,
+    }
+
+
 def set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
-    """Ask `callback` before each node whether to stop; graphs are not replayed meanwhile."""
+    """Ask `callback` before each node whether to stop; CUDA graphs are not replayed meanwhile."""
     backend.abort_callback = callback
 
 
-def register_host_buffer(array: npt.NDArray[Any]) -> bool:
+def get_features(reg: CudaReg) -> list[tuple[str, str]]:
+    """Return what the cards are, and how the backend is set up (ggml_backend_get_features)."""
+    return [
+        ("ARCHS", ",".join(str(c) for c in sorted({d.facts.capability for d in reg.devices}))),
+        ("CUBLAS", str(int(reg.devices[0].has_blas))),
+        ("GRAPHS", str(int(env.cuda_graphs()))),
+        ("PINNED", str(int(env.cuda_pinned()))),
+        ("REGISTER_HOST", str(int(env.cuda_register_host()))),
+    ]
+
+
+def register_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> bool:
     """Page-lock a contiguous array's memory, so that transfers from and to it are fast.
 
-    The array is kept until `unregister_host_buffer`.
+    The array is kept until `unregister_host_buffer(array)`.
 
     Returns:
         Whether the system let it.
 
     Source: ggml_backend_cuda_register_host_buffer.
     """
-    from ggmlb.backends.cuda import backend_reg
-
-    data = host_bytes(array, "register_host_buffer")
-    return backend_reg().devices[0].registrations.add(data)
+    return reg.devices[0].registrations.add(host_bytes(array, "register_host_buffer"))
 
 
-def unregister_host_buffer(array: npt.NDArray[Any]) -> None:
+def unregister_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> None:
     """Undo `register_host_buffer` (ggml_backend_cuda_unregister_host_buffer)."""
-    from ggmlb.backends.cuda import backend_reg
-
-    backend_reg().devices[0].registrations.remove(array.ctypes.data)
-
-
-def get_features() -> dict[str, str]:
-    """Return how the backend is set up, as names and values (ggml_backend_get_features)."""
-    from ggmlb import env
-    from ggmlb.backends.cuda import backend_reg
-
-    devices = backend_reg().devices
-    return {
-        "ARCHS": ",".join(str(c) for c in sorted({d.facts.capability for d in devices})),
-        "GRAPHS": str(int(env.cuda_graphs())),
-        "PINNED": str(int(env.cuda_pinned())),
-        "REGISTER_HOST": str(int(env.cuda_register_host())),
-    }
-
-
-PROCS: Mapping[str, Callable[..., Any]] = {
-    "set_abort_callback": set_abort_callback,
-    "register_host_buffer": register_host_buffer,
-    "unregister_host_buffer": unregister_host_buffer,
-    "get_features": get_features,
-}
+    reg.devices[0].registrations.remove(array.ctypes.data)

@@ -1,0 +1,207 @@
+"""Several cards: copies between them, events, weights split by rows, sums; and a card that lacks memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from cuda_gate import hold_up
+
+from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb.backends.cuda import CudaReg, backend_reg
+from ggmlb.errors import AllocationError, ArgumentError, BackendError, UnsupportedOpError
+from ggmlb.interface import tensor_copy, tensor_copy_async
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.tensor import Tensor
+
+
+@pytest.fixture(scope="module", params=["played", pytest.param("card", marks=pytest.mark.gpu)])
+def reg(request: pytest.FixtureRequest) -> CudaReg:
+    """Cards, at least two of them."""
+    if request.param == "played":
+        from host_driver import HostDriver
+
+        return CudaReg(HostDriver(n_devices=3, capacity=1 << 28))
+    if len(backend_reg().devices) < 2:
+        pytest.skip("needs two cards")
+    return backend_reg()
+
+
+@pytest.fixture
+def streams(reg: CudaReg) -> Iterator[list[CudaBackend]]:
+    backends: list[Any] = [device.init_backend() for device in reg.devices[:3]]
+    yield backends
+    for backend in backends:
+        backend.free()
+
+
+def leaf(backend: CudaBackend, n: int = 1000) -> Tensor:
+    ctx = Context()
+    t = ctx.new_tensor(DType.F32, (n,))
+    alloc_ctx_tensors(ctx, backend)
+    return t
+
+
+def test_cards_are_devices_of_their_own(streams: list[CudaBackend]) -> None:
+    first, second = streams[:2]
+    assert (first.name, second.name) == ("CUDA0", "CUDA1")
+    assert first.device.device_id != second.device.device_id
+    assert not first.supports_buft(second.default_buffer_type)
+    event = first.device.event_new()
+    with pytest.raises(BackendError, match="belongs to CUDA0"):
+        second.event_record(event)
+
+
+def test_copies_between_cards_are_ordered_on_both_sides(streams: list[CudaBackend]) -> None:
+    first, second = streams[:2]
+    src, dst = leaf(first), leaf(second)
+    dst.set(np.zeros(1000, np.float32))
+    result = np.empty(1000, np.float32)
+    hold_up(first)
+    first.set_tensor_async(src, np.full(1000, 1, np.float32))
+    tensor_copy_async(first, second, src, dst)
+    second.get_tensor_async(dst, result)
+    first.set_tensor_async(src, np.full(1000, 2, np.float32))
+    first.synchronize()
+    second.synchronize()
+    assert np.array_equal(result, np.full(1000, 1))
+    tensor_copy(src, dst)
+    assert np.array_equal(dst.to_numpy(), np.full(1000, 2))
+
+
+def test_an_event_orders_two_cards(streams: list[CudaBackend]) -> None:
+    first, second = streams[:2]
+    src, dst = leaf(first), leaf(second)
+    event = first.device.event_new()
+    hold_up(first)
+    first.set_tensor_async(src, np.full(1000, 3, np.float32))
+    first.event_record(event)
+    second.event_wait(event)
+    tensor_copy_async(first, second, src, dst)
+    assert dst.to_numpy()[0] == 3
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.Q4_0])
+@pytest.mark.parametrize("shares", [None, (0.0, 1.0), (3.0, 1.0), (1.0, 0.3, 0.2)], ids=str)
+def test_a_weight_split_by_rows(
+    reg: CudaReg, streams: list[CudaBackend], dtype: DType, shares: tuple[float, ...] | None
+) -> None:
+    if shares and len(shares) > len(reg.devices):
+        pytest.skip("needs three cards")
+    rng = np.random.default_rng(0)
+    split = reg.get_proc_address("split_buffer_type")
+    assert split is not None
+    buft = split(0, shares)
+    assert split(0, shares) is buft
+    weights = Context()
+    w = weights.new_tensor(dtype, (256, 515), "w")
+    with alloc_ctx_tensors(weights, buft):
+        data = rng.standard_normal((515, 256), np.float32)
+        w.set_array(data)
+        values = w.to_numpy()
+        assert np.allclose(values, data, atol=0.0 if dtype is DType.F32 else 0.5)
+        w.set(w.get(1000, 60_000), 1000)  # over the border between cards
+        assert np.array_equal(w.to_numpy(), values)
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (256, 5, 2), "x")
+        y = ctx.relu(ctx.mul_mat(w, x))
+        alloc_ctx_tensors(ctx, streams[0])
+        graph = Graph().build_forward_expand(y)
+        for i in range(4):
+            columns = rng.standard_normal((2, 5, 256), np.float32)
+            x.set(columns)
+            y.memset(0xFF)
+            streams[0].graph_compute(graph)
+            want = np.maximum(columns @ values.T, 0)
+            assert np.abs(y.to_numpy() - want).max() < 0.02 * want.max(), i
+        with pytest.raises(UnsupportedOpError, match="mul_mat only"):
+            streams[0].graph_compute(rows_of(w, streams[0]))
+
+
+def rows_of(w: Tensor, stream: CudaBackend) -> Graph:
+    ctx = Context()
+    y = ctx.get_rows(w, ctx.new_tensor(DType.I32, (3,)))
+    alloc_ctx_tensors(ctx, stream)
+    return Graph().build_forward_expand(y)
+
+
+def test_wrong_splits_are_refused(reg: CudaReg) -> None:
+    split = reg.get_proc_address("split_buffer_type")
+    assert split is not None
+    with pytest.raises(ArgumentError, match="no CUDA99"):
+        split(99, None)
+    with pytest.raises(ArgumentError, match="more than 0 for one"):
+        split(0, (0.0, 0.0))
+    ctx = Context()
+    ctx.new_tensor(DType.F32, (8, 8, 2))
+    with pytest.raises(ArgumentError, match="holds contiguous matrices"):
+        alloc_ctx_tensors(ctx, split(0, (1.0, 1.0)))
+
+
+def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:
+    comm = reg.get_proc_address("comm_init")(streams)  # type: ignore[misc]
+    if comm is None:
+        pytest.skip("NCCL is not installed")
+    allreduce, free = reg.get_proc_address("comm_allreduce_tensor"), reg.get_proc_address("comm_free")
+    assert allreduce is not None
+    assert free is not None
+    parts = [leaf(stream) for stream in streams]
+    for turn in range(3):
+        for i, (stream, part) in enumerate(zip(streams, parts, strict=True)):
+            stream.set_tensor_async(part, np.full(1000, 10**i + turn, np.float32))
+        assert allreduce(comm, parts)
+        want = sum(10**i + turn for i in range(len(parts)))
+        for part in parts:
+            assert np.array_equal(part.to_numpy(), np.full(1000, want))
+    assert not allreduce(comm, parts[::-1]), "tensors of other cards"
+    free(comm)
+    assert reg.get_proc_address("comm_init")([streams[0], streams[0]]) is None  # type: ignore[misc]
+
+
+def test_memory_that_runs_out_half_way_is_given_back() -> None:
+    from host_driver import HostDriver
+
+    driver = HostDriver(n_devices=2, capacity=1 << 20)
+    reg = CudaReg(driver)
+    split = reg.get_proc_address("split_buffer_type")
+    assert split is not None
+    taken = reg.devices[1].buffer_type.alloc_buffer(1 << 19)
+    ctx = Context()
+    ctx.new_tensor(DType.F32, (1024, 400))  # 800 kB on each card
+    with pytest.raises(AllocationError) as caught:
+        alloc_ctx_tensors(ctx, split(0, (1.0, 1.0)))
+    assert caught.value.total == 1 << 20
+    assert driver.counts["trim"] > 0
+    del caught
+    gc.collect()
+    assert reg.devices[0].memory[0] == 1 << 20
+    taken.free()
+    with alloc_ctx_tensors(ctx, split(0, (1.0, 1.0))):
+        pass
+
+
+def test_features(reg: CudaReg) -> None:
+    features = reg.get_proc_address("get_features")
+    assert features is not None
+    assert dict(features(reg))["GRAPHS"] == "1"
+
+
+def test_host_memory_is_registered_by_name(reg: CudaReg) -> None:
+    register, unregister = (reg.get_proc_address(f"{un}register_host_buffer") for un in ("", "un"))
+    assert register is not None
+    assert unregister is not None
+    array = np.zeros((64, 64), np.float32)
+    assert register(array)
+    assert register(array), "once is enough"
+    unregister(array)
+    unregister(array)
+    assert register(array)
+    unregister(array)
+    with pytest.raises(ArgumentError, match="contiguous"):
+        register(array[:, ::2])
