@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ggmlb.backends.cuda.driver import Call, Collective
+    from ggmlb.dtypes import DType
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
 
@@ -458,6 +459,37 @@ class HostDriver(Driver):
         """Return what was made and not released."""
         made = {"streams": self.streams, "graphs": self._graphs, "executables": self._execs}
         return {name: len(things) for name, things in made.items() if things}
+
+
+class _HostCollective:
+    """NCCL over NumPy: the first stream that gets there waits for the others, and sums for all."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self._driver = driver
+
+    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
+        streams = [self._driver.streams[stream] for _, stream in places]
+        before = [stream.n_queued for stream in streams]
+        done: list[bool] = []
+
+        def run() -> None:
+            if done:
+                return
+            done.append(True)
+            for stream, count in zip(streams, before, strict=True):
+                stream.run_to(count)
+            nbytes = n * dtype.type_size
+            parts = [(ctypes.c_char * nbytes).from_address(address) for address, _ in places]
+            arrays = [np.frombuffer(part, dtype.numpy) for part in parts]
+            total = np.sum([array.astype(np.float32) for array in arrays], axis=0)
+            for array in arrays:
+                array[...] = total
+
+        for address, stream in places:
+            self._driver._put(stream, Op("all_reduce", run, (address,)))
+
+    def free(self) -> None:
+        pass
 
 
 class _QueuedBlas:
