@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb import progress
+from ggmlb.backends.numba.lowering import fused, lower
 from ggmlb.backends.numba.lowering.steps import Steps
-from ggmlb.enums import NO_OPS, Status
+from ggmlb.enums import Status
 from ggmlb.errors import BackendError
+from ggmlb.fusion import Group, fuse
 from ggmlb.interface import GraphPlan
 
 if TYPE_CHECKING:
@@ -19,16 +21,14 @@ class NumbaPlan(GraphPlan):
     """Steps with the addresses of all operands bound; computing again allocates nothing."""
 
     def __init__(self, backend: NumbaBackend, graph: Graph) -> None:
-        from ggmlb.backends.numba.lowering import lower
-
         super().__init__(backend, graph)
         self._pool = backend.pool
+        self._items = fuse(graph, fused.takes)
         self._ends: list[int] = []
         with progress.task(f"{backend.name}: compiling kernels") as task:
             self._steps = Steps(backend, task)
-            for node in self.nodes:
-                if node.op not in NO_OPS and not node.is_empty:
-                    lower(node, self._steps)
+            for item in self._items:
+                lower(item, self._steps)
                 self._ends.append(len(self._steps.steps))
         self._table = self._steps.pack()
 
@@ -56,7 +56,8 @@ class NumbaPlan(GraphPlan):
 
     def _raise(self) -> None:
         row, limit, i = self._table.errors[:3].tolist()
-        node = next(n for n, end in zip(self.nodes, self._ends, strict=True) if end >= i)
+        item = next(n for n, end in zip(self._items, self._ends, strict=True) if end >= i)
+        node = item.result if isinstance(item, Group) else item
         raise BackendError(
             f"{self.backend.name} failed to compute {node.describe()}: "
             f"row number {row} for a tensor of {limit} rows"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.lowering import attention, copy, elementwise, matmul, rows
+from ggmlb.backends.numba.lowering import attention, copy, elementwise, fused, matmul, rows
 from ggmlb.enums import NO_OPS
+from ggmlb.fusion import Group
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.rules import Rule
@@ -30,7 +31,12 @@ def declines(node: Tensor) -> str | None:
     return None if node.op in NO_OPS else f"no kernel for {node.op}"
 
 
-def lower(node: Tensor, steps: Steps) -> None:
-    """Append the steps that compute a node that is not declined."""
-    steps.begin(node)
-    RULES[node.op].lower(node, steps)
+def lower(item: Tensor | Group, steps: Steps) -> None:
+    """Append the steps that compute a node that is not declined, or a group that `fused.takes`."""
+    if isinstance(item, Group):
+        for node in item.nodes:
+            steps.begin(node)
+        fused.lower(item, steps)
+    elif item.op not in NO_OPS and not item.is_empty:
+        steps.begin(item)
+        RULES[item.op].lower(item, steps)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.tensor import Tensor
 
-_NORM, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
+NORM_WORK, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
 """Work of an element on one thread [ns]."""
 
 
@@ -30,9 +30,11 @@ def _norm_declines(node: Tensor) -> str | None:
 def _norm(node: Tensor, steps: Steps) -> None:
     a = node.src[0]
     assert a is not None
-    args, n = walk(node.ne, [operand(node, steps), operand(a, steps)], steps, _NORM, join=False, cut=False)
+    args, n = walk(
+        node.ne, [operand(node, steps), operand(a, steps)], steps, NORM_WORK, join=False, cut=False
+    )
     kind = node.op.value.lower()
-    steps.emit(norm.normalise, (kind, (name(node), name(a)), 0), (float(node.params["eps"]), *args), n)
+    steps.emit(norm.normalise, (kind, (name(node), name(a)), 0, False), (float(node.params["eps"]), *args), n)
 
 
 def _soft_max_declines(node: Tensor) -> str | None:
