@@ -13,7 +13,10 @@ from ggmlb.fusion import Group, fuse
 from ggmlb.interface import GraphPlan
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ggmlb.backends.numba.backend import NumbaBackend
+    from ggmlb.backends.numba.lowering.steps import Step
     from ggmlb.graph import Graph
 
 
@@ -31,6 +34,11 @@ class NumbaPlan(GraphPlan):
                 lower(item, self._steps)
                 self._ends.append(len(self._steps.steps))
         self._table = self._steps.pack()
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """The steps, in order."""
+        return self._steps.steps
 
     def run(self) -> Status:
         """Compute the steps; before each node, ask the backend's abort callback if there is one.

@@ -1,7 +1,8 @@
 """Compiled kernels: made when first needed, kept on disk, loaded once per process.
 
-A file holds the machine code of one kernel, named by a digest of all that it depends on: the processor, the
-LLVM, the source of the emitters, and the kernel's own name and parameters. Loading one takes no compiler.
+A file holds the machine code of one kernel, after its SHA-256. It is named by a digest of all that it depends
+on: the processor, the LLVM, the source of the emitters, and the kernel's own name and parameters. Loading one
+takes no compiler.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Emit = Callable[..., None]
 """Writes a kernel: `emit(kernel, *params)`."""
+
+_DIGEST_NBYTES = 32
 
 _lock = RLock()
 
@@ -72,9 +75,8 @@ class Library:
         digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
         symbol = f"ggmlb_{digest}"
         path = self._folder / f"{digest}.o"
-        try:
-            code = path.read_bytes()
-        except OSError:
+        code = _kept(path)
+        if code is None:
             if task is not None:
                 task.step(name)
             code = self.compile(emit, params, symbol)
@@ -113,13 +115,23 @@ def _folder() -> Path:
     return (Path(root) if root is not None else platformdirs.user_cache_path("ggmlb", False)) / "numba"
 
 
+def _kept(path: Path) -> bytes | None:
+    """Read a file that `_keep` wrote; `None` if there is none, or it is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:_DIGEST_NBYTES], data[_DIGEST_NBYTES:]
+    return code if sha256(code).digest() == digest else None
+
+
 def _keep(path: Path, code: bytes) -> None:
     """Write a file whole or not at all: other processes may read it meanwhile."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            file.write(code)
+            file.write(sha256(code).digest() + code)
         os.replace(temporary, path)
     except OSError:
         return  # a folder that cannot be written costs compiling again, nothing else

@@ -1,0 +1,297 @@
+"""The Numba device: beside the CPU in a scheduler, over threads and forks, and against the CPU's results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+import ggmlb
+from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
+from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
+from ggmlb.backends.numba import NumbaReg, backend_reg
+from ggmlb.backends.numba.backend import NumbaBackend
+from ggmlb.backends.numba.kernels import elementwise
+from ggmlb.backends.numba.llvm.host import target_for
+from ggmlb.backends.numba.llvm.library import Library
+from ggmlb.backends.numba.plan import NumbaPlan
+from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from ggmlb.interface import Backend
+    from ggmlb.tensor import Tensor
+
+    Program = Callable[[Context, "Leafs"], Tensor]
+
+DEVICE = backend_reg().devices[0]
+F32, F16 = DType.F32, DType.F16
+
+
+@pytest.fixture
+def numba() -> Iterator[NumbaBackend]:
+    with DEVICE.init_backend({"n_threads": 3}) as backend:
+        assert isinstance(backend, NumbaBackend)
+        yield backend
+
+
+class Leafs:
+    """Makes leafs with random values, which are the same for each backend."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx, self._random = ctx, np.random.default_rng(0)
+        self.data: list[tuple[Tensor, Any]] = []
+
+    def __call__(self, dtype: DType, *ne: int, values: Any = None) -> Tensor:
+        tensor = self._ctx.set_input(self._ctx.new_tensor(dtype, ne))
+        if values is None:
+            values = self._random.standard_normal(ne[::-1]).astype(np.float32)
+        self.data.append((tensor, values))
+        return tensor
+
+
+def computed(program: Program, backend: Backend) -> Any:
+    ctx = Context()
+    leafs = Leafs(ctx)
+    result = ctx.set_output(program(ctx, leafs))
+    graph = Graph().build_forward_expand(result)
+    assert all(map(backend.supports_op, graph.nodes))
+    with alloc_ctx_tensors(ctx, backend) as buffer:
+        buffer.clear(0xFF)
+        for tensor, values in leafs.data:
+            tensor.set_array(values)
+        assert backend.graph_compute(graph) is Status.SUCCESS
+        return result.to_numpy().copy()
+
+
+def check(program: Program, backend: Backend, nmse: float = 1e-9) -> None:
+    with ggmlb.init_by_name("CPU") as cpu:
+        right, found = computed(program, cpu), computed(program, backend)
+    assert ((found - right) ** 2).sum() <= nmse * (right**2).sum()
+
+
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (37, 1), (37, 3), (70, 9), (33, 25)])
+def test_products(dtype: str, m: int, n: int, numba: NumbaBackend) -> None:
+    kind = DType[dtype]
+    k = 512 if kind.is_quantized else 300 + m
+    # Activations as bytes: an error of some thousandths of each value.
+    error = 3e-4 if kind.is_quantized else 1e-9
+    check(lambda c, leaf: c.mul_mat(leaf(kind, k, m, 2), leaf(F32, k, n, 4, 3)), numba, error)
+
+
+def test_products_of_blocks_that_are_no_multiple_of_256(numba: NumbaBackend) -> None:
+    for n in (1, 20):
+        check(lambda c, leaf, n=n: c.mul_mat(leaf(DType.Q4_0, 96, 40), leaf(F32, 96, n)), numba, 3e-4)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "Q4_0", "Q2_K"])
+@pytest.mark.parametrize("n_tokens", [1, 7, 90])
+def test_products_with_chosen_matrices(dtype: str, n_tokens: int, numba: NumbaBackend) -> None:
+    kind = DType[dtype]
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(5), (n_tokens, 1)), axis=1)[:, :2]
+
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        chosen = leaf(DType.I32, 2, n_tokens, values=ids.astype(np.int32))
+        return c.mul_mat_id(leaf(kind, 256, 50, 5), leaf(F32, 256, 1, n_tokens), chosen)
+
+    check(program, numba, 3e-4 if kind.is_quantized else 1e-9)
+
+
+def attention(
+    d: int, n_q: int, n_kv: int, heads: tuple[int, int], cache: DType, **options: Any
+) -> Program:  # fmt: skip
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        q, k, v = leaf(F32, d, n_q, heads[0]), leaf(cache, d, n_kv, heads[1]), leaf(cache, d, n_kv, heads[1])
+        seen = np.arange(n_kv) <= np.arange(n_kv - n_q, n_kv)[:, None]
+        mask = leaf(F16, n_kv, n_q, values=np.where(seen, 0, -np.inf).astype(np.float16))
+        return c.flash_attn_ext(q, k, v, mask, d**-0.5, options.get("bias", 0.0), options.get("cap", 0.0))
+
+    return program
+
+
+@pytest.mark.parametrize("cache", [F16, DType.Q8_0])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (1, 200), (3, 70), (90, 170)])
+def test_attention(cache: DType, n_q: int, n_kv: int, numba: NumbaBackend) -> None:
+    check(attention(64, n_q, n_kv, (4, 2), cache), numba, 1e-6)
+    check(attention(96, n_q, n_kv, (3, 3), cache, bias=2.0, cap=5.0), numba, 1e-6)
+
+
+@pytest.mark.parametrize("fn", ["norm", "rms_norm"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_norms_with_what_goes_before_and_after(fn: str, keeps: bool) -> None:
+    found = []
+    for name, n_steps in (("CPU", None), ("Numba", 2 if keeps else 1)):
+        ctx = Context()
+        leafs = Leafs(ctx)
+        a, b, w, c = leafs(F32, 70, 5), leafs(F32, 70, 5), leafs(F32, 70), leafs(F32, 70)
+        x = ctx.add(a, b)
+        y = ctx.add(ctx.mul(getattr(ctx, fn)(x, 1e-5), w), c)
+        y = ctx.set_output(ctx.add(x, y) if keeps else y)
+        graph = Graph().build_forward_expand(y)
+        with ggmlb.init_by_name(name) as backend:
+            allocator = GraphAllocator(backend.default_buffer_type)
+            allocator.alloc_graph(graph)
+            for tensor, values in leafs.data:
+                tensor.set_array(values)
+            plan = backend.graph_plan_create(graph)
+            if n_steps is not None:
+                assert isinstance(plan, NumbaPlan)
+                assert len(plan.steps) == n_steps
+            backend.graph_plan_compute(plan)
+            found.append(y.to_numpy().copy())
+            allocator.free()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+def long_program(c: Context, leaf: Leafs) -> Tensor:
+    x = leaf(F32, 4096, 64)
+    for _ in range(4):
+        x = c.silu(c.add(x, x))
+    return c.mul_mat(leaf(DType.Q8_0, 4096, 50), x)
+
+
+def test_any_number_of_threads_gives_the_same(numba: NumbaBackend) -> None:
+    right = computed(long_program, numba)
+    for n in (1, 2, 5):
+        numba.set_n_threads(n)
+        assert (computed(long_program, numba) == right).all()
+    with pytest.raises(ArgumentError, match="0 threads"):
+        numba.set_n_threads(0)
+
+
+def test_backends_of_several_python_threads() -> None:
+    def work(_: int) -> Any:
+        with DEVICE.init_backend({"n_threads": 2}) as backend:
+            return [computed(long_program, backend) for _ in range(3)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [x for results in pool.map(work, range(4)) for x in results]
+    assert all((x == found[0]).all() for x in found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own(numba: NumbaBackend) -> None:
+    right = computed(long_program, numba)
+    child = os.fork()
+    if not child:
+        same = False
+        try:
+            same = bool((computed(long_program, numba) == right).all())
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_plan_computes_again(numba: NumbaBackend) -> None:
+    ctx = Context()
+    x = ctx.new_tensor(F32, (64, 3))
+    y = ctx.mul_mat(w := ctx.new_tensor(DType.Q4_0, (64, 5)), x)
+    graph = Graph().build_forward_expand(y)
+    with alloc_ctx_tensors(ctx, numba):
+        w.set_array(np.ones((5, 64), np.float32))
+        for value in (1.0, 2.0):  # the activations are made bytes each time
+            x.set_array(np.full((3, 64), value, np.float32))
+            numba.graph_compute(graph)
+            np.testing.assert_allclose(y.to_numpy(), 64 * value, rtol=1e-2)
+
+
+def test_activations_that_change_between_two_products(numba: NumbaBackend) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        w, x = leaf(DType.Q8_0, 64, 8), leaf(F32, 64, 2)
+        first = c.mul_mat(w, x)
+        changed = c.scale_inplace(x, 3.0)
+        return c.add(first, c.mul_mat(w, changed))
+
+    check(program, numba, 3e-4)
+
+
+def test_a_wrong_row_number_names_the_node(numba: NumbaBackend) -> None:
+    ctx = Context()
+    a, ids = ctx.new_tensor(F32, (8, 4)), ctx.new_tensor(DType.I32, (2,))
+    y = ctx.get_rows(a, ids)
+    y.name = "taken"
+    graph = Graph().build_forward_expand(ctx.add(y, y))
+    with alloc_ctx_tensors(ctx, numba) as buffer:
+        buffer.clear(0)
+        ids.set_array(np.array([3, 4], np.int32))
+        with pytest.raises(BackendError, match=r"'taken'.*row number 4 .* 4 rows"):
+            numba.graph_compute(graph)
+        ids.set_array(np.array([3, 0], np.int32))
+        assert numba.graph_compute(graph) is Status.SUCCESS
+
+
+def test_it_can_be_aborted(numba: NumbaBackend) -> None:
+    ctx = Context()
+    x = ctx.new_tensor(F32, (8,))
+    y = ctx.neg(ctx.neg(ctx.neg(x)))
+    graph = Graph().build_forward_expand(y)
+    answers = iter([False, False, True])
+    numba.abort_callback = lambda: next(answers)
+    with alloc_ctx_tensors(ctx, numba):
+        x.set_array(np.ones(8, np.float32))
+        assert numba.graph_compute(graph) is Status.ABORTED
+
+
+def test_a_scheduler_gives_it_what_it_computes_and_copies_nothing() -> None:
+    weights = Context()
+    w = weights.new_tensor(DType.Q4_K, (256, 64))
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(F32, (256, 3)))
+    y = ctx.silu(ctx.cumsum(ctx.mul_mat(w, x)))
+    graph = Graph().build_forward_expand(y)
+    with (
+        ggmlb.init_by_name("Numba") as fast,
+        ggmlb.init_by_name("CPU") as cpu,
+        alloc_ctx_tensors(weights, cpu) as buffer,
+        Scheduler([fast, cpu]) as scheduler,
+    ):
+        buffer.usage = BufferUsage.WEIGHTS
+        w.set_array(np.ones((64, 256), np.float32))
+        scheduler.alloc_graph(graph)
+        x.set_array(np.ones((3, 256), np.float32))
+        scheduler.graph_compute(graph)
+        assert [entry.device for entry in scheduler.placement] == ["Numba", "CPU", "Numba"]
+        assert not any(entry.copies for entry in scheduler.placement)
+        np.testing.assert_allclose(y.to_numpy()[0], 256 * np.arange(1, 65), rtol=2e-2)
+
+
+def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    params = ("neg", 0, ("f32", "f32"))
+    first, second, third = (Library(target_for(None)) for _ in range(3))
+    first.address(elementwise.unary, params)
+    (kept,) = (tmp_path / "numba").iterdir()
+    second.address(elementwise.unary, params)
+    assert (first.n_compiled, second.n_compiled) == (1, 0)
+    kept.write_bytes(kept.read_bytes()[:-100])
+    third.address(elementwise.unary, params)
+    assert third.n_compiled == 1
+
+
+def test_without_llvmlite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'ggmlb\[numba\]'"):
+        _ = NumbaReg().devices
+
+
+def test_unknown_parameters() -> None:
+    with pytest.raises(ArgumentError, match="n_threads, simd"):
+        DEVICE.init_backend({"threads": 2})
+
+
+def test_what_it_is_made_for() -> None:
+    features = dict(backend_reg().get_proc_address("get_features")(backend_reg()))
+    assert features["SIMD"] == target_for(os.environ.get("GGMLB_SIMD")).level.name
