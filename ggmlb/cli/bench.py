@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False) -> None:
     """Measure devices: memory, transfers, products, and the cost of a small op.
 
-    Products are those of a language model: 512 columns as for a prompt, 1 column as for each token, which is
-    told in bytes of weights read. 'ggmlb test --mode perf' measures each op.
+    Products are those of a language model: 512 columns as for a prompt, one as
+    for each token, told in bytes of weights read. 'ggmlb test --mode perf'
+    measures each op.
 
     Examples:
       ggmlb bench
@@ -59,13 +60,15 @@ def _print_table(measured: Sequence[tuple[Device, Sequence[Figure]]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ggmlb.cli.tables import three_digits
+
     table = Table(title="What devices reach", title_justify="left")
     table.add_column("Measured", no_wrap=True)
     table.add_column("Unit", no_wrap=True)
     for device, _ in measured:
         table.add_column(Text(device.name, style="bold"), justify="right", no_wrap=True)
     for row in zip(*(figures for _, figures in measured), strict=True):
-        cells = [f"{f.value:,.1f}" if f.value is not None else "-" for f in row]
+        cells = [three_digits(f.value) if f.value is not None else "-" for f in row]
         table.add_row(row[0].name, row[0].unit, *cells)
     out = console()
     out.print(table)

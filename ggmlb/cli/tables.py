@@ -20,6 +20,8 @@ STYLES = {
     Outcome.XFAILED: "yellow",
     Outcome.XPASSED: "bold red",
 }
+WIDE = 120
+"""Columns of a terminal that has room for operands."""
 N_REASONS = 8
 """Reasons for skipping that are shown."""
 
@@ -79,21 +81,27 @@ def _print_cases(out: Console, cases: Sequence[Result]) -> None:
 def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
     from rich.table import Table
 
+    is_wide = out.width >= WIDE
     table = Table(title=f"{device}, mode perf", title_justify="left")
     table.add_column("Op", style="bold", no_wrap=True)
-    for name in ("Time", "GB/s", "GFLOP/s", "Of its limit"):
+    for name in ("Time", "GB/s", "GFLOP/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("Limit", no_wrap=True)
-    table.add_column("Operands")
+    table.add_column("Of its limit", no_wrap=True)
+    if is_wide:
+        table.add_column("Operands")
     for r in cases:
-        if r.outcome is not Outcome.PASSED or r.time_s is None:
-            table.add_row(r.id, r.outcome.value, "", "", "", "", r.reason, style="dim")
-            continue
-        f = r.facts
-        rate = f"{f['gflop_s']:,.1f}" if f["gflop_s"] else "-"
-        percent = f"{f['percent_of_limit']:.0f} %"
-        table.add_row(r.id, microseconds(r.time_s), f"{f['gb_s']:,.1f}", rate, percent, f["limit"], f["size"])
+        cells = _perf_cells(r)
+        table.add_row(*(cells if is_wide else cells[:-1]), style=None if r.time_s else "dim")
     out.print(table)
+
+
+def _perf_cells(r: Result) -> tuple[str, ...]:
+    if r.outcome is not Outcome.PASSED or r.time_s is None:
+        return r.id, r.outcome.value, "", "", "", r.reason
+    f = r.facts
+    rate = three_digits(f["gflop_s"]) if f["gflop_s"] else "-"
+    share = f"{f['percent_of_limit']:4.0f} % of {f['limit']}"
+    return r.id, microseconds(r.time_s), three_digits(f["gb_s"]), rate, share, f["size"]
 
 
 def _print_failures(out: Console, cases: Sequence[Result]) -> None:
@@ -128,3 +136,8 @@ def microseconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def three_digits(value: float) -> str:
+    """Return a figure with three significant digits: `"0.123"`, `"45.6"`, `"1,234"`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,200 @@
+"""`ggmlb test` and `ggmlb bench`, run as a CI runner runs them; and completion by the shell."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from ggmlb.cli import main
+from ggmlb.testing import perf
+
+ROOT = Path(__file__).parents[2]
+
+BROKEN = """
+from ggmlb.backends.cpu.device import CpuDevice, CpuReg
+from ggmlb.backends.cpu.backend import CpuBackend
+from ggmlb.enums import Op
+
+class Stream(CpuBackend):
+    def _compute(self, plan):
+        status = super()._compute(plan)
+        for node in plan.nodes:
+            if node.op is Op.SQR and node.nbytes:
+                node.buffer.base[node.offset + node.nbytes] ^= 1
+            if node.op is Op.LOG:
+                import os
+                os._exit(3)
+        return status
+
+class Device(CpuDevice):
+    name = "Broken0"
+    def init_backend(self, params=None):
+        return Stream(self, 1)
+
+class Reg(CpuReg):
+    name = "Broken"
+    def __init__(self):
+        super().__init__()
+        self._devices = [Device(self)]
+    devices = property(lambda self: self._devices)
+    def get_proc_address(self, name):
+        return {"conformance_xfails": lambda device: {"^test sqr_inplace": "one byte too many"}}.get(name)
+
+def backend_reg():
+    return Reg()
+"""
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    full = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    command = [sys.executable, "-m", "ggmlb", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=full, check=False)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which `Broken0` is a device: its SQR writes too far, its LOG ends the process."""
+    path = tmp_path_factory.mktemp("backend") / "broken_backend.py"
+    path.write_text(BROKEN)
+    return {"GGMLB_BACKEND_PATH": str(path)}
+
+
+def test_it_passes_and_says_so() -> None:
+    done = run("test", "-d", "CPU", "-o", "add,rope", "--limit", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "CPU test: 12 passed, 0 failed" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_fault_is_status_1_and_named(broken: dict[str, str]) -> None:
+    done = run("test", "-d", "Broken0", "-o", "sqr", **broken)
+    assert done.returncode == 1
+    assert "FAILED sqr(" in done.stdout
+    assert "guard bytes were overwritten, the first 0 bytes after the end of SQR" in done.stdout
+    assert "xfailed" in done.stdout
+    assert "FAILED sqr_inplace" not in done.stdout
+
+
+def test_a_crash_ends_its_family_only(broken: dict[str, str]) -> None:
+    done = run("test", "-d", "Broken0", "-o", "abs,log", "--limit", "2", "-j", "2", "--json", **broken)
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert [(r["family"], r["outcome"]) for r in told["results"]] == [
+        ("abs", "passed"), ("abs", "passed"), ("log", "failed"), ("log", "failed"),
+    ]  # fmt: skip
+    assert "a crash in the backend?" in told["results"][2]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "told"),
+    [
+        (["-d", "GPU9"], 5, "ggmlb: there is no device 'GPU9'"),
+        (
+            ["-d", "CPU", "-p", "no such case"],
+            5,
+            "nothing ran: no case is of these ops",
+        ),
+        (["-d", "CPU", "-o", "mulmat"], 2, "did you mean 'mul_mat'?"),
+        (["-d", "CPU", "--mode", "fast"], 2, "'fast' is not one of"),
+        (["-d", "CPU", "--xfail", "/nowhere/list"], 1, "ggmlb: cannot read the list of expected failures"),
+    ],
+)
+def test_other_ends(args: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["test", *args]) == status
+    err = capsys.readouterr().err
+    assert told in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+
+
+def test_reports_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.xml"
+    done = run(
+        "test",
+        "-d",
+        "CPU",
+        "--mode",
+        "behaviour",
+        "-o",
+        "plans",
+        "--format",
+        "junit",
+        "--output",
+        str(report),
+    )
+    assert done.returncode == 0
+    assert "passed   plans/two_plans_do_not_mix" in done.stdout
+    (suite,) = ElementTree.parse(report).getroot()
+    assert suite.attrib["name"] == "ggmlb.CPU.behaviour"
+    assert int(suite.attrib["tests"]) >= 9
+
+
+def test_perf_as_csv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(perf, "BATCH_S", 0.0)
+    assert main(["test", "-d", "CPU", "--mode", "perf", "-o", "argmax", "--format", "csv"]) == 0
+    (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert row["id"] == "argmax(f32)"
+    assert float(row["time_s"]) > 0
+    assert float(row["gb_s"]) > 0
+    assert row["limit"] == "copy"
+
+
+def test_ids_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["test", "-d", "CPU", "-o", "mul_mat", "-p", "iq1_m", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("mul_mat(iq1_m[") for line in lines)
+
+
+def test_bench_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(perf, "BATCH_S", 0.0)
+    assert main(["bench", "-d", "CPU", "--json"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    figures = {f["name"]: f for f in device["figures"]}
+    assert device["name"] == "CPU"
+    assert figures["copy in its memory"]["unit"] == "GB/s"
+    assert figures["product, q4_0 weights, 512 columns"]["value"] > 0
+    assert figures["host to device, pinned"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("ggmlb te", ["test"]),
+        ("ggmlb test -d CPU,OpenCL", ["CPU,OpenCL0"]),
+        ("ggmlb test -o add,mul_mat", ["add,mul_mat", "add,mul_mat_id"]),
+    ],
+)
+def test_the_shell_completes(line: str, told: list[str]) -> None:
+    words = line.split()
+    done = run(_GGMLB_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1))
+    assert set(told) <= set(done.stdout.split()), done.stderr
+
+
+@pytest.mark.parametrize("command", ["devices", "ops", "test", "bench", "compare", "embed", "demo"])
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "Examples:" in told
+    assert f"ggmlb {command} " in told
+
+
+def test_a_fault_of_ours_is_one_line() -> None:
+    program = (
+        "import sys, ggmlb.cli.app as app, ggmlb\n"
+        "ggmlb.devices = lambda: [][0]\n"
+        "sys.exit(app.run(sys.argv[1:]))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for args, lines in ((["devices"], 1), (["devices", "--debug"], 5)):
+        command = [sys.executable, "-c", program, *args]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        assert done.returncode == 1
+        assert "IndexError: list index out of range" in done.stderr
+        assert (len(done.stderr.splitlines()) == 1) == (lines == 1)
