@@ -79,12 +79,12 @@ class Ggmlb(Library):
         self._leafs, self._nodes = ggmlb.Context(), ggmlb.Context()
         self._backend = ggmlb.init_by_name(self.device)
         reg, device = self._backend.device.reg, self._backend.device
-        reg.get_proc_address("set_n_threads")(self._backend, threads)
+        set_n_threads = reg.get_proc_address("set_n_threads")
+        if set_n_threads is not None:
+            set_n_threads(self._backend, threads)
         self.result = case.build(self)
         self._graph = ggmlb.Graph().build_forward_expand(self.result)
-        extra = reg.get_proc_address("dev_get_extra_bufts")
-        types = [device.buffer_type, *(extra(device) if extra is not None else ())]
-        (buft,) = (t for t in types if t.name == case.storage)
+        (buft,) = (t for t in self.memories(device) if t.name == case.storage)
         self._memory = [
             ggmlb.alloc_ctx_tensors(self._leafs, buft),
             ggmlb.alloc_ctx_tensors(self._nodes, self._backend),
@@ -92,6 +92,10 @@ class Ggmlb(Library):
         self._memory[0].usage = ggmlb.BufferUsage.WEIGHTS
         for tensor, data in self.data:
             tensor.set(np.frombuffer(data, np.uint8))
+
+    def memories(self, device: Any) -> list[Any]:
+        extra_bufts = device.reg.get_proc_address("dev_get_extra_bufts")
+        return [device.buffer_type, *(extra_bufts(device) if extra_bufts is not None else ())]
 
     def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
         # Only weights may lie in CPU_F32: what a program makes first is its weight.
@@ -324,3 +328,5 @@ CASES = [
     Case("ssm_scan", "state 16, 64 x 32, 512 tokens", _ssm_scan, note=PYTHON_STEPS),
     Case("rwkv_wkv6", "64 x 32, 512 tokens", _rwkv, note=PYTHON_STEPS),
 ]
+
+LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml}

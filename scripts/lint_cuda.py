@@ -7,6 +7,7 @@ a card is compared with docs/cuda-resources.md (`--write` writes it).
 
 from __future__ import annotations
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from cuda_resources import TABLE, Resources, Variant, complaints, hot, text
 from nvrtc import Nvrtc
 
+import ggmlb.kernels
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.kernels import Target, declines, kernels, lower, source
 from ggmlb.testing.programs import load_cases
@@ -22,6 +24,9 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 
 ONLY_OPENCL: dict[str, str] = {}
 """Kernels that need not compile for CUDA, and why."""
+
+PACKED = re.findall(r"TRAITS\((\w+)_x8,", (Path(ggmlb.kernels.__file__).parent / "rows.h").read_text())
+"""Types that some memories keep in another order."""
 
 
 def variants() -> list[Variant]:
@@ -43,7 +48,18 @@ def variants() -> list[Variant]:
         for node in nodes
         for launch in lower(node, Target(True, 2, 1))
     }
-    return [*chosen, *(variant for name, variant in on_cpu.items() if name not in on_gpu)]
+    rest = [variant for name, variant in on_cpu.items() if name not in on_gpu]
+    return [*chosen, *rest, *(packed for variant in chosen if (packed := _packed(variant)))]
+
+
+def _packed(variant: Variant) -> Variant | None:
+    """Return the variant that reads the same weights from memory that packs them, if there is one."""
+    kernel, defines, wg = variant
+    macros = dict(defines)
+    weight = macros.get("a_T", "")
+    if weight not in PACKED or not (kernel.name.startswith("mul_mat") or "dequantize" in macros.values()):
+        return None
+    return kernel, tuple(sorted({**macros, "a_T": f"{weight}_x8"}.items())), wg
 
 
 def compiled(nvrtc: Nvrtc, variant: Variant, architecture: str) -> tuple[str, str, Resources]:

@@ -78,6 +78,13 @@ class Buffer(ABC):
         """Type and byte strides of the tensor's elements here: its own, unless the memory converts them."""
         return tensor.dtype, tensor.nb
 
+    def packing(self, tensor: Tensor) -> str:
+        """Name of the order in which the memory keeps the bytes of a tensor's blocks; empty for ggml's own.
+
+        Kernels know a type in another order by its name with this behind it.
+        """
+        return ""
+
     # -- data ----------------------------------------------------------------------------------
 
     def init_tensor(self, tensor: Tensor) -> None:

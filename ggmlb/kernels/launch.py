@@ -72,6 +72,7 @@ class Mem:
         dtype: Its type.
         ne: Extents, innermost first.
         nb: Strides in the same order [bytes]; 0 where one element stands for all.
+        packing: What its memory's order of bytes adds to the type's name (`Buffer.packing`).
     """
 
     buffer: Buffer | Scratch | None
@@ -79,11 +80,13 @@ class Mem:
     dtype: DType
     ne: Ne
     nb: Ne
+    packing: str = ""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Mem:
         """Describe a tensor as it lies."""
-        return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb)
+        packing = "" if tensor.buffer is None else tensor.buffer.packing(tensor)
+        return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb, packing)
 
     def window(self, ne: Ne, nb: Ne | None = None, offset: int = 0, dtype: DType | None = None) -> Mem:
         """Return the same memory under other extents, strides or type, from `offset` bytes on."""
@@ -93,6 +96,7 @@ class Mem:
             self.dtype if dtype is None else dtype,
             ne,
             self.nb if nb is None else nb,
+            self.packing if dtype is None else "",
         )
 
     def tiled_to(self, ne: Ne) -> Mem:
@@ -109,7 +113,7 @@ class Mem:
         if self.ne[0] == 1 and nb0:
             nb0 = size
         step = str(nb0) if nb0 in (0, size) else f"{name}_nb0"
-        return (f"{name}_T", self.dtype.name.lower()), (f"{name}_STEP", step)
+        return (f"{name}_T", self.dtype.name.lower() + self.packing), (f"{name}_STEP", step)
 
 
 @dataclass(slots=True)

@@ -86,6 +86,13 @@ DEVICE_FN void STORE8(float *p, F8 v) { EACH_OF_8_(p[j_] = v.v[j_]) }
 #define LOAD8_L(p)   LOAD8(p)
 #define STORE8_L(p, v) STORE8((p), (v))
 DEVICE_FN U8 LOAD_U8(const uchar *p) { U8 r; EACH_OF_8_(r.v[j_] = p[j_]) return r; }
+DEVICE_FN U8 LOAD_U8_ALIGNED(const uchar *p)
+{
+    const unsigned long long bits = *(const unsigned long long *)p;
+    U8 r;
+    EACH_OF_8_(r.v[j_] = (uchar)(bits >> 8*j_))
+    return r;
+}
 DEVICE_FN F8 F8_FROM_U8(U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)q.v[j_]) return r; }
 DEVICE_FN F8 F8_FROM_I8(U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (float)(i8_t)q.v[j_]) return r; }
 DEVICE_FN F8 F8_FROM_BITS(uint b) { F8 r; EACH_OF_8_(r.v[j_] = (float)(b >> j_ & 1u)) return r; }

@@ -87,6 +87,7 @@ typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #endif
 
 /* eight floats, and eight bytes */
+#define LOAD_U8_ALIGNED(p) (*(CGLOBAL uchar8 *)(p))
 typedef float8 F8;
 typedef uchar8 U8;
 #define F8_SPLAT(x)  ((float8)(x))

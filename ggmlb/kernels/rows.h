@@ -28,6 +28,7 @@
     return HAS_MIN_##T ? raw8_##T(b, r)*scale_##T(b, r) - min_##T(b, r) : raw8_##T(b, r)*scale_##T(b, r); \
 }
 #define U8_AT(p)        LOAD_U8((CGLOBAL uchar *)(p))
+#define U8_ALIGNED(p)   LOAD_U8_ALIGNED((CGLOBAL uchar *)(p))   /* to eight bytes */
 #define BYTE(p)         (*(CGLOBAL uchar *)(p))
 #define BYTES2(p)       ((uint)BYTE(p) | (uint)BYTE((p) + 1) << 8)
 #define NIBBLES(p, high) ((U8_AT(p) >> U8_SPLAT((uchar)(4*(high)))) & U8_SPLAT(15))
@@ -144,3 +145,19 @@ SCALE(nvfp4)
 }
 NO_MIN(nvfp4)
 DEQ8_FN(nvfp4)
+
+/* Blocks in groups of eight, their scales in front (packed_buffer.py): all bits of eight elements are one aligned load */
+TRAITS(q4_0_x8, 32, 144, 4, 4, 0)
+RAW8(q4_0_x8)
+{
+    return F8_FROM_U8((U8_ALIGNED(b + 16 + 16*(r >> 2) + 8*(r & 1)) >> U8_SPLAT((uchar)(2*(r & 2)))) & U8_SPLAT(15)) - 8.0f;
+}
+SCALE(q4_0_x8) { return LOAD_HALF(b + 2*(r >> 2)); }
+NO_MIN(q4_0_x8)
+DEQ8_FN(q4_0_x8)
+
+TRAITS(q8_0_x8, 32, 272, 4, 4, 0)
+RAW8(q8_0_x8) { return F8_FROM_I8(U8_ALIGNED(b + 16 + 8*r)); }
+SCALE(q8_0_x8) { return LOAD_HALF(b + 2*(r >> 2)); }
+NO_MIN(q8_0_x8)
+DEQ8_FN(q8_0_x8)

@@ -37,6 +37,7 @@ def test_a_kernel_that_is_not_cuda_is_told_with_the_compilers_words(lint: Module
 
 def test_it_reaches_every_kernel(lint: ModuleType) -> None:
     assert {kernel.name for kernel, *_ in lint.variants()} == set(kernels())
+    assert {"q4_0_x8", "q8_0_x8"} <= {dict(defines).get("a_T") for _, defines, _ in lint.variants()}
 
 
 def test_a_failure_and_a_stale_exception_are_both_errors(

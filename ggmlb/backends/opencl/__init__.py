@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from ggmlb.interface import Backend, Device
+    from ggmlb.interface import Backend, BufferType, Device
 
 
 class OpenClReg(BackendReg):
@@ -51,7 +51,7 @@ class OpenClReg(BackendReg):
         return self._devices
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
-        return {"set_abort_callback": _set_abort_callback}
+        return {"set_abort_callback": _set_abort_callback, "dev_get_extra_bufts": _extra_bufts}
 
 
 @cache
@@ -62,3 +62,7 @@ def backend_reg() -> OpenClReg:
 
 def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
     backend.abort_callback = callback
+
+
+def _extra_bufts(device: Device) -> list[BufferType]:
+    return list(device.extra_bufts)  # type: ignore[attr-defined]

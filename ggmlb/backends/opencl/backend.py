@@ -16,6 +16,8 @@ from ggmlb.enums import Status
 from ggmlb.interface import Backend
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from ggmlb.backends.opencl.device import OpenClDevice
     from ggmlb.graph import Graph
     from ggmlb.interface import Event, GraphPlan
@@ -90,10 +92,9 @@ class OpenClBackend(Backend):
 
     def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         buffer = tensor.buffer
-        if not self._owns(buffer):
+        if not self._owns(buffer) or buffer.packing(tensor):
             super()._set_tensor_async(tensor, data, offset)
             return
-        buffer = cast("OpenClBuffer", buffer)
         buffer.check_writable(tensor, "set_tensor_async")
         with cl_errors(f"set_tensor_async on {tensor.describe()}"):
             start = tensor.offset + offset
@@ -103,10 +104,9 @@ class OpenClBackend(Backend):
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         buffer = tensor.buffer
-        if not self._owns(buffer):
+        if not self._owns(buffer) or buffer.packing(tensor):
             super()._get_tensor_async(tensor, out, offset)
             return
-        buffer = cast("OpenClBuffer", buffer)
         with cl_errors(f"get_tensor_async on {tensor.describe()}"):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, out, buffer.memory, src_offset=start, is_blocking=False)
@@ -121,7 +121,6 @@ class OpenClBackend(Backend):
             or not self._owns(target)
         ):
             return False
-        source, target = cast("OpenClBuffer", source), cast("OpenClBuffer", target)
         if not can_copy(source, src, target, dst):
             return False
         target.check_writable(dst, "cpy_tensor_async")
@@ -165,7 +164,7 @@ class OpenClBackend(Backend):
             self._time_copy(event, src)
         return True
 
-    def _owns(self, buffer: object) -> bool:
+    def _owns(self, buffer: object) -> TypeGuard[OpenClBuffer]:
         return isinstance(buffer, OpenClBuffer) and buffer.device is self.device
 
     # -- order ---------------------------------------------------------------------------------

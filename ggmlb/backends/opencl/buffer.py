@@ -53,12 +53,15 @@ class OpenClBufferType(BufferType):
         if nbytes > device.ledger.free:
             raise self.out_of_memory(nbytes)
         if not nbytes:
-            return OpenClBuffer(self, None, 0)
+            return self._buffer(None, 0)
         with cl_errors(f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
             memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, nbytes)
             # Runtimes reserve memory when it is first used; now is when its lack can be handled.
             undefined = cl.mem_migration_flags.CONTENT_UNDEFINED
             cl.enqueue_migrate_mem_objects(device.transfers, [memory], undefined).wait()
+        return self._buffer(memory, nbytes)
+
+    def _buffer(self, memory: cl.Buffer | None, nbytes: int) -> OpenClBuffer:
         return OpenClBuffer(self, memory, nbytes)
 
 
@@ -196,8 +199,11 @@ class OpenClBuffer(Buffer):
 
 
 def can_copy(src_buffer: OpenClBuffer, src: Tensor, dst_buffer: OpenClBuffer, dst: Tensor) -> bool:
-    """Whether one command copies between them: they share a context, and do not overlap."""
+    """Whether one command copies between them: of one context and order of bytes, without overlap."""
     if src_buffer.device.context is not dst_buffer.device.context:
+        return False
+    packing = src_buffer.packing(src)
+    if packing != dst_buffer.packing(dst) or (packing and (src.view_src or dst.view_src)):
         return False
     overlap = src.offset < dst.offset + dst.nbytes and dst.offset < src.offset + src.nbytes
     return src_buffer is not dst_buffer or not overlap

@@ -12,6 +12,7 @@ from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.host import OpenClHostBufferType
 from ggmlb.backends.opencl.memory import MemoryLedger
+from ggmlb.backends.opencl.packed_buffer import OpenClPackedBufferType
 from ggmlb.backends.opencl.program import Programs
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.enums import DeviceType, Op
@@ -44,6 +45,7 @@ class OpenClDevice(Device):
         transfers: The queue of synchronous transfers.
         programs: Kernels built for it.
         ledger: What is allocated on it.
+        packed_buffer_type: Its memory for weights that are packed at upload.
     """
 
     def __init__(self, reg: OpenClReg, name: str, cl_device: cl.Device, context: cl.Context) -> None:
@@ -57,6 +59,7 @@ class OpenClDevice(Device):
         self.ledger = MemoryLedger(cl_device.global_mem_size)
         self._buffer_type = OpenClBufferType(self)
         self._host_buffer_type = OpenClHostBufferType(self)
+        self.packed_buffer_type = OpenClPackedBufferType(self)
 
     @property
     def name(self) -> str:
@@ -155,7 +158,19 @@ class OpenClDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""
-        return declines(op)
+        return self.packed_buffer_type.declines(op) or declines(op)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Its memory, with packed weights or without."""
+        return buft is self._buffer_type or buft is self.packed_buffer_type
+
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """Memory that packs weights at upload, where that pays (ggml_backend_dev_get_extra_bufts).
+
+        Not on CPU-type devices, which read bytes anywhere at the same speed (benchmarks/results/opencl.md).
+        """
+        return () if self.is_cpu else (self.packed_buffer_type,)
 
     def offload_op(self, op: Tensor) -> bool:
         """Whether it is a discrete GPU, and the product has many columns."""

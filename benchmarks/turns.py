@@ -1,0 +1,105 @@
+"""Libraries that compute the same program by turns, each in a process of its own.
+
+Neither's idle threads disturb the other so. A module of cases has `LIBRARIES`, classes by name that are
+made of a case and a number of threads, with `run`, `values` and `close`; and `CASES`, with `op`, `what`,
+`build` and `nmse`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+TURN_S = 0.15
+"""How long a library computes before the other one has its turn; at least one call."""
+SETTLE_S = 0.02
+"""Threads of OpenMP wait by spinning for some milliseconds after the last call."""
+
+
+class Players:
+    """The processes; a context manager that ends them."""
+
+    def __init__(self, module: str, threads: int) -> None:
+        # Read by BLAS and OpenMP when the processes start.
+        os.environ.update(OMP_NUM_THREADS=str(threads), OPENBLAS_NUM_THREADS=str(threads))
+        context = multiprocessing.get_context("spawn")
+        self._cases = importlib.import_module(module).CASES
+        self._pipes: dict[str, Any] = {}
+        self._processes = []
+        for name in importlib.import_module(module).LIBRARIES:
+            self._pipes[name], other = context.Pipe()
+            process = context.Process(target=_play, args=(module, name, threads, other), daemon=True)
+            process.start()
+            self._processes.append(process)
+
+    def measure(self, case: Any, rounds: int) -> tuple[dict[str, list[float]], float]:
+        """Return seconds per call of each library, round by round, and the greatest error beside the last."""
+        for pipe in self._pipes.values():  # at the same time: nothing is measured yet
+            pipe.send(("build", self._cases.index(case)))
+        *ours, theirs = [pipe.recv() for pipe in self._pipes.values()]
+        nmse = max(error(case, values, theirs) for values in ours)
+        seconds: dict[str, list[float]] = {name: [] for name in self._pipes}
+        for i in range(rounds):
+            # Whoever goes first in one round goes last in the next.
+            for name in list(self._pipes)[:: 1 if i % 2 else -1]:
+                time.sleep(SETTLE_S)
+                self._pipes[name].send(("time", None))
+                seconds[name].append(self._pipes[name].recv())
+        return seconds, nmse
+
+    def __enter__(self) -> Players:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return  # they end with this process
+        for pipe in self._pipes.values():
+            pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+
+def _play(module: str, name: str, threads: int, pipe: Connection) -> None:
+    """Answer `("build", number)` with the values, `("time", None)` with seconds per call."""
+    cases = importlib.import_module(module)
+    program = None
+    while (task := pipe.recv()) is not None:
+        what, argument = task
+        if what == "build":
+            if program is not None:
+                program.close()
+            program = cases.LIBRARIES[name](cases.CASES[argument], threads)
+            program.run()
+            pipe.send(program.values())
+        else:
+            pipe.send(min(_turn(program)))
+
+
+def _turn(program: Any) -> Iterator[float]:
+    """The calls of a turn [s]."""
+    end = time.perf_counter() + TURN_S
+    while (start := time.perf_counter()) < end:
+        program.run()
+        yield time.perf_counter() - start
+
+
+def error(case: Any, ours: Any, theirs: Any) -> float:
+    """The normalised mean squared error; ends the run if it is too great."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        raise SystemExit(
+            f"{case.op} {case.what}: {ours.shape} {ours.dtype}, ggml {theirs.shape} {theirs.dtype}"
+        )
+    x, y = ours.astype(np.float64), theirs.astype(np.float64)
+    nmse = float(((x - y) ** 2).sum() / max((y**2).sum(), 1e-30))
+    if not nmse <= case.nmse:
+        raise SystemExit(f"{case.op} {case.what}: NMSE {nmse:.2e}, allowed are {case.nmse:.0e}")
+    return nmse

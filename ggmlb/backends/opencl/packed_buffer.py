@@ -1,0 +1,126 @@
+"""OpenCL0_Packed: memory that keeps the blocks of some quantised weights in groups of eight, scales in front.
+
+ggml's blocks of 18 and 34 bytes begin at any multiple of two bytes, so that a GPU reads them in pieces of
+two. In a group each eight elements are one aligned load. The bytes are the same, and as many; a tensor is
+read back as ggml has it. It is one of the extra buffer types: `get_proc_address("dev_get_extra_bufts")`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
+from ggmlb.dtypes import DType
+from ggmlb.enums import NO_OPS, Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.opencl.device import OpenClDevice
+    from ggmlb.interface.data import Bytes
+    from ggmlb.tensor import Tensor
+
+WEIGHT_OPS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID, Op.GET_ROWS})
+"""Ops that read a weight, their first operand, from here."""
+
+SCALE_SIZES: Final = {DType.Q4_0: 2, DType.Q8_0: 2}
+"""The types that are packed, and the bytes before a block's elements."""
+
+GROUP: Final = 8
+"""Blocks that are kept together."""
+
+
+class OpenClPackedBufferType(OpenClBufferType):
+    """Device memory for contiguous weights, which are read by products and as rows."""
+
+    def __init__(self, device: OpenClDevice) -> None:
+        super().__init__(device)
+        self._used = False
+
+    @property
+    def name(self) -> str:
+        """The device's name and `_Packed`."""
+        return f"{self.device.name}_Packed"
+
+    def declines(self, node: Tensor) -> str | None:
+        """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
+        if not self._used or node.op in NO_OPS:
+            return None
+        for i, src in enumerate(node.src):
+            if src is not None and src.buffer is not None and src.buffer.buft is self:
+                if i or node.op not in WEIGHT_OPS:
+                    return f"src{i} lies in {self.name} memory, which only products and get_rows read"
+                if not src.is_contiguous() or (src.view_src is not None and not _begins_a_group(src)):
+                    return f"src0 lies in {self.name} memory, and is no run of whole rows"
+        return None
+
+    def _buffer(self, memory: object, nbytes: int) -> OpenClBuffer:
+        self._used = True
+        return OpenClPackedBuffer(self, memory, nbytes)  # type: ignore[arg-type]
+
+
+class OpenClPackedBuffer(OpenClBuffer):
+    """Weights on the device, packed at upload where their rows are whole groups."""
+
+    def packing(self, tensor: Tensor) -> str:
+        """`_x8` for the types that are packed, if a row is a whole number of groups."""
+        return "_x8" if _is_packed(tensor.view_src or tensor) else ""
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        if not self.packing(tensor):
+            super()._set_tensor(tensor, data, offset)
+            return
+        whole, start, first, end = _whole_groups(tensor, offset, data.size)
+        if (first, end) != (start, start + data.size):
+            plain = np.empty(end - first, np.uint8)
+            self._get_tensor(whole, plain, first)
+            plain[start - first : start - first + data.size] = data
+            data = plain
+        super()._set_tensor(whole, pack(data, tensor.dtype), first)
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        if not self.packing(tensor):
+            super()._get_tensor(tensor, out, offset)
+            return
+        whole, start, first, end = _whole_groups(tensor, offset, out.size)
+        packed = np.empty(end - first, np.uint8)
+        super()._get_tensor(whole, packed, first)
+        out[:] = unpack(packed, tensor.dtype)[start - first : start - first + out.size]
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    return tensor.dtype in SCALE_SIZES and tensor.ne[0] % (GROUP * tensor.dtype.block_size) == 0
+
+
+def _begins_a_group(view: Tensor) -> bool:
+    whole = view.view_src
+    return (
+        whole is None
+        or not _is_packed(whole)
+        or (_is_packed(view) and view.view_offs % (GROUP * view.dtype.type_size) == 0)
+    )
+
+
+def _whole_groups(tensor: Tensor, offset: int, nbytes: int) -> tuple[Tensor, int, int, int]:
+    """Return the weight that a tensor is part of, where bytes begin in it, and the ends of their groups."""
+    whole, size = tensor.view_src or tensor, GROUP * tensor.dtype.type_size
+    start = tensor.offset - whole.offset + offset
+    return whole, start, start // size * size, -(-(start + nbytes) // size) * size
+
+
+def pack(data: Bytes, dtype: DType) -> Bytes:
+    """Return whole groups of ggml's blocks with the scales of each group in front of its elements."""
+    n, blocks = SCALE_SIZES[dtype], data.reshape(-1, GROUP, dtype.type_size)
+    parts = [blocks[:, :, :n].reshape(len(blocks), -1), blocks[:, :, n:].reshape(len(blocks), -1)]
+    return np.concatenate(parts, axis=1).reshape(-1)
+
+
+def unpack(data: Bytes, dtype: DType) -> Bytes:
+    """Return ggml's blocks: what `pack` was given."""
+    n, groups = SCALE_SIZES[dtype], data.reshape(-1, GROUP * dtype.type_size)
+    scales = groups[:, : GROUP * n].reshape(-1, GROUP, n)
+    elements = groups[:, GROUP * n :].reshape(-1, GROUP, dtype.type_size - n)
+    return np.concatenate([scales, elements], axis=2).reshape(-1)

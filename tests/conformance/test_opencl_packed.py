@@ -1,0 +1,184 @@
+"""OpenCL's memory for packed weights: the same results, and the same bytes when read back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
+from ggmlb.backends.opencl.device import OpenClDevice
+from ggmlb.backends.opencl.packed_buffer import SCALE_SIZES
+from ggmlb.errors import UnsupportedOpError
+from ggmlb.interface import tensor_copy, tensor_copy_async
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.interface import Backend
+    from ggmlb.tensor import Tensor
+
+K, M = 512, 40
+
+
+@pytest.fixture(scope="module")
+def device() -> OpenClDevice:
+    found = device_by_name("OpenCL0")
+    assert isinstance(found, OpenClDevice)
+    return found
+
+
+@pytest.fixture(scope="module", params=["cpu", "gpu"])
+def stream(request: pytest.FixtureRequest, device: OpenClDevice) -> Iterator[Backend]:
+    with device.init_backend({"work_split": request.param}) as backend:
+        yield backend
+
+
+def weight(
+    device: OpenClDevice, dtype: DType, k: int = K, *, packed: bool = True
+) -> tuple[Tensor, np.ndarray]:
+    ctx = Context()
+    w = ctx.new_tensor(dtype, (k, M))
+    alloc_ctx_tensors(ctx, device.packed_buffer_type if packed else device.buffer_type)
+    values = np.random.default_rng(0).standard_normal((M, k), np.float32)
+    w.set_array(values)
+    return w, values
+
+
+@pytest.mark.parametrize("dtype", SCALE_SIZES)
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_products_are_those_of_plain_memory(
+    device: OpenClDevice, stream: Backend, dtype: DType, n: int
+) -> None:
+    found = []
+    for packed in (True, False):
+        w, _ = weight(device, dtype, packed=packed)
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (K, n))
+        y = ctx.mul_mat(w, x)
+        alloc_ctx_tensors(ctx, stream)
+        x.set_array(np.random.default_rng(1).standard_normal((n, K), np.float32))
+        stream.graph_compute(Graph().build_forward_expand(y))
+        found.append(y.to_numpy())
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("dtype", SCALE_SIZES)
+def test_rows_and_products_of_experts_are_read_too(
+    device: OpenClDevice, stream: Backend, dtype: DType
+) -> None:
+    ctx = Context()
+    w = ctx.new_tensor(dtype, (K, 8, 3))
+    alloc_ctx_tensors(ctx, device.packed_buffer_type)
+    w.set_array(np.random.default_rng(0).standard_normal((3, 8, K), np.float32))
+    plain = w.to_numpy()
+    ctx = Context()
+    x, ids = ctx.new_tensor(DType.F32, (K, 1, 5)), ctx.new_tensor(DType.I32, (2, 5))
+    y, rows = ctx.mul_mat_id(w, x, ids), ctx.get_rows(w, ctx.view_2d(ids, 2, 3, ids.nb[1], 0))
+    alloc_ctx_tensors(ctx, stream)
+    given = np.random.default_rng(1).standard_normal((5, 1, K), np.float32)
+    chosen = np.array([[0, 1], [2, 0], [1, 2], [2, 1], [0, 2]], np.int32)
+    x.set_array(given)
+    ids.set(chosen)
+    stream.graph_compute(Graph().build_forward_expand(y, rows))
+    assert np.allclose(y.to_numpy(), np.einsum("tsmk,tk->tsm", plain[chosen], given[:, 0]), atol=1e-3)
+    assert np.array_equal(rows.to_numpy(), plain[np.arange(3)[:, None], chosen[:3]])
+
+
+@pytest.mark.parametrize("dtype", [*SCALE_SIZES, DType.Q4_K, DType.F32])
+def test_the_bytes_come_back_as_ggml_has_them(device: OpenClDevice, dtype: DType) -> None:
+    w, _ = weight(device, dtype)
+    plain, _ = weight(device, dtype, packed=False)
+    assert np.array_equal(w.get(), plain.get())
+    assert np.array_equal(w.get(101, 777), plain.get(101, 777))
+    for t in (w, plain):
+        t.set(np.arange(200, dtype=np.uint8), 1003)
+        t.memset(7, 31, 500)
+    assert np.array_equal(w.get(), plain.get())
+    with device.init_backend() as stream:
+        for t in (w, plain):
+            stream.set_tensor_async(t, np.full(64, 9, np.uint8), 4000)
+        out = [np.empty(w.nbytes, np.uint8) for _ in range(2)]
+        stream.get_tensor_async(w, out[0])
+        stream.get_tensor_async(plain, out[1])
+        stream.synchronize()
+        assert np.array_equal(*out)
+
+
+@pytest.mark.parametrize("dtype", SCALE_SIZES)
+def test_copies_between_packed_and_plain_memory(device: OpenClDevice, dtype: DType) -> None:
+    w, _ = weight(device, dtype)
+    wanted = w.get()
+    for packed in (True, False):
+        other, _ = weight(device, dtype, packed=packed)
+        back, _ = weight(device, dtype)
+        other.memset(0)
+        back.memset(0)
+        tensor_copy(w, other)
+        assert np.array_equal(other.get(), wanted)
+        with device.init_backend() as first, device.init_backend() as second:
+            other.memset(0)
+            tensor_copy_async(first, second, w, other)
+            tensor_copy_async(second, first, other, back)
+            first.synchronize()
+            second.synchronize()
+        assert np.array_equal(back.get(), wanted)
+
+
+def test_rows_that_are_no_whole_groups_lie_as_they_are(device: OpenClDevice, stream: Backend) -> None:
+    w, values = weight(device, DType.Q8_0, 96)
+    assert w.buffer is not None
+    assert w.buffer.packing(w) == ""
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (96, 1))
+    y = ctx.mul_mat(w, x)
+    alloc_ctx_tensors(ctx, stream)
+    x.set_array(np.ones((1, 96), np.float32))
+    stream.graph_compute(Graph().build_forward_expand(y))
+    assert np.allclose(y.to_numpy().ravel(), values.sum(1), atol=0.2)
+
+
+def test_only_weights_are_read_from_it(device: OpenClDevice, stream: Backend) -> None:
+    w, _ = weight(device, DType.Q8_0)
+    ctx = Context()
+    y = ctx.cpy(w, ctx.new_tensor(DType.F32, (K, M)))
+    alloc_ctx_tensors(ctx, stream)
+    assert "only products and get_rows read" in str(device.declines(y))
+    with pytest.raises(UnsupportedOpError, match="OpenCL0_Packed"):
+        stream.graph_compute(Graph().build_forward_expand(y))
+
+
+@pytest.mark.parametrize("dtype", SCALE_SIZES)
+def test_windows_are_written_and_read_back_and_whole_rows_of_them_multiplied(
+    device: OpenClDevice, stream: Backend, dtype: DType
+) -> None:
+    w, _ = weight(device, dtype)
+    wanted, block = w.get(), dtype.type_size
+    ctx = Context()
+    window = ctx.view_1d(w, 256, 3 * block)  # begins in the middle of a group
+    rows = ctx.view_2d(w, K, 4, w.nb[1], 5 * w.nb[1])
+    assert np.array_equal(window.get(), wanted[3 * block : 11 * block])
+    window.set(np.zeros(window.nbytes, np.uint8))
+    wanted[3 * block : 11 * block] = 0
+    assert np.array_equal(w.get(), wanted)
+    x = ctx.new_tensor(DType.F32, (K, 2))
+    y = ctx.mul_mat(rows, x)
+    assert "no run of whole rows" in str(
+        device.declines(ctx.mul_mat(window, ctx.new_tensor(DType.F32, (256,))))
+    )
+    other, _ = weight(device, dtype)
+    tensor_copy(window, ctx.view_1d(other, 256, 6 * block))
+    assert not other.get(6 * block, window.nbytes).any()
+    buffer = alloc_ctx_tensors(ctx, stream)
+    x.set_array(np.ones((2, K), np.float32))
+    stream.graph_compute(Graph().build_forward_expand(y))
+    assert np.allclose(y.to_numpy()[1], w.to_numpy()[5:9].sum(1), atol=1e-3)
+    buffer.free()
+
+
+def test_it_is_offered_where_it_pays(device: OpenClDevice) -> None:
+    extra_bufts = device.reg.get_proc_address("dev_get_extra_bufts")
+    assert extra_bufts is not None
+    assert extra_bufts(device) == ([] if device.is_cpu else [device.packed_buffer_type])
+    assert device.supports_buft(device.packed_buffer_type)
