@@ -115,21 +115,9 @@ def test_other_ends(args: list[str], status: int, told: str, capsys: pytest.Capt
 
 def test_reports_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.xml"
-    done = run(
-        "test",
-        "-d",
-        "CPU",
-        "--mode",
-        "behaviour",
-        "-o",
-        "plans",
-        "--format",
-        "junit",
-        "--output",
-        str(report),
-    )
-    assert done.returncode == 0
-    assert "passed   plans/two_plans_do_not_mix" in done.stdout
+    args = ("-d", "CPU", "--mode", "behaviour", "-o", "plans")
+    assert main(["test", *args, "--format", "junit", "--output", str(report)]) == 0
+    assert "passed   plans/two_plans_do_not_mix" in capsys.readouterr().out
     (suite,) = ElementTree.parse(report).getroot()
     assert suite.attrib["name"] == "ggmlb.CPU.behaviour"
     assert int(suite.attrib["tests"]) >= 9

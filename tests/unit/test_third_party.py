@@ -79,6 +79,11 @@ def test_it_computes_beside_the_cpu(site: Path) -> None:
     assert "CPU" in told["listed"]
 
 
+@pytest.mark.parametrize("mode", ["test", "support", "behaviour"])
+def test_it_passes_the_conformance_kit(site: Path, mode: str) -> None:
+    assert "0 failed" in run(site, "-m", "ggmlb", "test", "-d", "Abacus0", "--mode", mode)
+
+
 def test_the_command_lists_it(site: Path) -> None:
     told = json.loads(run(site, "-m", "ggmlb", "devices", "--json"))
     (abacus,) = [d for d in told["devices"] if d["backend"] == "Abacus"]

@@ -75,7 +75,10 @@ class AbacusBufferType(BufferType):
         self.device = device
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
-        return AbacusBuffer(self, nbytes)
+        try:
+            return AbacusBuffer(self, nbytes)
+        except MemoryError as error:
+            raise self.out_of_memory(nbytes, str(error)) from None
 
 
 class AbacusDevice(Device):
@@ -111,8 +114,8 @@ class AbacusDevice(Device):
         return buft.is_host
 
     def declines(self, op: Tensor) -> str | None:
-        """It takes contiguous float32, and the ops that have a step."""
-        if op.op in (Op.NONE, Op.RESHAPE, Op.VIEW):
+        """It takes contiguous float32, and the ops that have a step; views need none."""
+        if op.op in (Op.NONE, Op.RESHAPE, Op.VIEW, Op.PERMUTE, Op.TRANSPOSE):
             return None
         if op.op not in FUNCTIONS:
             return f"an abacus has no beads for {op.op}"
