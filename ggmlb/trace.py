@@ -51,7 +51,7 @@ class Trace(Observer):
         *,
         name_plan: Callable[[GraphPlan], str] | None = None,
     ) -> None:
-        self._backends = tuple(dict.fromkeys(backends))
+        self._backends = tuple(dict.fromkeys(s for b in backends for s in b.streams))
         self._path = None if path is None else Path(path)
         self._name_plan = name_plan
         self._origin = 0

@@ -65,6 +65,11 @@ class Backend(ABC):
         return self.device.name
 
     @property
+    def streams(self) -> tuple[Backend, ...]:
+        """What does its work: itself, or the streams of the devices that its device is made of."""
+        return (self,)
+
+    @property
     def default_buffer_type(self) -> BufferType:
         """The memory it computes in (ggml_backend_get_default_buffer_type)."""
         return self.device.buffer_type

@@ -40,6 +40,11 @@ class MetaBackend(Backend):
         """Identifies the kind."""
         return "ggmlb-meta"
 
+    @property
+    def streams(self) -> tuple[Backend, ...]:
+        """The devices' streams."""
+        return tuple(stream for backend in self.backends for stream in backend.streams)
+
     def _plan(self, graph: Graph) -> GraphPlan:
         return MetaPlan(self, graph)
 

@@ -138,6 +138,21 @@ def test_a_synchronous_backend_needs_no_hook(monkeypatch, run):
     assert [e["name"] for e in slices(events)[1, COMPUTE]] == [f"split 0: {N_LAYERS} nodes on CPU"]
 
 
+def test_the_devices_of_a_meta_device_have_rows(stack):
+    devices = [ggmlb.device_by_name("OpenCL0"), ggmlb.device_by_name("CPU")]
+    mirrored = ggmlb.SplitState(ggmlb.SplitAxis.MIRRORED)
+    meta = stack.enter_context(ggmlb.meta_device(devices, lambda tensor: mirrored).init_backend())
+    assert [s.device for s in meta.streams] == devices
+    layers = Layers([meta], stack)
+    with Scheduler([meta]) as sched:
+        sched.alloc_graph(layers.graph)
+        with sched.trace() as trace:
+            sched.graph_compute(layers.graph)
+    assert trace.untimed == ()
+    counts = {row: len(found) for row, found in slices(trace.events).items() if row[0] != HOST}
+    assert counts == {(1, COMPUTE): N_LAYERS, (2, COMPUTE): N_LAYERS}
+
+
 def test_a_failure_ends_the_trace(stack):
     backend = stack.enter_context(ggmlb.init_by_name("OpenCL0"))
     n = len(observers)
