@@ -267,7 +267,7 @@ def _join(clock: Clock, other: Clock) -> None:
 def _told(action: Action, stream: _Stream, access: Access) -> str:
     did = "frees" if action.name == "free" else "writes" if access.is_write else "reads"
     what = "" if access.tensor is None else f"{access.tensor.describe()}, "
-    place = f"bytes {access.start} to {access.stop} of a {access.buffer.name} buffer"
+    place = f"bytes {access.start} to {access.stop} of the {access.buffer.name} buffer"
     return f"{stream.name}'s {action.name} at {_caller()} {did} {what}{place}"
 
 
