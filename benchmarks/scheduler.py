@@ -1,7 +1,10 @@
-"""What the scheduler itself costs: splitting, allocating and re-computing a graph of 1000 nodes.
+"""What the scheduler itself costs: building, splitting, allocating and computing a graph of 1000 nodes.
 
 The graph is LLaMA-like (attention with a KV cache, gated feed-forward), so small that the kernels cost
-little. Computing it through the scheduler is compared with calling the steps of the same plans directly.
+little. "Rebuilt" is what a decoding program does for each token: the same graph made anew, of new tensors,
+allocated by the same scheduler. Computing it again is compared with calling the steps of the same plans
+directly; for ggml, with computing it on the backend without its scheduler. ggml runs through ggml-python,
+which adds what a call through ctypes costs where objects are built.
 
     python benchmarks/scheduler.py [--rounds N]
 """
@@ -9,18 +12,23 @@ little. Computing it through the scheduler is compared with calling the steps of
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import ggml
 import numpy as np
 from report import Table, save
 
 import ggmlb
-from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Tensor, tensor_copy
+from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler, Tensor, tensor_copy
 from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.scheduler.assign import Assignment
+from ggmlb.scheduler.program import Program
+from ggmlb.scheduler.signature import Signature
 from ggmlb.testing.fake import FakeReg
 
 if TYPE_CHECKING:
@@ -30,6 +38,40 @@ if TYPE_CHECKING:
     from ggmlb.interface import Backend
 
 WIDTH, HEADS, N_KV = 64, 4, 32
+
+
+NAMES = ("norm", "wq", "wk", "wv", "wo", "norm2", "gate", "up", "down", "k", "v")
+EXTENTS: dict[str, tuple[int, ...]] = {
+    **{name: (WIDTH, WIDTH) for name in ("wq", "wk", "wv", "wo")},
+    **{name: (WIDTH,) for name in ("norm", "norm2")},
+    **{name: (WIDTH, N_KV) for name in ("k", "v")},
+    **{name: (WIDTH, 2 * WIDTH) for name in ("gate", "up")},
+    "down": (2 * WIDTH, WIDTH),
+}
+
+
+def decode_step(c: Any, layers: list[dict[str, Any]], expand: Callable[[Any], object]) -> None:
+    """Build one token through all layers, 32 nodes each; `c` has ggml's ops as methods."""
+    x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 1)))
+    pos = c.set_input(c.new_tensor(DType.I32, (1,)))
+    row = c.set_input(c.new_tensor(DType.I64, (1,)))
+    mask = c.set_input(c.new_tensor(DType.F32, (N_KV, 1)))
+    d = WIDTH // HEADS
+    for w in layers:
+        h = c.mul(c.rms_norm(x, 1e-5), w["norm"])
+        q = c.rope(c.reshape_3d(c.mul_mat(w["wq"], h), d, HEADS, 1), pos, d, 0)
+        k = c.rope(c.reshape_3d(c.mul_mat(w["wk"], h), d, HEADS, 1), pos, d, 0)
+        v = c.mul_mat(w["wv"], h)
+        expand(c.set_rows(w["k"], c.reshape_2d(k, WIDTH, 1), row))
+        expand(c.set_rows(w["v"], v, row))
+        keys = c.permute(c.reshape_3d(w["k"], d, HEADS, N_KV), 0, 2, 1, 3)
+        values = c.cont(c.permute(c.reshape_3d(w["v"], d, HEADS, N_KV), 1, 2, 0, 3))
+        p = c.soft_max_ext(c.mul_mat(keys, c.permute(q, 0, 2, 1, 3)), mask, d**-0.5, 0.0)
+        a = c.cont_2d(c.permute(c.mul_mat(values, p), 0, 2, 1, 3), WIDTH, 1)
+        x = c.add(x, c.mul_mat(w["wo"], a))
+        h = c.mul(c.rms_norm(x, 1e-5), w["norm2"])
+        x = c.add(x, c.mul_mat(w["down"], c.swiglu_split(c.mul_mat(w["gate"], h), c.mul_mat(w["up"], h))))
+    expand(c.set_output(x))
 
 
 class Llama:
@@ -44,54 +86,47 @@ class Llama:
         random = np.random.default_rng(0)
         for i in range(n_layers):
             ctx = Context()
-            layer = {
-                name: ctx.new_tensor(DType.F32, ne, name=f"{name}.{i}")
-                for name, ne in {
-                    "norm": (WIDTH,), "wq": (WIDTH, WIDTH), "wk": (WIDTH, WIDTH), "wv": (WIDTH, WIDTH),
-                    "wo": (WIDTH, WIDTH), "norm2": (WIDTH,), "gate": (WIDTH, 2 * WIDTH),
-                    "up": (WIDTH, 2 * WIDTH),
-                    "down": (2 * WIDTH, WIDTH), "k": (WIDTH, N_KV), "v": (WIDTH, N_KV),
-                }.items()
-            }  # fmt: skip
+            layer = {name: ctx.new_tensor(DType.F32, EXTENTS[name], name=f"{name}.{i}") for name in NAMES}
             buffer = stack.enter_context(alloc_ctx_tensors(ctx, backends[i * len(backends) // n_layers]))
             buffer.usage = BufferUsage.WEIGHTS
             for tensor in layer.values():
                 tensor.set_array(0.1 * random.standard_normal(tensor.shape, np.float32))
             self.layers.append(layer)
 
-    def graph(self) -> tuple[Graph, Context]:
-        """One token through all layers: 31 nodes a layer, 24 of which compute."""
-        c = Context()
-        x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 1), name="x"))
-        pos = c.set_input(c.new_tensor(DType.I32, (1,), name="pos"))
-        row = c.set_input(c.new_tensor(DType.I64, (1,), name="row"))
-        mask = c.set_input(c.new_tensor(DType.F32, (N_KV, 1), name="mask"))
+    def graph(self) -> Graph:
         graph = Graph()
-        d = WIDTH // HEADS
-        for w in self.layers:
-            h = c.mul(c.rms_norm(x, 1e-5), w["norm"])
-            q = c.rope(c.reshape_3d(c.mul_mat(w["wq"], h), d, HEADS, 1), pos, d)
-            k = c.rope(c.reshape_3d(c.mul_mat(w["wk"], h), d, HEADS, 1), pos, d)
-            v = c.mul_mat(w["wv"], h)
-            graph.build_forward_expand(c.set_rows(w["k"], c.reshape_2d(k, WIDTH, 1), row))
-            graph.build_forward_expand(c.set_rows(w["v"], v, row))
-            keys = c.permute(c.reshape_3d(w["k"], d, HEADS, N_KV), 0, 2, 1, 3)
-            values = c.cont(c.permute(c.reshape_3d(w["v"], d, HEADS, N_KV), 1, 2, 0, 3))
-            p = c.soft_max_ext(c.mul_mat(keys, c.permute(q, 0, 2, 1, 3)), mask, d**-0.5, 0.0)
-            a = c.cont_2d(c.permute(c.mul_mat(values, p), 0, 2, 1, 3), WIDTH, 1)
-            x = c.add(x, c.mul_mat(w["wo"], a))
-            h = c.mul(c.rms_norm(x, 1e-5), w["norm2"])
-            x = c.add(x, c.mul_mat(w["down"], c.swiglu_split(c.mul_mat(w["gate"], h), c.mul_mat(w["up"], h))))
-        graph.build_forward_expand(c.set_output(x))
-        return graph, c
+        decode_step(Context(), self.layers, graph.build_forward_expand)
+        return graph
 
     @staticmethod
     def set_inputs(graph: Graph) -> None:
         for leaf in graph.leafs:
-            if leaf.name in ("x", "mask"):
+            if leaf.flags:
                 leaf.set_array(np.zeros(leaf.shape))
-            elif leaf.name in ("pos", "row"):
-                leaf.set_array(np.zeros(1, np.int64))
+
+
+class GgmlContext:
+    """ggml's functions as methods, without the `ggml_` before the name and without the context argument."""
+
+    def __init__(self) -> None:
+        self.ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=4 << 20, mem_buffer=None, no_alloc=True))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(getattr(ggml, f"ggml_{name}"), self.ctx)
+
+    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
+        return getattr(ggml, f"ggml_new_tensor_{len(ne)}d")(self.ctx, int(dtype), *ne)
+
+    def set_input(self, tensor: Any) -> Any:
+        ggml.ggml_set_input(tensor)
+        return tensor
+
+    def set_output(self, tensor: Any) -> Any:
+        ggml.ggml_set_output(tensor)
+        return tensor
+
+    def free(self) -> None:
+        ggml.ggml_free(self.ctx)
 
 
 def timed(call: Callable[[], object], rounds: int) -> float:
@@ -107,21 +142,21 @@ def timed(call: Callable[[], object], rounds: int) -> float:
 def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds: int, table: Table) -> None:
     with ExitStack() as stack:
         model = Llama(layers_on, 32, stack)
-        graph, _ = model.graph()
-        n = len(graph.nodes)
-
-        def first() -> None:
-            with Scheduler(backends) as fresh:
-                start = time.perf_counter()
-                fresh.alloc_graph(graph)
-                firsts.append(time.perf_counter() - start)
-
-        firsts: list[float] = []
+        n = len(model.graph().nodes)
+        builds, firsts, rebuilts = [], [], []
         for _ in range(rounds):
-            first()
+            graph = model.graph()
+            with Scheduler(backends) as fresh:
+                firsts.append(timed(partial(fresh.alloc_graph, graph), 1))
         sched = stack.enter_context(Scheduler(backends))
         sched.alloc_graph(graph)
-        again = timed(lambda: sched.alloc_graph(graph), rounds)
+        for _ in range(rounds):
+            start = time.perf_counter()
+            graph = model.graph()
+            built = time.perf_counter()
+            sched.alloc_graph(graph)
+            builds.append(built - start)
+            rebuilts.append(time.perf_counter() - built)
         model.set_inputs(graph)
         sched.graph_compute(graph)
 
@@ -139,11 +174,107 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
             for _ in range(5):
                 whole.append(timed(lambda: sched.graph_compute(graph), rounds))
                 kernels.append(timed(bare, rounds))
-        over = statistics.median(a - b for a, b in zip(whole, kernels, strict=True))
-        table.row(
-            name, n, sched.n_splits, f"{statistics.median(firsts) * 1e3:.1f}", f"{again * 1e3:.1f}",
-            f"{statistics.median(whole) * 1e3:.2f}", f"{over / n * 1e6:.2f}",
-        )  # fmt: skip
+        report(table, name, n, sched.n_splits, builds, firsts, rebuilts, whole, kernels)
+
+
+def report(
+    table: Table,
+    name: str,
+    n: int,
+    n_splits: int,
+    builds: list[float],
+    firsts: list[float],
+    rebuilts: list[float],
+    whole: list[float],
+    kernels: list[float],
+) -> None:
+    over = statistics.median(a - b for a, b in zip(whole, kernels, strict=True))
+    table.row(
+        name, n, n_splits, f"{statistics.median(builds) / n * 1e6:.1f}", f"{statistics.median(firsts) * 1e3:.2f}",
+        f"{statistics.median(rebuilts) * 1e3:.2f}", f"{statistics.median(whole) * 1e3:.2f}",
+        f"{over / n * 1e6:.2f}",
+    )  # fmt: skip
+
+
+def measure_ggml(rounds: int, table: Table) -> None:
+    """The same graph with ggml's own scheduler on its CPU backend."""
+    backend = ggml.ggml_backend_cpu_init()
+    ggml.ggml_backend_cpu_set_n_threads(backend, 1)
+    held = GgmlContext()
+    layers = [{name: held.new_tensor(DType.F32, EXTENTS[name]) for name in NAMES} for _ in range(32)]
+    buffer = ggml.ggml_backend_alloc_ctx_tensors(held.ctx, backend)
+    ggml.ggml_backend_buffer_set_usage(buffer, ggml.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+    ggml.ggml_backend_buffer_clear(buffer, 0)
+    backends = (ggml.ggml_backend_t_ctypes * 1)(backend)
+
+    def build() -> tuple[GgmlContext, Any]:
+        c = GgmlContext()
+        graph = ggml.ggml_new_graph(c.ctx)
+        decode_step(c, layers, lambda t: ggml.ggml_build_forward_expand(graph, t))
+        return c, graph
+
+    def new_sched() -> Any:
+        return ggml.ggml_backend_sched_new(backends, None, 1, 2048, False, True)
+
+    builds, firsts, rebuilts = [], [], []
+    for _ in range(rounds):
+        c, graph = build()
+        fresh = new_sched()
+        firsts.append(timed(lambda f=fresh, g=graph: ggml.ggml_backend_sched_alloc_graph(f, g), 1))
+        ggml.ggml_backend_sched_free(fresh)
+        c.free()
+    sched = new_sched()
+    for _ in range(rounds):
+        start = time.perf_counter()
+        c, graph = build()
+        built = time.perf_counter()
+        ggml.ggml_backend_sched_reset(sched)
+        ggml.ggml_backend_sched_alloc_graph(sched, graph)
+        builds.append(built - start)
+        rebuilts.append(time.perf_counter() - built)
+    n = ggml.ggml_graph_n_nodes(graph)
+    for i in range(n):  # inputs are zeros, so that positions and rows are valid
+        for src in ggml.ggml_graph_node(graph, i).contents.src:
+            if src and src.contents.flags & ggml.GGML_TENSOR_FLAG_INPUT:
+                ctypes.memset(src.contents.data, 0, ggml.ggml_nbytes(src))
+    whole, kernels = [], []
+    for _ in range(5):
+        whole.append(timed(lambda: ggml.ggml_backend_sched_graph_compute(sched, graph), rounds))
+        kernels.append(timed(lambda: ggml.ggml_backend_graph_compute(backend, graph), rounds))
+    n_splits = ggml.ggml_backend_sched_get_n_splits(sched)
+    report(table, "ggml-python, CPU", n, n_splits, builds, firsts, rebuilts, whole, kernels)
+
+
+def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int, table: Table) -> None:
+    """The parts of a first allocation, and of one of a known topology."""
+    bufts = [b.default_buffer_type for b in backends]
+    with ExitStack() as stack:
+        model = Llama(layers_on, 32, stack)
+        times: dict[str, list[float]] = {}
+
+        def part(name: str, call: Callable[[], Any]) -> Any:
+            start = time.perf_counter()
+            result = call()
+            times.setdefault(name, []).append(time.perf_counter() - start)
+            return result
+
+        for _ in range(rounds):
+            graph, again = model.graph(), model.graph()
+            signature = part("read the graph", lambda g=graph: Signature(g, {}))
+            assignment = Assignment(backends, bufts, {}, op_offload=True, strict=False)
+            part("choose backends", lambda a=assignment, s=signature: a.run(s))
+            program = part("cut, and make the image", lambda s=signature, a=assignment: Program(s, a, 1))
+            with GraphAllocator(bufts, keep_inputs=True) as allocator:
+                part("plan and get memory", lambda p=program, a=allocator: p.allocate(a))
+                part("place the tensors", program.place)
+                program.release()
+                other = part("again: read the graph", lambda g=again: Signature(g, {}))
+                part("again: compare it with the last", lambda p=program, o=other: p.signature.matches(o))
+                part("again: bind it", lambda p=program, o=other: p.bind(o))
+                part("again: place the tensors", program.place)
+                part("again: take the places back", program.release)
+        for name, values in times.items():
+            table.row(name, f"{statistics.median(values) * 1e3:.2f}")
 
 
 def main() -> None:
@@ -153,14 +284,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     table = Table(
-        "graph", "nodes", "splits", "first split and allocation [ms]", "same graph allocated again [ms]",
-        "computed again [ms]", "over the steps alone [us/node]",
+        "graph", "nodes", "splits", "objects built [us/node]", "first split and allocation [ms]",
+        "rebuilt, allocated again [ms]", "computed again [ms]", "over the kernels alone [us/node]",
     )  # fmt: skip
+    parts = Table("part of an allocation on the CPU", "median [ms]")
     with ggmlb.init_by_name("CPU") as cpu:
-        measure("CPU", [cpu], [cpu], rounds, table)
-        fakes = [d.init_backend() for d in FakeReg(2).devices]
-        measure("two devices and CPU", [*fakes, cpu], fakes, rounds, table)
-    save("scheduler", __doc__ or "", table)
+        measure("ggmlb, CPU", [cpu], [cpu], rounds, table)
+        fakes: list[Backend] = [d.init_backend() for d in FakeReg(2).devices]
+        measure("ggmlb, two devices and CPU", [*fakes, cpu], fakes, rounds, table)
+        measure_ggml(rounds, table)
+        where_it_goes([cpu], [cpu], rounds, parts)
+    save("scheduler", __doc__ or "", table, parts, packages=("numpy", "ggml-python"))
 
 
 if __name__ == "__main__":
