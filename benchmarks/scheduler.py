@@ -190,9 +190,9 @@ def report(
 ) -> None:
     over = statistics.median(a - b for a, b in zip(whole, kernels, strict=True))
     table.row(
-        name, n, n_splits, f"{statistics.median(builds) / n * 1e6:.1f}", f"{statistics.median(firsts) * 1e3:.2f}",
-        f"{statistics.median(rebuilts) * 1e3:.2f}", f"{statistics.median(whole) * 1e3:.2f}",
-        f"{over / n * 1e6:.2f}",
+        name, n, n_splits, f"{statistics.median(builds) / n * 1e6:.1f}",
+        f"{statistics.median(firsts) * 1e3:.2f}", f"{statistics.median(rebuilts) * 1e3:.2f}",
+        f"{statistics.median(whole) * 1e3:.2f}", f"{over / n * 1e6:.2f}",
     )  # fmt: skip
 
 

@@ -135,6 +135,7 @@ class Signature:
         self.zeros = [
             (i, name, copysign(1.0, value))
             for i, params in enumerate(self.params)
+            if params
             for name, value in params.items()
             if type(value) is float and not value
         ]

@@ -166,6 +166,10 @@ class SplitGraph:
         first = next((ids[n] for n in nodes if n.op not in NO_OPS), len(backends) - 1)
         split = Split(backends[first], first)
         self.splits.append(split)
+        if len(set(ids.values())) < 2:  # nothing needs to move
+            split.nodes = list(nodes)
+            split.reads_user_input = bool(self._inputs)
+            return
         for node in nodes:
             if node.op in NO_OPS:
                 (split.nodes if ids[node] == split.backend_id else split.views).append(node)
