@@ -215,6 +215,7 @@ def test_an_overlapping_copy_is_staged(stream: CudaBackend) -> None:
     tensor_copy(low, high)
     assert np.array_equal(base.to_numpy()[40:], np.arange(60))
     base.set_array(np.arange(100, dtype=np.float32))
+    assert not stream.cpy_tensor_async(stream, low, high)
     tensor_copy_async(stream, stream, low, high)
     assert np.array_equal(base.to_numpy()[40:], np.arange(60))
 
@@ -307,6 +308,7 @@ def test_a_callers_memory_is_pinned_where_it_is_allowed(
     assert np.array_equal(there.to_numpy(), memory[64:1064])
     del t, ctx, buffer
     gc.collect()
+    assert not cuda_device.registrations._arrays
     again = cuda_device.buffer_from_host_ptr(memory)  # unregistered, so it can be registered again
     assert isinstance(again, CudaHostBuffer)
     assert again.is_pinned

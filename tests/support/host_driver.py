@@ -111,6 +111,7 @@ class HostDriver(Driver):
         counts: How often graphs were captured, updated and launched.
         fail: Names of calls that fail from now on.
         peers: Whether devices reach each other's memory.
+        eager: Devices whose work runs at once, not as late as it may.
     """
 
     xp = np
@@ -137,6 +138,7 @@ class HostDriver(Driver):
         self.counts = {"capture": 0, "instantiate": 0, "update": 0, "replay": 0, "trim": 0}
         self.fail: set[str] = set()
         self.peers = True
+        self.eager: set[int] = set()
 
     def _check(self, call: str, status: int = 1) -> None:
         if call in self.fail:
@@ -295,6 +297,8 @@ class HostDriver(Driver):
         self.log.append(op.name)
         s.queue.append(op)
         s.n_queued += 1
+        if s.device in self.eager:
+            s.run_to(s.n_queued)
 
     # -- copies --------------------------------------------------------------------------------
 
