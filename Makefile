@@ -51,6 +51,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/quants.py
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/opencl.py
+	$(BIN)/python benchmarks/opencl_plan.py
 	$(BIN)/python benchmarks/embed.py
 
 # With what is installed, where that is enough: a machine with a card may have no network.

@@ -49,12 +49,12 @@ from typing import TYPE_CHECKING, Final, Literal
 from ggmlb import env
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections import Counter
 
     from ggmlb.graph import Graph
-    from ggmlb.tensor import Tensor
 
 Name = Literal["norm", "rope_set_rows", "mul_mat_add", "glu"]
 
@@ -175,14 +175,14 @@ def _same_operand(group: Group) -> bool:
 
 
 def _rows_of_heads(group: Group) -> bool:
-    """Whether a row that is written is all heads of a token, in order; or a head, of a row as such."""
+    """Whether a row that is written is all heads of a token, in order."""
     rope, rows = group["rope"], group["set_rows"].src[0]
     assert rows is not None
     return (
         rope.is_contiguous()
         and rows.is_contiguous()
         and rows.view_offs == rope.view_offs
-        and rows.ne in ((rope.ne[0] * rope.ne[1], rope.ne[2], rope.ne[3], 1), rope.ne)
+        and rows.ne == (rope.ne[0] * rope.ne[1], rope.ne[2], rope.ne[3], 1)
     )
 
 
@@ -250,12 +250,17 @@ def fuse(graph: Graph, takes: Takes) -> list[Tensor | Group]:
 
 
 def gather(graph: Graph, takes: Takes) -> None:
-    """Move the nodes of each group that `fuse` finds to its last node; for `Backend.graph_optimize`."""
+    """Move the nodes of each group that `fuse` finds to its last node; for `Backend.graph_optimize`.
+
+    Views without an op follow a group, so that the allocator keeps its operands until its result has a place.
+    """
     owners: dict[Tensor, Group] = {}
     waiting: dict[Tensor, list[Tensor]] = {}
+    needed: dict[Tensor, list[Tensor]] = {}
     for item in fuse(graph, takes):
         if isinstance(item, Group):
             waiting[item.result] = []
+            needed[item.result] = [_view_of(t) for t in _to_be_placed(item)]
             owners.update(dict.fromkeys(item.nodes[:-1], item))
     ordered: list[Tensor] = []
     for node in graph.nodes:
@@ -269,7 +274,20 @@ def gather(graph: Graph, takes: Takes) -> None:
             waiting[owners[node].result].append(node)
         else:
             ordered.append(node)
+        if node in needed:
+            ordered += needed[node]
     graph.nodes = ordered
+
+
+def _to_be_placed(group: Group) -> list[Tensor]:
+    """Return the operands that no result may overlap, and that have no place yet."""
+    operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside(part)]
+    return [t for t in dict.fromkeys(operands) if t.buffer is None]
+
+
+def _view_of(tensor: Tensor) -> Tensor:
+    name = f"{tensor.name} (needed)"
+    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=name)
 
 
 class _Finder:

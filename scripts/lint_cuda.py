@@ -1,8 +1,9 @@
-"""Compile every kernel for CUDA, with every set of macros that the golden programs' launches have.
+"""Compile every kernel for CUDA, with every set of macros that launches have.
 
-They run as OpenCL C in the tests; this shows that the same texts are CUDA C++, but for what
-`ONLY_OPENCL` names. CUDA's own kernels are compiled for the shapes that matter, and what all of them take of
-a card is compared with docs/cuda-resources.md (`--write` writes it).
+The launches are those of the golden programs, and of random graphs with nodes that are fused. They run
+as OpenCL C in the tests; this shows that the same texts are CUDA C++, but for what `ONLY_OPENCL` names.
+CUDA's own kernels are compiled for the shapes that matter, and what all of them take of a card is compared
+with docs/cuda-resources.md (`--write` writes it).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from nvrtc import Nvrtc
 
 import ggmlb.kernels
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.kernels import Target, declines, kernels, lower, source
+from ggmlb.fusion import Group, fuse
+from ggmlb.kernels import Launch, Target, declines, kernels, lower, lower_group, source, takes
 from ggmlb.testing.programs import load_cases
+
+TESTS = Path(__file__).parents[1] / "tests"
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 
@@ -31,23 +35,25 @@ PACKED = re.findall(r"TRAITS\((\w+)_x8,", (Path(ggmlb.kernels.__file__).parent /
 
 def variants() -> list[Variant]:
     """Return what a GPU's work split launches, and one variant of each kernel that only a CPU's does."""
-    nodes = [
-        node
-        for case in load_cases(Path(__file__).parents[1] / "tests/golden/programs")
-        for node in case.build().graph.nodes
-        if declines(node) is None
-    ]
-    chosen = {
-        (launch.kernel, launch.defines, launch.wg): None
-        for node in nodes
-        for launch in lower(node, Target(False, 2, 128))
-    }
+    sys.path.append(str(TESTS / "support"))
+    from fusable import RandomGraph
+
+    graphs = [case.build().graph for case in load_cases(TESTS / "golden/programs")]
+    graphs += [RandomGraph(seed, in_place=False).graph for seed in range(20)]
+
+    def launched(target: Target) -> list[Variant]:
+        """The variants of all nodes one by one, and of the groups that are fused."""
+        steps: list[Launch] = []
+        for graph in graphs:
+            for node in graph.nodes:
+                steps += lower(node, target) if declines(node) is None else []
+            for item in fuse(graph, lambda group: takes(group, target)):
+                steps += lower_group(item, target) if isinstance(item, Group) else []
+        return list(dict.fromkeys((step.kernel, step.defines, step.wg) for step in steps))
+
+    chosen = launched(Target(False, 2, 128))
     on_gpu = {kernel.name for kernel, *_ in chosen}
-    on_cpu = {
-        launch.kernel.name: (launch.kernel, launch.defines, launch.wg)
-        for node in nodes
-        for launch in lower(node, Target(True, 2, 1))
-    }
+    on_cpu = {variant[0].name: variant for variant in launched(Target(True, 2, 1))}
     rest = [variant for name, variant in on_cpu.items() if name not in on_gpu]
     return [*chosen, *rest, *(packed for variant in chosen if (packed := _packed(variant)))]
 

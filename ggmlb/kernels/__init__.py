@@ -11,7 +11,7 @@ by the macro WG.
 """
 
 from ggmlb.kernels.launch import Defines, Launch, Mem, Scratch, Target
-from ggmlb.kernels.lowering import declines, lower
+from ggmlb.kernels.lowering import declines, lower, lower_group, takes
 from ggmlb.kernels.source import Kernel, Param, assemble, families, kernels, source
 
 __all__ = [
@@ -27,5 +27,7 @@ __all__ = [
     "families",
     "kernels",
     "lower",
+    "lower_group",
     "source",
+    "takes",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, alloc_ctx_tensors, cpu_buffer_type
+from ggmlb.enums import Op
 from ggmlb.fusion import Group, fuse, gather, overlap
 
 if TYPE_CHECKING:
@@ -237,7 +238,21 @@ def test_nodes_that_stand_apart_are_gathered(ctx: Maker) -> None:
     graph = Graph().build_forward_expand(rows, far, put)
     assert graph.nodes == [roped, rows, far, put]
     gather(graph, lambda _: True)
-    assert graph.nodes == [far, roped, rows, put]
+    assert graph.nodes[:4] == [far, roped, rows, put]
+    # The allocator is told how long the operands are needed, by views that nobody computes.
+    assert [(n.op, n.src) for n in graph.nodes[4:]] == [(Op.NONE, (s,)) for s in roped.src if s is not None]
+
+
+def test_a_gathered_unit_is_not_placed_over_its_operand(ctx: Maker) -> None:
+    def unit() -> Graph:
+        x = ctx.silu(ctx.f32(32, 3))
+        both = (ctx.mul_mat(ctx.f32(32, 32), x) for _ in range(2))
+        return Graph().build_forward_expand(ctx.swiglu_split(*both))
+
+    assert groups(placed(unit())) == []
+    graph = unit()
+    gather(graph, lambda _: True)
+    assert len(groups(placed(graph))) == 1
 
 
 def test_a_view_stays_behind_what_it_views(ctx: Maker) -> None:

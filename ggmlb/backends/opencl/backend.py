@@ -13,12 +13,15 @@ from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, check_process, cl_errors, is_done
 from ggmlb.enums import Status
+from ggmlb.fusion import gather
 from ggmlb.interface import Backend
+from ggmlb.kernels import takes
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
     from ggmlb.backends.opencl.device import OpenClDevice
+    from ggmlb.fusion import Group
     from ggmlb.graph import Graph
     from ggmlb.interface import Event, GraphPlan
     from ggmlb.interface.data import Bytes
@@ -58,6 +61,14 @@ class OpenClBackend(Backend):
         return "ggmlb-opencl"
 
     # -- graphs --------------------------------------------------------------------------------
+
+    def takes(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once."""
+        return takes(group, self.target)
+
+    def graph_optimize(self, graph: Graph) -> None:
+        """Bring nodes together that one kernel computes."""
+        gather(graph, self.takes)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         check_process(f"plan a graph on {self.name}")

@@ -7,8 +7,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import FreedError
+from ggmlb.fusion import Group, fuse
 from ggmlb.interface import Buffer, GraphPlan
-from ggmlb.kernels import Launch, Mem, lower
+from ggmlb.kernels import Launch, Mem, lower, lower_group
 
 if TYPE_CHECKING:
     import pyopencl as cl
@@ -37,7 +38,9 @@ class OpenClPlan(GraphPlan):
         self.steps: list[Step] = []
         self.buffers: list[OpenClBuffer] = []
         programs, target = backend.device.programs, backend.target
-        launches = [launch for node in self.nodes for launch in lower(node, target)]
+        launches: list[Launch] = []
+        for item in fuse(graph, backend.takes):
+            launches += lower_group(item, target) if isinstance(item, Group) else lower(item, target)
         loans = programs.borrow(launches, target.on_cpu)
         self._give_back = weakref.finalize(self, programs.give_back, loans)
         buffers: dict[int, Any] = {}

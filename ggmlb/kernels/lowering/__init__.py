@@ -25,8 +25,9 @@ from ggmlb.kernels.lowering import (
 
 if TYPE_CHECKING:
     from ggmlb.enums import Op
+    from ggmlb.fusion import Group, Name
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.kernels.lowering.base import Rule
+    from ggmlb.kernels.lowering.base import GroupRule, Rule
     from ggmlb.tensor import Tensor
 
 RULES: dict[Op, Rule] = {
@@ -43,6 +44,13 @@ RULES: dict[Op, Rule] = {
     **recurrent.RULES,
 }
 
+
+GROUP_RULES: dict[Name, GroupRule] = {
+    **norm.GROUP_RULES,
+    **rope.GROUP_RULES,
+    **matmul.GROUP_RULES,
+}
+"""By the names of the patterns in `ggmlb.fusion`."""
 
 MAX_ELEMENTS = 2**31 - 1
 """Indices are counted in 32 bits, and bytes in 64."""
@@ -68,3 +76,14 @@ def lower(node: Tensor, target: Target) -> list[Launch]:
     if node.op in NO_OPS or node.is_empty:
         return []
     return RULES[node.op].lower(node, target)
+
+
+def takes(group: Group, target: Target) -> bool:
+    """Whether a kernel computes a group of nodes at once."""
+    rule = GROUP_RULES.get(group.pattern)
+    return rule is not None and all(declines(n) is None for n in group.nodes) and rule.takes(group, target)
+
+
+def lower_group(group: Group, target: Target) -> list[Launch]:
+    """Return the launches that compute a group that is taken."""
+    return GROUP_RULES[group.pattern].lower(group, target)

@@ -9,6 +9,7 @@ from ggmlb.dtypes import DType
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ggmlb.fusion import Group
     from ggmlb.kernels.launch import Launch, Target
     from ggmlb.tensor import Tensor
 
@@ -18,6 +19,13 @@ class Rule(NamedTuple):
 
     declines: Callable[[Tensor], str | None]
     lower: Callable[[Tensor, Target], list[Launch]]
+
+
+class GroupRule(NamedTuple):
+    """Whether a group of nodes, none of them declined, can be done at once; and the launches that do it."""
+
+    takes: Callable[[Group, Target], bool]
+    lower: Callable[[Group, Target], list[Launch]]
 
 
 FLOATS = frozenset({DType.F32, DType.F16, DType.BF16})

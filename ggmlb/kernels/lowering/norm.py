@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op
 from ggmlb.kernels.launch import Mem, rowwise
-from ggmlb.kernels.lowering.base import Rule, not_floats
+from ggmlb.kernels.lowering.base import GroupRule, Rule, not_floats
 
 if TYPE_CHECKING:
+    from ggmlb.fusion import Group, Name
     from ggmlb.kernels.launch import Launch, Target
     from ggmlb.tensor import Tensor
 
@@ -18,9 +19,49 @@ def _declines(node: Tensor) -> str | None:
 
 
 def _norm(node: Tensor, target: Target) -> list[Launch]:
-    mems = [Mem.of(node.src[0]), Mem.of(node)]  # type: ignore[arg-type]
-    kernel = "layer_norm" if node.op is Op.NORM else node.op.lower()
-    return [rowwise(target, kernel, mems, node.params["eps"])]
+    a = node.src[0]
+    assert a is not None
+    if node.op is Op.L2_NORM:
+        return [rowwise(target, "l2_norm", [Mem.of(a), Mem.of(node)], node.params["eps"])]
+    return [_launch(target, node, Mem.of(a), Mem.of(node))]
+
+
+def _launch(
+    target: Target,
+    node: Tensor,
+    a: Mem,
+    d: Mem,
+    *,
+    added: Mem | None = None,
+    kept: Mem | None = None,
+    scale: Mem | None = None,
+    shift: Mem | None = None,
+) -> Launch:
+    """Return the launch of `d = norm(a + added) * scale + shift`, which leaves the sum in `kept`."""
+    kernel = "rms_norm" if node.op is Op.RMS_NORM else "layer_norm"
+    given = {"ADDED": added, "KEEP": kept, "SCALED": scale, "SHIFTED": shift}
+    mems = [a, added or a, kept or d, scale or a, shift or a, d]
+    flags = {name: 1 for name, mem in given.items() if mem is not None}
+    return rowwise(target, kernel, mems, node.params["eps"], **flags)
+
+
+def _lower_group(group: Group, target: Target) -> list[Launch]:
+    node, d = group["norm"], Mem.of(group.result)
+
+    def beside(part: str) -> Mem | None:
+        return Mem.of(group.other(part)).tiled_to(d.ne) if part in group else None
+
+    if "add" not in group:
+        a, added, kept = node.src[0], None, None
+    else:
+        total = group["add"]
+        a, b = total.src
+        assert b is not None
+        added = Mem.of(b).tiled_to(d.ne)
+        kept = Mem.of(total) if total in group.kept else None
+    assert a is not None
+    scale, shift = beside("mul"), beside("shift")
+    return [_launch(target, node, Mem.of(a), d, added=added, kept=kept, scale=scale, shift=shift)]
 
 
 def _group_declines(node: Tensor) -> str | None:
@@ -51,7 +92,7 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
                 )
                 for m in (Mem.of(node.src[0]), Mem.of(node))  # type: ignore[arg-type]
             ]
-            launches.append(rowwise(target, "layer_norm", mems, node.params["eps"]))
+            launches.append(_launch(target, node, *mems))
     return launches
 
 
@@ -59,3 +100,5 @@ RULES = {
     **dict.fromkeys((Op.NORM, Op.RMS_NORM, Op.L2_NORM), Rule(_declines, _norm)),
     Op.GROUP_NORM: Rule(_group_declines, _group_norm),
 }
+
+GROUP_RULES: dict[Name, GroupRule] = {"norm": GroupRule(lambda group, target: True, _lower_group)}

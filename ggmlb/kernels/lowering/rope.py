@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
 from ggmlb.kernels.launch import Mem, rowwise
-from ggmlb.kernels.lowering.base import Rule, not_f32, not_floats
+from ggmlb.kernels.lowering.base import FLOATS, GroupRule, Rule, not_f32, not_floats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
+    from ggmlb.fusion import Group, Name
     from ggmlb.kernels.launch import Launch, Target
     from ggmlb.tensor import Tensor
 
@@ -41,24 +42,44 @@ def yarn_ramp(p: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _rope(node: Tensor, target: Target) -> list[Launch]:
+    return [_launch(node, target, Mem.of(node), None)]
+
+
+def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
+    """Return the launch that writes to `d`, whose planes `ids` names if it is given."""
     a, positions, factors = (*node.src, None)[:3]
     assert a is not None and positions is not None
     p = node.params
     ext, scale = p["ext_factor"], p["freq_scale"]
     magnitude = p["attn_factor"] * (1 + 0.1 * log(1 / scale) if ext else 1)
-    d = Mem.of(node)
     n_heads = 1
     if target.on_cpu:  # the angles are computed once for all heads
         n_heads = node.ne[1]
         d = d.window((d.ne[0], 1, d.ne[2], d.ne[3]))
-    flags = {"FACTORS": 1} if factors is not None else {}
-    mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), d]
+    flags = {name: 1 for name, there in (("FACTORS", factors), ("PUT", ids)) if there is not None}
+    mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), ids or Mem.of(positions), d]
     n_pairs = p["n_dims"] if p["mode"] == RopeType.VISION else p["n_dims"] // 2
     numbers = (
         n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
         p["freq_base"], scale, ext, magnitude, *yarn_ramp(p), 1.0 if node.op is Op.ROPE else -1.0,
     )  # fmt: skip
-    return [rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)]
+    return rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)
+
+
+def _takes_put(group: Group, target: Target) -> bool:
+    return group.result.dtype in FLOATS
+
+
+def _put(group: Group, target: Target) -> list[Launch]:
+    """Write the heads of a token side by side into the row of the cache that is named for it."""
+    node, cache = group["rope"], group.result
+    ids = cache.src[1]
+    assert ids is not None
+    size = cache.dtype.type_size
+    d = Mem.of(cache).window(node.ne, (size, size * node.ne[0], cache.nb[1], cache.nb[2]))
+    return [_launch(node, target, d, Mem.of(ids))]
 
 
 RULES = dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_declines, _rope))
+
+GROUP_RULES: dict[Name, GroupRule] = {"rope_set_rows": GroupRule(_takes_put, _put)}

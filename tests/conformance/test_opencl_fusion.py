@@ -1,0 +1,201 @@
+"""Fused kernels on OpenCL give what the nodes give one by one, and leave nothing out that anybody sees."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from fusable import DecodeLayer, RandomGraph
+
+from ggmlb import (
+    Context,
+    DType,
+    Graph,
+    GraphAllocator,
+    Scheduler,
+    alloc_ctx_tensors,
+    device_by_name,
+    init_by_name,
+)
+from ggmlb.backends.opencl.backend import OpenClBackend
+from ggmlb.enums import NO_OPS
+from ggmlb.fusion import Group, fuse
+from ggmlb.testing.programs import load_cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ggmlb.tensor import Tensor
+
+    Way = Callable[[RandomGraph, OpenClBackend], dict[int, np.ndarray]]
+
+CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
+
+
+@pytest.fixture(params=["cpu", "gpu"], ids=["rows per core", "groups per row"])
+def stream(request: pytest.FixtureRequest) -> Iterator[OpenClBackend]:
+    with device_by_name("OpenCL0").init_backend({"work_split": request.param}) as backend:
+        assert isinstance(backend, OpenClBackend)
+        yield backend
+
+
+def n_groups(graph: Graph, stream: OpenClBackend) -> int:
+    return sum(isinstance(item, Group) for item in fuse(graph, stream.takes))
+
+
+def in_memory_of_an_allocator(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+    stream.graph_optimize(drawn.graph)
+    with GraphAllocator(stream.default_buffer_type) as allocator:
+        allocator.alloc_graph(drawn.graph)
+        fill(drawn.graph, drawn.leafs)
+        stream.graph_compute(drawn.graph)
+        return values(drawn, drawn.outputs)
+
+
+def in_memory_of_a_user(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+    with alloc_ctx_tensors(drawn.ctx, stream):
+        fill(drawn.graph, drawn.leafs)
+        stream.graph_compute(drawn.graph)
+        return values(drawn, drawn.nodes)
+
+
+def part_by_part(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+    with GraphAllocator(stream.default_buffer_type) as allocator:
+        allocator.alloc_graph(drawn.graph)
+        fill(drawn.graph, drawn.leafs)
+        cut = len(drawn.graph) // 2
+        for part in (drawn.graph.view(0, cut), drawn.graph.view(cut, len(drawn.graph))):
+            stream.graph_compute(part)
+        return values(drawn, drawn.outputs)
+
+
+def by_a_scheduler(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+    """Every third node, about, is computed elsewhere; every third is watched."""
+    choice = random.Random(len(drawn.graph))
+    seen: dict[int, np.ndarray] = {}
+    numbers = {node: i for i, node in enumerate(drawn.graph.nodes)}
+    watched = {node for node in drawn.graph.nodes if choice.random() < 0.3 and node.op not in NO_OPS}
+
+    def watch(node: Tensor, ask: bool) -> bool:
+        if not ask:
+            seen[-1 - numbers[node]] = node.to_numpy()
+        return not ask or node in watched
+
+    with init_by_name("CPU") as cpu, Scheduler([stream, cpu]) as scheduler:
+        for node in drawn.graph.nodes:
+            if node.op not in NO_OPS and node.view_src is None:
+                scheduler.set_tensor_backend(node, cpu if choice.random() < 0.3 else stream)
+        scheduler.alloc_graph(drawn.graph)
+        fill(drawn.graph, drawn.leafs)
+        scheduler.graph_compute(drawn.graph)
+        results = values(drawn, drawn.outputs)
+        fill(drawn.graph, drawn.leafs)
+        scheduler.set_eval_callback(watch)
+        scheduler.graph_compute(drawn.graph)
+    assert len(seen) == len(watched)
+    return results | seen
+
+
+N_FUSED = {in_memory_of_an_allocator: 40, in_memory_of_a_user: 10, part_by_part: 40, by_a_scheduler: 40}
+"""The ways to compute a random graph, and how much is fused in all of them, at least."""
+
+
+def fill(graph: Graph, leafs: list[tuple[Tensor, np.ndarray]]) -> None:
+    for t in graph:
+        if t.view_src is None:
+            t.memset(0xFF)  # NaN, whatever is not written
+    for t, data in leafs:
+        if t.buffer is not None:
+            t.set_array(data)
+
+
+def values(drawn: RandomGraph, chosen: Sequence[Tensor]) -> dict[int, np.ndarray]:
+    return {i: t.to_numpy() for i, t in enumerate(drawn.nodes) if t in chosen}
+
+
+@pytest.mark.parametrize("way", N_FUSED)
+def test_random_graphs(stream: OpenClBackend, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_fused = 0
+    for seed in range(40):
+        told = []
+        for fused in ("0", "1"):
+            monkeypatch.setenv("GGMLB_FUSE", fused)
+            drawn = RandomGraph(seed, in_place=way is not by_a_scheduler)
+            told.append(way(drawn, stream))
+            n_fused += n_groups(drawn.graph, stream)
+        plain, fused_ = told
+        assert plain.keys() == fused_.keys()
+        assert plain
+        for i, want in plain.items():
+            assert np.isfinite(want).all(), (seed, i)
+            # One rounding more or less, of values that products made large.
+            atol = 1e-5 * float(np.abs(want).max())
+            np.testing.assert_allclose(fused_[i], want, rtol=1e-5, atol=atol, err_msg=f"{seed=}, node {i}")
+    assert n_fused >= N_FUSED[way]
+
+
+@pytest.mark.parametrize("n", [1, 5, 12])
+def test_a_llama_like_layer(stream: OpenClBackend, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        layer = DecodeLayer(n)
+        stream.graph_optimize(layer.graph)
+        with GraphAllocator(stream.default_buffer_type) as allocator:
+            allocator.alloc_graph(layer.graph)
+            for t, data in layer.leafs:
+                t.set_array(data)
+            stream.graph_compute(layer.graph)
+            results.append(layer.result.to_numpy())
+            patterns = sorted(i.pattern for i in fuse(layer.graph, stream.takes) if isinstance(i, Group))
+    norms = ["norm"] * 3
+    assert patterns == (["glu"] if n <= 8 else []) + norms + ["rope_set_rows"]
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [3, 12])
+def test_a_product_of_long_rows_is_added_to_a_residual_in_place(
+    stream: OpenClBackend, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panel adds up parts of the product in the result's memory, which here is the residual's."""
+    rng = np.random.default_rng(0)
+    results = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        ctx = Context()
+        w, x, r = (ctx.set_input(ctx.new_tensor(DType.F32, ne)) for ne in ((600, 64), (600, n), (64, n)))
+        residual = ctx.relu(r)
+        result = ctx.set_output(ctx.add(residual, ctx.mul_mat(w, x)))
+        graph = Graph().build_forward_expand(result)
+        with GraphAllocator(stream.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            assert result.offset == residual.offset
+            fill(graph, [(t, rng.standard_normal(t.shape, np.float32)) for t in (w, x, r)])
+            stream.graph_compute(graph)
+            results.append(result.to_numpy())
+        rng = np.random.default_rng(0)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-4)
+
+
+def test_golden_programs(stream: OpenClBackend) -> None:
+    """Those with something to fuse, in memory that an allocator placed."""
+    n_cases = 0
+    for case in CASES:
+        built = case.build()
+        for name, t in built.tensors.items():
+            if name in {spec.name for spec in case.outputs}:
+                built.ctx.set_output(t)
+        if not n_groups(built.graph, stream) or not all(map(stream.supports_op, built.graph.nodes)):
+            continue
+        with GraphAllocator(stream.default_buffer_type) as allocator:
+            allocator.alloc_graph(built.graph)
+            fill(built.graph, [])
+            built.upload()
+            stream.graph_compute(built.graph)
+            wrong = {name: v.reason for name, v in built.compare().items() if not v.ok}
+        assert not wrong, case.id
+        n_cases += 1
+    assert n_cases > 5

@@ -1,0 +1,207 @@
+"""Random small graphs that hold the patterns of `ggmlb.fusion`, and what forbids them; a llama-like layer."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggmlb import Context, DType, Graph
+from ggmlb.enums import NO_OPS, TensorFlag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.tensor import Tensor
+
+ROW, HEADS, CACHE_ROWS = 64, 4, 16
+
+
+class RandomGraph:
+    """A graph drawn from a seed; the same seed gives the same graph and the same data.
+
+    Attributes:
+        leafs: The tensors to be set, with their values.
+        graph: The graph.
+        nodes: Its nodes, in the order in which they were drawn.
+        outputs: Tensors whose data must come out right, however the graph is computed.
+    """
+
+    def __init__(self, seed: int, *, in_place: bool) -> None:
+        self._random = random.Random(seed)
+        self._rng = np.random.default_rng(seed)
+        self.ctx = Context()
+        self.leafs: list[tuple[Tensor, np.ndarray]] = []
+        self._n = self._random.choice((1, 3, 12))
+        self._values = [self._leaf(ROW, self._n) for _ in range(2)]
+        self._in_place = in_place
+        self.outputs: list[Tensor] = []
+        self._map()
+        for _ in range(self._random.randint(2, 5)):
+            self._random.choice(_STEPS)(self)
+        self._map()
+        last = self._values[-1]
+        results = [*self.outputs, last]
+        self.graph = Graph().build_forward_expand(*results)
+        self.nodes = tuple(self.graph.nodes)
+        for t in (last, *self._random.sample(self.nodes, 1)):
+            if t.op not in NO_OPS and not self._is_overwritten(t):
+                self.ctx.set_output(t)
+        self.outputs = [t for t in self.graph.nodes if t.flags & TensorFlag.OUTPUT]
+
+    def _is_overwritten(self, t: Tensor) -> bool:
+        root = t.view_src or t
+        return any(n.view_src is root and n is not t for n in self.graph.nodes)
+
+    def _leaf(self, *ne: int, dtype: DType = DType.F32, below: int = 0) -> Tensor:
+        t = self.ctx.set_input(self.ctx.new_tensor(dtype, ne))
+        shape = tuple(reversed(ne))
+        if below:
+            data = self._rng.permutation(below)[: ne[0]].astype(np.int32).reshape(shape)
+        else:
+            data = self._rng.standard_normal(shape).astype(np.float32)
+        self.leafs.append((t, data))
+        return t
+
+    def _any(self) -> Tensor:
+        return self._random.choice(self._values[-3:])
+
+    def _maybe(self, part: float = 0.5) -> bool:
+        return self._random.random() < part
+
+    def _put(self, *chain: Tensor) -> None:
+        """Note the last value of a chain, and now and then an inner one, which is then used again."""
+        for inner in chain[:-1]:
+            if inner.ne == (ROW, self._n, 1, 1) and self._maybe(0.15):
+                self._values.append(inner)
+        self._values.append(chain[-1])
+
+    def _norms(self) -> None:
+        ctx, chain = self.ctx, [self._any()]
+        if self._maybe():
+            chain.append(ctx.add(chain[-1], self._any()))
+        chain.append((ctx.rms_norm if self._maybe(0.7) else ctx.norm)(chain[-1], 1e-5))
+        for op, wanted in ((ctx.mul, 0.9), (ctx.add, 0.4)):
+            if self._maybe(wanted):
+                other = (
+                    self._any() if self._maybe(0.2) else self._leaf(ROW, self._random.choice((1, self._n)))
+                )
+                chain.append(op(chain[-1], other))
+        self._put(*chain[1:])
+
+    def _bias(self) -> None:
+        ctx = self.ctx
+        product = ctx.mul_mat(self._leaf(ROW, ROW), self._any())
+        other = self._any() if self._maybe() else self._leaf(ROW)
+        self._put(product, ctx.add(product, other))
+
+    def _glu(self) -> None:
+        ctx, x = self.ctx, self._any()
+        add = self._maybe(0.3)
+        if self._maybe():
+            product = ctx.mul_mat(self._leaf(ROW, 2 * ROW), x)
+            if add:
+                product = ctx.add(product, self._leaf(2 * ROW))
+            self._put(product, (ctx.geglu_swapped if self._maybe(0.3) else ctx.swiglu)(product))
+        else:
+            both = [ctx.mul_mat(self._leaf(ROW, ROW), x) for _ in range(2)]
+            sums = [ctx.add(p, self._leaf(ROW)) for p in both] if add else both
+            self._put(*both, *sums, ctx.swiglu_split(*sums))
+
+    def _cache(self) -> None:
+        ctx, n = self.ctx, self._n
+        heads = ctx.reshape_3d(self._any(), ROW // HEADS, HEADS, n)
+        roped = ctx.rope(
+            heads, self._leaf(n, dtype=DType.I32, below=50), ROW // HEADS, self._random.choice((0, 2))
+        )
+        cache = self._leaf(ROW, CACHE_ROWS)
+        rows = ctx.view_2d(roped, ROW, n, roped.nb[2], 0)
+        put = ctx.set_rows(cache, rows, self._leaf(n, dtype=DType.I32, below=CACHE_ROWS))
+        if self._maybe(0.2):
+            self._put(ctx.silu(rows))
+        self.outputs.append(put)
+        ctx.set_output(put)
+
+    def _map(self) -> None:
+        self._put(self.ctx.silu(self._any()))
+
+    def _overwrite(self) -> None:
+        if self._in_place:
+            self._put(self.ctx.scale_inplace(self._values[-1], 0.5))
+
+
+_STEPS: list[Callable[[RandomGraph], None]] = [
+    RandomGraph._norms,
+    RandomGraph._norms,
+    RandomGraph._bias,
+    RandomGraph._glu,
+    RandomGraph._cache,
+    RandomGraph._map,
+    RandomGraph._overwrite,
+]
+
+
+class DecodeLayer:
+    """A layer of a llama-like model at work on `n` new tokens, its cache written in place.
+
+    Attributes:
+        leafs: The tensors to be set, with their values.
+        graph: The graph.
+        result: ne `[n_embd, n]`.
+    """
+
+    def __init__(
+        self,
+        n: int = 1,
+        *,
+        n_embd: int = 128,
+        n_ff: int = 256,
+        n_head: int = 4,
+        n_ctx: int = 32,
+        n_layer: int = 1,
+        weights: DType = DType.F32,
+    ) -> None:
+        ctx = self.ctx = Context()
+        rng = np.random.default_rng(0)
+        self.leafs: list[tuple[Tensor, np.ndarray]] = []
+        self.graph = Graph()
+
+        def leaf(dtype: DType, data: np.ndarray) -> Tensor:
+            t = ctx.set_input(ctx.new_tensor(dtype, data.shape[::-1]))
+            self.leafs.append((t, data))
+            return t
+
+        def matrix(n_in: int, n_out: int) -> Tensor:
+            return leaf(weights, rng.standard_normal((n_out, n_in), np.float32) / np.float32(n_in) ** 0.5)
+
+        def scale() -> Tensor:
+            return leaf(DType.F32, rng.uniform(0.5, 1.5, n_embd).astype(np.float32))
+
+        x = leaf(DType.F32, rng.standard_normal((n, n_embd), np.float32))
+        positions = leaf(DType.I32, np.arange(n, dtype=np.int32))
+        ids = leaf(DType.I64, np.arange(n, dtype=np.int64))
+        mask = np.full((n, n_ctx), -np.inf, np.float32)
+        mask[np.tri(n, n_ctx, dtype=bool)] = 0
+        mask_t = leaf(DType.F16, mask.astype(np.float16))
+        d = n_embd // n_head
+        for _ in range(n_layer):
+            normed = ctx.mul(ctx.rms_norm(x, 1e-5), scale())
+            q, k, v = (ctx.mul_mat(matrix(n_embd, n_embd), normed) for _ in range(3))
+            q = ctx.rope(ctx.reshape_3d(q, d, n_head, n), positions, d, 0)
+            k = ctx.rope(ctx.reshape_3d(k, d, n_head, n), positions, d, 0)
+            self.graph.build_forward_expand(q, v, k)
+            caches = [leaf(DType.F16, np.zeros((n_ctx, n_embd), np.float16)) for _ in range(2)]
+            rows = ctx.view_2d(k, n_embd, n, k.nb[2], 0)
+            put = [ctx.set_rows(cache, t, ids) for cache, t in zip(caches, (rows, v), strict=True)]
+            self.graph.build_forward_expand(*put)
+            size = 2 * d
+            heads = [ctx.view_3d(t, d, n_ctx, n_head, size * n_head, size, 0) for t in (put[0], put[1])]
+            out = ctx.flash_attn_ext(ctx.permute(q, 0, 2, 1, 3), *heads, mask_t, d**-0.5, 0.0, 0.0)
+            attended = ctx.mul_mat(matrix(n_embd, n_embd), ctx.reshape_2d(out, n_embd, n))
+            x = ctx.add(attended, x)
+            normed = ctx.mul(ctx.rms_norm(x, 1e-5), scale())
+            gate, up = (ctx.mul_mat(matrix(n_embd, n_ff), normed) for _ in range(2))
+            x = ctx.add(ctx.mul_mat(matrix(n_ff, n_embd), ctx.swiglu_split(gate, up)), x)
+        self.result = ctx.set_output(ctx.mul(ctx.rms_norm(x, 1e-5), scale()))
+        self.graph.build_forward_expand(self.result)
