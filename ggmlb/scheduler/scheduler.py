@@ -106,6 +106,7 @@ class Scheduler:
         self._graph: Graph | None = None
         self._n_nodes = 0
         self._placed: Program | None = None
+        self._last: Program | None = None
         self._checked_at = -1
         self.is_freed = False
         self._stop_sanitizer = start_sanitizer(self) if sanitize else None
@@ -289,17 +290,18 @@ class Scheduler:
 
         Source: ggml_backend_sched_alloc_graph.
         """
-        before = self._programs[0] if self._programs else None
         self.split_graph(graph)
         program = self._need_program()
-        if program is not before or program.stamp != self._allocator.n_reallocs:
+        if program is not self._last or program.stamp != self._allocator.n_reallocs:
             self.synchronize()  # queued work may still use the memory that is given out anew
-        try:
-            program.allocate(self._allocator)
-        except BaseException:
-            self._forget()
-            self._programs.clear()
-            raise
+            self._last = None
+            try:
+                program.allocate(self._allocator)
+            except BaseException:
+                self._forget()
+                self._programs.clear()
+                raise
+            self._last = program
         program.place()
         placement_clock.tick()
         self._placed = program
@@ -370,6 +372,7 @@ class Scheduler:
                 backend.synchronize()
         self._forget()
         self._programs.clear()
+        self._last = None
         self.is_freed = True
         self._executor.free()
         self._allocator.free()
