@@ -10,10 +10,12 @@ from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.backends.cuda.graphs import IdleGraphs
+from ggmlb.backends.cuda.lowering import takes
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.errors import BackendError
+from ggmlb.fusion import gather
 from ggmlb.interface import Backend
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.enums import Status
+    from ggmlb.fusion import Group
     from ggmlb.graph import Graph
     from ggmlb.interface import Event, GraphPlan
     from ggmlb.interface.data import Bytes
@@ -84,6 +87,14 @@ class CudaBackend(Backend):
         return self._others[device]
 
     # -- graphs --------------------------------------------------------------------------------
+
+    def takes(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once."""
+        return takes(group, self.device)
+
+    def graph_optimize(self, graph: Graph) -> None:
+        """Bring nodes together that one kernel computes."""
+        gather(graph, self.takes)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         self.device.check_process(f"plan a graph on {self.name}")

@@ -13,11 +13,13 @@ from ggmlb import kernels
 from ggmlb.backends.cuda import array, split
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.work import Part
-from ggmlb.enums import NO_OPS
+from ggmlb.enums import NO_OPS, Op
+from ggmlb.fusion import Group, fuse
 from ggmlb.kernels import Launch
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.work import Binder, Request
     from ggmlb.graph import Graph
     from ggmlb.kernels import Target
@@ -47,13 +49,31 @@ def _too_many_groups(node: Tensor, target: Target) -> str | None:
     return None
 
 
+def takes(group: Group, device: CudaDevice) -> bool:
+    """Whether a kernel computes a group of nodes at once, and faster than one by one.
+
+    Products that CUDA's own kernels or cuBLAS take are better off so than in a portable kernel.
+    """
+    if not kernels.takes(group, device.target):
+        return False
+    lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
+    products = [node for node in group.nodes if node.op is Op.MUL_MAT]
+    return not any(split.is_split(node) or lowering.fast(node) is not None for node in products)
+
+
 def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
     """Return the parts of a graph whose nodes are not declined, in the order in which they run."""
     device = backend.device
     lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
     rules: array.ArrayLowering | None = None
     parts: list[Part] = []
-    for node in graph.nodes:
+    for item in fuse(graph, backend.takes):
+        if isinstance(item, Group):
+            parts.append(Part(item.nodes, list(kernels.lower_group(item, device.target))))
+            for node in (*item.kept, item.result):
+                lowering.wrote(node)
+            continue
+        node = item
         if node.op in NO_OPS or node.is_empty:
             continue
         if split.is_split(node):
