@@ -1,5 +1,8 @@
-/* Blocks written from f32 rows: quantize_T(row_a, step, row_d, i) makes block i of row_d, as ggml's reference does. */
-#define X_(j) ld_f32(row_a + (32*(i64_t)i + (j))*step)
+/* Blocks written from rows of FROM: quantize_T(row_a, step, row_d, i) makes block i of row_d, as ggml's reference does. */
+#ifndef FROM
+#define FROM f32
+#endif
+#define X_(j) CAT(ld_, FROM)(row_a + (32*(i64_t)i + (j))*step)
 #define QUANTIZE_(T, size) \
     DEVICE_FN void quantize_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *row_d, i64_t i) \
     { GLOBAL char *d = row_d + i*(size); quantize_block_##T(row_a, step, d, i); }

@@ -115,6 +115,13 @@ FIRST_HALF_(q1_0)
 NO_MIN(q1_0)
 DEQ8_FN(q1_0)
 
+#define QUARTER_OF_BYTE_(j) (float)(BYTE(b + 2 + 2*r + (j)/4) >> (2*((j) & 3)) & 3)
+TRAITS(q2_0, 8, 18, 8, 4, 0)
+RAW8(q2_0) { return MAKE_F8(QUARTER_OF_BYTE_) - 1.0f; }
+FIRST_HALF_(q2_0)
+NO_MIN(q2_0)
+DEQ8_FN(q2_0)
+
 /* nibbles that index a table of values */
 CONSTANT i8_t values_iq4nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 CONSTANT i8_t values_e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};   /* doubled */

@@ -26,7 +26,7 @@ def _conversion(src: DType, dst: DType) -> str | None:
         return "plain"
     if src in READ_IN_EIGHTS and dst in FLOATS:
         return "dequantize"
-    if src is DType.F32 and dst in _WRITTEN:
+    if src in FLOATS and dst in _WRITTEN:
         return "quantize"
     return None
 
@@ -38,6 +38,11 @@ def _units(kind: str, a: Mem, d: Mem) -> tuple[Mem, Mem]:
     step = 8 if kind == "dequantize" else d.dtype.block_size
     a = a.window((a.ne[0] // step, *a.ne[1:]))
     return a, d.window((d.ne[0] // step, *d.ne[1:]))
+
+
+def _convert(kind: str, src: DType) -> dict[str, str]:
+    """Return the macros that choose a conversion; what is quantised may be of any plain float type."""
+    return {"CONVERT": kind, **({"FROM": src.name.lower()} if kind == "quantize" else {})}
 
 
 def _as_words(m: Mem) -> Mem:
@@ -76,7 +81,7 @@ def copy(target: Target, a: Mem, d: Mem) -> Launch:
         return elementwise(target, "copy_reshape", [a, d])
     a, d = _units(kind, a, d)
     mems = flattened(target, [a, d]) if kind == "plain" else [a, d]
-    return elementwise(target, "copy", mems, CONVERT=kind)
+    return elementwise(target, "copy", mems, **_convert(kind, a.dtype))
 
 
 def _copy(node: Tensor, target: Target) -> list[Launch]:
@@ -110,7 +115,7 @@ def _set_rows(node: Tensor, target: Target) -> list[Launch]:
     kind = _conversion(a.dtype, node.dtype)
     assert kind is not None
     x, d = _units(kind, Mem.of(a), Mem.of(node))
-    return [elementwise(target, "set_rows", [x, Mem.of(ids), d], over=0, CONVERT=kind)]
+    return [elementwise(target, "set_rows", [x, Mem.of(ids), d], over=0, **_convert(kind, a.dtype))]
 
 
 def _window_declines(node: Tensor) -> str | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 READ_IN_EIGHTS = FLOATS | {
-    DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q8_1, DType.Q1_0,
+    DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q8_1, DType.Q1_0, DType.Q2_0,
     DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.Q8_K,
     DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.NVFP4, DType.TQ1_0, DType.TQ2_0,
 }  # fmt: skip
