@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -40,7 +40,7 @@ def _units(kind: str, a: Mem, d: Mem) -> tuple[Mem, Mem]:
     return a, d.window((d.ne[0] // step, *d.ne[1:]))
 
 
-def _convert(kind: str, src: DType) -> dict[str, str]:
+def _convert(kind: str, src: DType) -> dict[str, Any]:
     """Return the macros that choose a conversion; what is quantised may be of any plain float type."""
     return {"CONVERT": kind, **({"FROM": src.name.lower()} if kind == "quantize" else {})}
 
