@@ -100,6 +100,7 @@ def test_rows_and_times(run, devices):
     # Every product is there, and none outside of the computation that the host waited for.
     on_device = [e for (pid, tid), found in rows.items() if pid != HOST and tid == COMPUTE for e in found]
     assert len([e for e in on_device if "mul_mat" in e["name"].lower()]) >= N_LAYERS
+    assert all(any(f"'y{i}'" in e["name"] for e in on_device) for i in range(N_LAYERS))
     host = rows[HOST, 0]
     end = max(e["ts"] + e["dur"] for e in host)
     slack = 20_000  # microseconds to which the clock of a device is known on the busiest machine

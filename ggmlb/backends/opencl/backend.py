@@ -78,7 +78,7 @@ class OpenClBackend(Backend):
         plan = cast("OpenClPlan", plan)
         plan.check_buffers()
         queue, enqueue, event = self.queue, cl.enqueue_nd_range_kernel, None
-        abort, clock = self.abort_callback, self._clock
+        abort, clock, n = self.abort_callback, self._clock, 0
         status = Status.SUCCESS
         with cl_errors(f"queue a graph on {self.name}"):
             try:
@@ -88,7 +88,8 @@ class OpenClBackend(Backend):
                         break
                     event = enqueue(queue, kernel, global_size, local_size)
                     if clock is not None:
-                        clock.note(kernel.function_name, event)
+                        clock.note(plan.name_of(n), event)
+                        n += 1
             except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
                 self._note(cl.enqueue_marker(queue), *plan.buffers)
                 raise

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend
     from ggmlb.backends.opencl.buffer import OpenClBuffer
     from ggmlb.graph import Graph
+    from ggmlb.tensor import Tensor
 
 _pack_tensor = struct.Struct("=q4i4q").pack
 _pack_int = struct.Struct("=i").pack
@@ -30,17 +31,21 @@ class OpenClPlan(GraphPlan):
 
     Attributes:
         steps: Kernel, global size and local size of each launch.
+        results: The node that each step computes, or helps to; the last of those that it fuses.
         buffers: The buffers that the steps use; OpenCL kernels do not keep them alive.
     """
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self.steps: list[Step] = []
+        self.results: list[Tensor] = []
         self.buffers: list[OpenClBuffer] = []
         programs, target = backend.device.programs, backend.target
         launches: list[Launch] = []
         for item in fuse(graph, backend.takes):
-            launches += lower_group(item, target) if isinstance(item, Group) else lower(item, target)
+            made = lower_group(item, target) if isinstance(item, Group) else lower(item, target)
+            launches += made
+            self.results += [item.result if isinstance(item, Group) else item] * len(made)
         loans = programs.borrow(launches, target.on_cpu)
         self._give_back = weakref.finalize(self, programs.give_back, loans)
         buffers: dict[int, Any] = {}
@@ -53,6 +58,10 @@ class OpenClPlan(GraphPlan):
                     buffers[id(arg.buffer)] = arg.buffer
         self.buffers.extend(buffers.values())
 
+    def name_of(self, step: int) -> str:
+        """Return what a step does, for a timeline."""
+        return f"{self.steps[step][0].function_name}: {self.results[step].describe()}"
+
     def check_buffers(self) -> None:
         """Raise a FreedError if a buffer that the steps use was freed."""
         for buffer in self.buffers:
@@ -62,6 +71,7 @@ class OpenClPlan(GraphPlan):
     def release(self) -> None:
         """Give the kernel objects back."""
         self.steps = []
+        self.results = []
         self.buffers = []
         self._give_back()
 
