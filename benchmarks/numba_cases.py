@@ -7,9 +7,16 @@ from typing import Any
 
 import numpy as np
 import ops_cases
-from ops_cases import F16, F32, Case, K, M
+from ops_cases import F16, F32, Case, Ggml, Ggmlb, K, M
 
 from ggmlb.dtypes import DType
+
+
+class Numba(Ggmlb):
+    device = "Numba"
+
+
+LIBRARIES = {"ggmlb": Numba, "ggml": Ggml}
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba_cases import PARTS, K, M
-from ops import measure, milliseconds, peers, verdict
+from ops import milliseconds, verdict
 from report import Table, save
+from turns import Players
 
 from ggmlb.dtypes import DType
 
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.numba.llvm.emit import Kernel
 
-MEASURED = Path(tempfile.gettempdir()) / "ggmlb_numba_ops.json"
+MEASURED = Path(tempfile.gettempdir()) / "ggmlb_numba_ops_{}.json"
+"""What was measured so far, by the number of threads."""
 COLUMNS = ("op", "what", "ggml [ms]", "ggmlb [ms]", "ratio", "target", "GB/s", "NMSE")
 READ_MIB = (64, 512)
+CLOCK = "Times are of the processor, which that work disturbs less."
 
 
 def read(k: Kernel) -> None:
@@ -76,11 +79,11 @@ def speed(case: Case, seconds: float) -> str:
     return f"{DType[name.upper()].row_size(K) * M / seconds / 1e9:.1f}"
 
 
-def run(part: str, first: int, rounds: int, threads: int) -> list[list[str]]:
+def run(part: str, rounds: int, threads: int) -> list[list[str]]:
     table = Table(*COLUMNS)
-    with peers(threads, "Numba", "numba_cases") as pipes:
-        for number, case in enumerate(PARTS[part], first):
-            seconds, nmse = measure(case, number, rounds, pipes)
+    with Players("numba_cases", threads) as players:
+        for case in PARTS[part]:
+            seconds, nmse = players.measure(case, rounds)
             ours, theirs = seconds["ggmlb"], seconds["ggml"]
             ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
             figures = (milliseconds(theirs), milliseconds(ours), f"{ratio:.2f}")
@@ -96,14 +99,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args()
-    known: dict[str, Any] = json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
-    firsts = dict(zip(PARTS, np.cumsum([0, *map(len, PARTS.values())]).tolist(), strict=False))
+    path = Path(str(MEASURED).format(args.threads))
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in args.parts.split(","):
         before = os.getloadavg()[0]
-        rows = run(part, firsts[part], args.rounds, args.threads)
+        rows = run(part, args.rounds, args.threads)
         known[part] = {"rows": rows, "load": [before, os.getloadavg()[0]]}
     known["read"] = {str(n): read_speed(args.threads, n << 20) for n in READ_MIB}
-    MEASURED.write_text(json.dumps(known))
+    path.write_text(json.dumps(known))
     tables = []
     for part in PARTS:
         if part in known:
@@ -116,9 +119,15 @@ def main() -> None:
 Made by `python benchmarks/numba_ops.py`: {args.rounds} rounds, {args.threads} threads each. Products are of
 weights of {K} x {M}. Reading alone: {reads}. The machine was shared with other work: its load, of one
 minute, both libraries included, was {min(loads):.1f} to {max(loads):.1f}.
+{CLOCK if args.threads == 1 else ""}
 
 {__doc__.partition("    python")[0]}"""
-    save("numba", about, *tables, packages=("numpy", "llvmlite", "ggml-python"))
+    save(
+        f"numba_{args.threads}" if args.threads == 1 else "numba",
+        about,
+        *tables,
+        packages=("numpy", "llvmlite", "ggml-python"),
+    )
 
 
 if __name__ == "__main__":

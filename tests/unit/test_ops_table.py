@@ -25,10 +25,11 @@ def test_the_cpu_runs_every_sample():
 
 def test_the_page_is_current():
     pytest.importorskip("typer")
+    pytest.importorskip("llvmlite")
     pytest.importorskip("pyopencl")
     from ggmlb.cli.ops import as_markdown
 
-    devices = [ggmlb.device_by_name("CPU"), ggmlb.device_by_name("OpenCL0")]
+    devices = [ggmlb.device_by_name(name) for name in ("CPU", "Numba", "OpenCL0")]
     assert PAGE.read_text(encoding="utf-8") == as_markdown(devices), (
-        "run `python -m ggmlb ops --devices CPU,OpenCL0 --markdown docs/ops.md`"
+        "run `python -m ggmlb ops --devices CPU,Numba,OpenCL0 --markdown docs/ops.md`"
     )
