@@ -234,8 +234,12 @@ def greatest(k: Kernel, x: Value) -> Value:
 # -- functions -------------------------------------------------------------------------------------
 
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""The exponential's polynomial from Cephes (expf), highest power first."""
+_LOG2_E = 1.4426950408889634
+_EXP = (1.3814540579915047e-3, 8.36874544620514e-3, 4.166838899254799e-2, 1.666652113199234e-1, 0.49999994)
+"""`(exp(r) - 1 - r) / r^2` up to half of ln 2: minimax, 3e-9 of the exponential; highest power first."""
+
+_ROUND = 12582912.0
+"""Added and taken away, it rounds what is small beside it to an integer."""
 
 
 def polynomial(k: Kernel, x: Value, coefficients: Sequence[float]) -> Value:
@@ -247,10 +251,9 @@ def polynomial(k: Kernel, x: Value, coefficients: Sequence[float]) -> Value:
 
 
 def _exp_parts(k: Kernel, x: Value) -> tuple[Value, Value]:
-    """`n` and `e` with `exp(x) = 2^n (1 + e)`."""
-    y = k.minimum(k.maximum(x, -104.0), 89.0)
-    n = k.generic("rint", y * (1 / 0.6931471805599453))
-    r = k.fma(n, k.const(x.type, -_LN2_HIGH), y)
+    """`n` and `e` with `exp(x) = 2^n (1 + e)`, for `x` from -104 to 89."""
+    n = k.fma(x, k.const(x.type, _LOG2_E), k.const(x.type, _ROUND)) - _ROUND
+    r = k.fma(n, k.const(x.type, -_LN2_HIGH), x)
     r = k.fma(n, k.const(x.type, -_LN2_LOW), r)
     return n, k.fma(polynomial(k, r, _EXP), r * r, r)
 
@@ -269,15 +272,19 @@ def _scaled(k: Kernel, x: Value, n: Value) -> Value:
     return x
 
 
+def _between(k: Kernel, x: Value, low: float, high: float) -> Value:
+    return k.maximum(k.minimum(x, high), low)
+
+
 def exp(k: Kernel, x: Value) -> Value:
     """The exponential, to about 1e-7 of its value; 0 and infinity where float32 ends."""
-    n, e = _exp_parts(k, x)
+    n, e = _exp_parts(k, _between(k, x, -104.0, 89.0))
     return k.select(x.equals(x), _scaled(k, e + 1.0, n), x)
 
 
 def expm1(k: Kernel, x: Value) -> Value:
     """`exp(x) - 1`, near 0 too."""
-    n, e = _exp_parts(k, x)
+    n, e = _exp_parts(k, _between(k, x, -104.0, 89.0))
     value = _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
     return k.select(x.equals(x), value, x)
 
@@ -310,10 +317,10 @@ def log(k: Kernel, x: Value) -> Value:
 
 
 _SIN = (
-    2.6083159809786593541503e-06,
-    -0.0001981069071916863322258,
-    0.00833307858556509017944336,
-    -0.166666597127914428710938,
+    2.60831598e-06,
+    -0.000198106907,
+    0.00833307859,
+    -0.166666597,
 )
 _COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 
@@ -340,7 +347,8 @@ def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
     if k.level.name != "avx512" or lanes_of(x.type) != 16:
         return x / (exp(k, -z) + 1.0)
     # A division takes longer than all the rest. The sum stays where its inverse is a normal number.
-    d = exp(k, k.minimum(-z, 87.0)) + 1.0
+    n, e = _exp_parts(k, _between(k, -z, -104.0, 87.0))
+    d = _scaled(k, e + 1.0, n) + 1.0
     zero = k.const(x.type, 0.0)
     inverse = k.call("llvm.x86.avx512.rcp14.ps.512", x.type, d, zero, k.const(I16, -1))
     inverse = inverse * k.fma(-d, inverse, k.const(x.type, 2.0))
