@@ -62,6 +62,9 @@ class Place:
         return self.y + self.args["y_nb1"] * c
 
 
+AHEAD = 1024
+"""Bytes before its turn that memory is asked for: processors follow few rows at once."""
+
 CHOSEN_ARGS = (
     "a", "a_nb1", "a_nb2", "b", "b_nb1", "b_nb2", "b_ne1", "y", "y_nb1", "y_nb2",
     "k", "m", "n_used", "parts", "starts", "order",
@@ -190,6 +193,9 @@ def _blocks(
     rest = [[k.variable(k.const(vec(F32, groups), 0)) for _ in columns] for _ in weights if form.has_min]
     with k.loop(0, size // form.block) as block:
         addresses = [row + block * form.nbytes for row in weights]
+        for address in addresses:
+            for ahead in range(0, form.nbytes, 64):
+                k.prefetch(address + (AHEAD + ahead))
         codes = [(pairs or form.codes)(k, address) for address in addresses]
         scales = [form.scales(k, address) for address in addresses]
         for c, column in enumerate(columns):
@@ -260,6 +266,9 @@ def _floats(
 
     whole = size // (lanes * turns) * (lanes * turns)
     with k.loop(0, whole, lanes * turns) as i:
+        for row in weights:
+            for ahead in range(0, lanes * turns * SIZES[dtype], 64):
+                k.prefetch(row + i * SIZES[dtype] + (AHEAD + ahead))
         for turn in range(turns):
             add(i + lanes * turn, turn)
     with k.loop(whole, size, lanes) as i:

@@ -316,6 +316,12 @@ class Kernel:
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         self.call(name, ir.VoidType(), value, Value(self, pointer), self.const(I32, 1), mask)
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line at an address, which need not exist, to be read soon."""
+        pointer = Value(self, self.build.inttoptr(address.raw, I8.as_pointer()))
+        read, locality, data = (self.const(I32, n) for n in (0, 3, 1))
+        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, locality, data)
+
     def call(self, name: str, result: Any, *args: Value) -> Value:
         """Call an intrinsic, or a function of the process."""
         function = self.module.globals.get(name)
