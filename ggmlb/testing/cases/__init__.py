@@ -1,6 +1,6 @@
 """The kit's table of cases: a family for each op or group of ops, from which programs are drawn."""
 
-from ggmlb.testing.cases import elementwise, images, moves, products, recurrent, rows, training
+from ggmlb.testing.cases import deepseek, elementwise, images, moves, products, recurrent, rows, training
 from ggmlb.testing.cases.cover import KitCase, cases_of
 from ggmlb.testing.cases.draw import FAMILIES, Program
 
@@ -9,6 +9,7 @@ __all__ = [
     "KitCase",
     "Program",
     "cases_of",
+    "deepseek",
     "elementwise",
     "images",
     "moves",

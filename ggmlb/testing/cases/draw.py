@@ -183,6 +183,14 @@ class Program:
         self.texts[tensor[1:]] = f"{shape_text(dtype, ne)}.{layout}"
         return tensor
 
+    def mask(self, dtype: DType, ne: Extents) -> str:
+        """Random values, in every other mask with -inf in some places; the first of a row is finite."""
+        ne = (*ne, 1, 1, 1)[:4]
+        values = self.random.uniform(-1, 1, ne[::-1]).astype(np.float32)
+        if self.bool():
+            values[..., 1:][self.random.random(values[..., 1:].shape) < 0.3] = -np.inf
+        return self.leaf(dtype, ne, values)
+
     def _window(self, dtype: DType, ne: Extents, n_dims: Integer, values: Any) -> str:
         """A window on a tensor that is larger along the first dimensions."""
         block = dtype.block_size

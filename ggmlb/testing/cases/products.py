@@ -76,7 +76,7 @@ def flash_attn_ext(p: Program) -> None:
     v = p.operand(dtype, (dv, n_kv, heads_kv, batch), *layouts)
     mask, max_bias = None, 0.0
     if p.bool():
-        mask = p.leaf(F16, (n_kv, n_q, p.one_of(1, heads), p.one_of(1, batch)))
+        mask = p.mask(F16, (n_kv, n_q, p.one_of(1, heads), p.one_of(1, batch)))
         max_bias = p.one_of(0.0, 8.0)
     p.nmse = 5e-4
     y = p.step("flash_attn_ext", q, k, v, mask, p.float(0.05, 0.5), max_bias, p.one_of(0.0, 5.0))

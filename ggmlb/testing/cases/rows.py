@@ -48,7 +48,7 @@ def soft_max(p: Program) -> None:
     mask, max_bias = None, 0.0
     if p.bool():
         shape = (ne[0], ne[1] + p.int(0, 2), p.one_of(1, ne[2]), p.one_of(1, ne[3]))
-        mask = p.leaf(p.one_of(F32, F16), shape)
+        mask = p.mask(p.one_of(F32, F16), shape)
         max_bias = p.one_of(0.0, 8.0)
     y = p.step(p.one_of("soft_max_ext", "soft_max_ext_inplace"), a, mask, p.float(0.1, 2), max_bias)
     if p.bool():
