@@ -29,8 +29,8 @@ def tolerance(*dtypes: DType) -> float:
 def _unary(name: str, p: Program) -> None:
     dtype = p.one_of(F32, F16, *([] if name in SHORT else [BF16]), beyond=(BF16,) if name in SHORT else ())
     p.nmse = 5e-6 if name in ("gelu", "gelu_quick") else tolerance(dtype)
-    bound = p.one_of(2, beyond=(30,))  # where a careless formula overflows
-    a = p.operand(dtype, p.ne(), PLAIN, GAPS, beyond=ANY, low=-bound, high=bound)
+    high = p.one_of(2, beyond=(30,))  # where a careless formula overflows
+    a = p.operand(dtype, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=high)
     p.out(name + ("_inplace" if name not in NEW and p.bool() else ""), a)
 
 
@@ -169,8 +169,7 @@ def _glu(name: str, p: Program) -> None:
     p.nmse = 5e-6 if name.startswith("geglu") else tolerance(dtype)
     ne = p.ne()
     form = p.one_of("", "_swapped", "_split")
-    bound = p.one_of(2, beyond=(30,))
-    rows: Any = {"low": -bound, "high": bound}
+    rows: Any = {"low": -2, "high": p.one_of(2, beyond=(30,))}
     if form == "_split":
         p.out(name + form, *(p.operand(dtype, ne, PLAIN, GAPS, **rows) for _ in range(2)))
     else:
