@@ -101,23 +101,23 @@ def test_a_weight_split_by_rows(
     buft = split(0, shares)
     assert split(0, shares) is buft
     weights = Context()
-    w = weights.new_tensor(dtype, (256, 515), "w")
+    w = weights.new_tensor(dtype, (256, 200), "w")
     with alloc_ctx_tensors(weights, buft):
-        data = rng.standard_normal((515, 256), np.float32)
+        data = rng.standard_normal((200, 256), np.float32)
         w.set_array(data)
         values = w.to_numpy()
         assert np.allclose(values, data, atol=0.0 if dtype is DType.F32 else 0.5)
-        w.set(w.get(1000, 60_000), 1000)  # over the border between cards
+        w.set(w.get(1000, 25_000), 1000)  # over the border between cards
         assert np.array_equal(w.to_numpy(), values)
         ctx = Context()
-        x = ctx.new_tensor(DType.F32, (256, 5, 2), "x")
+        x = ctx.new_tensor(DType.F32, (256, 3, 2), "x")
         y = ctx.relu(ctx.mul_mat(w, ctx.scale(x, 1.0)))
         alloc_ctx_tensors(ctx, streams[0])
         graph = Graph().build_forward_expand(y)
         for i in range(4):
             if isinstance(getattr(reg.devices[0].driver, "eager", None), set):
                 reg.devices[0].driver.eager = {1, 2} if i % 2 else set()  # type: ignore[attr-defined]
-            columns = rng.standard_normal((2, 5, 256), np.float32)
+            columns = rng.standard_normal((2, 3, 256), np.float32)
             x.set(columns)
             y.memset(0xFF)
             streams[0].graph_compute(graph)

@@ -10,7 +10,7 @@ import pytest
 
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.errors import BackendError, FreedError, UnsupportedOpError
+from ggmlb.errors import BackendError, BackendUnavailable, FreedError, UnsupportedOpError
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
@@ -280,6 +280,41 @@ def test_products_with_the_same_input_share_what_is_made_of_it(stream: CudaBacke
         stream.graph_plan_compute(plan)
         stream.synchronize()
         assert np.abs(y.to_numpy() - want).max() < 0.02 * np.abs(want).max()
+
+
+def test_without_cublas_kernels_compute_all_products(
+    stream: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise BackendUnavailable("no cuBLAS")
+
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.F32, (64, 48)), ctx.new_tensor(DType.F32, (64, 40))
+    y = ctx.mul_mat(w, x)
+    alloc_ctx_tensors(ctx, stream)
+    rng = np.random.default_rng(0)
+    a, b = rng.random((48, 64), np.float32), rng.random((40, 64), np.float32)
+    w.set(a)
+    x.set(b)
+    graph = Graph().build_forward_expand(y)
+    device = stream.device
+    told = []
+    for is_missing in (False, True):
+        with monkeypatch.context() as patch:
+            if is_missing:
+                patch.setattr(device.driver, "blas", missing)
+                patch.delitem(vars(device), "has_blas", raising=False)
+            plan = plan_of(stream, graph)
+        vars(device).pop("has_blas", None)
+        told.append(
+            [step.key[0] for part in plan.parts for step in part.steps if isinstance(step.key, tuple)]
+        )
+        for _ in range(3):
+            y.memset(0xFF)
+            stream.graph_plan_compute(plan)
+            stream.synchronize()
+            assert np.allclose(y.to_numpy(), b @ a.T, rtol=1e-3)
+    assert told == [["gemm"], ["mul_mat_tile"]]
 
 
 def test_a_late_error_is_reported_with_what_was_computed(
