@@ -236,6 +236,26 @@ def test_a_buffer_freed_with_work_pending_stays_until_it_is_done(stream: CudaBac
     assert keep.buffer is not None
 
 
+def test_a_tensor_is_an_array_of_the_devices_library(stream: CudaBackend) -> None:
+    ctx = Context()
+    base = ctx.new_tensor(DType.F32, (10, 6))
+    view = ctx.transpose(ctx.view_2d(base, 4, 6, 40, 8))
+    alloc_ctx_tensors(ctx, stream)
+    data = np.arange(60, dtype=np.float32).reshape(6, 10)
+    base.set(data)
+    array = view.as_array()
+    assert isinstance(array, stream.device.driver.xp.ndarray)
+    assert array.shape == (4, 6)
+    host = array if isinstance(array, np.ndarray) else array.get()
+    assert np.array_equal(host, data[:, 2:6].T)
+    if not isinstance(array, np.ndarray):
+        free = stream.device.memory[0]
+        assert base.buffer is not None
+        base.buffer.free()
+        assert stream.device.memory[0] <= free, "the memory stays while an array of it lives"
+        assert np.array_equal(array.get(), data[:, 2:6].T)
+
+
 def test_the_host_buffer_is_numpy_memory(cuda_device: CudaDevice, stream: CudaBackend) -> None:
     buft = cuda_device.host_buffer_type
     assert buft.name == "CUDA_Host"

@@ -9,6 +9,7 @@ from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.interface import Buffer, BufferType
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from ggmlb.backends.cuda.device import CudaDevice
@@ -50,6 +51,12 @@ class CudaBufferType(BufferType):
             return CudaBuffer(self, device.memory_pool.allocate(nbytes), nbytes)
 
 
+class _Memory:
+    """What keeps an allocation: its buffer until it is freed, and each array that was made over it."""
+
+    __slots__ = ("__weakref__",)
+
+
 class CudaBuffer(Buffer):
     """An allocation on a device.
 
@@ -68,18 +75,24 @@ class CudaBuffer(Buffer):
         self.address = address
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._array: Any = None
+        self._memory: _Memory | None = None
         if address:
-            memory = self.device.memory_pool
-            self._release = weakref.finalize(self, memory.give_back, address, self.streams)
-            self._release.atexit = False
+            self._memory = _Memory()
+            give_back = self.device.memory_pool.give_back
+            weakref.finalize(self._memory, give_back, address, self.streams).atexit = False
 
     @property
     def base(self) -> Any:
         """The memory as a flat uint8 array of the array library."""
         if self._array is None:
-            # The array must not keep the buffer alive that holds it.
-            self._array = self.device.driver.array(self.address, self.size, self.device.index, None)
+            driver, index = self.device.driver, self.device.index
+            self._array = driver.array(self.address, self.size, index, self._memory)
         return self._array
+
+    def _as_array(
+        self, tensor: Tensor, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Any:
+        return self.device.driver.view(self.base, shape, dtype, tensor.offset, strides)
 
     def write(self, data: npt.NDArray[Any]) -> None:
         """Write an array to the beginning, and wait for it."""
@@ -177,8 +190,7 @@ class CudaBuffer(Buffer):
 
     def _free(self) -> None:
         self._array = None
-        if self.address:
-            self._release()
+        self._memory = None
 
 
 def can_pitch(size: int, *pitches: int) -> bool:
