@@ -64,7 +64,8 @@ def floor_us(stream: Any, n: int) -> float:
     """Return the time that a kernel of one argument takes to be queued [us]."""
     text = "__kernel void nothing(__global int *p) { }"
     kernel = cl.Kernel(cl.Program(stream.device.context, text).build(), "nothing")
-    kernel.set_arg(0, cl.Buffer(stream.device.context, cl.mem_flags.READ_WRITE, 64))
+    buffer = cl.Buffer(stream.device.context, cl.mem_flags.READ_WRITE, 64)  # a kernel does not keep it
+    kernel.set_arg(0, buffer)
     queue, enqueue, size = stream.queue, cl.enqueue_nd_range_kernel, (1, 1, 1)
 
     def queue_all() -> None:

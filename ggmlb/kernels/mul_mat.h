@@ -28,13 +28,11 @@ DEVICE_FN F8 tail8_b(CGLOBAL char *row, int n) { return MAKE_F8(B_); }
 
 /* Columns of a panel or tile: where each is read and where its products go [bytes], so that those of a product and
    those that a matrix of experts meets look alike. */
-#define COLUMN_LISTS(most) LOCAL_ARRAY(i64_t, from, most); LOCAL_ARRAY(i64_t, to, most); \
-    IF_ADDED(LOCAL_ARRAY(i64_t, added, most);)
+#define COLUMN_LISTS(most) LOCAL_ARRAY(i64_t, from, most); LOCAL_ARRAY(i64_t, to, most);
 #define LIST_COLUMNS(n0, n) \
     for (int c = LOCAL_ID; c < (n); c += WG) { \
         from[c] = (i64_t)((n0) + c)*b_nb1 + (i64_t)i2*b_nb2 + (i64_t)i3*b_nb3; \
         to[c] = (i64_t)((n0) + c)*d_nb1 + (i64_t)i2*d_nb2 + (i64_t)i3*d_nb3; \
-        IF_ADDED(added[c] = (i64_t)((n0) + c)*bias_nb1 + (i64_t)i2*bias_nb2 + (i64_t)i3*bias_nb3;) \
     }
 
 /* The pairs (slot, token) that ids sends to an expert, counted by stretches, of which each work-item has one. */
