@@ -212,6 +212,24 @@ def test_attention(shape: str, kv: DType) -> None:
     assert names == (["flash_mma", "flash_combine"] if "decode" in shape else ["flash_mma"])
 
 
+@pytest.mark.parametrize(("n_q", "heads"), [(150, 1), (3, 4)])
+def test_tiles_that_nobody_sees_are_passed_over(n_q: int, heads: int) -> None:
+    """A causal mask."""
+    ctx = Context()
+    q, k, v = (
+        ctx.new_tensor(DType.F32, (64, n_q, heads)),
+        *(ctx.new_tensor(DType.F16, (64, 300)) for _ in "kv"),
+    )
+    mask = ctx.new_tensor(DType.F16, (300, n_q))
+    y = ctx.flash_attn_ext(q, k, v, mask, 0.125)
+
+    def hide() -> None:
+        seen = np.arange(300) <= np.arange(n_q)[:, None] + 40
+        mask.set_array(np.where(seen, 0.0, -np.inf))
+
+    run_beside_cpu(y, ctx, prepare=hide)
+
+
 def test_keys_are_dealt_out_to_groups() -> None:
     ctx = Context()
     q, k, v = (ctx.new_tensor(DType.F16, (128, n, 2)) for n in (1, 1000, 1000))

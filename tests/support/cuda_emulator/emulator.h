@@ -189,6 +189,16 @@ template <typename T> static T exchange(unsigned mask, T value, int from)
     warp_barrier(mask);
     return result;
 }
+static bool any(unsigned mask, bool mine)
+{
+    uint64_t value = mine;
+    memcpy(of_lane(lane()), &value, sizeof value);
+    warp_barrier(mask);
+    bool result = false;
+    for (int l = 0; l < 32; l++) result |= (mask >> l & 1) && *of_lane(l);
+    warp_barrier(mask);
+    return result;
+}
 }   /* namespace emulator */
 
 #define __global__
@@ -208,6 +218,7 @@ template <typename T> static T exchange(unsigned mask, T value, int from)
 #define __shfl_xor_sync(mask, v, o) emulator::exchange((mask), (v), emulator::lane() ^ (o))
 #define __shfl_sync(mask, v, from) emulator::exchange((mask), (v), (from))
 #define __shfl_down_sync(mask, v, o) emulator::exchange((mask), (v), emulator::lane() + (o) < 32 ? emulator::lane() + (o) : emulator::lane())
+#define __any_sync(mask, v) emulator::any((mask), (v))
 #define __threadfence()
 
 struct alignas(8)  float2 { float x, y; };

@@ -48,6 +48,8 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
         "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)),
     }  # fmt: skip
     extra = {"MASK": 1} if mask is not None else {}
+    if node.params["logit_softcap"]:
+        extra["SOFTCAP"] = 1
     sink_flag: dict[str, str | int] = {"SINKS": 1} if sinks is not None else {}
     parts = Scratch(4 * n_sets * splits * n_rows * d_v).mem(DType.F32, (d_v, n_rows, splits, n_sets))
     facts = Scratch(8 * n_sets * splits * n_rows).mem(DType.F32, (2, n_rows, splits, n_sets))

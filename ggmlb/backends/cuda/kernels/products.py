@@ -33,6 +33,8 @@ from the instructions' throughput, to be measured."""
 
 WG = 128
 WARPS = WG // 32
+GROUPS_EACH = 3
+"""Groups for each multiprocessor, at least, before warps have rows to themselves: what fits at once."""
 TILE = 1024
 """Elements of a row that a warp takes at once."""
 
@@ -54,10 +56,12 @@ def _shape(lw: Lowering, a: Tensor, n: int, n_matrices: int, tile: int) -> tuple
     n_groups = -(-n // columns)
     split = 1
     while split < WARPS and split * tile < a.ne[0]:
-        if -(-a.ne[1] * split // (rows * WARPS)) * n_groups * n_matrices >= 8 * lw.target.n_units:
+        if -(-a.ne[1] * split // (rows * WARPS)) * n_groups * n_matrices >= GROUPS_EACH * lw.target.n_units:
             break
         split *= 2
-    return -(-a.ne[1] * split // (rows * WARPS)), n_groups, {"ROWS": rows, "COLUMNS": columns, "SPLIT": split}
+    return -(-a.ne[1] * split // (rows * WARPS)), n_groups, {
+        "ROWS": rows, "COLUMNS": columns, "SPLIT": split, "ONE_MATRIX": int(n_matrices == 1),
+    }  # fmt: skip
 
 
 def _q8(lw: Lowering, b: Tensor) -> tuple[list[Step], tuple[Mem, ...]]:
