@@ -98,9 +98,9 @@ def test_every_kernel_is_reached_from_the_golden_programs() -> None:
 
 
 def run_beside_cpu(
-    y: Tensor, ctx: Context, backwards: bool = False, prepare: Callable[[], None] | None = None
+    y: Tensor, ctx: Context, prepare: Callable[[], None] | None = None, target: Target = CARD
 ) -> list[Step]:
-    """Compare a node on the emulator with the CPU backend; return the steps."""
+    """Compare a node on the emulator, threads in either order, with the CPU backend; return the steps."""
     place(ctx)
     rng = np.random.default_rng(2)
     for t in ctx.tensors:
@@ -109,11 +109,13 @@ def run_beside_cpu(
     if prepare is not None:
         prepare()
     steps: list[Step] = []
-    lw = Lowering(CARD, 90)
+    lw = Lowering(target, 90)
     for node in Graph().build_forward_expand(y).nodes:
         steps += lw.lower(node)
-    Runner().run(steps, backwards)
+    Runner().run(steps, backwards=True)
     got = y.to_numpy().copy()
+    Runner().run(steps)
+    np.testing.assert_array_equal(y.to_numpy(), got, "the order of threads makes a difference")
     y.memset(0, 0, y.nbytes)
     with init_by_name("CPU") as cpu:
         cpu.graph_compute(Graph().build_forward_expand(y))
@@ -128,11 +130,20 @@ def test_long_rows_in_pieces(dtype: DType) -> None:
     """Several tiles a row, the last one not full, shared by warps; rows that are no multiple of 16 bytes."""
     ctx = Context()
     w, x = ctx.new_tensor(dtype, (256 * 9, 7)), ctx.new_tensor(DType.F32, (256 * 9, 3))
-    (quantize, product) = run_beside_cpu(ctx.mul_mat(w, x), ctx, backwards=True)
+    (quantize, product) = run_beside_cpu(ctx.mul_mat(w, x), ctx)
     assert isinstance(quantize, Launch)
     assert isinstance(product, Launch)
     assert (quantize.kernel.name, product.kernel.name) == ("quantize_q8", "mul_mat_q8")
     assert dict(product.defines)["SPLIT"] == "4"
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16], ids=str)
+def test_a_warp_takes_tile_after_tile(dtype: DType) -> None:
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (256 * 13, 20)), ctx.new_tensor(DType.F32, (256 * 13, 1))
+    *_, product = run_beside_cpu(ctx.mul_mat(w, x), ctx, target=Target(False, 1, 128))
+    assert isinstance(product, Launch)
+    assert dict(product.defines)["SPLIT"] == "2"
 
 
 @pytest.mark.parametrize("rows", [1, 40, 4096])
@@ -158,7 +169,7 @@ def test_rows_are_shared_out(rows: int) -> None:
 def test_vectors(dtype: DType, n: int) -> None:
     ctx = Context()
     w, x = ctx.new_tensor(dtype, (1320, 13, 2)), ctx.new_tensor(DType.F32, (1320, n, 4))
-    (step,) = run_beside_cpu(ctx.mul_mat(w, x), ctx, backwards=True)
+    (step,) = run_beside_cpu(ctx.mul_mat(w, x), ctx)
     assert isinstance(step, Launch)
     assert step.kernel.name == "mul_mat_vec16"
 
@@ -207,7 +218,7 @@ def test_attention(shape: str, kv: DType) -> None:
         hidden[-1] = n_q > 1
         mask.set_array(np.where(hidden, -np.inf, 0.0))
 
-    steps = run_beside_cpu(y, ctx, backwards=True, prepare=hide)
+    steps = run_beside_cpu(y, ctx, hide)
     names = [s.kernel.name for s in steps if isinstance(s, Launch)]
     assert names == (["flash_mma", "flash_combine"] if "decode" in shape else ["flash_mma"])
 
@@ -227,7 +238,7 @@ def test_tiles_that_nobody_sees_are_passed_over(n_q: int, heads: int) -> None:
         seen = np.arange(300) <= np.arange(n_q)[:, None] + 40
         mask.set_array(np.where(seen, 0.0, -np.inf))
 
-    run_beside_cpu(y, ctx, prepare=hide)
+    run_beside_cpu(y, ctx, hide)
 
 
 def test_keys_are_dealt_out_to_groups() -> None:
