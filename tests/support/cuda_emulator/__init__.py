@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,9 @@ class EmulationError(AssertionError):
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler, if the machine has one."""
+    """Return the C++ compiler, if the machine has one; the header asks for Linux."""
+    if not sys.platform.startswith("linux"):
+        return None
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 
 
