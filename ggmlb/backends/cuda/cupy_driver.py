@@ -12,6 +12,7 @@ import numpy as np
 from cupy.cuda import driver as cu
 from cupy.cuda import runtime as rt
 
+from ggmlb import progress
 from ggmlb.backends.cuda.cublas import library
 from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
 from ggmlb.backends.cuda.program import options, text
@@ -19,7 +20,7 @@ from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from ggmlb.backends.cuda.driver import Collective
     from ggmlb.interface.data import Bytes
@@ -37,7 +38,7 @@ class CupyDriver(Driver):
     errors = (rt.CUDARuntimeError, cu.CUDADriverError)
 
     def __init__(self) -> None:
-        self._modules: dict[Any, Any] = {}
+        self._functions: dict[Hashable, Any] = {}
         self._peers: dict[tuple[int, int], bool] = {}
         self._libcuda: Any = None
 
@@ -210,13 +211,22 @@ class CupyDriver(Driver):
 
         return call
 
+    def prepare(self, launches: Sequence[Launch], device: int) -> None:
+        """Compile what is not in memory yet; from CuPy's cache on disk, that takes milliseconds each."""
+        missing = {_key(x, device): x for x in launches if _key(x, device) not in self._functions}
+        if missing:
+            with progress.task(f"CUDA{device}: compiling kernels", len(missing)) as task:
+                for launch in missing.values():
+                    task.step(launch.kernel.name)
+                    self._function(launch, device)
+
     def _function(self, launch: Launch, device: int) -> int:
-        key = launch.kernel.name, launch.defines, launch.wg, device
-        if key not in self._modules:
+        key = _key(launch, device)
+        if key not in self._functions:
             with self.on(device):
                 module = cupy.RawModule(code=text(launch), options=options(launch), backend="nvrtc")
-                self._modules[key] = module.get_function(launch.kernel.name).kernel
-        return int(self._modules[key].ptr)
+                self._functions[key] = module.get_function(launch.kernel.name).kernel
+        return int(self._functions[key].ptr)
 
     def blas(self) -> Any:
         """From where CuPy has it."""
@@ -268,6 +278,11 @@ class CupyDriver(Driver):
     def exec_free(self, executable: int) -> None:
         """Destroy it; CUDA lets a run in flight end."""
         rt.graphExecDestroy(executable)
+
+
+def _key(launch: Launch, device: int) -> Hashable:
+    """Return what a compiled kernel depends on."""
+    return launch.kernel.name, launch.defines, launch.wg, device
 
 
 class _Nccl:

@@ -213,6 +213,9 @@ class Driver(ABC):
 
     # -- work ----------------------------------------------------------------------------------
 
+    def prepare(self, launches: Sequence[Launch], device: int) -> None:  # noqa: B027 (an optional hook)
+        """Compile the kernels of launches that `bind` will be called with."""
+
     @abstractmethod
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         """Return the call that runs a launch with an argument block; its kernel is compiled now."""

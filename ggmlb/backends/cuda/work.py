@@ -92,6 +92,8 @@ class Binder:
         nbytes, self._offsets = place([_mems(r) for part in parts for r in part.requests])
         if nbytes:
             self._arena = self.use(self._backend.arena.get(self._backend, nbytes)).address
+        launches = [r for part in parts for r in part.requests if isinstance(r, Launch)]
+        self._backend.device.driver.prepare(launches, self._backend.device.index)
         for part in parts:
             part.steps = [self._step(request) for request in part.requests]
             part.requests = []
