@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SAMPLE = 2
 """Cases of an op that are tested by default on devices that compile kernels; `make test-all` takes all."""
 
+pytestmark = pytest.mark.timeout(1800)  # hundreds of kernels are compiled, where no cache has them
+
 COMPILING = ("Numba", "OpenCL0")
 RUNS = [
     *(("CPU", mode, 0) for mode in ("behaviour", "test", "support")),
