@@ -53,6 +53,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/opencl.py
 	$(BIN)/python benchmarks/opencl_plan.py
 	$(BIN)/python benchmarks/embed.py
+	$(BIN)/python benchmarks/numba_ops.py
+	$(BIN)/python benchmarks/numba_ops.py --threads 1
+	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU
+	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU --weights q8_0
 
 # With what is installed, where that is enough: a machine with a card may have no network.
 test-gpu:

@@ -63,10 +63,11 @@ def read_speed(threads: int, nbytes: int) -> float:
     args = np.array([memory.ctypes.data, nbytes, sums.ctypes.data], np.int64)
     table = np.array([[library().address(read), args.ctypes.data, 8, threads]], np.int64)
     pool, best = Pool(threads, library()), float("inf")
+    clock = time.thread_time if threads == 1 else time.perf_counter
     for _ in range(20):
-        start = time.perf_counter()
+        start = clock()
         pool.run(table.ctypes.data, 0, 1, True)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     pool.free()
     return nbytes / best / 1e9
 
@@ -116,7 +117,7 @@ def main() -> None:
     loads = [x for part in known.values() if "load" in part for x in part["load"]]
     reads = ", ".join(f"{known['read'][str(n)]:.0f} GB/s from {n} MiB" for n in READ_MIB)
     about = f"""The Numba device beside ggml
-Made by `python benchmarks/numba_ops.py`: {args.rounds} rounds, {args.threads} threads each. Products are of
+Made by `python benchmarks/numba_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. Products are of
 weights of {K} x {M}. Reading alone: {reads}. The machine was shared with other work: its load, of one
 minute, both libraries included, was {min(loads):.1f} to {max(loads):.1f}.
 {CLOCK if args.threads == 1 else ""}
