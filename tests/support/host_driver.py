@@ -12,30 +12,25 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-import struct
 import threading
-import warnings
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyopencl as cl
-from cuda_emulator import build
-from cuda_emulator.blas import HostBlas
+from host_kernels import PortableKernels, run_cuda
+from host_libraries import HostCollective, QueuedBlas
+from host_streams import HostError, HostStream, Op, Point
 
-from ggmlb.backends.cuda.arguments import FORMATS, layout
+from ggmlb.backends.cuda.arguments import layout
 from ggmlb.backends.cuda.driver import Driver, Facts, Way, address_of
 from ggmlb.errors import BackendUnavailable
-from ggmlb.kernels import source
 from ggmlb.kernels.source import PORTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ggmlb.backends.cuda.driver import Call, Collective
-    from ggmlb.dtypes import DType
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
 
@@ -43,57 +38,11 @@ POISON = 0xFF
 ALIGNMENT = 256
 
 
-class HostError(RuntimeError):
-    """What CUDA would report."""
-
-    def __init__(self, text: str, status: int = 1) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-@dataclass(slots=True)
-class Op:
-    """Work on a stream: what it is, how it is done, and the device memory it touches."""
-
-    name: str
-    run: Callable[[], None]
-    addresses: tuple[int, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class HostStream:
-    device: int
-    queue: list[Op] = field(default_factory=list)
-    n_queued: int = 0
-    n_done: int = 0
-    captured: list[Op] | None = None
-    ends: dict[int, float] = field(default_factory=lambda: {0: perf_counter()})
-
-    def run_to(self, n: int) -> None:
-        while self.n_done < n:
-            op = self.queue.pop(0)
-            self.n_done += 1
-            op.run()
-            self.ends[self.n_done] = perf_counter()
-
-
-@dataclass(slots=True)
-class Point:
-    """Where an event was recorded last."""
-
-    stream: HostStream | None = None
-    n: int = 0
-    device: int = 0
-
-    def is_reached(self) -> bool:
-        return self.stream is None or self.stream.n_done >= self.n
-
-
 @dataclass(slots=True)
 class Allocation:
     array: Bytes
     device: int
-    cl_buffer: cl.Buffer
+    cl_buffer: Any
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -118,12 +67,8 @@ class HostDriver(Driver):
     errors = (HostError,)
 
     def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
-        (platform,) = (p for p in cl.get_platforms() if "Portable" in p.name)
-        device = platform.get_devices()[0]
-        self._context = cl.Context([device])
-        self._queue = cl.CommandQueue(self._context)
-        self._kernels: dict[Any, cl.Kernel] = {}
-        self._blas = _QueuedBlas(self)
+        self._kernels = PortableKernels()
+        self._blas = QueuedBlas(self)
         self._n, self._capacity, self._capability = n_devices, capacity, capability
         self._ids = itertools.count(1)
         self._local = threading.local()
@@ -188,9 +133,8 @@ class HostDriver(Driver):
         if self.used(device) + nbytes > self._capacity:
             raise HostError("out of memory", 2)
         array = aligned(nbytes)
-        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
         address = address_of(array)
-        self._allocations[address] = Allocation(array, device, cl.Buffer(self._context, flags, hostbuf=array))
+        self._allocations[address] = Allocation(array, device, self._kernels.buffer(array))
         return address
 
     def free(self, address: int) -> None:
@@ -258,7 +202,7 @@ class HostDriver(Driver):
         point = self._events[event]
         other, n = point.stream, point.n  # as it stands now: to record the event again changes nothing
         if other is not None:
-            self._put(stream, Op("wait", lambda: other.run_to(n)))
+            self.put(stream, Op("wait", lambda: other.run_to(n)))
 
     def event_new(self, timed: bool = False) -> int:
         handle = next(self._ids)
@@ -289,7 +233,7 @@ class HostDriver(Driver):
         assert first.stream is not None and last.stream is not None
         return last.stream.ends[last.n] - first.stream.ends[first.n]
 
-    def _put(self, stream: int, op: Op) -> None:
+    def put(self, stream: int, op: Op) -> None:
         s = self.streams[stream]
         if s.captured is not None:
             s.captured.append(op)
@@ -307,7 +251,7 @@ class HostDriver(Driver):
         on_device = {Way.TO_DEVICE: (dst,), Way.TO_HOST: (src,), Way.ON_DEVICE: (dst, src)}[way]
         for address in on_device:
             self._find(address)
-        self._put(stream, Op(f"copy {way.name}", lambda: _move(dst, src, nbytes), on_device))
+        self.put(stream, Op(f"copy {way.name}", lambda: _move(dst, src, nbytes), on_device))
 
     def copy_2d(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int, way: Way, stream: int
@@ -319,20 +263,20 @@ class HostDriver(Driver):
             for i in range(n):
                 _move(dst + i * dst_pitch, src + i * src_pitch, width)
 
-        self._put(stream, Op("copy_2d", run, on_device))
+        self.put(stream, Op("copy_2d", run, on_device))
 
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
         for address, device in ((dst, dst_device), (src, src_device)):
             assert self._allocations[self._find(address)[0]].device == device
-        self._put(stream, Op("copy_peer", lambda: _move(dst, src, nbytes), (dst, src)))
+        self.put(stream, Op("copy_peer", lambda: _move(dst, src, nbytes), (dst, src)))
 
     def enable_peer(self, device: int, peer: int) -> bool:
         return self.peers
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self._put(stream, Op("fill", lambda: _set(address, value, nbytes), (address,)))
+        self.put(stream, Op("fill", lambda: _set(address, value, nbytes), (address,)))
 
     # -- work ----------------------------------------------------------------------------------
 
@@ -346,7 +290,7 @@ class HostDriver(Driver):
             self._check("launch")
             assert self.streams[stream].device == device, "a kernel on a stream of another device"
             addresses = tuple(values[i] for i in pointers if values[i])
-            self._put(stream, Op(launch.kernel.name, lambda: self._run(launch, block, device), addresses))
+            self.put(stream, Op(launch.kernel.name, lambda: self._run(launch, block, device), addresses))
 
         return call
 
@@ -366,39 +310,13 @@ class HostDriver(Driver):
             if allocation.device != device:
                 raise HostError(f"{launch.kernel.name} touched memory of device {allocation.device}", 700)
         if launch.kernel.package == PORTABLE:
-            self._run_portable(launch, iter(values))
+            self._kernels.run(launch, block, self._cl_buffer)
         else:
-            _run_cuda(launch, block)
+            run_cuda(launch, block)
 
-    def _run_portable(self, launch: Launch, values: Iterator[Any]) -> None:
-        """Run the kernel as OpenCL C."""
-        kernel = self._kernel(launch)
-        pieces: list[Any] = []
-        packed = "#define PACKED_TENSORS" in source(launch.kernel, "opencl")
-        for param in launch.kernel.params:
-            if param.kind == "tensor":
-                base, delta = self._find(next(values))
-                offset, *rest = itertools.islice(values, 9)
-                facts = [struct.pack("q", offset + delta)]
-                facts += [struct.pack("i" if i < 4 else "q", x) for i, x in enumerate(rest)]
-                pieces += (self._allocations[base].cl_buffer, *([b"".join(facts)] if packed else facts))
-            else:
-                pieces.append(struct.pack(FORMATS[param.kind], next(values)))
-        for i, piece in enumerate(pieces):
-            kernel.set_arg(i, piece)
-        x, y, z = launch.groups
-        cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()
-
-    def _kernel(self, launch: Launch) -> cl.Kernel:
-        key = launch.kernel.name, launch.defines, launch.wg
-        if key not in self._kernels:
-            program = cl.Program(self._context, source(launch.kernel, "opencl"))
-            macros = [f"-D{name}={value}" for name, value in launch.defines]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PoCL logs even when it has nothing to say
-                program.build(["-w", "-cl-std=CL1.2", f"-DWG={launch.wg}", *macros])
-            self._kernels[key] = cl.Kernel(program, launch.kernel.name)
-        return self._kernels[key]
+    def _cl_buffer(self, address: int) -> tuple[Any, int]:
+        base, delta = self._find(address)
+        return self._allocations[base].cl_buffer, delta
 
     def blas(self) -> Any:
         if "blas" in self.fail:
@@ -411,7 +329,7 @@ class HostDriver(Driver):
         return nullcontext()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
-        return None if "nccl" in self.fail else _HostCollective(self)
+        return None if "nccl" in self.fail else HostCollective(self)
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -454,7 +372,7 @@ class HostDriver(Driver):
                 op.run()
 
         self.counts["replay"] += 1
-        self._put(stream, Op("graph", run, tuple(a for op in ops for a in op.addresses)))
+        self.put(stream, Op("graph", run, tuple(a for op in ops for a in op.addresses)))
 
     def exec_free(self, executable: int) -> None:
         del self._execs[executable]
@@ -463,82 +381,6 @@ class HostDriver(Driver):
         """Return what was made and not released."""
         made = {"streams": self.streams, "graphs": self._graphs, "executables": self._execs}
         return {name: len(things) for name, things in made.items() if things}
-
-
-class _HostCollective:
-    """NCCL over NumPy: the first stream that gets there waits for the others, and sums for all."""
-
-    def __init__(self, driver: HostDriver) -> None:
-        self._driver = driver
-
-    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        streams = [self._driver.streams[stream] for _, stream in places]
-        before = [stream.n_queued for stream in streams]
-        done: list[bool] = []
-
-        def run() -> None:
-            if done:
-                return
-            done.append(True)
-            for stream, count in zip(streams, before, strict=True):
-                stream.run_to(count)
-            nbytes = n * dtype.type_size
-            parts = [(ctypes.c_char * nbytes).from_address(address) for address, _ in places]
-            arrays = [np.frombuffer(part, dtype.numpy) for part in parts]
-            total = np.sum([array.astype(np.float32) for array in arrays], axis=0)
-            for array in arrays:
-                array[...] = total
-
-        for address, stream in places:
-            self._driver._put(stream, Op("all_reduce", run, (address,)))
-
-    def free(self) -> None:
-        pass
-
-
-class _QueuedBlas:
-    """cuBLAS over NumPy, whose products run when their stream does."""
-
-    def __init__(self, driver: HostDriver) -> None:
-        self._driver = driver
-        self._real = HostBlas()
-        self._stream = 0
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        function = getattr(self._real, name)
-
-        def call(*args: Any) -> int:
-            if name == "cublasSetStream_v2":
-                self._stream = args[1]
-            if not name.startswith("cublasGemm"):
-                return int(function(*args))
-
-            def run() -> None:
-                self._real.has_workspace = True
-                status = function(*args)
-                assert status == 0, f"{name}: {status}"
-
-            self._driver._put(self._stream, Op("gemm", run))
-            return 0
-
-        return call
-
-
-def _run_cuda(launch: Launch, block: bytes) -> None:
-    """Run the kernel as C++, its arguments read from where they lie in the block."""
-    memory = ctypes.create_string_buffer(block, len(block))
-    pointers, offset = [], 0
-    for param in launch.kernel.params:
-        for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq"):
-            size = struct.calcsize(letter)
-            offset = -(-offset // size) * size
-            pointers.append(ctypes.addressof(memory) + offset)
-            offset += size
-    assert offset == len(block)
-    function = build(launch.kernel, launch.defines, launch.wg)
-    args = (ctypes.c_void_p * len(pointers))(*pointers)
-    why = function(args, launch.wg, (ctypes.c_int * 3)(*launch.groups), 0)
-    assert not why, f"{launch.kernel.name}: {why.decode()}"
 
 
 def _move(dst: int, src: int, nbytes: int) -> None:

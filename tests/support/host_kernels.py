@@ -1,0 +1,86 @@
+"""Kernels of the played driver: portable ones as OpenCL C on PoCL, CUDA's own as C++ on the host.
+
+Both take their arguments from the block that the backend packed for CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pyopencl as cl
+from cuda_emulator import build
+
+from ggmlb.backends.cuda.arguments import FORMATS, layout
+from ggmlb.kernels import source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.interface.data import Bytes
+    from ggmlb.kernels import Launch
+
+
+class PortableKernels:
+    """Builds portable kernels for PoCL, and runs them."""
+
+    def __init__(self) -> None:
+        (platform,) = (p for p in cl.get_platforms() if "Portable" in p.name)
+        self._context = cl.Context([platform.get_devices()[0]])
+        self._queue = cl.CommandQueue(self._context)
+        self._kernels: dict[Any, cl.Kernel] = {}
+
+    def buffer(self, array: Bytes) -> cl.Buffer:
+        """Return OpenCL's name for an array's own memory."""
+        return cl.Buffer(self._context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+
+    def run(self, launch: Launch, block: bytes, find: Callable[[int], tuple[cl.Buffer, int]]) -> None:
+        """Run a launch; `find` gives the buffer that an address lies in, and how far into it."""
+        kernel = self._kernel(launch)
+        values = iter(layout(launch.kernel).unpack(block))
+        pieces: list[Any] = []
+        packed = "#define PACKED_TENSORS" in source(launch.kernel, "opencl")
+        for param in launch.kernel.params:
+            if param.kind == "tensor":
+                buffer, delta = find(next(values))
+                offset, *rest = itertools.islice(values, 9)
+                facts = [struct.pack("q", offset + delta)]
+                facts += [struct.pack("i" if i < 4 else "q", x) for i, x in enumerate(rest)]
+                pieces += (buffer, *([b"".join(facts)] if packed else facts))
+            else:
+                pieces.append(struct.pack(FORMATS[param.kind], next(values)))
+        for i, piece in enumerate(pieces):
+            kernel.set_arg(i, piece)
+        x, y, z = launch.groups
+        cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()
+
+    def _kernel(self, launch: Launch) -> cl.Kernel:
+        key = launch.kernel.name, launch.defines, launch.wg
+        if key not in self._kernels:
+            program = cl.Program(self._context, source(launch.kernel, "opencl"))
+            macros = [f"-D{name}={value}" for name, value in launch.defines]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PoCL logs even when it has nothing to say
+                program.build(["-w", "-cl-std=CL1.2", f"-DWG={launch.wg}", *macros])
+            self._kernels[key] = cl.Kernel(program, launch.kernel.name)
+        return self._kernels[key]
+
+
+def run_cuda(launch: Launch, block: bytes) -> None:
+    """Run the kernel as C++, its arguments read from where they lie in the block."""
+    memory = ctypes.create_string_buffer(block, len(block))
+    pointers, offset = [], 0
+    for param in launch.kernel.params:
+        for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq"):
+            size = struct.calcsize(letter)
+            offset = -(-offset // size) * size
+            pointers.append(ctypes.addressof(memory) + offset)
+            offset += size
+    assert offset == len(block)
+    function = build(launch.kernel, launch.defines, launch.wg)
+    args = (ctypes.c_void_p * len(pointers))(*pointers)
+    why = function(args, launch.wg, (ctypes.c_int * 3)(*launch.groups), 0)
+    assert not why, f"{launch.kernel.name}: {why.decode()}"

@@ -1,0 +1,76 @@
+"""NCCL and cuBLAS of the played driver: over NumPy, and queued as kernels are."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from cuda_emulator.blas import HostBlas
+from host_streams import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from host_driver import HostDriver
+
+    from ggmlb.dtypes import DType
+
+
+class HostCollective:
+    """NCCL over NumPy: the first stream that gets there waits for the others, and sums for all."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self._driver = driver
+
+    def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
+        streams = [self._driver.streams[stream] for _, stream in places]
+        before = [stream.n_queued for stream in streams]
+        done: list[bool] = []
+
+        def run() -> None:
+            if done:
+                return
+            done.append(True)
+            for stream, count in zip(streams, before, strict=True):
+                stream.run_to(count)
+            nbytes = n * dtype.type_size
+            parts = [(ctypes.c_char * nbytes).from_address(address) for address, _ in places]
+            arrays = [np.frombuffer(part, dtype.numpy) for part in parts]
+            total = np.sum([array.astype(np.float32) for array in arrays], axis=0)
+            for array in arrays:
+                array[...] = total
+
+        for address, stream in places:
+            self._driver.put(stream, Op("all_reduce", run, (address,)))
+
+    def free(self) -> None:
+        pass
+
+
+class QueuedBlas:
+    """cuBLAS over NumPy, whose products run when their stream does."""
+
+    def __init__(self, driver: HostDriver) -> None:
+        self._driver = driver
+        self._real = HostBlas()
+        self._stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = getattr(self._real, name)
+
+        def call(*args: Any) -> int:
+            if name == "cublasSetStream_v2":
+                self._stream = args[1]
+            if not name.startswith("cublasGemm"):
+                return int(function(*args))
+
+            def run() -> None:
+                self._real.has_workspace = True
+                status = function(*args)
+                assert status == 0, f"{name}: {status}"
+
+            self._driver.put(self._stream, Op("gemm", run))
+            return 0
+
+        return call

@@ -1,0 +1,56 @@
+"""Streams and events of the played driver: lists of work, done when something waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class HostError(RuntimeError):
+    """What CUDA would report."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Op:
+    """Work on a stream: what it is, how it is done, and the device memory it touches."""
+
+    name: str
+    run: Callable[[], None]
+    addresses: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class HostStream:
+    device: int
+    queue: list[Op] = field(default_factory=list)
+    n_queued: int = 0
+    n_done: int = 0
+    captured: list[Op] | None = None
+    ends: dict[int, float] = field(default_factory=lambda: {0: perf_counter()})
+
+    def run_to(self, n: int) -> None:
+        while self.n_done < n:
+            op = self.queue.pop(0)
+            self.n_done += 1
+            op.run()
+            self.ends[self.n_done] = perf_counter()
+
+
+@dataclass(slots=True)
+class Point:
+    """Where an event was recorded last."""
+
+    stream: HostStream | None = None
+    n: int = 0
+    device: int = 0
+
+    def is_reached(self) -> bool:
+        return self.stream is None or self.stream.n_done >= self.n
