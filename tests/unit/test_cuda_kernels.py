@@ -287,7 +287,7 @@ def test_scratch_is_shared_between_steps_apart() -> None:
 
 FAULTS = {
     "barrier": ("if (LOCAL_ID < 5) BARRIER(); else WG_REDUCE_ADD(1.0f, s);", "others never reach"),
-    "outside": ("ST(d, 100000, 0, 0, 0, 1.0f);", "access outside of all tensors"),
+    "outside": ("ST(d, d_ne0, 0, 0, 0, 1.0f);", "access outside of all tensors"),
     "misaligned": ("*(GLOBAL uint4 *)(d_buf + d_off + 4) = make_uint4(0, 0, 0, 0);", "misaligned access"),
     "shared": ("s[LOCAL_ID + d_ne0] = 1.0f;", "index out of bounds"),
 }  # fmt: skip

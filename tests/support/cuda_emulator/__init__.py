@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 HEADER = (HERE / "emulator.h").read_text()
 PTX = (HERE / "ptx.h").read_text()
+FORBIDDEN = 1 << 20
+"""Bytes before and behind memory whose use ends a launch: a multiple of the page size."""
 TRAPS = "alignment,bounds,shift-exponent,integer-divide-by-zero"
 FLAGS = (
     "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off",
@@ -133,18 +135,19 @@ class Memory:
 
 
 def guarded(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return memory, filled with 0xff, whose end is a forbidden page but for rounding up to 64 bytes."""
+    """Return memory, filled with 0xff, that ends before forbidden pages, but for rounding up to 64 bytes."""
     import mmap
 
     page = mmap.PAGESIZE
     size = -(-max(nbytes, 1) // 64) * 64
-    pages = -(-size // page)
-    area = mmap.mmap(-1, (pages + 1) * page)
+    inner = -(-size // page) * page
+    area = mmap.mmap(-1, inner + 2 * FORBIDDEN)
     whole = np.frombuffer(area, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    last = ctypes.c_void_p(whole.ctypes.data + pages * page)
-    if libc.mprotect(last, page, 0):
-        raise OSError(ctypes.get_errno(), "mprotect")
-    usable = whole[pages * page - size : pages * page]
+    for start in (0, FORBIDDEN + inner):
+        if libc.mprotect(ctypes.c_void_p(whole.ctypes.data + start), FORBIDDEN, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    end = FORBIDDEN + inner
+    usable = whole[end - size : end]
     usable[:] = 0xFF
     return usable
