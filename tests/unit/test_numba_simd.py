@@ -11,6 +11,7 @@ pytest.importorskip("llvmlite")
 
 from ggmlb import dtypes
 from ggmlb.backends.numba.kernels import activations, attention, convert, matvec, tiles
+from ggmlb.backends.numba.kernels.attention_units import Shape
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.llvm import host, simd
 from ggmlb.backends.numba.llvm.emit import F32, I8, Kernel, vec
@@ -173,7 +174,7 @@ NEON = host.Target(
     "aarch64-unknown-linux-gnu",
 )  # fmt: skip
 
-FLASH = attention.Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
+FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
 
 
 @pytest.mark.parametrize(

@@ -1,197 +1,33 @@
 """Attention in one pass over keys and values, with a running maximum and sum of each query's weights.
 
-A unit of work is some queries that meet the same head of keys: of several tokens, or of several heads that
-share one. Few queries (a decode step) read keys and values once, as they lie; many (a prompt) have tiles of
-them made float32 first, keys transposed, and multiply those in registers.
+Few queries (a decode step) read keys and values once, as they lie; many (a prompt) have tiles of them made
+float32 first, keys transposed, and multiply those in registers.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.tiles import transposed
-from ggmlb.backends.numba.llvm.emit import F32, I8, I16, I32, Kernel, Value, vec
-from ggmlb.backends.numba.llvm.simd import (
-    SIZES,
-    exp,
-    expm1,
-    from_half,
-    greatest,
-    load_float,
-    load_floats,
-    total,
+from ggmlb.backends.numba.kernels.attention_units import (
+    BLOCK_ROWS,
+    MANY_ROWS,
+    TILE,
+    Shape,
+    Softmax,
+    Unit,
+    arguments,
+    finished,
+    highest,
+    load_cached,
+    n_units_of,
+    width_for,
 )
+from ggmlb.backends.numba.kernels.tiles import transposed
+from ggmlb.backends.numba.llvm.emit import F32, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.simd import SIZES, greatest, load_float, load_floats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-TILE = 64
-"""Positions of keys and values that are done together."""
-
-MANY_ROWS = 24
-"""Queries of a unit where there are many."""
-
-BLOCK_ROWS = 6
-"""Queries whose sums are kept in registers together."""
-
-LOWEST = -1e30
-"""Stands for minus infinity where a difference of two must not be NaN."""
-
-
-class Shape(NamedTuple):
-    """What a kernel is specialised for: head sizes, types, options."""
-
-    d_k: int
-    d_v: int
-    q: str
-    k: str
-    v: str
-    mask: bool
-    sinks: bool
-    softcap: bool
-
-
-ARGS = (
-    "q", "q1", "q2", "q3", "k", "k1", "k2", "k3", "v", "v1", "v2", "v3", "y", "y1", "y2", "y3",
-    "mask", "m1", "m2", "m3", "m_ne2", "m_ne3", "slopes", "sinks",
-    "n_kv", "n_q", "n_heads_kv", "group", "batches", "rk3", "rv3", "scratch", "stride",
-)  # fmt: skip
-
-
-def scratch_nbytes(shape: Shape) -> int:
-    """Bytes that a thread needs where there are many queries."""
-    return 4 * (TILE * (shape.d_k + shape.d_v + MANY_ROWS) + MANY_ROWS * (shape.d_k + shape.d_v + 2))
-
-
-def width_for(k: Kernel, *sizes: int) -> int:
-    """Lanes of vectors that divide the head sizes."""
-    return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
-
-
-def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
-    """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
-    if dtype in SIZES:
-        return load_floats(k, dtype, row + i * SIZES[dtype], n)
-    block = row + (i >> 5) * 34
-    scale = from_half(k, k.load(I16, block)).splat(n)
-    return k.load(vec(I8, n), block + 2 + (i & 31)).sext(I32).to_float() * scale
-
-
-class _Unit:
-    """Addresses of a unit: some queries of a batch that meet one head of keys."""
-
-    def __init__(self, k: Kernel, p: dict[str, Value], unit: Value, n_rows: int) -> None:
-        self.k, self.p, self.n_rows = k, p, n_rows
-        self.rows = p["n_q"] * p["group"]
-        blocks = (self.rows + (n_rows - 1)) // n_rows
-        block, rest = unit % blocks, unit // blocks
-        self.head, self.batch = rest % p["n_heads_kv"], rest // p["n_heads_kv"]
-        self.first = block * n_rows
-        self.keys = p["k"] + self.head * p["k2"] + self.batch // p["rk3"] * p["k3"]
-        self.values = p["v"] + self.head * p["v2"] + self.batch // p["rv3"] * p["v3"]
-
-    def row(self, r: int | Value) -> tuple[Value, Value]:
-        """The token and the head of a query; beyond the last, those of the last."""
-        at = self.k.least(self.first + r, self.rows - 1)
-        n_q = self.p["n_q"]
-        return at % n_q, self.head * self.p["group"] + at // n_q
-
-    def query(self, r: int | Value) -> Value:
-        """Address of a query."""
-        token, head = self.row(r)
-        p = self.p
-        return p["q"] + token * p["q1"] + head * p["q2"] + self.batch * p["q3"]
-
-    def result(self, r: int | Value) -> Value:
-        """Address of its result."""
-        token, head = self.row(r)
-        p = self.p
-        return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
-
-    def mask(self, r: int | Value) -> tuple[Value, Value]:
-        """Address of its row of the mask, and the mask's factor."""
-        token, head = self.row(r)
-        p = self.p
-        row = p["mask"] + token * p["m1"] + head % p["m_ne2"] * p["m2"] + self.batch % p["m_ne3"] * p["m3"]
-        return row, self.k.load(F32, p["slopes"] + head * 4)
-
-
-def _args(k: Kernel) -> tuple[dict[str, Value], Value, Value]:
-    scale, softcap = k.float_arg(), k.float_arg()
-    return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
-
-
-def _n_units(p: dict[str, Value], n_rows: int) -> Value:
-    return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
-
-
-def _logits(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | None, slope: Value) -> Value:
-    """What the exponential is taken of, from scaled products."""
-    n = x.type.count
-    if shape.softcap:
-        e = expm1(k, x * -2.0)
-        x = softcap.splat(n) * (-e / (e + 2.0))
-    return x if bias is None else x + bias * slope.splat(n)
-
-
-class _Softmax:
-    """The running maximum, sum and weighted values of one query, in memory."""
-
-    def __init__(self, k: Kernel, maximum: Value, total: Value, values: Value) -> None:
-        self.k, self.maximum, self.total, self.values = k, maximum, total, values
-
-    def begin(self, d_v: int, width: int) -> None:
-        """Forget everything."""
-        k = self.k
-        k.store(k.const(F32, float("-inf")), self.maximum)
-        k.store(k.const(F32, 0), self.total)
-        with k.loop(0, d_v, width) as i:
-            k.store(k.const(vec(F32, width), 0), self.values + i * 4)
-
-    def rescale(self, most: Value, d_v: int, width: int) -> Value:
-        """Take in a maximum; return the one to subtract."""
-        k = self.k
-        before = k.load(F32, self.maximum)
-        after = k.maximum(before, most)
-        level = k.maximum(after, LOWEST)
-        with k.when(after > before):
-            factor = exp(k, before - level)
-            k.store(after, self.maximum)
-            k.store(k.load(F32, self.total) * factor, self.total)
-            spread = factor.splat(width)
-            with k.loop(0, d_v, width) as i:
-                k.store(k.load(vec(F32, width), self.values + i * 4) * spread, self.values + i * 4)
-        return level
-
-    def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
-        """Make weights of logits in memory, a whole tile, and add them to the sum."""
-        k, lanes = self.k, self.k.level.lanes
-        sums = k.variable(k.const(vec(F32, lanes), 0))
-        with k.loop(0, n, lanes) as j:
-            weights = exp(k, k.load(vec(F32, lanes), logits + j * 4) - level.splat(lanes))
-            k.store(weights, logits + j * 4)
-            sums.set(sums.now + weights)
-        k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
-
-    def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
-        """Write the result."""
-        k = self.k
-        if sink is not None:
-            level = self.rescale(sink, d_v, width)
-            k.store(k.load(F32, self.total) + exp(k, sink - level), self.total)
-        sum_ = k.load(F32, self.total)
-        factor = k.select(sum_ > 0.0, 1.0 / sum_, 0.0).splat(width)
-        with k.loop(0, d_v, width) as i:
-            k.store(k.load(vec(F32, width), self.values + i * 4) * factor, to + i * 4)
-
-
-def _highest(k: Kernel, logits: Value) -> Value:
-    """The greatest of a tile of logits in memory."""
-    lanes = k.level.lanes
-    top = k.load(vec(F32, lanes), logits)
-    for j in range(lanes, TILE, lanes):
-        top = k.maximum(top, k.load(vec(F32, lanes), logits + j * 4))
-    return greatest(k, top)
 
 
 # -- few queries -----------------------------------------------------------------------------------
@@ -200,14 +36,14 @@ def _highest(k: Kernel, logits: Value) -> Value:
 def few(k: Kernel, shape: Shape, n_rows: int) -> None:
     """Attention of up to `n_rows` queries per unit; `scale, softcap`, then `ARGS`."""
     shape = Shape(*shape)
-    p, scale, softcap = _args(k)
+    p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
     width = width_for(k, d_k, d_v)
     logits, queries, values, state = (k.local(4 * n_rows * n) for n in (TILE, d_k, d_v, 2))
-    n_units = _n_units(p, n_rows)
+    n_units = n_units_of(p, n_rows)
     with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
-        unit = _Unit(k, p, index, n_rows)
-        rows = [_Softmax(k, state + r * 8, state + r * 8 + 4, values + r * d_v * 4) for r in range(n_rows)]
+        unit = Unit(k, p, index, n_rows)
+        rows = [Softmax(k, state + r * 8, state + r * 8 + 4, values + r * d_v * 4) for r in range(n_rows)]
         for r, row in enumerate(rows):
             row.begin(d_v, width)
             _scaled_query(k, shape, unit.query(r), queries + r * d_k * 4, scale, width)
@@ -216,7 +52,7 @@ def few(k: Kernel, shape: Shape, n_rows: int) -> None:
             _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
             for r, row in enumerate(rows):
                 _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
-                level = row.rescale(_highest(k, logits + r * TILE * 4), d_v, width)
+                level = row.rescale(highest(k, logits + r * TILE * 4), d_v, width)
                 row.weigh(logits + r * TILE * 4, TILE, level)
             _few_values(k, shape, unit, begin, count, logits, values, n_rows, width)
         for r, row in enumerate(rows):
@@ -232,7 +68,7 @@ def _scaled_query(k: Kernel, shape: Shape, query: Value, to: Value, scale: Value
 
 
 def _few_products(
-    k: Kernel, shape: Shape, unit: _Unit, begin: Value, count: Value, queries: Value, logits: Value,
+    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, queries: Value, logits: Value,
     n_rows: int, width: int,
 ) -> None:  # fmt: skip
     """Write the products of all queries with the tile's keys."""
@@ -276,7 +112,7 @@ def row_sums(vectors: Sequence[Value]) -> Value:
 def _finish_logits(
     k: Kernel,
     shape: Shape,
-    unit: _Unit,
+    unit: Unit,
     r: int | Value,
     begin: Value,
     count: Value,
@@ -291,12 +127,12 @@ def _finish_logits(
         bias = None
         if shape.mask:
             bias = load_floats(k, "f16", row + (begin + j) * 2, lanes, inside)
-        x = _logits(k, shape, k.load(vec(F32, lanes), at + j * 4), softcap, bias, slope)
+        x = finished(k, shape, k.load(vec(F32, lanes), at + j * 4), softcap, bias, slope)
         k.store(k.select(inside, x, float("-inf")), at + j * 4)
 
 
 def _few_values(
-    k: Kernel, shape: Shape, unit: _Unit, begin: Value, count: Value, weights: Value, values: Value,
+    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, weights: Value, values: Value,
     n_rows: int, width: int,
 ) -> None:  # fmt: skip
     """Add the tile's values, as weighed, to those of each query."""
@@ -325,7 +161,7 @@ def _few_values(
 def many(k: Kernel, shape: Shape) -> None:
     """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, then `ARGS`."""
     shape = Shape(*shape)
-    p, scale, softcap = _args(k)
+    p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
     width = width_for(k, d_k, d_v)
     keys = p["scratch"] + k.thread * p["stride"]
@@ -335,12 +171,12 @@ def many(k: Kernel, shape: Shape) -> None:
     values = queries + MANY_ROWS * d_k * 4
     state = values + MANY_ROWS * d_v * 4
 
-    def softmax(r: Value) -> _Softmax:
-        return _Softmax(k, state + r * 8, state + r * 8 + 4, values + r * (d_v * 4))
+    def softmax(r: Value) -> Softmax:
+        return Softmax(k, state + r * 8, state + r * 8 + 4, values + r * (d_v * 4))
 
-    n_units = _n_units(p, MANY_ROWS)
+    n_units = n_units_of(p, MANY_ROWS)
     with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
-        unit = _Unit(k, p, index, MANY_ROWS)
+        unit = Unit(k, p, index, MANY_ROWS)
         n_rows = k.least(unit.rows - unit.first, MANY_ROWS)
         padded = (n_rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS * BLOCK_ROWS
         with k.loop(0, padded) as r:
@@ -354,7 +190,7 @@ def many(k: Kernel, shape: Shape) -> None:
                 with k.loop(0, n_rows) as r:
                     at = logits + r * (TILE * 4)
                     _finish_logits(k, shape, unit, r, begin, count, at, softcap)
-                    level = softmax(r).rescale(_highest(k, at), d_v, width)
+                    level = softmax(r).rescale(highest(k, at), d_v, width)
                     softmax(r).weigh(at, TILE, level)
                 _blocks(k, logits, TILE, cached, d_v, values, d_v, padded, count, d_v, True)
         with k.loop(0, n_rows) as r:
@@ -363,7 +199,7 @@ def many(k: Kernel, shape: Shape) -> None:
             softmax(r).end(unit.result(r), sink, d_v, width)
 
 
-def _any_seen(k: Kernel, unit: _Unit, begin: Value, count: Value, n_rows: Value) -> Value:
+def _any_seen(k: Kernel, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
     """Whether the mask lets any of the queries see any key of the tile."""
     lanes = k.level.lanes
     top = k.variable(k.const(vec(F32, lanes), float("-inf")))
@@ -377,7 +213,7 @@ def _any_seen(k: Kernel, unit: _Unit, begin: Value, count: Value, n_rows: Value)
 
 
 def _load_tile(
-    k: Kernel, shape: Shape, unit: _Unit, begin: Value, count: Value, keys: Value, cached: Value
+    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, keys: Value, cached: Value
 ) -> None:
     """Make float32 of the tile's keys, transposed, and of its values."""
     last, p = begin + count - 1, unit.p

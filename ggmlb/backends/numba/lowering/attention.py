@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.softmax import alibi_slopes
 from ggmlb.backends.numba.kernels import attention
+from ggmlb.backends.numba.kernels.attention_units import MANY_ROWS, Shape, scratch_nbytes
 from ggmlb.backends.numba.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -38,15 +39,15 @@ def _flash_attn(node: Tensor, steps: Steps) -> None:
     assert q is not None and k is not None and v is not None
     p = node.params
     softcap = float(p["logit_softcap"])
-    shape = attention.Shape(
+    shape = Shape(
         k.ne[0], v.ne[0], name(q), name(k), name(v), mask is not None, sinks is not None, softcap != 0
     )
     group = q.ne[2] // k.ne[2]
     n_queries = q.ne[1] * group
-    rows = next(r for r in (1, 2, 4) if r >= n_queries or r == 4) if n_queries <= FEW else attention.MANY_ROWS
+    rows = next(r for r in (1, 2, 4) if r >= n_queries or r == 4) if n_queries <= FEW else MANY_ROWS
     scratch = stride = 0
     if n_queries > FEW:
-        stride = -(-attention.scratch_nbytes(shape) // 64) * 64
+        stride = -(-scratch_nbytes(shape) // 64) * 64
         scratch = steps.scratch(stride * steps.n_threads)
     place = (0, 0, 0, 0, 1, 1) if mask is None else (steps.address(mask), *mask.nb[1:], *mask.ne[2:])
     args = (
