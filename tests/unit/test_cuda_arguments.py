@@ -13,7 +13,7 @@ import pytest
 from ggmlb.backends.cuda.arguments import FORMATS, argument_block, layout
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.dtypes import DType
-from ggmlb.kernels import Kernel, Launch, Mem, kernels
+from ggmlb.kernels import Kernel, Launch, Mem, Param, kernels
 from ggmlb.kernels.source import PORTABLE
 
 KERNELS = [*kernels().values(), *kernels(PACKAGE).values()]
@@ -73,8 +73,11 @@ def test_layout(kernel: Kernel, entries: dict[str, list[int]]) -> None:
 
 
 def test_values() -> None:
-    kernel = kernels()["mul_mat_vec"]
+    params = (Param("tensor", "a"), Param("int", "n"), Param("tensor", "d"), Param("float", "x"))
+    kernel = Kernel("some", "none", params)
     mem = Mem(None, 24, DType.F32, (8, 3, 2, 1), (4, 32, 96, 192))
-    launch = Launch(kernel, (), (mem, mem, mem, 5, 6, 7), (1, 1, 1), 128)
-    values = layout(kernel).unpack(argument_block(launch, lambda m: 4096))
-    assert values == (*(4096, 24, 8, 3, 2, 1, 4, 32, 96, 192) * 3, 5, 6, 7)
+    launch = Launch(kernel, (), (mem, 5, mem, 0.5), (1, 1, 1), 128)
+    block = argument_block(launch, lambda m: 4096)
+    told = (4096, 24, 8, 3, 2, 1, 4, 32, 96, 192)
+    assert layout(kernel).unpack(block) == (*told, 5, *told, 0.5)
+    assert struct.unpack_from("@Pq", block, 80) == (4096, 24), "a tensor after a number is aligned"
