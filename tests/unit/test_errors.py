@@ -27,6 +27,7 @@ PARENTS = {
     "ModelError": ValueError,
     "NotAllocatedError": RuntimeError,
     "RegistryError": LookupError,
+    "SanitizerError": RuntimeError,
     "ShapeError": ValueError,
     "UnknownOpError": AttributeError,
     "UnsupportedOpError": RuntimeError,
