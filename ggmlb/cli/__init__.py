@@ -27,9 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         import rich  # noqa: F401 (asked for here, so that no command has to)
         import typer  # noqa: F401
     except ModuleNotFoundError as missing:
-        needs = f"the command line needs the package {missing.name!r}; install it with"
+        is_devices = args[:1] == ["devices"]
+        if is_devices:  # the one command that tells what to install must not need anything
+            from ggmlb.cli import plain
+
+            plain.devices(args[1:])
+        what = "the rest of the command line" if is_devices else "the command line"
+        needs = f"{what} needs the package {missing.name!r}; install it with"
         print(f"ggmlb: {needs}: pip install 'ggmlb[cli]'", file=sys.stderr)
-        return 1
+        return 0 if is_devices else 1
     from ggmlb.cli.app import run
 
     return run(args)

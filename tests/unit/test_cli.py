@@ -72,10 +72,19 @@ def test_debug_shows_the_traceback(args: list[str], tmp_path: Path) -> None:
 
 def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')\n")
-    done = run("devices", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run("ops", PYTHONPATH=path)
     assert done.returncode == 1
     told = "ggmlb: the command line needs the package 'rich'; install it with: pip install 'ggmlb[cli]'\n"
     assert done.stderr == told
+    # What tells what to install for more needs nothing itself.
+    (tmp_path / "pyopencl.py").write_text("raise ModuleNotFoundError('none here', name='pyopencl')\n")
+    done = run("devices", PYTHONPATH=path)
+    assert done.returncode == 0
+    assert "CPU " in done.stdout and "pip install 'ggmlb[opencl]'" in done.stdout
+    assert "pip install 'ggmlb[cli]'" in done.stderr
+    told = json.loads(run("devices", "--json", PYTHONPATH=path).stdout)
+    assert "OpenCL" in {missing["name"] for missing in told["unavailable"]}
 
 
 # -- devices ---------------------------------------------------------------------------------------

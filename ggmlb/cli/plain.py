@@ -1,0 +1,67 @@
+"""`ggmlb devices` without the packages of the command line: what there is, and what to install for more."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.errors import readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.interface import DeviceProps
+    from ggmlb.registry import Unavailable
+
+Found = tuple[str, "DeviceProps"]
+"""The backend's name, and a device of it."""
+
+
+def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:
+    """Return the devices, and the backends that cannot be used."""
+    import ggmlb
+
+    return [(device.reg.name, device.props) for device in ggmlb.devices()], ggmlb.registry.unavailable()
+
+
+def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
+    """Return the devices for programs."""
+    devices: list[dict[str, Any]] = [
+        {
+            "name": props.name,
+            "backend": backend,
+            "type": props.type.value,
+            "description": props.description,
+            "memory_free": props.memory_free,
+            "memory_total": props.memory_total,
+            "device_id": props.device_id,
+            "caps": props.caps.as_dict(),
+        }
+        for backend, props in found
+    ]
+    reasons = [{"name": m.name, "kind": m.kind, "reason": m.reason} for m in missing]
+    return json.dumps({"devices": devices, "unavailable": reasons}, indent=2)
+
+
+def memory(props: DeviceProps) -> str:
+    """Return free and total memory as a person reads them."""
+    if not props.memory_total:
+        return "unknown"
+    return f"{readable_size(props.memory_free)} / {readable_size(props.memory_total)}"
+
+
+def reason(missing: Unavailable) -> str:
+    """Return what is wrong with a backend, after its name."""
+    return f" {'is not available' if missing.kind == 'absent' else 'is broken'}: {missing.reason}"
+
+
+def devices(args: Sequence[str]) -> None:
+    """Print the devices as `ggmlb devices` does, in plain lines; `--json` for programs."""
+    found, missing = devices_and_reasons()
+    if "--json" in args:
+        print(as_json(found, missing))
+        return
+    for _, props in found:
+        print(f"{props.name:10} {props.type.value:6} {memory(props):22} {props.description}")
+    for m in missing:
+        print(m.name + reason(m))
