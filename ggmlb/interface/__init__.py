@@ -14,7 +14,7 @@ from ggmlb.interface.buffer import Buffer
 from ggmlb.interface.buffer_type import BufferType
 from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, DeviceProps
 from ggmlb.interface.event import Event
-from ggmlb.interface.multi_buffer import MultiBuffer
+from ggmlb.interface.multi_buffer import MultiBuffer, PartedBuffer
 from ggmlb.interface.plan import GraphPlan
 from ggmlb.interface.timing import Command
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
@@ -32,6 +32,7 @@ __all__ = [
     "Event",
     "GraphPlan",
     "MultiBuffer",
+    "PartedBuffer",
     "tensor_alloc",
     "tensor_copy",
     "tensor_copy_async",

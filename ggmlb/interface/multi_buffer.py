@@ -1,4 +1,4 @@
-"""MultiBuffer: several buffers as one."""
+"""Several buffers as one: PartedBuffer, and MultiBuffer, whose parts hold the tensors."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ggmlb.enums import BufferUsage
+    from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
 
-class MultiBuffer(Buffer):
-    """Several buffers that are cleared and freed, and given a usage, as one.
+class PartedBuffer(Buffer):
+    """A buffer made of others, which are cleared and freed, and given a usage, as one.
 
-    Tensors lie in the parts, never in the whole. Source: ggml_backend_multi_buffer_alloc_buffer.
-
-    Raises:
-        ArgumentError: No parts were given.
+    Attributes:
+        parts: The others.
     """
 
-    def __init__(self, parts: Sequence[Buffer]) -> None:
-        if not parts:
-            raise ArgumentError("a MultiBuffer needs at least one buffer")
+    def __init__(self, buft: BufferType, parts: Sequence[Buffer], size: int) -> None:
         self.parts = tuple(parts)
-        super().__init__(parts[0].buft, sum(p.size for p in parts))
+        super().__init__(buft, size)
 
     @property
     def usage(self) -> BufferUsage:
-        """What the parts hold (ggml_backend_multi_buffer_set_usage)."""
+        """What the parts hold."""
         return self._usage
 
     @usage.setter
@@ -40,6 +37,39 @@ class MultiBuffer(Buffer):
         self._usage = usage
         for part in self.parts:
             part.usage = usage
+
+    @property
+    def base(self) -> Any:
+        """The bases of the parts."""
+        return tuple(part.base for part in self.parts)
+
+    def _clear(self, value: int) -> None:
+        for part in self.parts:
+            part.clear(value)
+
+    def _reset(self) -> None:
+        for part in self.parts:
+            part.reset()
+
+    def _free(self) -> None:
+        for part in self.parts:
+            if not part.is_freed:
+                part.free()
+
+
+class MultiBuffer(PartedBuffer):
+    """Buffers of one type that together hold what one could not; tensors lie in the parts.
+
+    Raises:
+        ArgumentError: No parts were given.
+
+    Source: ggml_backend_multi_buffer_alloc_buffer, ggml_backend_multi_buffer_set_usage.
+    """
+
+    def __init__(self, parts: Sequence[Buffer]) -> None:
+        if not parts:
+            raise ArgumentError("a MultiBuffer needs at least one buffer")
+        super().__init__(parts[0].buft, parts, sum(p.size for p in parts))
 
     @property
     def base(self) -> Any:
@@ -57,16 +87,3 @@ class MultiBuffer(Buffer):
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
         raise self._no_tensors(tensor)
-
-    def _clear(self, value: int) -> None:
-        for part in self.parts:
-            part.clear(value)
-
-    def _reset(self) -> None:
-        for part in self.parts:
-            part.reset()
-
-    def _free(self) -> None:
-        for part in self.parts:
-            if not part.is_freed:
-                part.free()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.alloc import alloc_tensors
-from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface import Buffer, BufferType, PartedBuffer
 from ggmlb.meta.layout import slice_of
 from ggmlb.meta.state import checked
 from ggmlb.tensor import Tensor, contiguous_nb, placement_clock
@@ -17,7 +17,6 @@ from ggmlb.tensor import Tensor, contiguous_nb, placement_clock
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ggmlb.enums import BufferUsage
     from ggmlb.interface.data import Bytes
     from ggmlb.meta.device import MetaDevice
     from ggmlb.meta.state import SplitState
@@ -99,39 +98,21 @@ class MetaBufferType(BufferType):
         return whole
 
 
-class MetaBuffer(Buffer):
+class MetaBuffer(PartedBuffer):
     """A buffer on each device.
 
     A tensor that an allocator places here has its slices at its own offset in each of the buffers; one
     that `place_tensors` placed has them wherever they fitted.
 
     Attributes:
-        parts: The devices' buffers.
         static: The slices of the tensors that `place_tensors` placed.
     """
 
     buft: MetaBufferType
 
     def __init__(self, buft: MetaBufferType, parts: Sequence[Buffer], size: int) -> None:
-        self.parts = tuple(parts)
         self.static: weakref.WeakKeyDictionary[Tensor, tuple[Tensor, ...]] = weakref.WeakKeyDictionary()
-        super().__init__(buft, size)
-
-    @property
-    def usage(self) -> BufferUsage:
-        """What the parts hold."""
-        return self._usage
-
-    @usage.setter
-    def usage(self, usage: BufferUsage) -> None:
-        self._usage = usage
-        for part in self.parts:
-            part.usage = usage
-
-    @property
-    def base(self) -> Any:
-        """The bases of the devices' buffers."""
-        return tuple(p.base for p in self.parts)
+        super().__init__(buft, parts, size)
 
     def state(self, root: Tensor) -> SplitState:
         """How a tensor that lies here, and is no view, is dealt out."""
@@ -188,19 +169,6 @@ class MetaBuffer(Buffer):
             for part in parts:
                 part[...], rest = rest[:, : part.shape[1]], rest[:, part.shape[1] :]
         return whole
-
-    def _clear(self, value: int) -> None:
-        for part in self.parts:
-            part.clear(value)
-
-    def _reset(self) -> None:
-        for part in self.parts:
-            part.reset()
-
-    def _free(self) -> None:
-        for part in self.parts:
-            if not part.is_freed:
-                part.free()
 
 
 def _named(own: Tensor, whole: Tensor) -> Tensor:
