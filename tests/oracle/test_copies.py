@@ -1,0 +1,29 @@
+"""The recorded numbers of ggml's copies are those of the installed ggml (ggml-python)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("ggml") is None:
+    pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
+
+pytestmark = pytest.mark.oracle
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_the_table_of_copies_is_what_ggml_does():
+    # In a process of its own: ggml ends it where an assertion fails.
+    script = TESTS / "support" / "ggml_copies.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    recorded = json.loads((TESTS / "sched" / "ggml_copies.json").read_text())
+    for kind in ("programs", "writing"):
+        assert counted[kind] == recorded[kind]
