@@ -12,7 +12,7 @@ by the macro WG.
 
 from ggmlb.kernels.launch import Defines, Launch, Mem, Scratch, Target
 from ggmlb.kernels.lowering import declines, lower, lower_group, takes
-from ggmlb.kernels.source import Kernel, Param, assemble, families, kernels, source
+from ggmlb.kernels.source import Kernel, Param, assemble, families, kernels, packed_args, source
 
 __all__ = [
     "Defines",
@@ -28,6 +28,7 @@ __all__ = [
     "kernels",
     "lower",
     "lower_group",
+    "packed_args",
     "source",
     "takes",
 ]

@@ -21,7 +21,7 @@
 
 typedef char  i8_t;
 typedef long  i64_t;
-#define PACKED_TENSORS
+#define PACKED_ARGS
 
 #define AS_FLOAT(u)  as_float(u)
 #define AS_UINT(f)   as_uint(f)

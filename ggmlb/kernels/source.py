@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -22,6 +23,7 @@ PORTABLE: Final = "ggmlb.kernels"
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
 _HEAD = re.compile(_KERNEL.pattern + r"\s*\{\n", re.MULTILINE)
+_PACKED: Final = {"tensor": ("tensor_t_", "q4i4q"), "int": ("int", "i"), "float": ("float", "f")}
 _BODY = re.compile(r"^KERNEL (\w+)\(.*?^}\n", re.MULTILINE | re.DOTALL)
 _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<scalar>\w+))$")
 
@@ -30,7 +32,7 @@ _PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<s
 class Param:
     """A kernel's parameter; a tensor's stands for buffer, i64 offset, four int extents, four i64 strides.
 
-    In OpenCL, all but the buffer are one struct (PACKED_TENSORS in tensors.h).
+    In OpenCL, all parameters but the buffers are one struct (PACKED_ARGS in tensors.h).
     """
 
     kind: ParamKind
@@ -92,7 +94,32 @@ def source(kernel: Kernel, language: Language) -> str:
 
     The file's other kernels are left out: they need not compile with this one's macros.
     """
-    return assemble(kernel, f"prelude_{language}.h", {})
+    text = assemble(kernel, f"prelude_{language}.h", {})
+    return _with_packed_args(kernel, text) if language == "opencl" else text
+
+
+@cache
+def packed_args(kernel: Kernel) -> struct.Struct:
+    """Return the layout of a kernel's last argument in OpenCL: all that it takes, but the buffers."""
+    return struct.Struct("@" + "".join(_PACKED[param.kind][1] for param in kernel.params) + "0q")
+
+
+def _with_packed_args(kernel: Kernel, text: str) -> str:
+    """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
+    members = " ".join(f"{_PACKED[p.kind][0]} {p.name};" for p in kernel.params)
+    unpack = " ".join(
+        f"UNPACK({p.name})" if p.kind == "tensor" else f"const {p.kind} {p.name} = args_.{p.name};"
+        for p in kernel.params
+    )
+
+    def head(match: re.Match[str]) -> str:
+        buffers = [p for p in match[2].split(",") if p.endswith(")")]
+        return (
+            f"typedef struct {{ {members} }} args_t_;\n"
+            f"KERNEL {match[1]}({','.join(buffers)}, const args_t_ args_)\n{{\n    {unpack}\n"
+        )
+
+    return _HEAD.sub(head, text)
 
 
 def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
@@ -114,9 +141,7 @@ def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
         return _INCLUDE.sub(lambda m: put(m[1]), text)
 
     text = put(prelude) + put(f"{kernel.family}.knl")
-    text = _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
-    unpack = " ".join(f"UNPACK({p.name})" for p in kernel.params if p.kind == "tensor")
-    return _HEAD.sub(lambda m: f"{m[0]}    {unpack}\n", text)
+    return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
 
 
 @cache

@@ -1,25 +1,26 @@
 /* Tensors as kernel arguments, loops over them, and plain element types.
 
    A kernel takes IN(x) and OUT(x): a buffer, the byte offset in it, extents and byte strides, as ggml has them.
-   The host puts UNPACK(x) for each at the start of the kernel's body.
+   With PACKED_ARGS, all arguments but the buffers are members of args_: an OpenCL runtime copies each argument
+   for every launch. The host declares it, and puts UNPACK(x) for each tensor at the start of the kernel's body.
    For each, the host defines x_T, the type's name, and x_STEP, the stride of dimension 0: a number where it is
    known, x_nb0 otherwise, 0 where the row is one element repeated. */
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
-#ifdef PACKED_TENSORS   /* one argument: an OpenCL runtime copies each of them for every launch */
+#ifdef PACKED_ARGS
 typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
-#define TENSOR_(x) const tensor_t_ x##_
+#define TENSOR_(x)
+#define NE_(x, i) x##_ne##i = args_.x.ne[i]
+#define NB_(x, i) x##_nb##i = args_.x.nb[i]
 #define UNPACK(x) \
-    const i64_t x##_off = x##_.off; \
-    const int x##_ne0 = x##_.ne[0], x##_ne1 = x##_.ne[1], x##_ne2 = x##_.ne[2], x##_ne3 = x##_.ne[3]; \
-    const i64_t x##_nb0 = x##_.nb[0], x##_nb1 = x##_.nb[1], x##_nb2 = x##_.nb[2], x##_nb3 = x##_.nb[3];
+    const int NE_(x, 0), NE_(x, 1), NE_(x, 2), NE_(x, 3); \
+    const i64_t x##_off = args_.x.off, NB_(x, 0), NB_(x, 1), NB_(x, 2), NB_(x, 3);
 #else
-#define TENSOR_(x) i64_t x##_off, int x##_ne0, int x##_ne1, int x##_ne2, int x##_ne3, \
+#define TENSOR_(x) , i64_t x##_off, int x##_ne0, int x##_ne1, int x##_ne2, int x##_ne3, \
     i64_t x##_nb0, i64_t x##_nb1, i64_t x##_nb2, i64_t x##_nb3
-#define UNPACK(x)
 #endif
-#define IN(x)  CGLOBAL char *x##_buf, TENSOR_(x)
-#define OUT(x) GLOBAL char *x##_buf, TENSOR_(x)
+#define IN(x)  CGLOBAL char *x##_buf TENSOR_(x)
+#define OUT(x) GLOBAL char *x##_buf TENSOR_(x)
 
 #define ROW(x, i1, i2, i3) \
     (x##_buf + x##_off + (i64_t)(i1)*x##_nb1 + (i64_t)(i2)*x##_nb2 + (i64_t)(i3)*x##_nb3)

@@ -15,7 +15,7 @@ import pyopencl as cl
 from cuda_emulator import build
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
-from ggmlb.kernels import source
+from ggmlb.kernels import packed_args, source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,18 +41,17 @@ class PortableKernels:
         """Run a launch; `find` gives the buffer that an address lies in, and how far into it."""
         kernel = self._kernel(launch)
         values = iter(layout(launch.kernel).unpack(block))
-        pieces: list[Any] = []
-        packed = "#define PACKED_TENSORS" in source(launch.kernel, "opencl")
+        buffers: list[cl.Buffer] = []
+        rest: list[float] = []
         for param in launch.kernel.params:
             if param.kind == "tensor":
                 buffer, delta = find(next(values))
-                offset, *rest = itertools.islice(values, 9)
-                facts = [struct.pack("q", offset + delta)]
-                facts += [struct.pack("i" if i < 4 else "q", x) for i, x in enumerate(rest)]
-                pieces += (buffer, *([b"".join(facts)] if packed else facts))
+                offset, *shape = itertools.islice(values, 9)
+                buffers.append(buffer)
+                rest += (offset + delta, *shape)
             else:
-                pieces.append(struct.pack(FORMATS[param.kind], next(values)))
-        for i, piece in enumerate(pieces):
+                rest.append(next(values))
+        for i, piece in enumerate((*buffers, packed_args(launch.kernel).pack(*rest))):
             kernel.set_arg(i, piece)
         x, y, z = launch.groups
         cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import FreedError
 from ggmlb.fusion import Group, fuse
 from ggmlb.interface import Buffer, GraphPlan
-from ggmlb.kernels import Launch, Mem, lower, lower_group
+from ggmlb.kernels import Launch, Mem, lower, lower_group, packed_args
 
 if TYPE_CHECKING:
     import pyopencl as cl
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.buffer import OpenClBuffer
     from ggmlb.graph import Graph
     from ggmlb.tensor import Tensor
-
-_pack_tensor = struct.Struct("=q4i4q").pack
-_pack_int = struct.Struct("=i").pack
-_pack_float = struct.Struct("=f").pack
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
@@ -77,17 +72,18 @@ class OpenClPlan(GraphPlan):
 
 
 def _set_args(kernel: cl.Kernel, launch: Launch) -> None:
-    """Set a launch's arguments as the kernel's text declares them (PACKED_TENSORS in tensors.h).
+    """Set a launch's arguments as the kernel's text declares them: the buffers, then the rest as one.
 
     By number and as bytes: PyOpenCL's way by types makes Python code for each kernel object, in milliseconds.
     """
-    i = 0
-    for param, arg in zip(launch.kernel.params, launch.args, strict=True):
+    n = 0
+    rest: list[float] = []
+    for arg in launch.args:
         if isinstance(arg, Mem):
             assert isinstance(arg.buffer, Buffer)
-            kernel.set_arg(i, arg.buffer.base)
-            i += 1
-            kernel.set_arg(i, _pack_tensor(arg.offset, *arg.ne, *arg.nb))
+            kernel.set_arg(n, arg.buffer.base)
+            n += 1
+            rest += (arg.offset, *arg.ne, *arg.nb)
         else:
-            kernel.set_arg(i, _pack_int(arg) if param.kind == "int" else _pack_float(arg))
-        i += 1
+            rest.append(arg)
+    kernel.set_arg(n, packed_args(launch.kernel).pack(*rest))
