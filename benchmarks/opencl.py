@@ -19,6 +19,12 @@ from opencl_cases import CASES
 from report import Table, save
 from turns import Players
 
+BUSY = """
+**Much else ran at the same time: the ratios say little.** It slows every library, ggml's spinning
+threads most (where its rms_norm takes more than 2 ms here, that is why). Run it again on a quiet machine
+before relying on it.
+"""
+
 
 def read_bandwidth() -> float:
     """What NumPy reads while it sums 256 MB [GB/s], by one thread."""
@@ -52,15 +58,19 @@ def main() -> None:
                 f"{nmse:.0e}", case.limit,
             )  # fmt: skip
             load.append(os.getloadavg()[0])
+    n_cores = os.cpu_count() or 1
+    busy = BUSY if max(load) > 2 * n_cores else ""
     about = f"""OpenCL beside NumPy and ggml
 Made by `python benchmarks/opencl.py`: {args.rounds} rounds, {args.threads} threads each, on PoCL, an OpenCL
 for CPUs: the kernels are those that GPUs run, with the work split for cores. One thread of NumPy reads
 {bandwidth:.1f} GB/s. Sizes are ne. The machine was shared: its load (of one minute, all libraries included)
 was {min(load):.1f} to {max(load):.1f}.
 
+{busy}
 OpenCL0_Packed keeps blocks in groups of eight with the scales in front, so that a GPU reads each eight
-elements by one aligned load. A CPU reads bytes anywhere at the same speed: the buffer type is offered on
-GPUs only, where nobody has measured it yet.
+elements by one aligned load. On PoCL it makes no difference (in turns with plain memory, medians differ by
+less than 1 %), so it is offered on GPUs only, where nobody has measured it yet. What limits an op was judged
+from these figures and the kernels, not from a profile.
 
 {__doc__.partition("    python")[0]}"""
     save("opencl", about, table, packages=("numpy", "pyopencl", "ggml-python"))
