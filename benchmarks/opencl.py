@@ -1,9 +1,9 @@
 """OpenCL beside NumPy and ggml, op by op, in one run.
 
 Each library computes in a process of its own; they take turns and never run at the same time. The times are
-those of the best call of all rounds. NumPy has all weights as float32. A call of ggmlb is a whole
-`graph_compute`: queueing the plan and waiting for it. GB/s and GFLOP/s are those of OpenCL: what the op must
-move and compute, divided by its time.
+medians over the rounds, of each turn's best call. NumPy has all weights as float32. A call of ggmlb is a
+whole `graph_compute`: queueing the plan and waiting for it. GB/s and GFLOP/s are those of OpenCL: what the op
+must move and compute, divided by its time.
 
     python benchmarks/opencl.py [--rounds 7] [--threads 2]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 
 import numpy as np
@@ -50,7 +51,7 @@ def main() -> None:
     with Players("opencl_cases", args.threads) as players:
         for case in CASES:
             rounds, nmse = players.measure(case, args.rounds)
-            ours, numpy, ggml = (min(rounds[name]) for name in ("OpenCL", "NumPy", "ggml"))
+            ours, numpy, ggml = (statistics.median(rounds[name]) for name in ("OpenCL", "NumPy", "ggml"))
             table.row(
                 case.op, case.what, case.storage, *(f"{1e3 * s:.3g}" for s in (ours, numpy, ggml)),
                 *(f"{figure / ours:.2f}" for figure in (numpy, ggml)),
