@@ -2,8 +2,9 @@
 
 Queueing is timed beside queueing a kernel of one argument that does nothing, with the device held back, so
 that its own threads do not disturb: what is above that is the arguments', which the runtime copies for every
-launch, and the processor's caches, which hold other data after kernels that did something. MiniLM embeds one text of 19 tokens, or 32 of them, with and without `GGMLB_FUSE=0`, in turns. First
-use is the first text in a process of its own, with an empty cache folder and with a full one.
+launch, and the processor's caches, which hold other data after kernels that did something. MiniLM embeds one
+text of 19 tokens, or 32 of them, with and without `GGMLB_FUSE=0`, in turns. First use is the first text in a
+process of its own, with an empty cache folder and with a full one.
 
     python benchmarks/opencl_plan.py [--rounds 15]
 """
