@@ -22,8 +22,7 @@ from turns import Players
 
 BUSY = """
 **Much else ran at the same time: the ratios say little.** It slows every library, ggml's spinning
-threads most (where its rms_norm takes more than 2 ms here, that is why). Run it again on a quiet machine
-before relying on it.
+threads most. Run it again on a quiet machine before relying on it.
 """
 
 
