@@ -138,16 +138,17 @@ I32 = Types(frozenset({DType.I32}))
 
 def operands(*src: Types, out: Types = FLOAT) -> Condition:
     """Require the types of the sources, in order (absent ones pass), and of the result."""
+    made, taken = out.plain, [(i, types.plain, types.quantized) for i, types in enumerate(src)]
 
     def check(node: Tensor, casts: Casts) -> str | None:
         dtype = node.dtype
-        if dtype not in out.plain and not (out.quantized and dtype.is_quantized and casts.can_store(dtype)):
+        if dtype not in made and not (out.quantized and dtype.is_quantized and casts.can_store(dtype)):
             return f"it cannot produce {dtype.name.lower()}"
-        for i, (s, types) in enumerate(zip(node.src, src, strict=False)):
-            if s is None or s.dtype in types.plain:
+        for s, (i, plain, quantized) in zip(node.src, taken):  # noqa: B905 - a keyword costs as much again
+            if s is None or s.dtype in plain:
                 continue
             dtype = s.dtype
-            if not (types.quantized and dtype.is_quantized and casts.can_load(dtype)):
+            if not (quantized and dtype.is_quantized and casts.can_load(dtype)):
                 return f"it cannot take {dtype.name.lower()} as src{i}"
             if not s.is_contiguous_rows():
                 return f"the {dtype.name.lower()} rows of src{i} are not contiguous"
