@@ -30,9 +30,9 @@ class Arena:
 
     def alloc(self, size: int) -> int:
         """Return the address of `size` bytes; `size` is at most the limit."""
-        if not size:
-            return self._grow(0)
         sizes = self._sizes
+        if not size or not sizes:
+            return self._grow(size)
         best = 0
         for free in sizes:
             if free >= size and (free < best or not best):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 
+_NONE, _ROPE, _WEIGHTS = Op.NONE, Op.ROPE, BufferUsage.WEIGHTS  # looked up once: that costs more than a test
+
+
 class Cause(str, Enum):
     """Why a tensor was given to a backend, with the pass that decided it."""
 
@@ -87,7 +90,7 @@ class Assignment:
         listed = signature.tensors[: signature.n_leafs + signature.n_nodes]
         nodes = listed[signature.n_leafs :]
         work = [n for n in nodes if n.op not in NO_OPS]
-        self._from_places(listed, signature.outside)
+        self._from_places(listed, signature)
         self._expand(work)
         self._upgrade_or_best(work)
         self._keep_writers_home(work)
@@ -139,12 +142,12 @@ class Assignment:
 
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
-    def _from_places(self, tensors: list[Tensor], outside: list[Tensor]) -> None:
+    def _from_places(self, tensors: list[Tensor], signature: Signature) -> None:
         user, ids, causes, last = self._user, self.ids, self.causes, self._last
-        placed, is_input, no_op = Cause.PLACED, TensorFlag.INPUT, Op.NONE  # looking them up costs more
-        usage = BufferUsage.WEIGHTS
-        roots = {t for t in outside if t.buffer is not None and t.buffer.usage is usage}
-        weights = {t for t in tensors if (t.view_src or t) in roots} | roots if roots else roots
+        placed, is_input = Cause.PLACED, TensorFlag.INPUT
+        weights = {t for t in signature.outside if t.buffer is not None and t.buffer.usage is _WEIGHTS}
+        roots = set(map(signature.numbers.__getitem__, weights))
+        weights.update(t for t, base in zip(tensors, signature.bases, strict=False) if base in roots)
         leaf_owners: dict[Buffer, int] = {}
         for tensor in tensors:
             if user and tensor in user and self._honour(tensor, user[tensor]):
@@ -162,7 +165,7 @@ class Assignment:
                 causes[tensor] = placed
             elif tensor.flags & is_input:
                 self._set(tensor, last, Cause.INPUT)
-            elif tensor.op is not no_op and not weights.isdisjoint(tensor.src):
+            elif tensor.op is not _NONE and not weights.isdisjoint(tensor.src):
                 self._from_weights(tensor)
 
     def _honour(self, tensor: Tensor, wanted: int) -> bool:
@@ -200,15 +203,16 @@ class Assignment:
 
     def _from_weights(self, node: Tensor) -> None:
         # The frequency factors of rope are too small to choose a backend by.
-        if node.op is Op.ROPE:
+        if node.op is _ROPE:
             return
         for src in node.src:
-            if src is None or src.buffer is None or src.buffer.usage is not BufferUsage.WEIGHTS:
+            buffer = None if src is None else src.buffer
+            if buffer is None or buffer.usage is not _WEIGHTS:
                 continue
-            holders = self.holders(src.buffer.buft)
+            holders = self.holders(buffer.buft)
             for owner in holders:
                 if self.supports(owner, node):
-                    self._from_weight(node, src.buffer, owner)
+                    self._from_weight(node, buffer, owner)
                     return
             if holders:
                 self._leaves(node, holders[0], "holds its weight")
@@ -239,7 +243,7 @@ class Assignment:
             self._sweep(work[::-1], None)
 
     def _sweep(self, work: list[Tensor], skip: int | None) -> None:
-        ids, causes = self.ids, self.causes
+        ids, causes, neighbour = self.ids, self.causes, Cause.NEIGHBOUR
         current: int | None = None
         for node in work:
             known = ids.get(node)
@@ -247,7 +251,7 @@ class Assignment:
                 current = None if known == skip else known
             elif current is not None and self.supports(current, node):
                 ids[node] = current
-                causes[node] = Cause.NEIGHBOUR
+                causes[node] = neighbour
 
     # -- pass 3: better places -----------------------------------------------------------------
 
@@ -331,7 +335,7 @@ class Assignment:
         ids = self.ids
         # Where all of these have a backend, every source has one before its readers are looked at.
         is_open = not ids.keys() >= set(others)
-        for node in nodes:
+        for node in nodes if is_open else [n for n in nodes if n not in ids]:
             current = ids.get(node)
             if current is None and node.view_src is not None and node.view_src in ids:
                 current = ids[node.view_src]

@@ -102,13 +102,15 @@ class Program:
             self._images[i].buffer = None
         allocator.alloc_graph_n(self.graph, self.node_ids, self.leaf_ids)
         self.stamp = allocator.n_reallocs
-        image = (*self.graph.leafs, *self.graph.nodes)
-        lie = [*map(_buffer, image)], [*map(_offset, image)]
+        copies = (copy for split in self.splits for item in split.inputs for copy in item.copies)
+        bound = [*self._images, *copies]
+        lie = list(map(_buffer, bound)), list(map(_offset, bound))
         if lie != self._lie:
             self._lie = lie
             self.forget_plans()
-            self.buffers = buffers = list(map(_buffer, self._images))
-            self.offsets = list(map(_offset, self._images))
+            n = len(self._images)
+            buffers = lie[0][:n]
+            self.buffers, self.offsets = buffers, lie[1][:n]
             own = {b for b in set(buffers) if b is not None and b.usage is BufferUsage.COMPUTE}
             self._owned = [i for i, buffer in enumerate(buffers) if buffer in own]
 

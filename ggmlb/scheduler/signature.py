@@ -44,7 +44,7 @@ class Signature:
         outside: Tensors, no views, that lie in a buffer of the user's: weights, caches.
         places: Buffer, its usage, and offset of each of `outside`.
         wishes: Number and backend index of the tensors whose backend the user asked for.
-        zeros: Number, name and sign of the parameters that are zero, once kept: 0.0 equals -0.0.
+        zeros: Number, name and sign of the kept parameters that are zero, once compared: 0.0 equals -0.0.
 
     Raises:
         FreedError: A tensor lies in a freed buffer of the user's.
@@ -86,7 +86,7 @@ class Signature:
         self.wishes = [(i, user[t]) for i, t in enumerate(tensors) if t in user] if user else []
         self.outside: list[Tensor] = []
         self.places: list[Any] = []
-        self.zeros: list[tuple[int, str, float]] = []
+        self.zeros: list[tuple[int, str, float]] | None = None
         self._find_outside()
 
     def _add_unlisted(self) -> None:
@@ -132,13 +132,7 @@ class Signature:
     def keep(self) -> None:
         """Hold on to the parameters as they are now, whatever becomes of the tensors."""
         self.params = [dict(p) if p else p for p in self.params]
-        self.zeros = [
-            (i, name, copysign(1.0, value))
-            for i, params in enumerate(self.params)
-            if params
-            for name, value in params.items()
-            if type(value) is float and not value
-        ]
+        self.zeros = None
 
     def matches(self, other: Signature) -> bool:
         """Whether graphs of another signature are split, allocated and computed as the kept one is."""
@@ -160,4 +154,12 @@ class Signature:
             same = self.params == params
         except ValueError:  # arrays in a custom function's data have no truth value
             return False
-        return same and all(copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros)
+        if same and self.zeros is None:
+            self.zeros = [
+                (i, name, copysign(1.0, value))
+                for i, kept in enumerate(self.params)
+                if kept
+                for name, value in kept.items()
+                if type(value) is float and not value
+            ]
+        return same and all(copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros or ())

@@ -15,7 +15,7 @@ from ggmlb.graph import Graph
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ggmlb.interface import Backend, GraphPlan
     from ggmlb.scheduler.assign import Assignment
@@ -140,9 +140,8 @@ class SplitGraph:
         self.node_ids: list[int] = []
         self.leaf_ids: list[int] = []
         self.images: dict[Tensor | None, Tensor | None] = {None: None}
-        # What each backend reads in place of a tensor: its image, or a copy.
-        here: list[dict[Tensor | None, Tensor | None]] = [{None: None} for _ in assignment.backends]
-        self._seen_by = [self.images] if len(here) == 1 else [*here, self.images]
+        # What each backend reads in place of a tensor's image: a copy.
+        self._read_instead: list[dict[Tensor | None, Tensor]] = [{} for _ in assignment.backends]
         self._signature = signature
         self._assignment = assignment
         self._n_copies = n_copies
@@ -243,12 +242,13 @@ class SplitGraph:
         self._image_leafs()
         for split in self.splits:
             b = split.backend_id
+            copies = self._read_instead[b]
             for view in split.views:
-                nodes.append(self._image(view, self.images))
+                nodes.append(self._image(view))
                 node_ids.append(ids[view])
             for item in split.inputs:
-                item.src = self.images.get(item.tensor) or self._image(item.tensor, self.images)
-                self._seen_by[b][item.tensor] = item.copy
+                item.src = self.images.get(item.tensor) or self._image(item.tensor)
+                copies[item.tensor] = item.copy
                 if len(item.copies) == 1:
                     nodes.append(item.copy)
                     node_ids.append(b)
@@ -256,8 +256,7 @@ class SplitGraph:
                 nodes.append(_view_of(item.src))
                 node_ids.append(ids[item.tensor])
             # A view belongs to the memory of its source, wherever it is read: never to a copy.
-            here, everywhere = self._seen_by[b], self.images
-            split.images = [self._image(n, everywhere if n.op in NO_OPS else here) for n in split.nodes]
+            split.images = [self._image(n, None if n.op in NO_OPS else copies) for n in split.nodes]
             self._find_experts(split)
             whole = Graph()
             whole.nodes = list(split.images)
@@ -271,7 +270,7 @@ class SplitGraph:
         signature, ids = self._signature, self._assignment.ids
         last = len(self._assignment.backends) - 1
         for leaf in signature.tensors[: signature.n_leafs]:
-            self.graph.leafs.append(self.images.get(leaf) or self._image(leaf, self.images))
+            self.graph.leafs.append(self.images.get(leaf) or self._image(leaf))
             self.leaf_ids.append(ids.get(leaf, last))
         for split in self.splits:
             for item in split.inputs:
@@ -279,23 +278,25 @@ class SplitGraph:
                     self.graph.leafs += item.copies
                     self.leaf_ids += [split.backend_id] * len(item.copies)
 
-    def _image(self, tensor: Tensor, seen: dict[Tensor | None, Tensor | None]) -> Tensor:
-        """Make the twin of a tensor, which reads what is seen in place of its sources."""
+    def _image(self, tensor: Tensor, copies: Mapping[Tensor | None, Tensor] | None = None) -> Tensor:
+        """Make the twin of a tensor, which reads the images of its sources, or copies of them."""
+        images = self.images
         base = tensor.view_src
         if tensor.buffer is not None and base is None and tensor.op is _NONE:
             image = tensor
         else:
             try:
-                src = tuple([seen[s] for s in tensor.src])
-                base = self.images[base]
+                src = tuple(map(images.__getitem__, tensor.src))
+                base = images[base]
             except KeyError:  # the graph does not list it, or not before
                 for needed in (base, *tensor.src):
-                    if needed is not None and needed not in self.images:
-                        self._image(needed, self.images)
-                return self._image(tensor, seen)
+                    if needed is not None and needed not in images:
+                        self._image(needed)
+                return self._image(tensor, copies)
+            if copies and not copies.keys().isdisjoint(tensor.src):
+                src = tuple([copies.get(s, image) for s, image in zip(tensor.src, src, strict=True)])
             image = tensor.reading(src, base)
-        for known in self._seen_by:
-            known[tensor] = image
+        images[tensor] = image
         return image
 
     def _find_experts(self, split: Split) -> None:
