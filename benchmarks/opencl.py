@@ -59,7 +59,7 @@ def main() -> None:
             )  # fmt: skip
             load.append(os.getloadavg()[0])
     n_cores = os.cpu_count() or 1
-    busy = BUSY if max(load) > 2 * n_cores else ""
+    busy = BUSY if max(load) > n_cores else ""
     about = f"""OpenCL beside NumPy and ggml
 Made by `python benchmarks/opencl.py`: {args.rounds} rounds, {args.threads} threads each, on PoCL, an OpenCL
 for CPUs: the kernels are those that GPUs run, with the work split for cores. One thread of NumPy reads
