@@ -127,10 +127,18 @@ class ArrayProtocols:
         return array
 
 
+def spanned_bytes(array: Any) -> int:
+    """Return the bytes from an array's first element to the end of its last; strides are not negative."""
+    if 0 in array.shape:
+        return 0
+    steps: int = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    return steps + int(array.dtype.itemsize)
+
+
 def spanned(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """View the memory from an array's first element to the end of its last; its strides are not negative."""
     if not array.size:
         return np.empty(0, np.uint8)
-    nbytes = array.itemsize + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    nbytes = spanned_bytes(array)
     first = np.atleast_1d(array)[(slice(0, 1),) * max(array.ndim, 1)].reshape(-1).view(np.uint8)
     return np.lib.stride_tricks.as_strided(first, (nbytes,), (1,), writeable=array.flags.writeable)

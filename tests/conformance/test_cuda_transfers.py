@@ -15,10 +15,10 @@ from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
 from ggmlb.backends.cuda.host import CudaHostBuffer
 from ggmlb.errors import AllocationError, ArgumentError, BackendError, BoundsError, FreedError
 from ggmlb.interface import tensor_alloc, tensor_copy, tensor_copy_async
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.tensor import Tensor
 
 
 def leafs(backend: CudaBackend, n: int, n_elements: int = 1000) -> list[Tensor]:
@@ -254,6 +254,44 @@ def test_a_tensor_is_an_array_of_the_devices_library(stream: CudaBackend) -> Non
         base.buffer.free()
         assert stream.device.memory[0] <= free, "the memory stays while an array of it lives"
         assert np.array_equal(array.get(), data[:, 2:6].T)
+
+
+class Lent:
+    """Memory of a device as another library lends it: 3 rows of 4 floats, 10 apart, from the third on."""
+
+    def __init__(self, address: int) -> None:
+        self.shape, self.strides, self.dtype = (3, 4), (40, 4), np.dtype(np.float32)
+        self.ndim = 2
+        place = {"data": (address + 8, False), "shape": (3, 4), "strides": (40, 4), "typestr": "<f4"}
+        self.__cuda_array_interface__ = {**place, "version": 3}
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+def test_memory_of_another_library_is_used_as_it_lies(cuda_device: CudaDevice, stream: CudaBackend) -> None:
+    ctx = Context()
+    lender = ctx.new_tensor(DType.F32, (10, 3))
+    with alloc_ctx_tensors(ctx, stream):
+        data = np.arange(30, dtype=np.float32).reshape(3, 10)
+        lender.set(data)
+        shared = cuda_device.adopt(Lent(lender.buffer.address))
+        assert shared is not None
+        buffer, offset = shared
+        tensor = Tensor(DType.F32, (4, 3, 1, 1), (4, 40, 120, 120))
+        tensor.buffer, tensor.offset = buffer, offset
+        assert offset % 256 == 8, "buffers begin where kernels expect it"
+        assert np.array_equal(tensor.to_numpy(), data[:, 2:6])
+        y = ctx.sqr(tensor)
+        with stream.alloc_buffer(4096) as room:
+            tensor_alloc(room, y, 0)
+            stream.graph_compute(Graph().build_forward_expand(y))
+            assert np.array_equal(y.to_numpy(), data[:, 2:6] ** 2)
+        before = cuda_device.memory[0]
+        buffer.free()
+        assert cuda_device.memory[0] == before, "it is the lender's"
+        assert np.array_equal(lender.to_numpy(), data)
+    assert cuda_device.adopt(np.zeros(4)) is None
 
 
 def test_the_host_buffer_is_numpy_memory(cuda_device: CudaDevice, stream: CudaBackend) -> None:

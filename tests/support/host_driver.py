@@ -147,6 +147,9 @@ class HostDriver(Driver):
         gone.array[...] = POISON
         self._graveyard = [*self._graveyard[-20:], gone]
 
+    def device_of(self, address: int) -> int:
+        return self._allocations[self._find(address)[0]].device
+
     def _find(self, address: int) -> tuple[int, int]:
         """Return an allocation's base, and how far into it an address is."""
         bases = sorted(self._allocations)

@@ -67,16 +67,19 @@ class CudaBuffer(Buffer):
         device: The device it belongs to.
         address: Where it begins; 0 for a size of 0.
         streams: Streams whose work uses it.
+
+    Args:
+        owner: What keeps memory that is not ours.
     """
 
-    def __init__(self, buft: CudaBufferType, address: int, nbytes: int) -> None:
+    def __init__(self, buft: CudaBufferType, address: int, nbytes: int, owner: object = None) -> None:
         super().__init__(buft, nbytes)
         self.device = buft.device
         self.address = address
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._array: Any = None
-        self._memory: _Memory | None = None
-        if address:
+        self._memory: object = owner
+        if address and owner is None:
             self._memory = _Memory()
             give_back = self.device.memory_pool.give_back
             weakref.finalize(self._memory, give_back, address, self.streams).atexit = False

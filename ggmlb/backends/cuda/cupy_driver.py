@@ -103,6 +103,10 @@ class CupyDriver(Driver):
         """By its memory pointer."""
         return int(array.data.ptr)
 
+    def device_of(self, address: int) -> int:
+        """Ask the runtime."""
+        return int(rt.pointerGetAttributes(address).device)
+
     def pinned(self, nbytes: int) -> Bytes:
         """By cudaHostAlloc; freed when the last view is gone."""
         address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb import env
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.backends.cuda.buffer import CudaBufferType
+from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
 from ggmlb.backends.cuda.driver import cuda_errors
 from ggmlb.backends.cuda.host import CudaHostBufferType, Registrations
 from ggmlb.backends.cuda.lowering import declines
@@ -17,6 +17,7 @@ from ggmlb.backends.cuda.split import SplitBufferType
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.enums import DeviceType, Op
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable, readable_size
+from ggmlb.exchange import spanned_bytes
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target
@@ -193,6 +194,26 @@ class CudaDevice(Device):
             )
         self.check_process(f"buffer_from_host_ptr on {self.name}")
         return self.registrations.buffer(self.host_buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+
+    def adopt(self, array: Any) -> tuple[Buffer, int] | None:
+        """Use the memory of an array on this device that has `__cuda_array_interface__`, as CuPy's do.
+
+        What fills it, on the stream that the array names, is waited for.
+        """
+        interface = getattr(array, "__cuda_array_interface__", None)
+        if interface is None:
+            return None
+        address, driver = interface["data"][0], self.driver
+        if not address:
+            return CudaBuffer(self._buffer_type, 0, 0, array), 0
+        if driver.device_of(address) != self.index:
+            return None
+        if interface.get("stream"):
+            with self.on():
+                driver.stream_synchronize(interface["stream"])
+        # Kernels ask how offsets are aligned, and take it that buffers are.
+        offset = address % ALIGNMENT
+        return CudaBuffer(self._buffer_type, address - offset, offset + spanned_bytes(array), array), offset
 
     def event_new(self) -> CudaEvent:
         """Return an event to record on the device's streams."""

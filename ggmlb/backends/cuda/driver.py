@@ -132,6 +132,10 @@ class Driver(ABC):
         """Return where an array of `xp` begins."""
 
     @abstractmethod
+    def device_of(self, address: int) -> int:
+        """Return the device that an address is on."""
+
+    @abstractmethod
     def pinned(self, nbytes: int) -> Bytes:
         """Return page-locked host memory, for all devices; it lives as long as views of it."""
 
