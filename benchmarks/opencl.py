@@ -68,8 +68,8 @@ was {min(load):.1f} to {max(load):.1f}.
 
 {busy}
 OpenCL0_Packed keeps blocks in groups of eight with the scales in front, so that a GPU reads each eight
-elements by one aligned load. On PoCL it makes no difference (in turns with plain memory, medians differ by
-less than 1 %), so it is offered on GPUs only, where nobody has measured it yet. What limits an op was judged
+elements by one aligned load. On PoCL it does not pay: runs put it between as fast as plain memory and a sixth
+slower. So it is offered on GPUs only, where nobody has measured it yet. What limits an op was judged
 from these figures and the kernels, not from a profile.
 
 {__doc__.partition("    python")[0]}"""
