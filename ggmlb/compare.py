@@ -14,19 +14,18 @@ from ggmlb.enums import VIEW_OPS, Status
 from ggmlb.errors import ArgumentError
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_copy
+from ggmlb.lifetime import Freeable
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from types import TracebackType
 
     import numpy.typing as npt
-    from typing_extensions import Self
 
     from ggmlb.interface import Backend
 
 
-class GraphCopy:
+class GraphCopy(Freeable):
     """A graph's twin in the memory of another backend, data included (ggml_backend_graph_copy).
 
     A context manager: leaving it frees the memory.
@@ -83,16 +82,9 @@ class GraphCopy:
         Raises:
             FreedError: It was freed before.
         """
+        self.check_alive("free")
+        self.is_freed = True
         self.buffer.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.buffer.is_freed:
-            self.free()
 
 
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:

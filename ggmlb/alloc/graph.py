@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING
 from ggmlb.alloc.memory import BufferIds, Memories
 from ggmlb.alloc.plan import Plan, make_plan
 from ggmlb.alloc.topology import Topology
-from ggmlb.errors import ArgumentError, FreedError, GraphError
+from ggmlb.errors import ArgumentError, GraphError
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.lifetime import Freeable
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from ggmlb.graph import Graph
 
@@ -24,7 +22,7 @@ MAX_PLANS = 8
 """Plans that are kept: a program rarely alternates between more topologies."""
 
 
-class GraphAllocator:
+class GraphAllocator(Freeable):
     """Places the tensors of graphs so that those which live at the same time share no byte (ggml_gallocr).
 
     - Leafs, and nodes flagged as inputs, are placed before all other nodes, side by side. Like any
@@ -70,7 +68,6 @@ class GraphAllocator:
         self._keep_inputs = keep_inputs
         self.n_plans = 0
         self.n_reallocs = 0
-        self.is_freed = False
 
     # -- reserving -----------------------------------------------------------------------------
 
@@ -103,7 +100,7 @@ class GraphAllocator:
 
         Source: ggml_gallocr_reserve_n.
         """
-        self._check_alive("reserve")
+        self.check_alive("reserve")
         topology = self._topology(graph)
         plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
         self._adopt(plan)
@@ -124,7 +121,7 @@ class GraphAllocator:
 
         Source: ggml_gallocr_reserve_n_size.
         """
-        self._check_alive("reserve_n_size")
+        self.check_alive("reserve_n_size")
         topology = self._topology(graph)
         plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
         return self._memories.by_buffer_id([sum(peaks) for peaks in plan.peaks])
@@ -160,7 +157,7 @@ class GraphAllocator:
 
         Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
         """
-        self._check_alive("alloc_graph")
+        self.check_alive("alloc_graph")
         self._alloc(graph, None, ids_given=len(self._memories.bufts) == 1)
 
     def alloc_graph_n(
@@ -170,7 +167,7 @@ class GraphAllocator:
 
         Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
         """
-        self._check_alive("alloc_graph_n")
+        self.check_alive("alloc_graph_n")
         self._alloc(graph, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids), ids_given=True)
 
     def _topology(self, graph: Graph) -> Topology:
@@ -284,25 +281,12 @@ class GraphAllocator:
         Raises:
             FreedError: It was freed before.
         """
-        self._check_alive("free")
+        self.check_alive("free")
         self.is_freed = True
         self._plans.clear()
         self._memories.free()
 
-    def _check_alive(self, call: str) -> None:
-        if self.is_freed:
-            raise FreedError(f"{call}: this GraphAllocator was freed")
-
     # -- Python --------------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.is_freed:
-            self.free()
 
     def __repr__(self) -> str:
         if self.is_freed:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
 from ggmlb.interface.data import as_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
+from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy.typing as npt
-    from typing_extensions import Self
 
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
@@ -32,8 +30,8 @@ AbortCallback = Callable[[], bool]
 """Asked between steps; `True` stops the computation with `Status.ABORTED`."""
 
 
-class Backend(ABC):
-    """A stream of work on a device (ggml_backend). A context manager: leaving it frees the stream.
+class Backend(Freeable):
+    """A stream of work on a device (ggml_backend).
 
     Work queued on one backend runs in the order of the calls. `*_async` calls may return before it is
     done; `synchronize` waits for all of it.
@@ -47,7 +45,6 @@ class Backend(ABC):
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.is_freed = False
         self.abort_callback: AbortCallback | None = None
         self.commands: list[Command] | None = None
         self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
@@ -209,7 +206,7 @@ class Backend(ABC):
 
         Source: cpy_tensor_async of ggml_backend_i.
         """
-        self._check_alive("cpy_tensor_async")
+        self.check_alive("cpy_tensor_async")
         if not observers:
             return self._cpy_tensor_async(backend_src, src, dst)
         moved = [reading(src), writing(dst)]
@@ -228,7 +225,7 @@ class Backend(ABC):
 
         Source: the copy that ggml's backends queue on the source's stream in cpy_tensor_async.
         """
-        self._check_alive("copy_on_stream")
+        self.check_alive("copy_on_stream")
         if not observers:
             return self._copy_on_stream(src, dst)
         with Action("copy_on_stream", self, [reading(src), writing(dst)]) as action:
@@ -241,7 +238,7 @@ class Backend(ABC):
         Raises:
             BackendError: Queued work failed.
         """
-        self._check_alive("synchronize")
+        self.check_alive("synchronize")
         if not observers:
             return self._synchronize()
         with Action("synchronize", self):
@@ -257,7 +254,7 @@ class Backend(ABC):
             UnsupportedOpError: The device declines a node; the message says why.
             BackendError: A tensor lies in memory that the device cannot use.
         """
-        self._check_alive("graph_plan_create")
+        self.check_alive("graph_plan_create")
         self._check_graph(graph)
         with Action("graph_plan_create", self) if observers else QUIET:
             return self._plan(graph)
@@ -290,7 +287,7 @@ class Backend(ABC):
         Raises:
             As `graph_plan_create`.
         """
-        self._check_alive("graph_compute_async")
+        self.check_alive("graph_compute_async")
         plan = self._plans.get(graph)
         if plan is None or not plan.is_valid_for(graph):
             plan = self._plans[graph] = self.graph_plan_create(graph)
@@ -302,7 +299,7 @@ class Backend(ABC):
         self.synchronize()
         return status
 
-    def graph_optimize(self, graph: Graph) -> None:  # noqa: B027 (an optional hook)
+    def graph_optimize(self, graph: Graph) -> None:
         """Reorder or mark the nodes of a split before it is allocated (graph_optimize of ggml_backend_i)."""
 
     # -- events --------------------------------------------------------------------------------
@@ -314,7 +311,7 @@ class Backend(ABC):
             BackendError: The event belongs to another device.
             FreedError: The event was freed.
         """
-        self._check_alive("event_record")
+        self.check_alive("event_record")
         event.check_alive("event_record")
         if event.device is not self.device:
             raise BackendError(
@@ -333,7 +330,7 @@ class Backend(ABC):
         Raises:
             FreedError: The event was freed.
         """
-        self._check_alive("event_wait")
+        self.check_alive("event_wait")
         event.check_alive("event_wait")
         if not observers:
             return self._event_wait(event)
@@ -383,32 +380,23 @@ class Backend(ABC):
         Raises:
             FreedError: It was freed before.
         """
-        self._check_alive("free")
+        self.check_alive("free")
         self.synchronize()
         self.is_freed = True
         self._plans.clear()
         self._free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.is_freed:
-            self.free()
 
     def __repr__(self) -> str:
         return f"<Backend {self.name}{' (freed)' if self.is_freed else ''}>"
 
     # -- checks --------------------------------------------------------------------------------
 
-    def _check_alive(self, call: str) -> None:
-        if self.is_freed:
-            raise FreedError(f"{call}: this {self.name} backend was freed")
+    @property
+    def _title(self) -> str:
+        return f"this {self.name} backend"
 
     def _check_plan(self, plan: GraphPlan, call: str) -> None:
-        self._check_alive(call)
+        self.check_alive(call)
         if plan.backend is not self:
             raise GraphError(f"{call}: the plan belongs to another backend, of {plan.backend.name}")
         if plan.is_freed:
@@ -436,7 +424,7 @@ class Backend(ABC):
                 )
 
     def _transfer_buffer(self, tensor: Tensor, call: str) -> Buffer:
-        self._check_alive(call)
+        self.check_alive(call)
         if tensor.buffer is None:
             raise NotAllocatedError(f"{call} on {tensor.describe()}: the tensor is in no buffer yet")
         return tensor.buffer
@@ -451,7 +439,7 @@ class Backend(ABC):
     def _compute(self, plan: GraphPlan) -> Status:
         """Queue the plan's steps."""
 
-    def _plan_free(self, plan: GraphPlan) -> None:  # noqa: B027 (an optional hook)
+    def _plan_free(self, plan: GraphPlan) -> None:
         """Release a plan."""
 
     def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
@@ -489,7 +477,7 @@ class Backend(ABC):
     def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
         return False
 
-    def _synchronize(self) -> None:  # noqa: B027 (an optional hook)
+    def _synchronize(self) -> None:
         """Wait for queued work."""
 
     def _event_record(self, event: Event) -> None:
@@ -502,8 +490,8 @@ class Backend(ABC):
         """Append a `Command` to `commands` for each piece of work from now on; `False` if it cannot."""
         return False
 
-    def _stop_timing(self) -> None:  # noqa: B027 (an optional hook)
+    def _stop_timing(self) -> None:
         """Fill in the times of `commands` that are not known yet; the stream is idle."""
 
-    def _free(self) -> None:  # noqa: B027 (an optional hook)
+    def _free(self) -> None:
         """Release the stream."""

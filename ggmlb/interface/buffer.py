@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError, BoundsError, FreedError, readable_size
+from ggmlb.errors import ArgumentError, BoundsError, readable_size
 from ggmlb.interface.data import Bytes, as_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
+from ggmlb.lifetime import Freeable
 from ggmlb.tensor import Ne, Tensor, placement_clock
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import numpy.typing as npt
-    from typing_extensions import Self
 
     from ggmlb.dtypes import DType
     from ggmlb.interface.buffer_type import BufferType
 
 
-class Buffer(ABC):
+class Buffer(Freeable):
     """An allocation, in which tensors lie at byte offsets (ggml_backend_buffer).
-
-    A context manager: leaving it frees the memory.
 
     Attributes:
         buft: Its buffer type.
@@ -38,7 +34,6 @@ class Buffer(ABC):
         self.buft = buft
         self.size = size
         self.usage = BufferUsage.ANY
-        self.is_freed = False
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -89,7 +84,7 @@ class Buffer(ABC):
 
     def init_tensor(self, tensor: Tensor) -> None:
         """Prepare a tensor just placed here (ggml_backend_buffer_init_tensor)."""
-        self._check_alive("init_tensor")
+        self.check_alive("init_tensor")
         self._init_tensor(tensor)
 
     def set_tensor(
@@ -214,7 +209,7 @@ class Buffer(ABC):
 
         Source: ggml_backend_buffer_copy_tensor.
         """
-        self._check_alive("cpy_tensor")
+        self.check_alive("cpy_tensor")
         if not observers:
             return self._cpy_tensor(src, dst)
         with Action("cpy_tensor", None, [reading(src), writing(dst)]) as action:
@@ -228,7 +223,7 @@ class Buffer(ABC):
             ArgumentError: `value` is not a byte.
             FreedError: The buffer was freed.
         """
-        self._check_alive("clear")
+        self.check_alive("clear")
         _check_byte("clear", value)
         if self.size:
             everything = [Access(self, 0, self.size, is_write=True, tensor=None)] if observers else []
@@ -237,7 +232,7 @@ class Buffer(ABC):
 
     def reset(self) -> None:
         """Forget what `init_tensor` prepared (ggml_backend_buffer_reset)."""
-        self._check_alive("reset")
+        self.check_alive("reset")
         self._reset()
 
     def free(self) -> None:
@@ -246,7 +241,7 @@ class Buffer(ABC):
         Raises:
             FreedError: The buffer was freed before.
         """
-        self._check_alive("free")
+        self.check_alive("free")
         with Action("free", buffer=self) if observers else QUIET:
             self.is_freed = True
             placement_clock.tick()  # plans that use the memory must notice
@@ -261,7 +256,7 @@ class Buffer(ABC):
             ArgumentError: The memory has no array library, or stores the tensor in another layout.
             FreedError: The buffer was freed.
         """
-        self._check_alive("as_array")
+        self.check_alive("as_array")
         if self.stored_layout(tensor) != (tensor.dtype, tensor.nb):
             raise ArgumentError(
                 f"as_array on {tensor.describe()}: {self.name} memory keeps it in another type or layout; "
@@ -283,7 +278,7 @@ class Buffer(ABC):
             BoundsError: They do not.
             FreedError: The buffer was freed.
         """
-        self._check_alive(call)
+        self.check_alive(call)
         n = tensor.nbytes - offset if size is None else size
         if offset < 0 or n < 0 or offset + n > tensor.nbytes:
             raise BoundsError(
@@ -309,7 +304,7 @@ class Buffer(ABC):
             BoundsError: A piece ends beyond one of them.
             FreedError: The buffer was freed.
         """
-        self._check_alive(call)
+        self.check_alive(call)
         if min(offset, size, n_copies, stride_tensor, stride_data) < 0:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
@@ -341,9 +336,9 @@ class Buffer(ABC):
         self.check_range(tensor, call, offset, raw.size)
         return raw
 
-    def _check_alive(self, call: str) -> None:
-        if self.is_freed:
-            raise FreedError(f"{call}: this {self.name} buffer of {self.size:,} bytes was freed")
+    @property
+    def _title(self) -> str:
+        return f"this {self.name} buffer of {self.size:,} bytes"
 
     # -- hooks ---------------------------------------------------------------------------------
 
@@ -382,7 +377,7 @@ class Buffer(ABC):
         for i in range(n):
             self._get_tensor(tensor, out[i * stride_data :][:size], offset + i * stride_tensor)
 
-    def _init_tensor(self, tensor: Tensor) -> None:  # noqa: B027 (an optional hook)
+    def _init_tensor(self, tensor: Tensor) -> None:
         """Prepare a tensor."""
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
@@ -395,22 +390,13 @@ class Buffer(ABC):
             return np.ndarray(shape, dtype, self.base, tensor.offset, strides)
         raise ArgumentError(f"as_array on {tensor.describe()}: {self.name} memory has no array library")
 
-    def _reset(self) -> None:  # noqa: B027 (an optional hook)
+    def _reset(self) -> None:
         """Forget prepared tensors."""
 
-    def _free(self) -> None:  # noqa: B027 (an optional hook)
+    def _free(self) -> None:
         """Release the memory; work that still uses it must be able to finish."""
 
     # -- Python --------------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.is_freed:
-            self.free()
 
     def __repr__(self) -> str:
         state = "freed" if self.is_freed else self.usage.value

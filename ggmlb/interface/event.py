@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import FreedError
 from ggmlb.interface.observe import Action, observers
+from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
     from ggmlb.interface.device import Device
 
 
-class Event(ABC):
+class Event(Freeable):
     """A point in the work queued on a backend (ggml_backend_event).
 
     An event that was never recorded counts as reached, as in CUDA. Recording it again moves it.
@@ -23,7 +23,6 @@ class Event(ABC):
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.is_freed = False
 
     def synchronize(self) -> None:
         """Block until the point is reached (ggml_backend_event_synchronize).
@@ -48,14 +47,13 @@ class Event(ABC):
         self.is_freed = True
         self._free()
 
-    def check_alive(self, call: str) -> None:
-        """Raise FreedError if the event was freed."""
-        if self.is_freed:
-            raise FreedError(f"{call}: this event of {self.device.name} was freed")
+    @property
+    def _title(self) -> str:
+        return f"this event of {self.device.name}"
 
     @abstractmethod
     def _synchronize(self) -> None:
         """Block until reached; return at once if never recorded."""
 
-    def _free(self) -> None:  # noqa: B027 (an optional hook)
+    def _free(self) -> None:
         """Release what the runtime holds."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.enums import NO_OPS
-from ggmlb.errors import ArgumentError, FreedError, GraphError
+from ggmlb.errors import ArgumentError, GraphError
+from ggmlb.lifetime import Freeable
 from ggmlb.sanitizer import start_sanitizer
 from ggmlb.scheduler import draw
 from ggmlb.scheduler.assign import Assignment
@@ -23,9 +24,6 @@ from ggmlb.trace import Trace
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
@@ -36,7 +34,7 @@ MAX_PROGRAMS = 8
 """Topologies that are kept: a program rarely alternates between more."""
 
 
-class Scheduler:
+class Scheduler(Freeable):
     """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
 
     A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
@@ -108,7 +106,6 @@ class Scheduler:
         self._placed: Program | None = None
         self._last: Program | None = None
         self._checked_at = -1
-        self.is_freed = False
         self._stop_sanitizer = start_sanitizer(self) if sanitize else None
 
     # -- facts ---------------------------------------------------------------------------------
@@ -207,7 +204,7 @@ class Scheduler:
             UnsupportedOpError: No backend runs a node; the message holds what each one said.
             FreedError: A tensor lies in a freed buffer.
         """
-        self._check_alive("split_graph")
+        self.check_alive("split_graph")
         self._forget()
         signature = Signature(graph, self._user)
         program = self._find(signature)
@@ -333,7 +330,7 @@ class Scheduler:
 
         Source: ggml_backend_sched_graph_compute_async.
         """
-        self._check_alive("graph_compute")
+        self.check_alive("graph_compute")
         if graph is not self._graph or self._placed is None or len(graph.nodes) != self._n_nodes:
             self.alloc_graph(graph)
         program = self._need_program()
@@ -348,7 +345,7 @@ class Scheduler:
         Raises:
             BackendError: Queued work failed.
         """
-        self._check_alive("synchronize")
+        self.check_alive("synchronize")
         self._executor.synchronize()
 
     def reset(self) -> None:
@@ -356,7 +353,7 @@ class Scheduler:
 
         Its tensors keep their data until the next `alloc_graph`. Source: ggml_backend_sched_reset.
         """
-        self._check_alive("reset")
+        self.check_alive("reset")
         self._graph = None
         self._program = None
 
@@ -366,7 +363,7 @@ class Scheduler:
         Raises:
             FreedError: It was freed before.
         """
-        self._check_alive("free")
+        self.check_alive("free")
         for backend in self._backends:
             if not backend.is_freed:
                 backend.synchronize()
@@ -443,20 +440,7 @@ class Scheduler:
         names = ", ".join(b.name for b in self._backends)
         raise ArgumentError(f"{backend!r} is not one of this scheduler's backends: {names}")
 
-    def _check_alive(self, call: str) -> None:
-        if self.is_freed:
-            raise FreedError(f"{call}: this scheduler was freed")
-
     # -- Python --------------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.is_freed:
-            self.free()
 
     def __repr__(self) -> str:
         names = ", ".join(b.name for b in self._backends)

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import Error, UnsupportedOpError
+from ggmlb.lifetime import Freeable
 from ggmlb.registry import device_by_name
 from ggmlb.testing.guarded import GuardedMemory
 from ggmlb.testing.limits import limit
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from ggmlb.interface import Backend, Device
     from ggmlb.testing.cases import KitCase
     from ggmlb.testing.guarded import Image
@@ -28,7 +25,7 @@ RUNS = ("", "computed a second time", "computed a third time")
 """A plan may be run by steps first, then be captured, then replayed."""
 
 
-class Bench:
+class Bench(Freeable):
     """A device under test beside the reference. A context manager: leaving it frees both.
 
     Args:
@@ -59,17 +56,15 @@ class Bench:
         return Result("support", self.device.name, case.family, case.id, outcome, reason, None, took, facts)
 
     def free(self) -> None:
-        """Free streams and memory."""
+        """Free streams and memory.
+
+        Raises:
+            FreedError: They were freed before.
+        """
+        self.check_alive("free")
+        self.is_freed = True
         for part in (self._memory, self._reference_memory, self.stream, self.reference):
             part.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.free()
 
     # -- test ----------------------------------------------------------------------------------
 

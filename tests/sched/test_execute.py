@@ -354,7 +354,7 @@ def test_freed_schedulers_and_leaks(bench):
     sched.free()
     assert [d.n_buffers for d in bench.reg.devices] == [n - 1 for n in before]
     for call in (sched.free, sched.synchronize, lambda: sched.graph_compute(chain.graph)):
-        with pytest.raises(FreedError, match="this scheduler was freed"):
+        with pytest.raises(FreedError, match="this Scheduler was freed"):
             call()
     with pytest.raises(NotAllocatedError):
         chain.y.to_numpy()

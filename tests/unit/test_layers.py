@@ -20,6 +20,7 @@ ROOT = Path(ggmlb.__file__).parents[1]
 
 LAYERS = (
     "errors",
+    "lifetime",
     "html",
     "env",
     "progress",

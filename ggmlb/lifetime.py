@@ -1,0 +1,54 @@
+"""Freeable: what holds memory, a stream or an event until it is freed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from ggmlb.errors import FreedError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+
+class Freeable(ABC):
+    """Something that holds what `free` gives back. A context manager: leaving it frees it.
+
+    Attributes:
+        is_freed: Whether it was freed; every use after that is an error.
+    """
+
+    is_freed = False
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back what it holds.
+
+        Raises:
+            FreedError: It was freed before.
+        """
+
+    def check_alive(self, call: str) -> None:
+        """Refuse a call on what was freed.
+
+        Raises:
+            FreedError: It was freed.
+        """
+        if self.is_freed:
+            raise FreedError(f"{call}: {self._title} was freed")
+
+    @property
+    def _title(self) -> str:
+        """What an error calls it."""
+        return f"this {type(self).__name__}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_freed:
+            self.free()
