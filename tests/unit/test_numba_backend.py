@@ -18,15 +18,18 @@ from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.numba import NumbaReg, backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels import elementwise
+from ggmlb.backends.numba.llvm.emit import I64
 from ggmlb.backends.numba.llvm.host import target_for
 from ggmlb.backends.numba.llvm.library import Library
 from ggmlb.backends.numba.plan import NumbaPlan
+from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from ggmlb.backends.numba.llvm.emit import Kernel
     from ggmlb.interface import Backend
     from ggmlb.tensor import Tensor
 
@@ -169,6 +172,26 @@ def test_any_number_of_threads_gives_the_same(numba: NumbaBackend) -> None:
         assert (computed(long_program, numba) == right).all()
     with pytest.raises(ArgumentError, match="0 threads"):
         numba.set_n_threads(0)
+
+
+def tally(k: Kernel) -> None:
+    """Count how often each chunk is done: `counts`."""
+    at = k.build.inttoptr((k.int_arg() + k.chunk * 8).raw, I64.as_pointer())
+    k.build.atomic_rmw("add", at, k.i64(1).raw, "monotonic")
+
+
+def test_each_chunk_is_done_once() -> None:
+    n_chunks = np.tile([2, 16, 3, 8], 2500)
+    counts = np.zeros((len(n_chunks), 16), np.int64)
+    kernels = Library(target_for(None))
+    rows = counts.ctypes.data + 16 * 8 * np.arange(len(n_chunks))
+    args = rows.ctypes.data + 8 * np.arange(len(rows))
+    table = np.stack([np.full_like(rows, kernels.address(tally)), args, n_chunks, n_chunks], axis=1)
+    pool = Pool(3, kernels)
+    for _ in range(100):
+        pool.run(table.ctypes.data, 0, len(table), True)
+    pool.free()
+    assert (counts == 100 * (np.arange(16) < n_chunks[:, None])).all()
 
 
 def test_backends_of_several_python_threads() -> None:

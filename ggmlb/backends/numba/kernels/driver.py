@@ -7,7 +7,7 @@ has taken. A step is done when all its chunks are: nobody waits for a thread tha
 
 The control block, in words of 8 bytes, each group in a cache line of its own:
 
-    0    the word: number of the step << 20 | next chunk
+    0    the word: number of the step << 20 | next chunk; CLOSED for a chunk while a step is written
     8    chunks that are done
     16   kernel, arguments and chunks of the open step
     24   1 while a plan is computed; 1 to stop; the address of sched_yield, or 0
@@ -28,6 +28,8 @@ WORD, DONE, STEP, STATE = 0, 8, 16, 24
 CONTROL_WORDS = 32
 STEP_WORDS = 4
 CHUNK_BITS = 20
+CLOSED = (1 << CHUNK_BITS) - 1
+"""No step has as many chunks."""
 SPINS_BEFORE_YIELD = 4096
 
 
@@ -47,11 +49,14 @@ def run(k: Kernel) -> None:
 
 
 def _share(k: Kernel, control: Value, kernel: Value, args: Value, n_chunks: Value) -> None:
+    # The new number comes first, with nothing to take: a thread that read the word before would else claim
+    # a chunk of the old step by the new one's limit.
+    number = ((_atomic_load(k, control + 8 * WORD) >> CHUNK_BITS) + 1) << CHUNK_BITS
+    _atomic(k, "xchg", control + 8 * WORD, number | CLOSED)
     for j, value in enumerate((kernel, args, n_chunks)):
         k.store(value, control + 8 * (STEP + j), 8)
     _atomic(k, "xchg", control + 8 * DONE, k.i64(0))
-    before = _atomic_load(k, control + 8 * WORD) >> CHUNK_BITS
-    _atomic(k, "xchg", control + 8 * WORD, (before + 1) << CHUNK_BITS)
+    _atomic(k, "xchg", control + 8 * WORD, number)
     with k.while_() as (again, end):
         _take(k, control, k.i64(0), again, end)
     spins = k.variable(k.i64(0))
