@@ -1,7 +1,8 @@
 """What a backend is made of: ggml-backend.h and ggml-backend-impl.h as abstract classes.
 
     BackendReg ── Device ──┬── BufferType ── Buffer     where data lies
-                           ├── Backend ── GraphPlan     a stream on the device, and work bound for it
+                           ├── Backend ── GraphPlan     a stream on the device, and work bound for it;
+                           │                            its transfers and events are those of a `Queue`
                            └── Event                    a point in a stream's work
 
 The public methods check their arguments and word the errors, once for all backends. A backend writes
@@ -16,6 +17,7 @@ from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, Device
 from ggmlb.interface.event import Event
 from ggmlb.interface.multi_buffer import MultiBuffer, PartedBuffer
 from ggmlb.interface.plan import GraphPlan
+from ggmlb.interface.queue import Queue
 from ggmlb.interface.timing import Command
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 
@@ -33,6 +35,7 @@ __all__ = [
     "GraphPlan",
     "MultiBuffer",
     "PartedBuffer",
+    "Queue",
     "tensor_alloc",
     "tensor_copy",
     "tensor_copy_async",

@@ -9,14 +9,12 @@ import numpy as np
 
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError, BoundsError, readable_size
-from ggmlb.interface.data import Bytes, as_bytes, writable_bytes
+from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
 from ggmlb.tensor import Ne, Tensor, placement_clock
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.dtypes import DType
     from ggmlb.interface.buffer_type import BufferType
 
@@ -90,7 +88,7 @@ class Buffer(Freeable):
     def set_tensor(
         self,
         tensor: Tensor,
-        data: npt.ArrayLike | bytes | memoryview,
+        data: Source,
         offset: int = 0,
         size: int | None = None,
     ) -> None:
@@ -108,7 +106,8 @@ class Buffer(Freeable):
 
         Source: ggml_backend_tensor_set.
         """
-        raw = self._cut(tensor, "set_tensor", data, offset, size)
+        raw = first_bytes("set_tensor", tensor, data, size)
+        self.check_range(tensor, "set_tensor", offset, raw.size)
         if n := raw.size:
             with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
                 self._set_tensor(tensor, raw, offset)
@@ -151,7 +150,7 @@ class Buffer(Freeable):
     def set_tensor_2d(
         self,
         tensor: Tensor,
-        data: npt.ArrayLike | bytes | memoryview,
+        data: Source,
         offset: int,
         size: int,
         n_copies: int,
@@ -166,13 +165,11 @@ class Buffer(Freeable):
 
         Source: ggml_backend_tensor_set_2d.
         """
-        raw = as_bytes(data)
-        self.check_2d(tensor, "set_tensor_2d", raw.size, offset, size, n_copies, stride_tensor, stride_data)
-        if size and n_copies:
-            starts = (offset + i * stride_tensor for i in range(n_copies))
-            pieces = [writing(tensor, start, size) for start in starts] if observers else []
-            with Action("set_tensor_2d", None, pieces) if observers else QUIET:
-                self._set_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
+        raw, pieces = as_bytes(data), Pieces(offset, size, n_copies, stride_tensor, stride_data)
+        if self.check_pieces(tensor, "set_tensor_2d", pieces, raw.size):
+            written = [writing(tensor, start, size) for start in pieces.starts()] if observers else []
+            with Action("set_tensor_2d", None, written) if observers else QUIET:
+                self._set_tensor_2d(tensor, raw, pieces)
 
     def get_tensor_2d(
         self,
@@ -194,12 +191,11 @@ class Buffer(Freeable):
         Source: ggml_backend_tensor_get_2d.
         """
         raw = writable_bytes("get_tensor_2d", data)
-        self.check_2d(tensor, "get_tensor_2d", raw.size, offset, size, n_copies, stride_tensor, stride_data)
-        if size and n_copies:
-            starts = (offset + i * stride_tensor for i in range(n_copies))
-            pieces = [reading(tensor, start, size) for start in starts] if observers else []
-            with Action("get_tensor_2d", None, pieces) if observers else QUIET:
-                self._get_tensor_2d(tensor, raw, offset, size, n_copies, stride_tensor, stride_data)
+        pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
+        if self.check_pieces(tensor, "get_tensor_2d", pieces, raw.size):
+            read = [reading(tensor, start, size) for start in pieces.starts()] if observers else []
+            with Action("get_tensor_2d", None, read) if observers else QUIET:
+                self._get_tensor_2d(tensor, raw, pieces)
 
     def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         """Copy `src`, in any buffer, to `dst` in this one, if the device can do so directly.
@@ -287,54 +283,30 @@ class Buffer(Freeable):
             )
         return n
 
-    def check_2d(
-        self,
-        tensor: Tensor,
-        call: str,
-        n_data: int,
-        offset: int,
-        size: int,
-        n_copies: int,
-        stride_tensor: int,
-        stride_data: int,
-    ) -> None:
-        """Check a strided transfer against the ends of tensor and data.
+    def check_pieces(self, tensor: Tensor, call: str, pieces: Pieces, n_data: int) -> bool:
+        """Check a strided transfer against the ends of the tensor, and of data of `n_data` bytes.
+
+        Returns:
+            Whether there is anything to move.
 
         Raises:
             BoundsError: A piece ends beyond one of them.
             FreedError: The buffer was freed.
         """
         self.check_alive(call)
-        if min(offset, size, n_copies, stride_tensor, stride_data) < 0:
+        if min(pieces) < 0:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
             )
-        if not n_copies:
-            return
-        self.check_range(tensor, call, offset, (n_copies - 1) * stride_tensor + size)
-        needed = (n_copies - 1) * stride_data + size
+        if not pieces.n:
+            return False
+        self.check_range(tensor, call, pieces.offset, (pieces.n - 1) * pieces.stride_tensor + pieces.size)
+        needed = (pieces.n - 1) * pieces.stride_data + pieces.size
         if needed > n_data:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: the data has {n_data} bytes, {needed} are needed"
             )
-
-    def _cut(
-        self,
-        tensor: Tensor,
-        call: str,
-        data: npt.ArrayLike | bytes | memoryview,
-        offset: int,
-        size: int | None,
-    ) -> Bytes:
-        raw = as_bytes(data)
-        if size is not None:
-            if raw.size < size:
-                raise BoundsError(
-                    f"{call} on {tensor.describe()}: {size} bytes asked for, the data has {raw.size}"
-                )
-            raw = raw[:size]
-        self.check_range(tensor, call, offset, raw.size)
-        return raw
+        return pieces.size > 0
 
     @property
     def _title(self) -> str:
@@ -358,24 +330,13 @@ class Buffer(Freeable):
     def _clear(self, value: int) -> None:
         """Set all bytes."""
 
-    def _set_tensor_2d(
-        self,
-        tensor: Tensor,
-        data: Bytes,
-        offset: int,
-        size: int,
-        n: int,
-        stride_tensor: int,
-        stride_data: int,
-    ) -> None:
-        for i in range(n):
-            self._set_tensor(tensor, data[i * stride_data :][:size], offset + i * stride_tensor)
+    def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
+        for piece, start in pieces.cut(data):
+            self._set_tensor(tensor, piece, start)
 
-    def _get_tensor_2d(
-        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
-    ) -> None:
-        for i in range(n):
-            self._get_tensor(tensor, out[i * stride_data :][:size], offset + i * stride_tensor)
+    def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
+        for piece, start in pieces.cut(out):
+            self._get_tensor(tensor, piece, start)
 
     def _init_tensor(self, tensor: Tensor) -> None:
         """Prepare a tensor."""

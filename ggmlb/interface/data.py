@@ -1,22 +1,69 @@
-"""Callers' data as flat bytes: to be read, to be filled, or to be used where it lies."""
+"""Callers' data as flat bytes: to be read, to be filled, or to be used where it lies; whole or in pieces."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.errors import ArgumentError
+from ggmlb.errors import ArgumentError, BoundsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.tensor import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 
+Source = npt.ArrayLike | bytes | memoryview
+"""What a caller may give to be written: its raw bytes count."""
 
-def as_bytes(data: npt.ArrayLike | bytes | memoryview) -> Bytes:
+
+class Pieces(NamedTuple):
+    """What a strided transfer moves: pieces of equal size, evenly spaced in the tensor and in the data.
+
+    Attributes:
+        offset: Where the first begins in the tensor [bytes]; in the data, it begins at 0.
+        size: Of each [bytes].
+        n: How many.
+        stride_tensor: From one to the next in the tensor [bytes].
+        stride_data: From one to the next in the data [bytes].
+    """
+
+    offset: int
+    size: int
+    n: int
+    stride_tensor: int
+    stride_data: int
+
+    def starts(self) -> Iterator[int]:
+        """Yield where each begins in the tensor [bytes]."""
+        return (self.offset + i * self.stride_tensor for i in range(self.n))
+
+    def cut(self, data: Bytes) -> Iterator[tuple[Bytes, int]]:
+        """Yield each as a view of the data, with where it begins in the tensor [bytes]."""
+        for i, start in enumerate(self.starts()):
+            yield data[i * self.stride_data :][: self.size], start
+
+
+def as_bytes(data: Source) -> Bytes:
     """View data as a flat uint8 array, copying only what is not contiguous."""
     if isinstance(data, (bytes, bytearray, memoryview)):
         return np.frombuffer(data, np.uint8)
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def first_bytes(call: str, tensor: Tensor, data: Source, size: int | None) -> Bytes:
+    """View the first `size` bytes of what is to be written into a tensor, by default all.
+
+    Raises:
+        BoundsError: There are fewer.
+    """
+    raw = as_bytes(data)
+    if size is not None and raw.size < size:
+        raise BoundsError(f"{call} on {tensor.describe()}: {size} bytes asked for, the data has {raw.size}")
+    return raw[:size]
 
 
 def writable_bytes(call: str, data: npt.NDArray[Any]) -> Bytes:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.event import Event
     from ggmlb.interface.plan import GraphPlan
+    from ggmlb.interface.queue import Queue
     from ggmlb.tensor import Tensor
 
 
@@ -51,9 +51,9 @@ class Action:
     """
 
     name: str
-    stream: Backend | None = None
+    stream: Queue | None = None
     transfers: Sequence[Access] = ()
-    source: Backend | None = None
+    source: Queue | None = None
     plan: GraphPlan | None = None
     event: Event | None = None
     buffer: Buffer | None = None

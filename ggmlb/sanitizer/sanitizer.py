@@ -34,7 +34,7 @@ from ggmlb.sanitizer.ranges import Ranges, Stamp
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ggmlb.interface import Backend, Buffer, Event
+    from ggmlb.interface import Buffer, Event, Queue
     from ggmlb.interface.data import Bytes
 
 Clock = dict[int, int]
@@ -70,7 +70,7 @@ class Sanitizer(Observer):
         self._unwritten = unwritten
         self._lock = threading.RLock()
         self._host = _Stream(HOST, "the host", waits=True)
-        self._streams: weakref.WeakKeyDictionary[Backend, _Stream] = weakref.WeakKeyDictionary()
+        self._streams: weakref.WeakKeyDictionary[Queue, _Stream] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(HOST + 1)
         self._events: weakref.WeakKeyDictionary[Event, Clock] = weakref.WeakKeyDictionary()
         self._memory: weakref.WeakKeyDictionary[Buffer, Ranges] = weakref.WeakKeyDictionary()
@@ -131,7 +131,7 @@ class Sanitizer(Observer):
             if action.name == "alloc_buffer" and action.buffer is not None:
                 self._fresh.add(action.buffer)
 
-    def _stream(self, backend: Backend | None) -> _Stream:
+    def _stream(self, backend: Queue | None) -> _Stream:
         if backend is None:
             return self._host
         stream = self._streams.get(backend)

@@ -301,8 +301,8 @@ class GetIgnoresOffset(BadBuffer):
 class WrongPitch(BadBuffer):
     """A strided write goes through the tensor with the stride of the data."""
 
-    def _set_tensor_2d(self, tensor, data, offset, size, n, stride_tensor, stride_data):
-        super()._set_tensor_2d(tensor, data, offset, size, n, stride_data, stride_data)
+    def _set_tensor_2d(self, tensor, data, pieces):
+        super()._set_tensor_2d(tensor, data, pieces._replace(stride_tensor=pieces.stride_data))
 
 
 class ClearStopsShort(BadBuffer):

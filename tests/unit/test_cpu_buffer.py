@@ -194,6 +194,15 @@ def test_no_byte_beyond_a_tensor_is_touched():
                 use()
 
 
+def test_data_shorter_than_asked_for_is_refused():
+    with DEVICE.init_backend() as cpu, cpu.alloc_buffer(64) as buffer:
+        t = leaf()
+        tensor_alloc(buffer, t, 0)
+        for write in (buffer.set_tensor, cpu.set_tensor_async):
+            with pytest.raises(BoundsError, match="8 bytes asked for, the data has 4"):
+                write(t, b"1234", size=8)
+
+
 def test_a_tensor_in_no_buffer_has_no_data():
     with pytest.raises(NotAllocatedError, match="in no buffer yet"):
         leaf().get()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, cast
 
-from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, overlap, queue_copy
+from ggmlb.backends.cuda.buffer import (
+    CudaBuffer,
+    can_pitch,
+    overlap,
+    queue_copy,
+    queue_read_2d,
+    queue_write_2d,
+)
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from ggmlb.fusion import Group
     from ggmlb.graph import Graph
     from ggmlb.interface import Event, GraphPlan
-    from ggmlb.interface.data import Bytes
+    from ggmlb.interface.data import Bytes, Pieces
     from ggmlb.tensor import Tensor
 
 MAX_HELD = 64
@@ -138,41 +145,24 @@ class CudaBackend(Backend):
                 self._driver.copy(address_of(out), start, out.size, Way.TO_HOST, self.stream.handle)
             self._hold(buffer, out)
 
-    def _set_tensor_2d_async(
-        self,
-        tensor: Tensor,
-        data: Bytes,
-        offset: int,
-        size: int,
-        n: int,
-        stride_tensor: int,
-        stride_data: int,
-    ) -> None:
+    def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
         buffer = self._own(tensor)
-        if buffer is None or not can_pitch(size, stride_tensor, stride_data):
-            super()._set_tensor_2d_async(tensor, data, offset, size, n, stride_tensor, stride_data)
+        if buffer is None or not can_pitch(pieces):
+            super()._set_tensor_2d_async(tensor, data, pieces)
             return
         with self._transfer(f"set_tensor_2d_async on {tensor.describe()}"), self.device.on():
-            to, start = buffer.address + tensor.offset + offset, address_of(data)
             with self._timed(tensor):
-                self._driver.copy_2d(
-                    to, stride_tensor, start, stride_data, size, n, Way.TO_DEVICE, self.stream.handle
-                )
+                queue_write_2d(buffer, tensor, data, pieces, self.stream.handle)
             self._hold(buffer, data)
 
-    def _get_tensor_2d_async(
-        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
-    ) -> None:
+    def _get_tensor_2d_async(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
         buffer = self._own(tensor)
-        if buffer is None or not can_pitch(size, stride_tensor, stride_data):
-            super()._get_tensor_2d_async(tensor, out, offset, size, n, stride_tensor, stride_data)
+        if buffer is None or not can_pitch(pieces):
+            super()._get_tensor_2d_async(tensor, out, pieces)
             return
         with self._transfer(f"get_tensor_2d_async on {tensor.describe()}"), self.device.on():
-            to, start = address_of(out), buffer.address + tensor.offset + offset
             with self._timed(tensor):
-                self._driver.copy_2d(
-                    to, stride_data, start, stride_tensor, size, n, Way.TO_HOST, self.stream.handle
-                )
+                queue_read_2d(buffer, tensor, out, pieces, self.stream.handle)
             self._hold(buffer, out)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.stream import Stream
-    from ggmlb.interface.data import Bytes
+    from ggmlb.interface.data import Bytes, Pieces
     from ggmlb.tensor import Tensor
 
 ALIGNMENT = 256
@@ -119,40 +119,23 @@ class CudaBuffer(Buffer):
 
         self._transfer(f"get_tensor on {tensor.describe()}", read)
 
-    def _set_tensor_2d(
-        self,
-        tensor: Tensor,
-        data: Bytes,
-        offset: int,
-        size: int,
-        n: int,
-        stride_tensor: int,
-        stride_data: int,
-    ) -> None:
-        if not can_pitch(size, stride_tensor, stride_data):
-            super()._set_tensor_2d(tensor, data, offset, size, n, stride_tensor, stride_data)
+    def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
+        if not can_pitch(pieces):
+            super()._set_tensor_2d(tensor, data, pieces)
             return
 
         def write(stream: int) -> None:
-            to = self.address + tensor.offset + offset
-            self.device.driver.copy_2d(
-                to, stride_tensor, address_of(data), stride_data, size, n, Way.TO_DEVICE, stream
-            )
+            queue_write_2d(self, tensor, data, pieces, stream)
 
         self._transfer(f"set_tensor_2d on {tensor.describe()}", write)
 
-    def _get_tensor_2d(
-        self, tensor: Tensor, out: Bytes, offset: int, size: int, n: int, stride_tensor: int, stride_data: int
-    ) -> None:
-        if not can_pitch(size, stride_tensor, stride_data):
-            super()._get_tensor_2d(tensor, out, offset, size, n, stride_tensor, stride_data)
+    def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
+        if not can_pitch(pieces):
+            super()._get_tensor_2d(tensor, out, pieces)
             return
 
         def read(stream: int) -> None:
-            start = self.address + tensor.offset + offset
-            self.device.driver.copy_2d(
-                address_of(out), stride_data, start, stride_tensor, size, n, Way.TO_HOST, stream
-            )
+            queue_read_2d(self, tensor, out, pieces, stream)
 
         self._transfer(f"get_tensor_2d on {tensor.describe()}", read)
 
@@ -196,9 +179,23 @@ class CudaBuffer(Buffer):
         self._memory = None
 
 
-def can_pitch(size: int, *pitches: int) -> bool:
+def can_pitch(pieces: Pieces) -> bool:
     """Whether a strided copy is one command: pieces do not overlap, and are not too far apart for CUDA."""
-    return all(size <= pitch < 1 << 31 for pitch in pitches)
+    return all(pieces.size <= pitch < 1 << 31 for pitch in (pieces.stride_tensor, pieces.stride_data))
+
+
+def queue_write_2d(buffer: CudaBuffer, tensor: Tensor, data: Bytes, pieces: Pieces, stream: int) -> None:
+    """Queue a strided write into a tensor of the buffer."""
+    to = buffer.address + tensor.offset + pieces.offset
+    _, size, n, pitch, data_pitch = pieces
+    buffer.device.driver.copy_2d(to, pitch, address_of(data), data_pitch, size, n, Way.TO_DEVICE, stream)
+
+
+def queue_read_2d(buffer: CudaBuffer, tensor: Tensor, out: Bytes, pieces: Pieces, stream: int) -> None:
+    """Queue a strided read of a tensor of the buffer."""
+    start = buffer.address + tensor.offset + pieces.offset
+    _, size, n, pitch, data_pitch = pieces
+    buffer.device.driver.copy_2d(address_of(out), data_pitch, start, pitch, size, n, Way.TO_HOST, stream)
 
 
 def overlap(src: Tensor, dst: Tensor) -> bool:
