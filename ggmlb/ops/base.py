@@ -6,10 +6,11 @@ callers test first, and call a `fail_*` function, with the tensors to name, only
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from operator import index
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError, DTypeError, ShapeError, did_you_mean
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 E = TypeVar("E", bound=IntEnum)
+S = TypeVar("S", bound="OpBase")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 class OpBase:
@@ -96,6 +100,26 @@ class OpBase:
         )
         self.tensors.append(tensor)
         return tensor
+
+
+def checked(
+    check: Callable[Concatenate[str, P], R], make: Callable[[S, R], Tensor], name: str, doc: str
+) -> Callable[Concatenate[S, P], Tensor]:
+    """Make the method `name`: it takes the arguments of `check`, and makes a node of what that returns.
+
+    For methods that differ only in their node: `check` is given the method's name, for its errors.
+    """
+
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return make(self, check(name, *args, **kwargs))
+
+    signature = inspect.signature(check)
+    first, *others = signature.parameters.values()
+    this = first.replace(name="self", annotation=first.empty)
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[this, *others], return_annotation="Tensor"
+    )
+    return method(call, name, doc)
 
 
 def method(fn: F, name: str, doc: str) -> F:

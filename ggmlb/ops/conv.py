@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import fail_arg, fail_shape, full_ne, require_contiguous, require_type
-from ggmlb.ops.conv_direct import conv_size
+from ggmlb.ops.conv_direct import places
 from ggmlb.ops.copy import CopyOps
 from ggmlb.ops.matmul import MatmulOps
 from ggmlb.ops.views import ViewOps
@@ -41,37 +41,29 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     ) -> Tensor:
         """Return the patch of `b` under the kernel `a`, for each place of the kernel (ggml_im2col).
 
-        Args:
-            a: Kernel, ne `[KW, KH, IC, OC]` or `[K, IC, OC]`; only its shape is read.
-            b: Data, ne `[W, H, IC, N]` or `[L, IC, N]`.
-            s0: Strides, paddings and dilations along width (0) and height (1).
-            s1: See `s0`.
-            p0: See `s0`.
-            p1: See `s0`.
-            d0: See `s0`.
-            d1: See `s0`.
-            is_2D: Whether there are two spatial dimensions, else one.
-            dst_type: Type of the result.
+        With `is_2D`, the kernel has ne `[KW, KH, IC, OC]` and the data `[W, H, IC, N]`; without, there is one
+        spatial dimension: `[K, IC, OC]` and `[L, IC, N]`. Of the kernel, only the shape is read.
 
         Returns:
-            ne `[KW * KH * IC, OW, OH, N]` or `[K * IC, OL, N]`.
+            Of type `dst_type`, ne `[KW * KH * IC, OW, OH, N]` or `[K * IC, OL, N]`.
 
         Raises:
             ShapeError: The channels differ, or the kernel is larger than the padded data.
             ArgumentError: A stride or dilation is not positive, or a padding is negative.
         """
-        k, n = a.ne, b.ne
-        width = conv_size("im2col", a, b, 0, s0, p0, d0)
+        fn, k, n = "im2col", a.ne, b.ne
         if is_2D:
             if k[2] != n[2]:
-                fail_shape("im2col", f"a has {k[2]} channels, ne[2], and b {n[2]}; they must be equal", a, b)
-            height = conv_size("im2col", a, b, 1, s1, p1, d1)
+                fail_shape(fn, f"a has {k[2]} channels, ne[2], and b {n[2]}; they must be equal", a, b)
+            (width, height), params = places(fn, a, b, (s0, s1), (p0, p1), (d0, d1))
             ne = (k[0] * k[1] * k[2], width, height, n[3])
         else:
             if k[1] != n[1] or n[3] != 1:
-                fail_shape("im2col", "a and b must have equal ne[1], the channels, and b an ne[3] of 1", a, b)
+                fail_shape(fn, "a and b must have equal ne[1], the channels, and b an ne[3] of 1", a, b)
+            (width,), params = places(fn, a, b, (s0,), (p0,), (d0,))
+            params |= {"s1": s1, "p1": p1, "d1": d1}
             ne = (k[0] * k[1], width, n[2], 1)
-        params = {"s0": s0, "s1": s1, "p0": p0, "p1": p1, "d0": d0, "d1": d1, "is_2d": bool(is_2D)}
+        params["is_2d"] = bool(is_2D)
         return self._op(Op.IM2COL, DType.parse(dst_type), ne, (a, b), params)
 
     def im2col_back(
@@ -89,17 +81,8 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     ) -> Tensor:
         """Return the gradient of the data of `im2col`: f32, of extents `ne` (ggml_im2col_back).
 
-        Args:
-            a: The gradient of the result of `im2col`.
-            b: The kernel.
-            ne: Four extents of the data.
-            s0: Strides, paddings and dilations, as for `im2col`.
-            s1: See `s0`.
-            p0: See `s0`.
-            p1: See `s0`.
-            d0: See `s0`.
-            d1: See `s0`.
-            is_2D: Whether there are two spatial dimensions, else one.
+        `a` is the gradient of the result of `im2col`, `b` the kernel; `ne` are four extents of the data, and
+        the numbers those that `im2col` was given.
         """
         params = {"s0": s0, "s1": s1, "p0": p0, "p1": p1, "d0": d0, "d1": d1, "is_2d": bool(is_2D)}
         return self._op(Op.IM2COL_BACK, DType.F32, full_ne(ne, "im2col_back"), (a, b), params)
@@ -163,15 +146,7 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     ) -> Tensor:
         """Return the convolution of `b` with `a` through patches of a's type (ggml_conv_2d).
 
-        Args:
-            a: Kernel, ne `[KW, KH, IC, OC]`.
-            b: Data, ne `[W, H, IC, N]`.
-            s0: Strides, paddings and dilations along width (0) and height (1).
-            s1: See `s0`.
-            p0: See `s0`.
-            p1: See `s0`.
-            d0: See `s0`.
-            d1: See `s0`.
+        The kernel `a` has ne `[KW, KH, IC, OC]`, the data `b` `[W, H, IC, N]`.
 
         Returns:
             f32, ne `[OW, OH, OC, N]`.
@@ -205,15 +180,7 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     ) -> Tensor:
         """Return the convolution of each channel with its own kernel, through f16 patches (ggml_conv_2d_dw).
 
-        Args:
-            a: Kernels, ne `[KW, KH, 1, C]`.
-            b: Data, ne `[W, H, C, N]`.
-            s0: Strides, paddings and dilations along width (0) and height (1).
-            s1: See `s0`.
-            p0: See `s0`.
-            p1: See `s0`.
-            d0: See `s0`.
-            d1: See `s0`.
+        The kernels `a` have ne `[KW, KH, 1, C]`, the data `b` `[W, H, C, N]`.
 
         Returns:
             f32, ne `[OW, OH, C, N]`.
@@ -247,23 +214,11 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     ) -> Tensor:
         """Return the patch of `b` under the kernel `a`, for each place of the kernel (ggml_im2col_3d).
 
-        Args:
-            a: Kernel, ne `[KW, KH, KD, IC * OC]`; only its shape is read.
-            b: Data, ne `[W, H, D, IC * N]`.
-            IC: Channels of the data.
-            s0: Strides, paddings and dilations along width (0), height (1) and depth (2).
-            s1: See `s0`.
-            s2: See `s0`.
-            p0: See `s0`.
-            p1: See `s0`.
-            p2: See `s0`.
-            d0: See `s0`.
-            d1: See `s0`.
-            d2: See `s0`.
-            dst_type: Type of the result.
+        The kernel `a` has ne `[KW, KH, KD, IC * OC]`, and only its shape is read; the data `b` has ne
+        `[W, H, D, IC * N]`, of `IC` channels.
 
         Returns:
-            ne `[KW * KH * KD * IC, OW, OH, OD * N]`.
+            Of type `dst_type`, ne `[KW * KH * KD * IC, OW, OH, OD * N]`.
 
         Raises:
             ShapeError: `IC` does not divide ne[3], or the kernel is larger than the padded data.
@@ -272,14 +227,9 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
         fn = "im2col_3d"
         if IC < 1 or a.ne[3] % IC or b.ne[3] % IC:
             fail_shape(fn, f"IC = {IC} must divide ne[3] of a and of b", a, b)
-        w = conv_size(fn, a, b, 0, s0, p0, d0)
-        h = conv_size(fn, a, b, 1, s1, p1, d1)
-        d = conv_size(fn, a, b, 2, s2, p2, d2)
+        (w, h, d), params = places(fn, a, b, (s0, s1, s2), (p0, p1, p2), (d0, d1, d2))
+        params["ic"] = IC
         ne = (a.ne[0] * a.ne[1] * a.ne[2] * IC, w, h, d * (b.ne[3] // IC))
-        params = {
-            "s0": s0, "s1": s1, "s2": s2, "p0": p0, "p1": p1, "p2": p2, "d0": d0, "d1": d1, "d2": d2,
-            "ic": IC,
-        }  # fmt: skip
         return self._op(Op.IM2COL_3D, DType.parse(dst_type), ne, (a, b), params)
 
     def conv_3d(

@@ -14,6 +14,8 @@ from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_shape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ggmlb.tensor import Tensor
 
 
@@ -39,14 +41,8 @@ class ConvDirectOps(OpBase):
         fn = "conv_2d_direct"
         if a.ne[2] != b.ne[2]:
             fail_shape(fn, f"a has {a.ne[2]} channels, ne[2], and b {b.ne[2]}; they must be equal", a, b)
-        ne = (
-            conv_size(fn, a, b, 0, s0, p0, d0),
-            conv_size(fn, a, b, 1, s1, p1, d1),
-            a.ne[3],
-            b.ne[3],
-        )
-        params = {"s0": s0, "s1": s1, "p0": p0, "p1": p1, "d0": d0, "d1": d1}
-        return self._op(Op.CONV_2D, b.dtype, ne, (a, b), params)
+        (w, h), params = places(fn, a, b, (s0, s1), (p0, p1), (d0, d1))
+        return self._op(Op.CONV_2D, b.dtype, (w, h, a.ne[3], b.ne[3]), (a, b), params)
 
     def conv_2d_dw_direct(
         self,
@@ -69,14 +65,12 @@ class ConvDirectOps(OpBase):
         fn = "conv_2d_dw_direct"
         if a.ne[2] != 1 or a.ne[3] != b.ne[2]:
             fail_shape(fn, f"a must have ne[2] = 1 and ne[3] = {b.ne[2]}, the channels of b", a, b)
-        w = conv_size(fn, a, b, 0, stride0, pad0, dilation0)
-        h = conv_size(fn, a, b, 1, stride1, pad1, dilation1)
+        (w, h), params = places(fn, a, b, (stride0, stride1), (pad0, pad1), (dilation0, dilation1))
         channels, batch = b.ne[2:]
         nb = None
         if b.is_contiguous_channels():
             size = b.dtype.type_size
             nb = (channels * size, w * channels * size, size, h * w * channels * size)
-        params = {"s0": stride0, "s1": stride1, "p0": pad0, "p1": pad1, "d0": dilation0, "d1": dilation1}
         return self._op(Op.CONV_2D_DW, b.dtype, (w, h, channels, batch), (a, b), params, nb=nb)
 
     def conv_3d_direct(
@@ -96,23 +90,10 @@ class ConvDirectOps(OpBase):
         n: int,
         oc: int,
     ) -> Tensor:
-        """Return `conv_3d` as one op, in f32 (ggml_conv_3d_direct).
+        """Return `conv_3d` as one op: f32, ne `[OW, OH, OD, oc * n]` (ggml_conv_3d_direct).
 
-        Args:
-            a: Kernel, ne `[KW, KH, KD, c * oc]`.
-            b: Data, ne `[W, H, D, c * n]`.
-            s0: Strides, paddings and dilations along width (0), height (1) and depth (2).
-            s1: See `s0`.
-            s2: See `s0`.
-            p0: See `s0`.
-            p1: See `s0`.
-            p2: See `s0`.
-            d0: See `s0`.
-            d1: See `s0`.
-            d2: See `s0`.
-            c: Channels of the data.
-            n: Batch.
-            oc: Channels of the result.
+        The kernel `a` has ne `[KW, KH, KD, c * oc]`, for `c` channels of the data and `oc` of the result; the
+        data `b` has ne `[W, H, D, c * n]`, for a batch of `n`.
 
         Raises:
             ShapeError: ne[3] of `a` or `b` differs, or the kernel is larger than the padded data.
@@ -120,17 +101,9 @@ class ConvDirectOps(OpBase):
         fn = "conv_3d_direct"
         if a.ne[3] != c * oc or b.ne[3] != c * n:
             fail_shape(fn, f"a must have ne[3] = c * oc = {c * oc}, and b ne[3] = c * n = {c * n}", a, b)
-        ne = (
-            conv_size(fn, a, b, 0, s0, p0, d0),
-            conv_size(fn, a, b, 1, s1, p1, d1),
-            conv_size(fn, a, b, 2, s2, p2, d2),
-            oc * n,
-        )
-        params = {
-            "s0": s0, "s1": s1, "s2": s2, "p0": p0, "p1": p1, "p2": p2, "d0": d0, "d1": d1, "d2": d2,
-            "c": c, "n": n, "oc": oc,
-        }  # fmt: skip
-        return self._op(Op.CONV_3D, DType.F32, ne, (a, b), params)
+        (w, h, d), params = places(fn, a, b, (s0, s1, s2), (p0, p1, p2), (d0, d1, d2))
+        params |= {"c": c, "n": n, "oc": oc}
+        return self._op(Op.CONV_3D, DType.F32, (w, h, d, oc * n), (a, b), params)
 
     def conv_transpose_1d(self, a: Tensor, b: Tensor, s0: int = 1, p0: int = 0, d0: int = 1) -> Tensor:
         """Return the transposed convolution: f32, ne `[(L - 1) * s0 + K, OC, N]` (ggml_conv_transpose_1d).
@@ -185,18 +158,26 @@ class ConvDirectOps(OpBase):
         return self._op(Op.CONV_TRANSPOSE_2D, DType.F32, ne, (a, b), {"stride": stride})
 
 
-def conv_size(fn: str, a: Tensor, b: Tensor, dim: int, s: int, p: int, d: int) -> int:
-    """Return how many places the kernel `a` has along a dimension of `b`.
+def places(
+    fn: str, a: Tensor, b: Tensor, strides: Sequence[int], paddings: Sequence[int], dilations: Sequence[int]
+) -> tuple[list[int], dict[str, int]]:
+    """Return how many places the kernel `a` has along each dimension of `b`, and the numbers as params.
 
     Raises:
         ShapeError: There is none.
-        ArgumentError: The stride or dilation is not positive, or the padding is negative.
+        ArgumentError: A stride or dilation is not positive, or a padding is negative.
     """
-    if s < 1 or d < 1 or p < 0:
-        fail_arg(
-            fn, f"s{dim} = {s} and d{dim} = {d} must be positive, and the padding p{dim} = {p} not negative"
-        )
-    places = (b.ne[dim] + 2 * p - d * (a.ne[dim] - 1) - 1) // s + 1
-    if places < 1:
-        fail_shape(fn, f"the kernel a is larger than the padded data b along dimension {dim}", a, b)
-    return places
+    sizes: list[int] = []
+    params: dict[str, int] = {}
+    for dim, (s, p, d) in enumerate(zip(strides, paddings, dilations, strict=True)):
+        if s < 1 or d < 1 or p < 0:
+            fail_arg(
+                fn,
+                f"s{dim} = {s} and d{dim} = {d} must be positive, and the padding p{dim} = {p} not negative",
+            )
+        size = (b.ne[dim] + 2 * p - d * (a.ne[dim] - 1) - 1) // s + 1
+        if size < 1:
+            fail_shape(fn, f"the kernel a is larger than the padded data b along dimension {dim}", a, b)
+        sizes.append(size)
+        params |= {f"s{dim}": s, f"p{dim}": p, f"d{dim}": d}
+    return sizes, params

@@ -20,39 +20,27 @@ class NormOps(OpBase):
 
     def norm(self, a: Tensor, eps: float) -> Tensor:
         """Return `(a - mean) / sqrt(variance + eps)` per row (ggml_norm)."""
-        if not eps >= 0:
-            _fail_eps("norm", eps)
-        return self._op(Op.NORM, a.dtype, a.ne, (a,), {"eps": eps})
+        return self._like(False, Op.NORM, a, (a,), _eps("norm", eps))
 
     def norm_inplace(self, a: Tensor, eps: float) -> Tensor:
         """Return `norm`, written into the memory of `a` (ggml_norm_inplace)."""
-        if not eps >= 0:
-            _fail_eps("norm_inplace", eps)
-        return self._op_into(Op.NORM, a, (a,), {"eps": eps})
+        return self._like(True, Op.NORM, a, (a,), _eps("norm_inplace", eps))
 
     def rms_norm(self, a: Tensor, eps: float) -> Tensor:
         """Return `a / sqrt(mean(a * a) + eps)` per row (ggml_rms_norm)."""
-        if not eps >= 0:
-            _fail_eps("rms_norm", eps)
-        return self._op(Op.RMS_NORM, a.dtype, a.ne, (a,), {"eps": eps})
+        return self._like(False, Op.RMS_NORM, a, (a,), _eps("rms_norm", eps))
 
     def rms_norm_inplace(self, a: Tensor, eps: float) -> Tensor:
         """Return `rms_norm`, written into the memory of `a` (ggml_rms_norm_inplace)."""
-        if not eps >= 0:
-            _fail_eps("rms_norm_inplace", eps)
-        return self._op_into(Op.RMS_NORM, a, (a,), {"eps": eps})
+        return self._like(True, Op.RMS_NORM, a, (a,), _eps("rms_norm_inplace", eps))
 
     def l2_norm(self, a: Tensor, eps: float) -> Tensor:
         """Return `a / max(sqrt(sum(a * a)), eps)` per row (ggml_l2_norm)."""
-        if not eps >= 0:
-            _fail_eps("l2_norm", eps)
-        return self._op(Op.L2_NORM, a.dtype, a.ne, (a,), {"eps": eps})
+        return self._like(False, Op.L2_NORM, a, (a,), _eps("l2_norm", eps))
 
     def l2_norm_inplace(self, a: Tensor, eps: float) -> Tensor:
         """Return `l2_norm`, written into the memory of `a` (ggml_l2_norm_inplace)."""
-        if not eps >= 0:
-            _fail_eps("l2_norm_inplace", eps)
-        return self._op_into(Op.L2_NORM, a, (a,), {"eps": eps})
+        return self._like(True, Op.L2_NORM, a, (a,), _eps("l2_norm_inplace", eps))
 
     def rms_norm_back(self, a: Tensor, b: Tensor, eps: float) -> Tensor:
         """Return the gradient of `rms_norm` at `b`, for the gradient `a` of its result (ggml_rms_norm_back).
@@ -61,9 +49,7 @@ class NormOps(OpBase):
             ShapeError: The shapes differ.
         """
         require_same_shape("rms_norm_back", a, b)
-        if not eps >= 0:
-            _fail_eps("rms_norm_back", eps)
-        return self._op(Op.RMS_NORM_BACK, a.dtype, a.ne, (a, b), {"eps": eps})
+        return self._op(Op.RMS_NORM_BACK, a.dtype, a.ne, (a, b), _eps("rms_norm_back", eps))
 
     def group_norm(self, a: Tensor, n_groups: int, eps: float) -> Tensor:
         """Return `norm` over groups of `ceil(ne[2] / n_groups)` channels, dimension 2 (ggml_group_norm).
@@ -81,10 +67,10 @@ class NormOps(OpBase):
 def _groups(fn: str, n_groups: int, eps: float) -> dict[str, float]:
     if n_groups < 1:
         fail_arg(fn, f"n_groups is {n_groups}; it must be at least 1")
+    return {"n_groups": n_groups, **_eps(fn, eps)}
+
+
+def _eps(fn: str, eps: float) -> dict[str, float]:
     if not eps >= 0:
-        _fail_eps(fn, eps)
-    return {"n_groups": n_groups, "eps": eps}
-
-
-def _fail_eps(fn: str, eps: float) -> None:
-    fail_arg(fn, f"eps is {eps}; it must not be negative")
+        fail_arg(fn, f"eps is {eps}; it must not be negative")
+    return {"eps": eps}

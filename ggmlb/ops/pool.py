@@ -66,16 +66,7 @@ class PoolOps(OpBase):
     ) -> Tensor:
         """Return the gradient of the operand `af` of `pool_2d`, for that of its result (ggml_pool_2d_back).
 
-        Args:
-            a: The gradient of the result of `pool_2d(af, ...)`.
-            af: The operand.
-            op: As for `pool_2d`, as are the numbers that follow.
-            k0: See `op`.
-            k1: See `op`.
-            s0: See `op`.
-            s1: See `op`.
-            p0: See `op`.
-            p1: See `op`.
+        `a` is the gradient of the result of `pool_2d(af, ...)`, with the same numbers.
 
         Raises:
             ShapeError: `a` does not have the shape of the result.

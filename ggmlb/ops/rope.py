@@ -8,41 +8,48 @@ ROPE and ROPE_BACK have `src = (a, positions, freq_factors or None)` and the par
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Concatenate
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
-from ggmlb.ops.base import OpBase, as_enum, fail_arg, fail_dtype, fail_shape, method
+from ggmlb.ops.base import OpBase, P, as_enum, checked, fail_arg, fail_dtype, fail_shape
 from ggmlb.tensor import Tensor, placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-P = ParamSpec("P")
 
 NO_SECTIONS = (0, 0, 0, 0)
 
-
-Rotation = tuple[tuple[Tensor, Tensor, "Tensor | None"], dict[str, object]]
+Rotation = tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, object]]
 """Checked operands and params of a rope node."""
 
 
 def _node(
     check: Callable[Concatenate[str, P], Rotation], fn: str, op: Op, doc: str
 ) -> Callable[Concatenate[RopeOps, P], Tensor]:
-    """Make the method `fn`, which takes the arguments of `check` and makes a node of what that returns."""
+    """Make the method `fn`, which takes the arguments of `check`."""
     inplace = fn.endswith("_inplace")
 
-    def make(self: RopeOps, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        src, params = check(fn, *args, **kwargs)
+    def make(self: RopeOps, rotation: Rotation) -> Tensor:
+        src, params = rotation
         return self._like(inplace, op, src[0], src, params)
 
+    return checked(check, make, fn, doc)
+
+
+def _without_factors(
+    check: Callable[Concatenate[str, Tensor, Tensor, Tensor | None, P], Rotation],
+) -> Callable[Concatenate[str, Tensor, Tensor, P], Rotation]:
+    """Take the argument `c` out of a check."""
+
+    def without(fn: str, a: Tensor, b: Tensor, *args: P.args, **kwargs: P.kwargs) -> Rotation:
+        return check(fn, a, b, None, *args, **kwargs)
+
     signature = inspect.signature(check)
-    first, *others = signature.parameters.values()
-    make.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[first.replace(name="self"), *others], return_annotation="Tensor"
-    )
-    return method(make, fn, doc)
+    others = [p for p in signature.parameters.values() if p.name != "c"]
+    without.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    return without  # type: ignore[return-value] # its operands have names, for those who call with them
 
 
 def _multi(
@@ -121,25 +128,7 @@ def _ext(
     )  # fmt: skip
 
 
-def _custom(
-    fn: str,
-    a: Tensor,
-    b: Tensor,
-    n_dims: int,
-    mode: RopeType | int = RopeType.NORMAL,
-    n_ctx_orig: int = 0,
-    freq_base: float = 10000.0,
-    freq_scale: float = 1.0,
-    ext_factor: float = 0.0,
-    attn_factor: float = 1.0,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-) -> Rotation:
-    """Check the arguments of ggml_rope_custom."""
-    return _multi(
-        fn, a, b, None, n_dims, NO_SECTIONS, mode, n_ctx_orig,
-        freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow,
-    )  # fmt: skip
+_custom = _without_factors(_ext)
 
 
 def _plain(fn: str, a: Tensor, b: Tensor, n_dims: int, mode: RopeType | int = RopeType.NORMAL) -> Rotation:
@@ -170,7 +159,10 @@ class RopeOps(OpBase):
     )
     rope_custom = _node(_custom, "rope_custom", Op.ROPE, "Return `rope_ext` without frequency factors")
     rope_custom_inplace = _node(
-        _custom, "rope_custom_inplace", Op.ROPE, "Return `rope_custom`, written into the memory of `a`"
+        _custom,
+        "rope_custom_inplace",
+        Op.ROPE,
+        "Return `rope_custom`, written into the memory of `a`",
     )
     rope_multi = _node(
         _multi, "rope_multi", Op.ROPE, "Return `a`, each section of pairs rotated by its own positions"

@@ -10,6 +10,7 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import (
     OpBase,
+    checked,
     fail_arg,
     fail_contiguous,
     fail_dtype,
@@ -19,9 +20,54 @@ from ggmlb.ops.base import (
 )
 from ggmlb.tensor import Ne, Tensor, can_repeat
 
+Padding = tuple[Tensor, Ne, Ne]
+"""What to pad, and how wide before and after each dimension."""
+
+
+def _padding(fn: str, a: Tensor, left: Ne, right: Ne) -> Padding:
+    if min(left) < 0 or min(right) < 0:
+        fail_arg(fn, f"the widths are {list(left)} before and {list(right)} after; none may be negative")
+    return a, left, right
+
+
+def _after(fn: str, a: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Padding:
+    """Check the arguments of ggml_pad."""
+    return _padding(fn, a, (0, 0, 0, 0), (p0, p1, p2, p3))
+
+
+def _around(
+    fn: str,
+    a: Tensor,
+    lp0: int,
+    rp0: int,
+    lp1: int = 0,
+    rp1: int = 0,
+    lp2: int = 0,
+    rp2: int = 0,
+    lp3: int = 0,
+    rp3: int = 0,
+) -> Padding:
+    """Check the arguments of ggml_pad_ext."""
+    return _padding(fn, a, (lp0, lp1, lp2, lp3), (rp0, rp1, rp2, rp3))
+
+
+def _pad(self: ShapeOps, padding: Padding, circular: bool = False) -> Tensor:
+    a, left, right = padding
+    n0, n1, n2, n3 = (n + p + q for n, p, q in zip(a.ne, left, right, strict=True))
+    params = {"left": left, "right": right, "circular": circular}
+    return self._op(Op.PAD, a.dtype, (n0, n1, n2, n3), (a,), params)
+
+
+def _pad_circular(self: ShapeOps, padding: Padding) -> Tensor:
+    return _pad(self, padding, circular=True)
+
 
 class ShapeOps(OpBase):
-    """repeat, repeat_4d, repeat_back, concat, pad and its variants, roll."""
+    """repeat, repeat_4d, repeat_back, concat, pad and its variants, roll.
+
+    Raises:
+        ArgumentError: A width of padding is negative.
+    """
 
     def repeat(self, a: Tensor, b: Tensor) -> Tensor:
         """Return `a`, tiled to the shape of `b` (ggml_repeat).
@@ -72,62 +118,19 @@ class ShapeOps(OpBase):
         ne[dim] += a.ne[dim]
         return self._op(Op.CONCAT, a.dtype, (ne[0], ne[1], ne[2], ne[3]), (a, b), {"dim": dim})
 
-    def pad(self, a: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Tensor:
-        """Return `a` with zeros after the end of each dimension; raises as `pad_ext` (ggml_pad)."""
-        return self._pad("pad", a, (0, 0, 0, 0), (p0, p1, p2, p3), False)
-
-    def pad_circular(self, a: Tensor, p0: int, p1: int = 0, p2: int = 0, p3: int = 0) -> Tensor:
-        """Return `a`, each dimension continued from its start; raises as `pad_ext` (ggml_pad_circular)."""
-        return self._pad("pad_circular", a, (0, 0, 0, 0), (p0, p1, p2, p3), True)
-
-    def pad_ext(
-        self,
-        a: Tensor,
-        lp0: int,
-        rp0: int,
-        lp1: int = 0,
-        rp1: int = 0,
-        lp2: int = 0,
-        rp2: int = 0,
-        lp3: int = 0,
-        rp3: int = 0,
-    ) -> Tensor:
-        """Return `a` with zeros before (`lp`) and after (`rp`) each dimension (ggml_pad_ext).
-
-        Raises:
-            ArgumentError: A width is negative.
-        """
-        return self._pad("pad_ext", a, (lp0, lp1, lp2, lp3), (rp0, rp1, rp2, rp3), False)
-
-    def pad_ext_circular(
-        self,
-        a: Tensor,
-        lp0: int,
-        rp0: int,
-        lp1: int = 0,
-        rp1: int = 0,
-        lp2: int = 0,
-        rp2: int = 0,
-        lp3: int = 0,
-        rp3: int = 0,
-    ) -> Tensor:
-        """Return `a`, each dimension continued from its other end; raises as `pad_ext`.
-
-        Source: ggml_pad_ext_circular.
-        """
-        return self._pad("pad_ext_circular", a, (lp0, lp1, lp2, lp3), (rp0, rp1, rp2, rp3), True)
-
-    def _pad(self, fn: str, a: Tensor, left: Ne, right: Ne, circular: bool) -> Tensor:
-        if min(left) < 0 or min(right) < 0:
-            fail_arg(fn, f"the widths are {list(left)} before and {list(right)} after; none may be negative")
-        n = a.ne
-        ne = (
-            n[0] + left[0] + right[0],
-            n[1] + left[1] + right[1],
-            n[2] + left[2] + right[2],
-            n[3] + left[3] + right[3],
-        )
-        return self._op(Op.PAD, a.dtype, ne, (a,), {"left": left, "right": right, "circular": circular})
+    pad = checked(_after, _pad, "pad", "Return `a` with zeros after the end of each dimension")
+    pad_circular = checked(
+        _after, _pad_circular, "pad_circular", "Return `a`, each dimension continued from its start"
+    )
+    pad_ext = checked(
+        _around, _pad, "pad_ext", "Return `a` with zeros before (`lp`) and after (`rp`) each dimension"
+    )
+    pad_ext_circular = checked(
+        _around,
+        _pad_circular,
+        "pad_ext_circular",
+        "Return `a`, each dimension continued from its other end",
+    )
 
     def pad_reflect_1d(self, a: Tensor, p0: int, p1: int) -> Tensor:
         """Return `a` with each row mirrored at its ends, which are not repeated (ggml_pad_reflect_1d).
