@@ -5,6 +5,8 @@
                            │                            its transfers and events are those of a `Queue`
                            └── Event                    a point in a stream's work
 
+A buffer of host memory is a `HostBuffer`; several buffers as one are a `MultiBuffer`.
+
 The public methods check their arguments and word the errors, once for all backends. A backend writes
 the underscored hooks below them: the abstract ones always, the others where it has something better
 than the default.
@@ -15,6 +17,7 @@ from ggmlb.interface.buffer import Buffer
 from ggmlb.interface.buffer_type import BufferType
 from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, DeviceProps
 from ggmlb.interface.event import Event
+from ggmlb.interface.host import HostBuffer, HostBufferType
 from ggmlb.interface.multi_buffer import MultiBuffer, PartedBuffer
 from ggmlb.interface.plan import GraphPlan
 from ggmlb.interface.queue import Queue
@@ -33,6 +36,8 @@ __all__ = [
     "DeviceProps",
     "Event",
     "GraphPlan",
+    "HostBuffer",
+    "HostBufferType",
     "MultiBuffer",
     "PartedBuffer",
     "Queue",

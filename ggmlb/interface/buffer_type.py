@@ -18,22 +18,18 @@ if TYPE_CHECKING:
 
 
 class BufferType(ABC):
-    """A kind of memory that a device can use (ggml_backend_buffer_type)."""
+    """A kind of memory that a device can use (ggml_backend_buffer_type).
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Unique name, as `CPU`, `CUDA0`, `CUDA_Host` (ggml_backend_buft_name)."""
+    Attributes:
+        device: The device that the memory belongs to (ggml_backend_buft_get_device).
+        name: Unique name, as `CPU`, `CUDA0`, `CUDA_Host` (ggml_backend_buft_name).
+        alignment: Tensors start at multiples of this [bytes] (ggml_backend_buft_get_alignment).
+    """
 
-    @property
-    @abstractmethod
-    def device(self) -> Device:
-        """The device that the memory belongs to (ggml_backend_buft_get_device)."""
-
-    @property
-    @abstractmethod
-    def alignment(self) -> int:
-        """Tensors start at multiples of this [bytes] (ggml_backend_buft_get_alignment)."""
+    def __init__(self, device: Device, name: str, alignment: int) -> None:
+        self.device = device
+        self.name = name
+        self.alignment = alignment
 
     @property
     def max_size(self) -> int:

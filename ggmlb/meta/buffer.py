@@ -29,24 +29,12 @@ class MetaBufferType(BufferType):
         parts: The memory of each device.
     """
 
+    device: MetaDevice
+
     def __init__(self, device: MetaDevice, parts: Sequence[BufferType]) -> None:
-        self._device = device
+        name = f"Meta({','.join(p.name for p in parts)})"
+        super().__init__(device, name, max(p.alignment for p in parts))
         self.parts = tuple(parts)
-
-    @property
-    def name(self) -> str:
-        """`Meta(OpenCL0,OpenCL1)`."""
-        return f"Meta({','.join(p.name for p in self.parts)})"
-
-    @property
-    def device(self) -> MetaDevice:
-        """The meta device."""
-        return self._device
-
-    @property
-    def alignment(self) -> int:
-        """The strictest of the devices'."""
-        return max(p.alignment for p in self.parts)
 
     @property
     def max_size(self) -> int:
@@ -75,7 +63,7 @@ class MetaBufferType(BufferType):
         Source: ggml_backend_meta_alloc_ctx_tensors_from_buft.
         """
         n = len(self.parts)
-        states = [checked(self._device.get_split_state(t), t, n) for t in tensors]
+        states = [checked(self.device.get_split_state(t), t, n) for t in tensors]
         slices = [
             [
                 _named(Tensor(t.dtype, slice_of(t.dtype, t.ne, s, j).ne), t)
@@ -92,7 +80,7 @@ class MetaBufferType(BufferType):
         whole = MetaBuffer(self, buffers, max(b.size for b in buffers))
         for i, (tensor, state) in enumerate(zip(tensors, states, strict=True)):
             whole.static[tensor] = tuple(own[i] for own in slices)
-            self._device.given[tensor] = state
+            self.device.given[tensor] = state
             tensor.buffer, tensor.offset = whole, 0
         placement_clock.tick()
         return whole

@@ -16,11 +16,11 @@ import numpy as np
 
 from ggmlb.backends.array.plan import ArrayPlan
 from ggmlb.backends.array.workspace import Workspace
-from ggmlb.backends.cpu.buffer import CpuBuffer, aligned_empty
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.enums import DeviceType, Status
 from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device, Event, GraphPlan
+from ggmlb.interface.host import HostBuffer, aligned_empty
 from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import POISON
 
@@ -135,26 +135,13 @@ class FakeDevice(Device):
 class FakeBufferType(BufferType):
     """Memory that only its own device can use."""
 
+    device: FakeDevice
+
     def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-
-    @property
-    def name(self) -> str:
-        """The device's name."""
-        return self._device.name
-
-    @property
-    def device(self) -> FakeDevice:
-        """The device."""
-        return self._device
-
-    @property
-    def alignment(self) -> int:
-        """As a GPU's."""
-        return 256
+        super().__init__(device, device.name, 256)  # as a GPU's
 
     def _alloc_buffer(self, nbytes: int) -> FakeBuffer:
-        device = self._device
+        device = self.device
         if device.used + nbytes > device.capacity:
             raise self.out_of_memory(nbytes)
         device.used += nbytes
@@ -162,7 +149,7 @@ class FakeBufferType(BufferType):
         return FakeBuffer(self, nbytes)
 
 
-class FakeBuffer(CpuBuffer):
+class FakeBuffer(HostBuffer):
     """NumPy memory, poisoned when allocated and when freed."""
 
     def __init__(self, buft: FakeBufferType, size: int) -> None:

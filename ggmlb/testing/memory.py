@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ggmlb.backends.cpu.buffer import CpuBuffer
 from ggmlb.enums import DeviceType
 from ggmlb.errors import BackendError
 from ggmlb.interface import BackendReg, Buffer, BufferType, Device
+from ggmlb.interface.host import HostBuffer, HostBufferType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ POISON = 0xFF
 """Fills fresh memory: NaN in every float type, -1 in every integer type."""
 
 
-class TestMemory(BufferType):
+class TestMemory(HostBufferType):
     """Host memory of a test's choice, poisoned when allocated.
 
     Args:
@@ -42,8 +42,7 @@ class TestMemory(BufferType):
     def __init__(
         self, name: str = "Test", *, alignment: int = 32, max_size: int = sys.maxsize, capacity: int = 1 << 30
     ) -> None:
-        self._name = name
-        self._alignment = alignment
+        super().__init__(_MemoryDevice(self), name, alignment)
         self._max_size = max_size
         self.capacity = capacity
         self.used = 0
@@ -52,29 +51,9 @@ class TestMemory(BufferType):
         self.fail_at = -1
 
     @property
-    def name(self) -> str:
-        """As given."""
-        return self._name
-
-    @property
-    def device(self) -> Device:
-        """A device that computes nothing."""
-        return _MemoryDevice(self)
-
-    @property
-    def alignment(self) -> int:
-        """As given."""
-        return self._alignment
-
-    @property
     def max_size(self) -> int:
         """As given."""
         return self._max_size
-
-    @property
-    def is_host(self) -> bool:
-        """Always."""
-        return True
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         call = self.n_calls
@@ -88,7 +67,7 @@ class TestMemory(BufferType):
         return TestBuffer(self, nbytes)
 
 
-class TestBuffer(CpuBuffer):
+class TestBuffer(HostBuffer):
     """NumPy memory, poisoned."""
 
     __test__ = False

@@ -13,12 +13,12 @@ import numpy as np
 
 from ggmlb.backends.array.plan import ArrayPlan
 from ggmlb.backends.cpu.backend import CpuBackend
-from ggmlb.backends.cpu.buffer import CpuBuffer, CpuBufferType, aligned_empty
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import NO_OPS, Op, Status
 from ggmlb.errors import BackendError
-from ggmlb.interface import Caps
+from ggmlb.interface import Caps, HostBuffer, HostBufferType
+from ggmlb.interface.host import ALIGNMENT, aligned_empty
 from ggmlb.tensor import contiguous_nb
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeDevice, FakeEvent, FakeReg
 
@@ -264,14 +264,17 @@ class RefusesAbs(WrongDevice):
         return "not of mine" if op.op is Op.UNARY else super().declines(op)
 
 
-class BadBuffer(CpuBuffer):
+class BadBuffer(HostBuffer):
     """Memory of the CPU, to be broken."""
 
 
-class BadBufferType(CpuBufferType):
+class BadBufferType(HostBufferType):
     """Allocates `kind`."""
 
-    kind: type[CpuBuffer] = BadBuffer
+    kind: type[HostBuffer] = BadBuffer
+
+    def __init__(self, device):
+        super().__init__(device, "CPU", ALIGNMENT)
 
     def _alloc_buffer(self, nbytes):
         return self.kind(self, aligned_empty(nbytes))
@@ -335,7 +338,7 @@ class MisalignedType(BadBufferType):
     """Its memory begins anywhere."""
 
     def _alloc_buffer(self, nbytes):
-        return CpuBuffer(self, aligned_empty(nbytes + 8)[8:])
+        return HostBuffer(self, aligned_empty(nbytes + 8)[8:])
 
 
 class NoNothing(BadBufferType):

@@ -8,7 +8,7 @@ import pytest
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.array.rules import FLOAT, Rules, RuleTable, operands, sources
 from ggmlb.backends.array.workspace import Workspace
-from ggmlb.backends.cpu import backend_reg, cpu_buffer_from_ptr
+from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.casts import CpuCasts
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
@@ -18,6 +18,7 @@ from ggmlb.enums import Op, Status
 from ggmlb.errors import BackendError, UnsupportedOpError
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_alloc
+from ggmlb.registry import cpu_buffer_from_ptr
 
 
 @pytest.fixture

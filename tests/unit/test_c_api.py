@@ -26,7 +26,9 @@ def examples() -> Iterator[dict[str, object]]:
     with ggmlb.init_by_name("CPU") as backend, ggmlb.alloc_ctx_tensors(ctx, backend) as buffer:
         meta = ggmlb.meta_device([backend.device], lambda t: ggmlb.SplitState(ggmlb.SplitAxis.MIRRORED))
         with meta.init_backend() as together:
-            yield {"Tensor": tensor, "Backend": backend, "Buffer": buffer, "MetaBackend": together}
+            found = (tensor, backend, buffer, buffer.buft, together)
+            kinds = ("Tensor", "Backend", "Buffer", "BufferType", "MetaBackend")
+            yield dict(zip(kinds, found, strict=True))
 
 
 def test_every_function_has_a_row() -> None:

@@ -5,8 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from ggmlb.backends.cpu import backend_reg, cpu_buffer_from_ptr, cpu_buffer_type
-from ggmlb.backends.cpu.buffer import ALIGNMENT, aligned_empty
+from ggmlb.backends.cpu import backend_reg
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.errors import (
@@ -19,6 +18,8 @@ from ggmlb.errors import (
 )
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_alloc, tensor_copy
+from ggmlb.interface.host import ALIGNMENT, aligned_empty
+from ggmlb.registry import cpu_buffer_from_ptr, cpu_buffer_type
 
 DEVICE = backend_reg().devices[0]
 

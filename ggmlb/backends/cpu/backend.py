@@ -9,11 +9,11 @@ import numpy as np
 from ggmlb.backends.array.plan import ArrayPlan
 from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.cpu.blas import one_blas_thread
-from ggmlb.backends.cpu.buffer import aligned_empty
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.errors import ArgumentError
 from ggmlb.interface import Backend, GraphPlan
+from ggmlb.interface.host import aligned_empty
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.cpu.backend import CpuBackend
-from ggmlb.backends.cpu.buffer import CpuBuffer, CpuBufferType
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.lowering import TABLE
 from ggmlb.enums import DeviceType
@@ -20,6 +19,7 @@ from ggmlb.errors import ArgumentError
 from ggmlb.exchange import spanned
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
+from ggmlb.interface.host import ALIGNMENT, HostBuffer, HostBufferType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class CpuDevice(Device):
 
     def __init__(self, reg: CpuReg) -> None:
         self._reg = reg
-        self._buffer_type = CpuBufferType(self)
+        self._buffer_type = HostBufferType(self, "CPU", ALIGNMENT)
         self._float_buffer_type = FloatBufferType(self)
         self._description = _description()
 
@@ -91,13 +91,13 @@ class CpuDevice(Device):
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
         """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`."""
-        return CpuBuffer(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+        return HostBuffer(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
         """Use the memory of a NumPy array, strided or not."""
         if not isinstance(array, np.ndarray):
             return None
-        return CpuBuffer(self._buffer_type, spanned(array)), 0
+        return HostBuffer(self._buffer_type, spanned(array)), 0
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""

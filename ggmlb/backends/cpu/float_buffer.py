@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ggmlb import dtypes
-from ggmlb.backends.cpu.buffer import ALIGNMENT, aligned_empty
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import BackendError, BoundsError, DTypeError, ShapeError
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.host import ALIGNMENT, allocate
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
@@ -37,23 +37,8 @@ class FloatBufferType(BufferType):
     """
 
     def __init__(self, device: CpuDevice) -> None:
-        self._device = device
+        super().__init__(device, "CPU_F32", ALIGNMENT)
         self._used = False
-
-    @property
-    def name(self) -> str:
-        """`CPU_F32`."""
-        return "CPU_F32"
-
-    @property
-    def device(self) -> CpuDevice:
-        """The CPU."""
-        return self._device
-
-    @property
-    def alignment(self) -> int:
-        """64 bytes."""
-        return ALIGNMENT
 
     def alloc_size(self, tensor: Tensor) -> int:
         """Four bytes an element."""
@@ -73,18 +58,15 @@ class FloatBufferType(BufferType):
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         self._used = True
-        try:
-            return FloatBuffer(self, nbytes)
-        except (MemoryError, ValueError) as error:
-            raise self.out_of_memory(nbytes, str(error)) from None
+        return FloatBuffer(self, allocate(self, nbytes))
 
 
 class FloatBuffer(Buffer):
     """Weights as float32 in host memory."""
 
-    def __init__(self, buft: FloatBufferType, size: int) -> None:
-        super().__init__(buft, size)
-        self._base = aligned_empty(size)
+    def __init__(self, buft: FloatBufferType, memory: Bytes) -> None:
+        super().__init__(buft, memory.size)
+        self._base = memory
 
     @property
     def base(self) -> Any:

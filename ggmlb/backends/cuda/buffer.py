@@ -24,28 +24,15 @@ ALIGNMENT = 256
 class CudaBufferType(BufferType):
     """The memory of a CUDA device."""
 
+    device: CudaDevice
+
     def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-
-    @property
-    def name(self) -> str:
-        """The device's name."""
-        return self._device.name
-
-    @property
-    def device(self) -> CudaDevice:
-        """The device."""
-        return self._device
-
-    @property
-    def alignment(self) -> int:
-        """`ALIGNMENT`."""
-        return ALIGNMENT
+        super().__init__(device, device.name, ALIGNMENT)
 
     def _alloc_buffer(self, nbytes: int) -> CudaBuffer:
         if not nbytes:
             return CudaBuffer(self, 0, 0)
-        device = self._device
+        device = self.device
         device.check_process(f"allocate {nbytes:,} bytes on {self.name}")
         with cuda_errors(device.driver, f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
             return CudaBuffer(self, device.memory_pool.allocate(nbytes), nbytes)

@@ -5,69 +5,38 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ggmlb import env
 from ggmlb.backends.cuda.buffer import ALIGNMENT
-from ggmlb.errors import ArgumentError
-from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.host import HostBuffer, HostBufferType, allocate
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
 
 
-class CudaHostBufferType(BufferType):
+class CudaHostBufferType(HostBufferType):
     """Page-locked host memory, which all CUDA devices reach; the CPU computes in it."""
 
+    device: CudaDevice
+
     def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-
-    @property
-    def name(self) -> str:
-        """`CUDA_Host`."""
-        return "CUDA_Host"
-
-    @property
-    def device(self) -> CudaDevice:
-        """The first CUDA device."""
-        return self._device
-
-    @property
-    def alignment(self) -> int:
-        """The device's, so that tensors lie the same in both memories."""
-        return ALIGNMENT
-
-    @property
-    def is_host(self) -> bool:
-        """Yes: NumPy reads and writes it."""
-        return True
+        # Aligned as the device's memory is, so that tensors lie the same in both.
+        super().__init__(device, "CUDA_Host", ALIGNMENT)
 
     def _alloc_buffer(self, nbytes: int) -> CudaHostBuffer:
-        driver = self._device.driver
+        driver = self.device.driver
         if nbytes and env.cuda_pinned():
-            self._device.check_process(f"allocate {nbytes:,} bytes of {self.name} memory")
+            self.device.check_process(f"allocate {nbytes:,} bytes of {self.name} memory")
             try:
-                with self._device.on():
+                with self.device.on():
                     return CudaHostBuffer(self, driver.pinned(nbytes), is_pinned=True)
             except driver.errors:
                 pass  # systems limit what a process may lock; other memory works too
-        try:
-            return CudaHostBuffer(self, _pageable(nbytes), is_pinned=False)
-        except MemoryError as error:
-            raise self.out_of_memory(nbytes, str(error)) from None
+        return CudaHostBuffer(self, allocate(self, nbytes), is_pinned=False)
 
 
-def _pageable(nbytes: int) -> Bytes:
-    """Return memory of the system's, aligned as pinned memory is."""
-    whole = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -whole.ctypes.data % ALIGNMENT
-    return whole[start : start + nbytes]
-
-
-class CudaHostBuffer(Buffer):
-    """Host memory. It stays while any NumPy view of it, or a transfer, uses it, also after `free`.
+class CudaHostBuffer(HostBuffer):
+    """Host memory. It stays while a transfer uses it, also after `free`.
 
     Attributes:
         is_pinned: Whether it is page-locked. If not (the system refused), transfers go through a staging
@@ -75,37 +44,8 @@ class CudaHostBuffer(Buffer):
     """
 
     def __init__(self, buft: CudaHostBufferType, array: Bytes, *, is_pinned: bool) -> None:
-        super().__init__(buft, array.size)
-        self._array = array
+        super().__init__(buft, array)
         self.is_pinned = is_pinned
-
-    @property
-    def base(self) -> Bytes:
-        """The memory, as a flat uint8 array."""
-        return self._array
-
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        start = tensor.offset + offset
-        self._writable("set_tensor")[start : start + data.size] = data
-
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        start = tensor.offset + offset
-        out[...] = self._array[start : start + out.size]
-
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        start = tensor.offset + offset
-        self._writable("memset_tensor")[start : start + size] = value
-
-    def _clear(self, value: int) -> None:
-        self._writable("clear")[...] = value
-
-    def _writable(self, call: str) -> Bytes:
-        if not self._array.flags.writeable:
-            raise ArgumentError(f"{call}: this {self.name} buffer is read-only host memory")
-        return self._array
-
-    def _free(self) -> None:
-        self._array = np.empty(0, np.uint8)
 
 
 class Registrations:

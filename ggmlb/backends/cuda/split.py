@@ -71,26 +71,13 @@ def _split_buffer_type(
 class SplitBufferType(BufferType):
     """The memory of several cards. Tensors in it are matrices, and the weights of `mul_mat`, nothing else."""
 
+    device: CudaDevice
+
     def __init__(self, devices: Sequence[CudaDevice], main: int, shares: Sequence[float]) -> None:
+        super().__init__(devices[main], f"{devices[main].name}_Split", ALIGNMENT)
         self.devices = tuple(devices)
-        self._main = devices[main]
         total = sum(shares)
         self._bounds = [0.0, *(x / total for x in accumulate(shares))]
-
-    @property
-    def name(self) -> str:
-        """The main device's name and `_Split`."""
-        return f"{self._main.name}_Split"
-
-    @property
-    def device(self) -> CudaDevice:
-        """The main device."""
-        return self._main
-
-    @property
-    def alignment(self) -> int:
-        """As that of the cards' memory."""
-        return ALIGNMENT
 
     def _alloc_buffer(self, nbytes: int) -> SplitBuffer:
         return SplitBuffer(self, nbytes)  # the cards' memory is taken when a tensor is placed

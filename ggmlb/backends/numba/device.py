@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import binding
 
-from ggmlb.backends.cpu import cpu_buffer_type
+from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.llvm.library import library
 from ggmlb.backends.numba.lowering import declines
@@ -29,7 +29,7 @@ class NumbaDevice(Device):
 
     def __init__(self, reg: BackendReg) -> None:
         self._reg = reg
-        self._cpu = cpu_buffer_type().device
+        self._cpu = backend_reg().devices[0]
 
     @property
     def name(self) -> str:

@@ -107,7 +107,7 @@ class OpenClBackend(Backend):
         if not self._owns(buffer) or buffer.packing(tensor):
             super()._set_tensor_async(tensor, data, offset)
             return
-        buffer.check_writable(tensor, "set_tensor_async")
+        buffer.check_writable(tensor)
         with cl_errors(f"set_tensor_async on {tensor.describe()}"):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, buffer.memory, data, dst_offset=start, is_blocking=False)
@@ -135,7 +135,7 @@ class OpenClBackend(Backend):
             return False
         if not can_copy(source, src, target, dst):
             return False
-        target.check_writable(dst, "cpy_tensor_async")
+        target.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             across = backend_src is not self
             before = [backend_src._mark()] if across else None
@@ -162,7 +162,7 @@ class OpenClBackend(Backend):
         # One command of this queue: it must own one side, and share a context with the other.
         if self.device not in (source.device, target.device) or not can_copy(source, src, target, dst):
             return False
-        target.check_writable(dst, "copy_on_stream")
+        target.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             event = cl.enqueue_copy(
                 self.queue,

@@ -10,8 +10,8 @@ import pyopencl as cl
 import pyopencl.array
 
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
-from ggmlb.errors import ArgumentError
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.host import check_writable
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
@@ -25,31 +25,18 @@ ALIGNMENT = 128
 class OpenClBufferType(BufferType):
     """The memory of an OpenCL device."""
 
-    def __init__(self, device: OpenClDevice) -> None:
-        self._device = device
+    device: OpenClDevice
 
-    @property
-    def name(self) -> str:
-        """The device's name."""
-        return self._device.name
-
-    @property
-    def device(self) -> OpenClDevice:
-        """The device."""
-        return self._device
-
-    @property
-    def alignment(self) -> int:
-        """`ALIGNMENT`."""
-        return ALIGNMENT
+    def __init__(self, device: OpenClDevice, name: str | None = None) -> None:
+        super().__init__(device, name or device.name, ALIGNMENT)
 
     @property
     def max_size(self) -> int:
         """What the runtime gives in one piece [bytes]."""
-        return int(self._device.cl_device.max_mem_alloc_size)
+        return int(self.device.cl_device.max_mem_alloc_size)
 
     def _alloc_buffer(self, nbytes: int) -> OpenClBuffer:
-        device = self._device
+        device = self.device
         if nbytes > device.ledger.free:
             raise self.out_of_memory(nbytes)
         if not nbytes:
@@ -123,13 +110,13 @@ class OpenClBuffer(Buffer):
         """Return the commands that may still use the buffer."""
         return [event for event in list(self._uses.values()) if not is_done(event)]
 
-    def check_writable(self, tensor: Tensor, call: str) -> None:
-        """Raise an ArgumentError if the buffer is read-only host memory."""
-        if self._host is not None and not self._host.flags.writeable:
-            raise ArgumentError(f"{call} on {tensor.describe()}: it lies in host memory that is read-only")
+    def check_writable(self, tensor: Tensor | None) -> None:
+        """Raise a BackendError if the buffer is read-only host memory."""
+        if self._host is not None:
+            check_writable(self._host, self, tensor)
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        self.check_writable(tensor, "set_tensor")
+        self.check_writable(tensor)
         with cl_errors(f"set_tensor on {tensor.describe()}"):
             cl.enqueue_copy(
                 self.device.transfers,
@@ -152,10 +139,11 @@ class OpenClBuffer(Buffer):
             )
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        self.check_writable(tensor, "memset_tensor")
+        self.check_writable(tensor)
         self._fill(value, tensor.offset + offset, size)
 
     def _clear(self, value: int) -> None:
+        self.check_writable(None)
         self._fill(value, 0, self.size)
 
     def _fill(self, value: int, offset: int, nbytes: int) -> None:
@@ -173,7 +161,7 @@ class OpenClBuffer(Buffer):
         source = src.buffer
         if not isinstance(source, OpenClBuffer) or not can_copy(source, src, self, dst):
             return False
-        self.check_writable(dst, "copy")
+        self.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             cl.enqueue_copy(
                 self.device.transfers,

@@ -34,13 +34,8 @@ class OpenClPackedBufferType(OpenClBufferType):
     """Device memory for contiguous weights, which are read by products and as rows."""
 
     def __init__(self, device: OpenClDevice) -> None:
-        super().__init__(device)
+        super().__init__(device, f"{device.name}_Packed")
         self._used = False
-
-    @property
-    def name(self) -> str:
-        """The device's name and `_Packed`."""
-        return f"{self.device.name}_Packed"
 
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""

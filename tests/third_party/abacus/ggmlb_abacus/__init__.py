@@ -66,13 +66,10 @@ class AbacusBuffer(Buffer):
 class AbacusBufferType(BufferType):
     """Host memory, in the hands of this backend."""
 
-    name = "Abacus"
-    alignment = ALIGNMENT
     is_host = True
-    device = None  # set by the device that owns it
 
     def __init__(self, device: AbacusDevice) -> None:
-        self.device = device
+        super().__init__(device, "Abacus", ALIGNMENT)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         try:

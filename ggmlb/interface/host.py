@@ -1,0 +1,114 @@
+"""Host memory as buffers: NumPy arrays of bytes, allocated here or given by the caller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ggmlb.errors import BackendError
+from ggmlb.interface.buffer import Buffer
+from ggmlb.interface.buffer_type import BufferType
+
+if TYPE_CHECKING:
+    from ggmlb.interface.data import Bytes
+    from ggmlb.tensor import Tensor
+
+ALIGNMENT: Final = 64
+"""Bytes: a cache line, and the widest vector register."""
+
+
+def aligned_empty(nbytes: int, alignment: int = ALIGNMENT) -> Bytes:
+    """Return `nbytes` of fresh memory that begins at a multiple of `alignment` [bytes].
+
+    Raises:
+        MemoryError: There is no room.
+        ValueError: That is more than an array's indices can count.
+    """
+    memory = np.empty(nbytes + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return memory[start : start + nbytes]
+
+
+def allocate(buft: BufferType, nbytes: int) -> Bytes:
+    """Return fresh memory of the system's for a buffer, aligned as its tensors are.
+
+    Raises:
+        AllocationError: The system lacks room.
+    """
+    try:
+        return aligned_empty(nbytes, buft.alignment)
+    except (MemoryError, ValueError) as error:
+        raise buft.out_of_memory(nbytes, str(error)) from None
+
+
+def check_writable(memory: Bytes, buffer: Buffer, tensor: Tensor | None) -> None:
+    """Refuse to write into a tensor, or clear the buffer, where a caller's read-only memory lies.
+
+    Raises:
+        BackendError: The memory is read-only.
+    """
+    if memory.flags.writeable:
+        return
+    what = "clear" if tensor is None else f"write to {tensor.describe()}"
+    raise BackendError(
+        f"cannot {what}: the {buffer.name} buffer of {buffer.size:,} bytes lies over read-only host memory; "
+        "copy the data into a buffer of your own first"
+    )
+
+
+class HostBufferType(BufferType):
+    """A kind of memory that NumPy reads and writes."""
+
+    @property
+    def is_host(self) -> bool:
+        """Always."""
+        return True
+
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        return HostBuffer(self, allocate(self, nbytes))
+
+
+class HostBuffer(Buffer):
+    """Bytes in host memory; read-only if the array that it was made of is.
+
+    The memory stays while any NumPy view of it lives, also after `free`.
+    """
+
+    def __init__(self, buft: BufferType, memory: Bytes) -> None:
+        super().__init__(buft, memory.size)
+        self._base = memory
+
+    @property
+    def base(self) -> Any:
+        """The memory as a flat uint8 array."""
+        return self._base
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        self._writable(tensor)[start : start + data.size] = data
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        out[:] = self._base[start : start + out.size]
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        start = tensor.offset + offset
+        self._writable(tensor)[start : start + size] = value
+
+    def _clear(self, value: int) -> None:
+        self._writable()[:] = value
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        if src.buffer is None or not src.buffer.is_host:
+            return False
+        source = src.buffer.base[src.offset : src.offset + src.nbytes]
+        self._writable(dst)[dst.offset : dst.offset + dst.nbytes] = source
+        return True
+
+    def _free(self) -> None:
+        self._base = np.empty(0, np.uint8)
+
+    def _writable(self, tensor: Tensor | None = None) -> Bytes:
+        check_writable(self._base, self, tensor)
+        return self._base
