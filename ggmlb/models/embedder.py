@@ -53,7 +53,8 @@ class BertEmbedder:
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.
         weight_type: Type in which matrices are stored, as `"f16"` or `"q8_0"`; that of the file by default.
         override_tensors: Other memory for some weights, by regular expression: `{"ffn": "CPU"}` keeps those
-            with `ffn` in their name on the CPU, which is one of the devices.
+            with `ffn` in their name on the CPU, which is one of the devices. Or any `BufferType`: one that
+            spreads rows over devices, say.
 
     Attributes:
         config: The model's sizes.
@@ -73,7 +74,7 @@ class BertEmbedder:
         devices: Sequence[str] | None = None,
         layers_on: Mapping[str, Layers] | None = None,
         weight_type: DType | str | None = None,
-        override_tensors: Mapping[str, str] | None = None,
+        override_tensors: Mapping[str, str | BufferType] | None = None,
     ) -> None:
         folder = ModelFolder(model_dir)
         self.config = BertConfig.from_folder(folder)
@@ -97,14 +98,18 @@ class BertEmbedder:
             self._resources = resources.pop_all()
 
     def _overrides(
-        self, names: Sequence[str], override_tensors: Mapping[str, str] | None
+        self, names: Sequence[str], override_tensors: Mapping[str, str | BufferType] | None
     ) -> dict[str, BufferType]:
         by_name = {n: b.default_buffer_type for n, b in zip(names, self._backends, strict=True)}
-        for pattern, name in (override_tensors or {}).items():
-            if name not in by_name:
+        memory: dict[str, BufferType] = {}
+        for pattern, where in (override_tensors or {}).items():
+            if isinstance(where, str) and where not in by_name:
                 known = ", ".join(names)
-                raise ArgumentError(f"override_tensors: {pattern!r} is for {name!r}; the devices are {known}")
-        return {pattern: by_name[name] for pattern, name in (override_tensors or {}).items()}
+                raise ArgumentError(
+                    f"override_tensors: {pattern!r} is for {where!r}; the devices are {known}"
+                )
+            memory[pattern] = by_name[where] if isinstance(where, str) else where
+        return memory
 
     @property
     def backends(self) -> tuple[Backend, ...]:

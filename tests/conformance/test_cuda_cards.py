@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from cuda_gate import hold_up
 
-from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb import Context, DType, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg, backend_reg
-from ggmlb.errors import AllocationError, ArgumentError, BackendError, UnsupportedOpError
+from ggmlb.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_copy, tensor_copy_async
 
 if TYPE_CHECKING:
@@ -88,65 +87,6 @@ def test_an_event_orders_two_cards(streams: list[CudaBackend]) -> None:
     assert dst.to_numpy()[0] == 3
 
 
-@pytest.mark.parametrize("dtype", [DType.F32, DType.Q4_0])
-@pytest.mark.parametrize("shares", [None, (0.0, 1.0), (3.0, 1.0), (1.0, 0.3, 0.2)], ids=str)
-def test_a_weight_split_by_rows(
-    reg: CudaReg, streams: list[CudaBackend], dtype: DType, shares: tuple[float, ...] | None
-) -> None:
-    if shares and len(shares) > len(reg.devices):
-        pytest.skip("needs three cards")
-    rng = np.random.default_rng(0)
-    split = reg.get_proc_address("split_buffer_type")
-    assert split is not None
-    buft = split(0, shares)
-    assert split(0, shares) is buft
-    weights = Context()
-    w = weights.new_tensor(dtype, (256, 200), "w")
-    with alloc_ctx_tensors(weights, buft):
-        data = rng.standard_normal((200, 256), np.float32)
-        w.set_array(data)
-        values = w.to_numpy()
-        assert np.allclose(values, data, atol=0.0 if dtype is DType.F32 else 0.5)
-        w.set(w.get(1000, 25_000), 1000)  # over the border between cards
-        assert np.array_equal(w.to_numpy(), values)
-        ctx = Context()
-        x = ctx.new_tensor(DType.F32, (256, 3, 2), "x")
-        y = ctx.relu(ctx.mul_mat(w, ctx.scale(x, 1.0)))
-        alloc_ctx_tensors(ctx, streams[0])
-        graph = Graph().build_forward_expand(y)
-        for i in range(4):
-            if isinstance(getattr(reg.devices[0].driver, "eager", None), set):
-                reg.devices[0].driver.eager = {1, 2} if i % 2 else set()  # type: ignore[attr-defined]
-            columns = rng.standard_normal((2, 3, 256), np.float32)
-            x.set(columns)
-            y.memset(0xFF)
-            streams[0].graph_compute(graph)
-            want = np.maximum(columns @ values.T, 0)
-            assert np.abs(y.to_numpy() - want).max() < 0.02 * want.max(), i
-        with pytest.raises(UnsupportedOpError, match="mul_mat only"):
-            streams[0].graph_compute(rows_of(w, streams[0]))
-
-
-def rows_of(w: Tensor, stream: CudaBackend) -> Graph:
-    ctx = Context()
-    y = ctx.get_rows(w, ctx.new_tensor(DType.I32, (3,)))
-    alloc_ctx_tensors(ctx, stream)
-    return Graph().build_forward_expand(y)
-
-
-def test_wrong_splits_are_refused(reg: CudaReg) -> None:
-    split = reg.get_proc_address("split_buffer_type")
-    assert split is not None
-    with pytest.raises(ArgumentError, match="no CUDA99"):
-        split(99, None)
-    with pytest.raises(ArgumentError, match="more than 0 for one"):
-        split(0, (0.0, 0.0))
-    ctx = Context()
-    ctx.new_tensor(DType.F32, (8, 8, 2))
-    with pytest.raises(ArgumentError, match="holds contiguous matrices"):
-        alloc_ctx_tensors(ctx, split(0, (1.0, 1.0)))
-
-
 def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:
     comm = reg.get_proc_address("comm_init")(streams)  # type: ignore[misc]
     if comm is None:
@@ -165,28 +105,6 @@ def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:
     assert not allreduce(comm, parts[::-1]), "tensors of other cards"
     free(comm)
     assert reg.get_proc_address("comm_init")([streams[0], streams[0]]) is None  # type: ignore[misc]
-
-
-def test_memory_that_runs_out_half_way_is_given_back() -> None:
-    from host_driver import HostDriver
-
-    driver = HostDriver(n_devices=2, capacity=1 << 20)
-    reg = CudaReg(driver)
-    split = reg.get_proc_address("split_buffer_type")
-    assert split is not None
-    taken = reg.devices[1].buffer_type.alloc_buffer(1 << 19)
-    ctx = Context()
-    ctx.new_tensor(DType.F32, (1024, 400))  # 800 kB on each card
-    with pytest.raises(AllocationError) as caught:
-        alloc_ctx_tensors(ctx, split(0, (1.0, 1.0)))
-    assert caught.value.total == 1 << 20
-    assert driver.counts["trim"] > 0
-    del caught
-    gc.collect()
-    assert reg.devices[0].memory[0] == 1 << 20
-    taken.free()
-    with alloc_ctx_tensors(ctx, split(0, (1.0, 1.0))):
-        pass
 
 
 def test_features(reg: CudaReg) -> None:

@@ -54,23 +54,25 @@ class QueuedBlas:
     def __init__(self, driver: HostDriver) -> None:
         self._driver = driver
         self._real = HostBlas()
-        self._stream = 0
+        self._streams: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         function = getattr(self._real, name)
 
         def call(*args: Any) -> int:
             if name == "cublasSetStream_v2":
-                self._stream = args[1]
+                self._streams[args[0].value] = args[1]
             if not name.startswith("cublasGemm"):
                 return int(function(*args))
 
+            handle = args[0].value
+
             def run() -> None:
-                self._real.has_workspace = True
+                self._real.with_workspace.add(handle)
                 status = function(*args)
                 assert status == 0, f"{name}: {status}"
 
-            self._driver.put(self._stream, Op("gemm", run))
+            self._driver.put(self._streams[handle], Op("gemm", run))
             return 0
 
         return call

@@ -34,6 +34,7 @@ LAYERS = (
     "graph",
     "fusion",
     "interface",
+    "row_split",
     "registry",
     "arrays",
     "alloc",
@@ -54,7 +55,7 @@ LAYERS = (
 )
 """Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""
 
-FOR_BACKENDS = frozenset(LAYERS[: LAYERS.index("interface") + 1]) | {"kernels"}
+FOR_BACKENDS = frozenset(LAYERS[: LAYERS.index("row_split") + 1]) | {"kernels"}
 """What a backend may import besides its own folder and `backends.array`."""
 
 ALLOWED = {

@@ -24,6 +24,7 @@ from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.errors import BackendError
 from ggmlb.fusion import gather
 from ggmlb.interface import Backend
+from ggmlb.row_split import Helpers
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -48,6 +49,7 @@ class CudaBackend(Backend):
         arena: Scratch that its plans share.
         clock: Times its work, while it is being timed.
         idle_graphs: Executable graphs that plans left behind.
+        helpers: Its streams on other cards.
     """
 
     device: CudaDevice
@@ -64,7 +66,7 @@ class CudaBackend(Backend):
         self._held: list[tuple[int, Bytes]] = []
         self._last_plan: CudaPlan | None = None
         self.clock: Clock | None = None
-        self._others: dict[CudaDevice, CudaBackend] = {}
+        self.helpers = Helpers()
 
     @property
     def guid(self) -> str:
@@ -85,13 +87,10 @@ class CudaBackend(Backend):
         """The handle's memory, which captured products use; `None` while there is no handle."""
         return self._blas and self._blas[1]
 
-    def on_card(self, device: CudaDevice) -> CudaBackend:
-        """Return the stream that does this one's share of work on a card; itself on its own."""
-        if device is self.device:
-            return self
-        if device not in self._others:
-            self._others[device] = CudaBackend(device)
-        return self._others[device]
+    @property
+    def streams(self) -> tuple[Backend, ...]:
+        """Itself, and those that compute its products with weights split over cards."""
+        return (self, *self.helpers.streams)
 
     # -- graphs --------------------------------------------------------------------------------
 
@@ -258,8 +257,7 @@ class CudaBackend(Backend):
 
     def _free(self) -> None:
         self._last_plan = None
-        for other in self._others.values():
-            other.free()
+        self.helpers.free()
         self.idle_graphs.close()
         blas, self._blas = self._blas, None
         if blas is not None:

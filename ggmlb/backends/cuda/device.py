@@ -13,7 +13,6 @@ from ggmlb.backends.cuda.driver import cuda_errors
 from ggmlb.backends.cuda.host import CudaHostBufferType, Registrations
 from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
-from ggmlb.backends.cuda.split import SplitBufferType
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.enums import DeviceType, Op
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable, readable_size
@@ -21,6 +20,7 @@ from ggmlb.exchange import spanned_bytes
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target
+from ggmlb.row_split import SplitBufferType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb import kernels
-from ggmlb.backends.cuda import array, split
+from ggmlb import kernels, row_split
+from ggmlb.backends.cuda import array
+from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.work import Part
 from ggmlb.enums import NO_OPS, Op
@@ -20,7 +21,7 @@ from ggmlb.kernels import Launch
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.work import Binder, Request
+    from ggmlb.backends.cuda.work import Binder, Outside, Request
     from ggmlb.graph import Graph
     from ggmlb.kernels import Target
     from ggmlb.tensor import Tensor
@@ -31,7 +32,7 @@ MAX_GROUPS = 65535
 
 def declines(node: Tensor, target: Target) -> str | None:
     """Return why nothing here computes a node; `None` if something does."""
-    why = split.declines(node)
+    why = row_split.declines(node)
     if why is not None:
         return why
     why = kernels.declines(node)
@@ -58,7 +59,7 @@ def takes(group: Group, device: CudaDevice) -> bool:
         return False
     lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
     products = [node for node in group.nodes if node.op is Op.MUL_MAT]
-    return not any(split.is_split(node) or lowering.fast(node) is not None for node in products)
+    return not any(row_split.is_split(node) or lowering.fast(node) is not None for node in products)
 
 
 def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
@@ -76,8 +77,8 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
         node = item
         if node.op in NO_OPS or node.is_empty:
             continue
-        if split.is_split(node):
-            requests: list[Request] = [split.step(node, backend, binder)]
+        if row_split.is_split(node):
+            requests: list[Request] = [_split_product(node, backend, binder)]
             lowering.wrote(node)
         elif kernels.declines(node) is None:
             requests = [r for r in lowering.lower(node) if not _is_nothing(r)]
@@ -87,6 +88,14 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
             lowering.wrote(node)
         parts.append(Part((node,), requests))
     return parts
+
+
+def _split_product(node: Tensor, backend: CudaBackend, binder: Binder) -> Outside:
+    product = row_split.RowSplitProduct(node, backend, backend.helpers)
+    for buffer in product.buffers:
+        assert isinstance(buffer, CudaBuffer)
+        binder.use(buffer)
+    return lambda stream: product.run()
 
 
 def _is_nothing(request: Request) -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb import env
 from ggmlb.backends.cuda.collectives import comm_allreduce_tensor, comm_free, comm_init
-from ggmlb.backends.cuda.split import split_buffer_type
 from ggmlb.interface.data import host_bytes
+from ggmlb.row_split import split_buffer_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -5,11 +5,12 @@ Importing it imports no OpenCL; that happens when its devices are first asked fo
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import BackendUnavailable
 from ggmlb.interface import BackendReg
+from ggmlb.row_split import split_buffer_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,11 @@ class OpenClReg(BackendReg):
         return self._devices
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
-        return {"set_abort_callback": _set_abort_callback, "dev_get_extra_bufts": _extra_bufts}
+        return {
+            "set_abort_callback": _set_abort_callback,
+            "dev_get_extra_bufts": _extra_bufts,
+            "split_buffer_type": partial(split_buffer_type, self),
+        }
 
 
 @cache

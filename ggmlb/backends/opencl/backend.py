@@ -16,6 +16,7 @@ from ggmlb.enums import Status
 from ggmlb.fusion import gather
 from ggmlb.interface import Backend
 from ggmlb.kernels import takes
+from ggmlb.row_split import Helpers, is_split
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -40,6 +41,7 @@ class OpenClBackend(Backend):
     Attributes:
         queue: PyOpenCL's queue.
         target: How kernels split their work here.
+        helpers: Its streams on other devices.
     """
 
     device: OpenClDevice
@@ -54,6 +56,12 @@ class OpenClBackend(Backend):
         self._held: list[cl.Event] = []
         self._last: cl.Event | None = None
         self._clock: Clock | None = None
+        self.helpers = Helpers()
+
+    @property
+    def streams(self) -> tuple[Backend, ...]:
+        """Itself, and those that compute its products with weights split over devices."""
+        return (self, *self.helpers.streams)
 
     @property
     def guid(self) -> str:
@@ -64,7 +72,7 @@ class OpenClBackend(Backend):
 
     def takes(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return takes(group, self.target)
+        return takes(group, self.target) and not any(map(is_split, group.nodes))
 
     def graph_optimize(self, graph: Graph) -> None:
         """Bring nodes together that one kernel computes."""
@@ -77,25 +85,33 @@ class OpenClBackend(Backend):
     def _compute(self, plan: GraphPlan) -> Status:
         plan = cast("OpenClPlan", plan)
         plan.check_buffers()
-        queue, enqueue, event = self.queue, cl.enqueue_nd_range_kernel, None
-        abort, clock, n = self.abort_callback, self._clock, 0
-        status = Status.SUCCESS
         with cl_errors(f"queue a graph on {self.name}"):
             try:
-                for kernel, global_size, local_size in plan.steps:
-                    if abort is not None and abort():
-                        status = Status.ABORTED
-                        break
-                    event = enqueue(queue, kernel, global_size, local_size)
-                    if clock is not None:
-                        clock.note(plan.name_of(n), event)
-                        n += 1
+                status, last = self._queue_steps(plan)
             except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
-                self._note(cl.enqueue_marker(queue), *plan.buffers)
+                self._note(cl.enqueue_marker(self.queue), *plan.buffers)
                 raise
-            if event is not None:
-                self._note(event, *plan.buffers)
+            if last is not None:
+                self._note(last, *plan.buffers)
         return status
+
+    def _queue_steps(self, plan: OpenClPlan) -> tuple[Status, cl.Event | None]:
+        """Queue the plan's steps; return how that ended, and the event of the last."""
+        queue, enqueue, event = self.queue, cl.enqueue_nd_range_kernel, None
+        abort, clock, n = self.abort_callback, self._clock, 0
+        for steps, product in plan.stages:
+            for kernel, global_size, local_size in steps:
+                if abort is not None and abort():
+                    return Status.ABORTED, event
+                event = enqueue(queue, kernel, global_size, local_size)
+                if clock is not None:
+                    clock.note(plan.name_of(n), event)
+                    n += 1
+            if product is not None:
+                if abort is not None and abort():
+                    return Status.ABORTED, event
+                product.run()
+        return Status.SUCCESS, event
 
     def _plan_free(self, plan: GraphPlan) -> None:
         cast("OpenClPlan", plan).release()
@@ -241,3 +257,6 @@ class OpenClBackend(Backend):
             self._last = None
         for event in ended:
             check_outcome(event, self.name)
+
+    def _free(self) -> None:
+        self.helpers.free()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pyopencl as cl
 import pyopencl.array
 
+from ggmlb import row_split
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.backends.opencl.event import OpenClEvent
@@ -158,11 +159,13 @@ class OpenClDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""
-        return self.packed_buffer_type.declines(op) or declines(op)
+        return self.packed_buffer_type.declines(op) or row_split.declines(op) or declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Its memory, with packed weights or without."""
-        return buft is self._buffer_type or buft is self.packed_buffer_type
+        """Its memory, with packed weights or without, and that of which it is the main device."""
+        if buft is self._buffer_type or buft is self.packed_buffer_type:
+            return True
+        return isinstance(buft, row_split.SplitBufferType) and buft.device is self
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:

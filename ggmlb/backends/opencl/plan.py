@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.errors import FreedError
 from ggmlb.fusion import Group, fuse
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.kernels import Launch, Mem, lower, lower_group, packed_args
+from ggmlb.row_split import RowSplitProduct, is_split
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     import pyopencl as cl
@@ -16,15 +18,22 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend
     from ggmlb.backends.opencl.buffer import OpenClBuffer
     from ggmlb.graph import Graph
-    from ggmlb.tensor import Tensor
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
+
+
+class Stage(NamedTuple):
+    """Steps, and the product over several devices that comes after them, if any."""
+
+    steps: list[Step]
+    product: RowSplitProduct | None
 
 
 class OpenClPlan(GraphPlan):
     """The steps of a graph, ready to be queued.
 
     Attributes:
+        stages: The steps, cut where other devices help.
         steps: Kernel, global size and local size of each launch.
         results: The node that each step computes, or helps to; the last of those that it fuses.
         buffers: The buffers that the steps use; OpenCL kernels do not keep them alive.
@@ -32,18 +41,23 @@ class OpenClPlan(GraphPlan):
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
+        self.stages: list[Stage] = []
         self.steps: list[Step] = []
         self.results: list[Tensor] = []
         self.buffers: list[OpenClBuffer] = []
         programs, target = backend.device.programs, backend.target
         launches: list[Launch] = []
+        products: list[tuple[int, RowSplitProduct]] = []
         for item in fuse(graph, backend.takes):
+            if isinstance(item, Tensor) and is_split(item) and not item.is_empty:
+                products.append((len(launches), RowSplitProduct(item, backend, backend.helpers)))
+                continue
             made = lower_group(item, target) if isinstance(item, Group) else lower(item, target)
             launches += made
             self.results += [item.result if isinstance(item, Group) else item] * len(made)
         loans = programs.borrow(launches, target.on_cpu)
         self._give_back = weakref.finalize(self, programs.give_back, loans)
-        buffers: dict[int, Any] = {}
+        buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
         for launch, (_, kernel) in zip(launches, loans, strict=True):
             _set_args(kernel, launch)
             x, y, z = launch.groups
@@ -52,6 +66,11 @@ class OpenClPlan(GraphPlan):
                 if isinstance(arg, Mem):
                     buffers[id(arg.buffer)] = arg.buffer
         self.buffers.extend(buffers.values())
+        start = 0
+        for end, product in products:
+            self.stages.append(Stage(self.steps[start:end], product))
+            start = end
+        self.stages.append(Stage(self.steps[start:], None))
 
     def name_of(self, step: int) -> str:
         """Return what a step does, for a timeline."""
@@ -65,6 +84,7 @@ class OpenClPlan(GraphPlan):
 
     def release(self) -> None:
         """Give the kernel objects back."""
+        self.stages = []
         self.steps = []
         self.results = []
         self.buffers = []

@@ -8,6 +8,7 @@ workspace was set for the stream.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -35,12 +36,18 @@ def matrix(address: int, kind: int, n_rows: int, n_columns: int, ld: int) -> np.
 
 
 class HostBlas:
-    """The library; an attribute for each function, which takes what ctypes would hand to the real one."""
+    """The library; an attribute for each function, which takes what ctypes would hand to the real one.
+
+    Attributes:
+        calls: The functions called.
+        with_workspace: The handles whose workspace was set after their stream.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.has_workspace = False
-        self.handles = 0
+        self.with_workspace: set[int] = set()
+        self._handles: set[int] = set()
+        self._next = itertools.count(0xB1A5)
         for name, types in cublas._SIGNATURES.items():
             self._prototype = ctypes.CFUNCTYPE(ctypes.c_int, *types)
             setattr(self, name, self._prototype(self._guarded(name, getattr(self, f"_{name}"))))
@@ -52,21 +59,28 @@ class HostBlas:
 
         return call
 
+    @property
+    def handles(self) -> int:
+        """How many are open."""
+        return len(self._handles)
+
     def _cublasCreate_v2(self, handle: int) -> int:
-        self.handles += 1
-        ctypes.c_void_p.from_address(handle).value = 0xB1A5
+        made = next(self._next)
+        self._handles.add(made)
+        ctypes.c_void_p.from_address(handle).value = made
         return 0
 
     def _cublasDestroy_v2(self, handle: int) -> int:
-        self.handles -= 1
+        self._handles.remove(handle)
         return 0
 
     def _cublasSetStream_v2(self, handle: int, stream: int) -> int:
-        self.has_workspace = False
+        self.with_workspace.discard(handle)
         return 0
 
     def _cublasSetWorkspace_v2(self, handle: int, workspace: int | None, nbytes: int) -> int:
-        self.has_workspace = (workspace or 0) % 256 == 0
+        if (workspace or 0) % 256 == 0:
+            self.with_workspace.add(handle)
         return 0
 
     def _cublasSetMathMode(self, handle: int, mode: int) -> int:
@@ -84,7 +98,7 @@ class HostBlas:
         compute: int,
     ) -> int:
         ta, tb, m, n, k = shape
-        if handle != 0xB1A5 or not self.has_workspace:
+        if handle not in self._handles & self.with_workspace:
             return NOT_INITIALISED
         (pa, ka, lda), (pb, kb, ldb), (pc, kc, ldc) = a, b, c
         rows_a, rows_b = (k if ta else m), (n if tb else k)
