@@ -27,26 +27,6 @@ SHOWN_NBYTES = 1 << 20
 """Largest tensor whose values a notebook shows: reading more from a device takes noticeable time."""
 
 
-class PlacementClock:
-    """Counts the changes to where tensors lie and to what bound plans depend on.
-
-    A graph plan binds addresses and parameters. It stays valid while this count stands still; when it
-    has moved, the plan compares its tensors with what it bound (see `ggmlb.interface.plan`).
-    """
-
-    __slots__ = ("now",)
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def tick(self) -> None:
-        """Note a change."""
-        self.now += 1
-
-
-placement_clock = PlacementClock()
-
-
 class Tensor(ArrayProtocols):
     """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
 

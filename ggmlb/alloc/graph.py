@@ -11,12 +11,13 @@ from ggmlb.alloc.topology import Topology
 from ggmlb.errors import ArgumentError, GraphError
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.lifetime import Freeable
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ggmlb.graph import Graph
+    from ggmlb.tensor import Tensor
 
 MAX_PLANS = 8
 """Plans that are kept: a program rarely alternates between more topologies."""

@@ -12,11 +12,12 @@ from ggmlb.errors import ArgumentError, BoundsError, readable_size
 from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
-from ggmlb.tensor import Ne, Tensor, placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from ggmlb.dtypes import DType
     from ggmlb.interface.buffer_type import BufferType
+    from ggmlb.tensor import Ne, Tensor
 
 
 class Buffer(Freeable):

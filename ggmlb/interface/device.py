@@ -170,7 +170,10 @@ class Device(ABC):
     def declines(self, op: Tensor) -> str | None:
         """Return why the device cannot compute the node, or `None` if it can.
 
-        The answer is of the node's op, types, shapes and strides; not of where its sources lie.
+        The answer is of the node's op, params, types, shapes and strides; and of its sources' buffer types
+        where they are placed in one that keeps tensors in a layout of its own, which few ops can read
+        (`Buffer.stored_layout`, `Buffer.packing`). Whether the device reaches a buffer is not asked here: see
+        `supports_buft`.
         """
 
     def supports_op(self, op: Tensor) -> bool:

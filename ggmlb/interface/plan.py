@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import FreedError
-from ggmlb.tensor import placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from ggmlb.graph import Graph

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ggmlb.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
-from ggmlb.tensor import Tensor, placement_clock, same_layout
+from ggmlb.placement import placement_clock
+from ggmlb.tensor import Tensor, same_layout
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend

@@ -12,7 +12,8 @@ from ggmlb.alloc import alloc_tensors
 from ggmlb.interface import Buffer, BufferType, PartedBuffer
 from ggmlb.meta.layout import slice_of
 from ggmlb.meta.state import checked
-from ggmlb.tensor import Tensor, contiguous_nb, placement_clock
+from ggmlb.placement import placement_clock
+from ggmlb.tensor import Tensor, contiguous_nb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

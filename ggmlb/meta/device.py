@@ -13,7 +13,7 @@ from ggmlb.meta.buffer import MetaBuffer, MetaBufferType
 from ggmlb.meta.layout import slices_of_view
 from ggmlb.meta.rules import outcome, whole
 from ggmlb.meta.state import MIRRORED, PARTIAL
-from ggmlb.tensor import placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.dtypes import DType
 from ggmlb.enums import Hint, Op, Prec
 from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}
 _MUST = "not transposed"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Concatenate
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
 from ggmlb.ops.base import OpBase, P, as_enum, checked, fail_arg, fail_dtype, fail_shape
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.placement import placement_clock
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

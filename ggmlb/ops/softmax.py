@@ -19,10 +19,12 @@ from ggmlb.ops.base import (
     fail_shape,
     require_same_shape,
 )
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
 

@@ -11,6 +11,7 @@ from ggmlb.alloc import GraphAllocator
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import ArgumentError, GraphError
 from ggmlb.lifetime import Freeable
+from ggmlb.placement import placement_clock
 from ggmlb.sanitizer import start_sanitizer
 from ggmlb.scheduler import draw
 from ggmlb.scheduler.assign import Assignment
@@ -18,7 +19,6 @@ from ggmlb.scheduler.execute import EvalCallback, Executor
 from ggmlb.scheduler.program import Program
 from ggmlb.scheduler.report import Placement, placements, render
 from ggmlb.scheduler.signature import Signature
-from ggmlb.tensor import Tensor, placement_clock
 from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ggmlb.graph import Graph
     from ggmlb.interface import Backend, BufferType, GraphPlan
     from ggmlb.scheduler.split import Split
+    from ggmlb.tensor import Tensor
 
 MAX_PROGRAMS = 8
 """Topologies that are kept: a program rarely alternates between more."""

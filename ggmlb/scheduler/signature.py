@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import FreedError
-from ggmlb.tensor import placement_clock
+from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,13 +14,14 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.errors import FreedError, GraphError
-from ggmlb.tensor import Tensor, placement_clock
+from ggmlb.placement import placement_clock
 from ggmlb.testing.memory import TestBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ggmlb.graph import Graph
+    from ggmlb.tensor import Tensor
 
 # -- plans that are kept ---------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import pytest
 
 from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, alloc_ctx_tensors, cpu_buffer_type
 from ggmlb.enums import Op
-from ggmlb.fusion import Group, fuse, gather, overlap
+from ggmlb.fusion import Group, fuse, gather
+from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
     from ggmlb.tensor import Tensor

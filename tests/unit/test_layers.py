@@ -28,6 +28,7 @@ LAYERS = (
     "quants",
     "dtypes",
     "exchange",
+    "placement",
     "tensor",
     "ops",
     "context",
@@ -144,6 +145,12 @@ def faults(texts: Sources) -> list[str]:
 
 def test_imports_go_one_way() -> None:
     assert faults(sources()) == []
+
+
+def test_the_documentation_lists_the_layers() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    listed = text[text.index("stands above it in this list:") : text.index("`tests/unit/test_layers.py`")]
+    assert re.findall(r"`(\w+)`", listed) == [name for name in LAYERS if name]
 
 
 def test_no_exception_is_stale() -> None:

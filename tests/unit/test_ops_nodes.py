@@ -14,7 +14,7 @@ from ggmlb.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, 
 from ggmlb.graph import Graph
 from ggmlb.ops import PARAMS
 from ggmlb.ops.custom import N_TASKS_MAX
-from ggmlb.tensor import placement_clock
+from ggmlb.placement import placement_clock
 
 NAMES = (Path(__file__).parent / "ggml_functions.txt").read_text().splitlines()[1:]
 ROPE = (0, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 from ggmlb.backends.cuda.buffer import (
     CudaBuffer,
     can_pitch,
-    overlap,
     queue_copy,
     queue_read_2d,
     queue_write_2d,
@@ -24,6 +23,7 @@ from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.errors import BackendError
 from ggmlb.fusion import gather
 from ggmlb.interface import Backend
+from ggmlb.placement import overlap
 from ggmlb.row_split import Helpers
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -183,15 +184,6 @@ def queue_read_2d(buffer: CudaBuffer, tensor: Tensor, out: Bytes, pieces: Pieces
     start = buffer.address + tensor.offset + pieces.offset
     _, size, n, pitch, data_pitch = pieces
     buffer.device.driver.copy_2d(address_of(out), data_pitch, start, pitch, size, n, Way.TO_HOST, stream)
-
-
-def overlap(src: Tensor, dst: Tensor) -> bool:
-    """Whether two tensors share memory."""
-    return (
-        src.buffer is dst.buffer
-        and src.offset < dst.offset + dst.nbytes
-        and dst.offset < src.offset + src.nbytes
-    )
 
 
 def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:

@@ -12,6 +12,7 @@ import pyopencl.array
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.host import check_writable
+from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
@@ -193,5 +194,4 @@ def can_copy(src_buffer: OpenClBuffer, src: Tensor, dst_buffer: OpenClBuffer, ds
     packing = src_buffer.packing(src)
     if packing != dst_buffer.packing(dst) or (packing and (src.view_src or dst.view_src)):
         return False
-    overlap = src.offset < dst.offset + dst.nbytes and dst.offset < src.offset + src.nbytes
-    return src_buffer is not dst_buffer or not overlap
+    return not overlap(src, dst)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
-from ggmlb.fusion import overlap
 from ggmlb.kernels.launch import Mem, launch
 from ggmlb.kernels.lowering.base import FLOATS, GroupRule, Rule, not_in_rows
+from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
     from ggmlb.enums import GluOp
