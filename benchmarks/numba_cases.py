@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,7 @@ from ops_cases import F16, F32, Case, Ggml, Ggmlb, K, M
 
 from ggmlb.dtypes import DType
 
-
-class Numba(Ggmlb):
-    device = "Numba"
-
-
-LIBRARIES = {"ggmlb": Numba, "ggml": Ggml}
+LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml}
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
@@ -54,13 +50,9 @@ def _product(name: str, n: int) -> Case:
     return Case("mul_mat", f"{name.lower()}, n = {n}", build, 1.3 if (n, name) in FASTER else 1.0, error)
 
 
-def _again(case: Case) -> Case:
-    return Case(case.op, case.what, case.build, 1.0, case.nmse)
-
-
 PARTS: dict[str, list[Case]] = {
     **{f"n{n}": [_product(name, n) for name in TYPES] for n in ROWS},
-    "ops": [_again(case) for case in ops_cases.CASES if case.op in OPS],
+    "ops": [replace(case, target=1.0) for case in ops_cases.CASES if case.op in OPS and case.device == "CPU"],
     "graphs": [
         *(
             Case(
@@ -74,6 +66,9 @@ PARTS: dict[str, list[Case]] = {
         ),
         Case("add", f"{N_NODES} nodes of 64 elements", _tiny, 0.67, 1e-9),
     ],
+}
+PARTS = {
+    name: [replace(case, device="Numba", storage="CPU") for case in part] for name, part in PARTS.items()
 }
 CASES = [case for part in PARTS.values() for case in part]
 

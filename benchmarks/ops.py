@@ -1,12 +1,13 @@
-"""Ops one by one: ggmlb on the CPU against ggml, in one run.
+"""Ops one by one: ggmlb on the processor against ggml, in one run.
 
 Each library computes in a process of its own, so that neither's idle threads disturb the other; they take
 turns, never run at the same time, and get the same data. Both run a graph of one op through their CPU
-backend. The times are those of the best call of all rounds, and the ratio is ggml's divided by ours: more
-than 1 is faster than ggml. The column `median` has the median of the rounds' ratios of best calls: the two
-differ where the machine was busy with other work, which slows either library, ggml's spinning threads most.
-The results of both are compared before anything is measured; the error (NMSE) is in the table, and a wrong
-result ends the run.
+backend; what has a target and is no product also runs on the Numba device, which computes in the CPU's
+memory and takes such nodes over where it is installed. The times are those of the best call of all rounds,
+and the ratio is ggml's divided by ours: more than 1 is faster than ggml. The column `median` has the median
+of the rounds' ratios of best calls: the two differ where the machine was busy with other work, which slows
+either library, ggml's spinning threads most. The results of both are compared before anything is measured;
+the error (NMSE) is in the table, and a wrong result ends the run.
 
     python benchmarks/ops.py [--rounds 5] [--threads 2] [--only mul_mat,add]
 """
@@ -40,9 +41,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default="", help="names of ops; nothing is saved")
     args = parser.parse_args()
-    table = Table(
-        "op", "what", "memory", "ggml [ms]", "ggmlb [ms]", "ratio", "median", "target", "NMSE", "note"
-    )
+    columns = "op,what,device,memory,ggml [ms],ggmlb [ms],ratio,median,target,NMSE,note"
+    table = Table(*columns.split(","))
     load = [os.getloadavg()[0]]
     with Players("ops_cases", args.threads) as players:
         for case in CASES:
@@ -54,7 +54,10 @@ def main() -> None:
             median = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
             figures = (milliseconds(theirs), milliseconds(ours), f"{ratio:.2f}", f"{median:.2f}")
             note = case.note if ratio < (case.target or 1) else ""
-            table.row(case.op, case.what, case.storage, *figures, verdict(case, ratio), f"{nmse:.0e}", note)
+            table.row(
+                *(case.op, case.what, case.device, case.storage),
+                *(*figures, verdict(case, ratio), f"{nmse:.0e}", note),
+            )
             if ratio < LEAST and not note:
                 print(f"{case.op} {case.what} is slower than {LEAST} times ggml, and has no note")
             load.append(os.getloadavg()[0])
@@ -66,7 +69,7 @@ is the extra buffer type that dequantises at upload; ggml has the blocks in eith
 shared: its load (of one minute, both libraries included) was {min(load):.1f} to {max(load):.1f}.
 
 {__doc__.partition("    python")[0]}"""
-    save("ops", about, table, packages=("numpy", "ggml-python"))
+    save("ops", about, table, packages=("numpy", "llvmlite", "ggml-python"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class Case:
         nmse: The greatest error in relation to ggml; 0 asks for equality.
         storage: Name of the buffer type that has the leafs here.
         note: Why the ratio is what it is, where it is low.
+        device: Name of the device that computes.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Case:
     nmse: float = 1e-6
     storage: str = "CPU"
     note: str = ""
+    device: str = "CPU"
 
 
 class Library:
@@ -70,14 +72,12 @@ class Library:
 
 
 class Ggmlb(Library):
-    device = "CPU"
-
     def __init__(self, case: Case, threads: int) -> None:
         import ggmlb
 
         super().__init__()
         self._leafs, self._nodes = ggmlb.Context(), ggmlb.Context()
-        self._backend = ggmlb.init_by_name(self.device)
+        self._backend = ggmlb.init_by_name(case.device)
         reg, device = self._backend.device.reg, self._backend.device
         set_n_threads = reg.get_proc_address("set_n_threads")
         if set_n_threads is not None:
@@ -328,5 +328,6 @@ CASES = [
     Case("ssm_scan", "state 16, 64 x 32, 512 tokens", _ssm_scan, note=PYTHON_STEPS),
     Case("rwkv_wkv6", "64 x 32, 512 tokens", _rwkv, note=PYTHON_STEPS),
 ]
+CASES += [replace(case, device="Numba", note="") for case in CASES if case.target and case.op != "mul_mat"]
 
 LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml}
