@@ -48,13 +48,13 @@ class ArrayProtocols:
         return self._placed("as_array").as_array(self)  # type: ignore[arg-type]
 
     def _values(self, call: str) -> Any:
-        """As `as_array`, for tensors whose elements are numbers."""
+        """As `as_array`, for another library, which may read at once; elements must be numbers."""
         if self.dtype.is_quantized:
             raise DTypeError(
                 f"{call} of {self.describe()}: its memory holds blocks, not numbers; "
                 "to_numpy() dequantises a copy, as_array() shows the bytes"
             )
-        return self.as_array()
+        return self._placed(call).exported(self, call)  # type: ignore[arg-type]
 
     def _host_values(self, call: str) -> Any:
         buffer = self._placed(call)

@@ -55,6 +55,11 @@ class Buffer(Freeable):
         return self.buft.is_host
 
     @property
+    def host_memory(self) -> Bytes | None:
+        """The memory as a flat uint8 array, where the host can reach it; `None` where it cannot."""
+        return self.base if self.is_host else None
+
+    @property
     def alignment(self) -> int:
         """Alignment of tensors [bytes] (ggml_backend_buffer_get_alignment)."""
         return self.buft.alignment
@@ -265,6 +270,14 @@ class Buffer(Freeable):
             shape, strides = (*shape[:-1], tensor.dtype.row_size(tensor.ne[0])), (*strides[:-1], 1)
             return self._as_array(tensor, np.dtype(np.uint8), shape, strides)
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
+
+    def exported(self, tensor: Tensor, call: str) -> Any:
+        """As `as_array`, for an array protocol of that name: who asks by one reads at once."""
+        if observers:
+            self.check_alive(call)
+            with Action(call, None, [reading(tensor)]):
+                return self.as_array(tensor)
+        return self.as_array(tensor)
 
     # -- checks --------------------------------------------------------------------------------
 

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import weakref
+    from collections.abc import Iterator
 
     from ggmlb.tensor import Tensor
+
+Clock = dict[int, int]
+"""For each stream, the count of its actions up to which its work is known to be done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +55,19 @@ class Ranges:
     def cells(self, start: int, stop: int) -> list[Cell]:
         """Return the cells that hold any of the bytes, first to last."""
         return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
+
+    def settled(self, start: int, stop: int, known: Clock) -> Iterator[tuple[int, int]]:
+        """Yield the runs of bytes, of those given, whose last write is known to be done."""
+        begin = None
+        for i in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
+            write = self._cells[i].write
+            if write is None or known.get(write.stream, 0) >= write.time:
+                begin = max(self._starts[i], start) if begin is None else begin
+            elif begin is not None:
+                yield begin, self._starts[i]
+                begin = None
+        if begin is not None:
+            yield begin, stop
 
     def read(self, start: int, stop: int, stamp: Stamp) -> None:
         """Note that the bytes were read."""

@@ -21,7 +21,6 @@ import itertools
 import sys
 import threading
 import weakref
-import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -29,15 +28,14 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from ggmlb.errors import SanitizerError
 from ggmlb.interface import observe
 from ggmlb.interface.observe import Access, Action, Observer
-from ggmlb.sanitizer.ranges import Ranges, Stamp
+from ggmlb.sanitizer.ranges import Clock, Ranges, Stamp
+from ggmlb.sanitizer.watches import Watches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from ggmlb.interface import Buffer, Event, Queue
-    from ggmlb.interface.data import Bytes
-
-Clock = dict[int, int]
+    from ggmlb.sanitizer.watches import Watch
 
 HOST: Final = 0
 
@@ -45,14 +43,13 @@ _PACKAGE: Final = str(Path(__file__).parents[1])
 
 
 class _Stream:
-    """A queue of work: its number, its clock, and the host memory that queued transfers use."""
+    """A queue of work: its number and its clock."""
 
     def __init__(self, number: int, name: str, waits: bool) -> None:
         self.number = number
         self.name = name
         self.waits = waits
         self.clock: Clock = {number: 0}
-        self.in_flight: list[tuple[Stamp, Bytes, int]] = []
 
 
 class Sanitizer(Observer):
@@ -73,6 +70,7 @@ class Sanitizer(Observer):
         self._streams: weakref.WeakKeyDictionary[Queue, _Stream] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(HOST + 1)
         self._events: weakref.WeakKeyDictionary[Event, Clock] = weakref.WeakKeyDictionary()
+        self._watches = Watches()
         self._memory: weakref.WeakKeyDictionary[Buffer, Ranges] = weakref.WeakKeyDictionary()
         self._fresh: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
@@ -108,7 +106,7 @@ class Sanitizer(Observer):
         """Remember what an action did, and which work it ordered.
 
         Raises:
-            SanitizerError: Host memory that a queued transfer used was changed before it was waited for.
+            SanitizerError: Host memory that queued work reads was changed before that was waited for.
         """
         if action.failed or not action.done:
             return
@@ -127,7 +125,7 @@ class Sanitizer(Observer):
                     _join(clock, self._events.get(event, {}))
             if action.name == "synchronize" or stream.waits:
                 _join(self._host.clock, clock)
-                self._check_in_flight()
+                self._check_watches()
             if action.name == "alloc_buffer" and action.buffer is not None:
                 self._fresh.add(action.buffer)
 
@@ -155,16 +153,24 @@ class Sanitizer(Observer):
 
     def _record(self, action: Action, stream: _Stream) -> None:
         number, where = stream.number, _caller()
-        for buffer, start, stop, is_write, tensor in action.accesses():
+        for access in action.accesses():
+            buffer, start, stop, is_write, tensor = access
             ranges = self._memory.get(buffer)
             if ranges is None:
                 ranges = self._memory[buffer] = Ranges()
             of = None if tensor is None else weakref.ref(tensor)
             stamp = Stamp(number, stream.clock[number], stream.name, action.name, of, where)
             (ranges.write if is_write else ranges.read)(start, stop, stamp)
+            if is_write:
+                self._watches.wrote(access)
+            elif not stream.waits:
+                changed = self._watches.read(access, stamp, ranges, self._host.clock)
+                if changed is not None:
+                    self._fail_changed(changed)
         if action.data is not None and action.name.startswith("set") and not stream.waits:
-            stamp = Stamp(number, stream.clock[number], stream.name, action.name, None, where)
-            stream.in_flight.append((stamp, action.data, zlib.crc32(action.data.data)))
+            of = next((weakref.ref(a.tensor) for a in action.transfers if a.tensor is not None), None)
+            stamp = Stamp(number, stream.clock[number], stream.name, action.name, of, where)
+            self._watches.data(action.data, stamp)
 
     # -- rules ---------------------------------------------------------------------------------
 
@@ -193,8 +199,7 @@ class Sanitizer(Observer):
                 self._fail_unwritten(access, stream, action)
 
     def _fail_race(self, access: Access, stream: _Stream, action: Action, last: Stamp, did: str) -> NoReturn:
-        tensor = None if last.tensor is None else last.tensor()
-        what = "a tensor that is gone" if tensor is None else tensor.describe()
+        what = _name_of(last)
         cure = f"synchronize {last.by} between them"
         if stream.number != HOST:
             cure += f", or record an event on {last.by} after the first and let {stream.name} wait for it"
@@ -222,18 +227,20 @@ class Sanitizer(Observer):
                 kind="unrecorded",
             )
 
-    def _check_in_flight(self) -> None:
-        """See that the host memory of transfers that are now done is as it was when they were queued."""
-        for stream in self._streams.values():
-            done = self._host.clock.get(stream.number, 0)
-            while stream.in_flight and stream.in_flight[0][0].time <= done:
-                stamp, data, before = stream.in_flight.pop(0)
-                if zlib.crc32(data.data) != before:
-                    raise SanitizerError(
-                        f"the data given to {stamp.by}'s {stamp.action} at {stamp.where} was changed before "
-                        f"the transfer was waited for; synchronize {stream.name} first, or give a copy",
-                        kind="changed",
-                    )
+    def _check_watches(self) -> None:
+        """See that the host memory that work read which is now done is as it was when that was queued."""
+        for watch in self._watches.done(self._host.clock):
+            if watch.is_changed:
+                self._fail_changed(watch)
+
+    def _fail_changed(self, watch: Watch) -> NoReturn:
+        stamp = watch.stamp
+        what = f"the data for {_name_of(stamp)}" if watch.is_data else _name_of(stamp)
+        raise SanitizerError(
+            f"{what} was changed through a NumPy array while {stamp.by}'s {stamp.action}, queued at "
+            f"{stamp.where}, might still read it; synchronize {stamp.by} first, or give it a copy",
+            kind="changed",
+        )
 
 
 @contextmanager
@@ -262,6 +269,11 @@ def _join(clock: Clock, other: Clock) -> None:
     for number, time in other.items():
         if clock.get(number, -1) < time:
             clock[number] = time
+
+
+def _name_of(stamp: Stamp) -> str:
+    tensor = None if stamp.tensor is None else stamp.tensor()
+    return "a tensor that is gone" if tensor is None else tensor.describe()
 
 
 def _told(action: Action, stream: _Stream, access: Access) -> str:

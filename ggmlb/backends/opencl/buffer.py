@@ -98,6 +98,11 @@ class OpenClBuffer(Buffer):
         return self._memory
 
     @property
+    def host_memory(self) -> Bytes | None:
+        """The array that it was made of."""
+        return self._host
+
+    @property
     def memory(self) -> cl.Buffer:
         """The OpenCL buffer, where there are bytes to move."""
         assert self._memory is not None
