@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from golden import CASES, POISON
 
 from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.array import tiling
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import Status
-from ggmlb.testing.programs import load_cases
-
-CASES = load_cases(Path(__file__).parents[1] / "golden" / "programs")
-POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.plan import CudaPlan
@@ -15,6 +16,8 @@ from ggmlb.errors import BackendError, BackendUnavailable, FreedError, Unsupport
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.tensor import Tensor
+
+device = device_fixture(*CUDA)
 
 N = 1000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from gpus import CUDA, device_fixture
 
 import ggmlb
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors
@@ -12,6 +13,8 @@ from ggmlb.enums import BufferUsage
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
+
+device = device_fixture(*CUDA)
 
 
 def test_a_network_split_between_card_and_cpu(stream: CudaBackend) -> None:

@@ -6,12 +6,15 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
+
+device = device_fixture(*CUDA)
 
 
 def test_nodes_and_copies_have_times(stream: CudaBackend, other: CudaBackend) -> None:

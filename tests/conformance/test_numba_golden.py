@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import pytest
-
-from ggmlb import alloc_ctx_tensors
-from ggmlb.testing.programs import Case, load_cases
+from golden import claimed, too_few, wrong
 
 pytest.importorskip("llvmlite")
 
 from ggmlb.backends.numba import backend_reg
 from ggmlb.backends.numba.llvm.host import levels_here
 
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend
-
-CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
 DEVICE = backend_reg().devices[0]
 LEVELS = [level.name for level in levels_here()]
 
@@ -29,29 +20,15 @@ CLAIMED = {
 """How many cases of each family the kernels compute, at least."""
 
 
-def claimed(family: str) -> list[Case]:
-    cases = [case for case in CASES if case.family == family]
-    return [case for case in cases if all(map(DEVICE.supports_op, case.build().graph.nodes))]
-
-
-def run(case: Case, backend: Backend) -> str | None:
-    """Return what is wrong with a case's outputs, if anything."""
-    built = case.build()
-    with alloc_ctx_tensors(built.ctx, backend) as buffer:
-        buffer.clear(0xFF)  # NaN, whatever is not written
-        built.upload()
-        backend.graph_compute(built.graph)
-        bad = {name: v.reason for name, v in built.compare().items() if not v.ok}
-    return f"{case.id}: {bad}" if bad else None
+def test_what_is_claimed() -> None:
+    assert too_few(DEVICE, CLAIMED) == {}
 
 
 @pytest.mark.parametrize("simd", LEVELS)
 @pytest.mark.parametrize("family", sorted(CLAIMED))
 def test_family(family: str, simd: str) -> None:
-    cases = claimed(family)
-    assert len(cases) >= CLAIMED[family]
+    cases = claimed(DEVICE, family)
     if simd != LEVELS[0]:
         cases = cases[::8]
     with DEVICE.init_backend({"simd": simd, "n_threads": 3}) as stream:
-        wrong = [why for case in cases if (why := run(case, stream))]
-    assert not wrong, "\n".join(wrong)
+        assert not (why := wrong(cases, stream)), why

@@ -5,24 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from gpus import OPENCL, device_fixture
 
-from ggmlb import Context, DType, device_by_name
+from ggmlb import Context, DType
 from ggmlb.backends.opencl.cache import Entry
-from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.backends.opencl.program import Programs
 from ggmlb.kernels import Target, lower
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ggmlb.backends.opencl.device import OpenClDevice
+
 LAUNCHES = lower(Context().relu(Context().new_tensor(DType.F32, (8, 8))), Target(True, 2, 1))
 
 
-@pytest.fixture
-def device() -> OpenClDevice:
-    found = device_by_name("OpenCL0")
-    assert isinstance(found, OpenClDevice)
-    return found
+device = device_fixture(OPENCL)
 
 
 @pytest.fixture

@@ -6,21 +6,21 @@ that reach a kernel, or a type of its first operand, for the first time.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from golden import FAMILIES, claimed, first_of_their_kind, too_few, wrong
+from gpus import OPENCL, device_fixture
 
-from ggmlb import alloc_ctx_tensors, device_by_name
-from ggmlb.backends.opencl.backend import OpenClBackend
-from ggmlb.backends.opencl.device import OpenClDevice
-from ggmlb.kernels import Target, lower
-from ggmlb.testing.programs import Case, load_cases
+from ggmlb.kernels import lower
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Backend
+    from collections.abc import Hashable
 
-CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
+    from ggmlb import Graph
+    from ggmlb.backends.opencl.device import OpenClDevice
+
+device = device_fixture(OPENCL)
 
 CLAIMED = {
     "binary": 77, "conv": 42, "flash_attn": 12, "get_rows": 26, "glu": 37, "misc": 12, "mul_mat": 89,
@@ -30,55 +30,25 @@ CLAIMED = {
 """How many cases of each family the kernels compute, at least."""
 
 
-@pytest.fixture(scope="module")
-def device() -> OpenClDevice:
-    found = device_by_name("OpenCL0")
-    assert isinstance(found, OpenClDevice)
-    return found
+def test_what_is_claimed(device: OpenClDevice) -> None:
+    assert too_few(device, CLAIMED) == {}
 
 
-def claimed(device: OpenClDevice, family: str) -> list[Case]:
-    cases = [case for case in CASES if case.family == family]
-    return [case for case in cases if all(map(device.supports_op, case.build().graph.nodes))]
-
-
-def run(case: Case, backend: Backend) -> str | None:
-    """Return what is wrong with a case's outputs, if anything."""
-    built = case.build()
-    with alloc_ctx_tensors(built.ctx, backend) as buffer:
-        buffer.clear(0xFF)  # NaN, whatever is not written
-        built.upload()
-        backend.graph_compute(built.graph)
-        bad = {name: v.reason for name, v in built.compare().items() if not v.ok}
-    return f"{case.id}: {bad}" if bad else None
-
-
-@pytest.mark.parametrize("family", sorted({case.family for case in CASES}))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, device: OpenClDevice) -> None:
-    cases = claimed(device, family)
-    assert len(cases) >= CLAIMED.get(family, 0)
     with device.init_backend() as stream:
-        wrong = [why for case in cases if (why := run(case, stream))]
-    assert not wrong, "\n".join(wrong)
+        assert not (why := wrong(claimed(device, family), stream)), why
 
 
 @pytest.mark.parametrize("family", sorted(CLAIMED))
 def test_family_with_the_other_work_split(family: str, device: OpenClDevice) -> None:
     with device.init_backend({"work_split": "gpu" if device.is_cpu else "cpu"}) as stream:
-        assert isinstance(stream, OpenClBackend)
-        cases = first_of_their_kind(claimed(device, family), stream.target)
+        target = stream.target
+
+        def kernels(graph: Graph) -> set[Hashable]:
+            launches = [launch for node in graph.nodes for launch in lower(node, target)]
+            return {(launch.kernel.name, dict(launch.defines).get("a_T")) for launch in launches}
+
+        cases = first_of_their_kind(claimed(device, family), kernels)
         assert cases
-        wrong = [why for case in cases if (why := run(case, stream))]
-    assert not wrong, "\n".join(wrong)
-
-
-def first_of_their_kind(cases: list[Case], target: Target) -> list[Case]:
-    seen: set[tuple[str, str | None]] = set()
-    chosen = []
-    for case in cases:
-        launches = [launch for node in case.build().graph.nodes for launch in lower(node, target)]
-        kinds = {(launch.kernel.name, dict(launch.defines).get("a_T")) for launch in launches}
-        if not kinds <= seen:
-            seen |= kinds
-            chosen.append(case)
-    return chosen
+        assert not (why := wrong(cases, stream)), why

@@ -6,70 +6,29 @@ import gc
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyopencl as cl
 import pytest
+from gpus import OPENCL, Gate, device_fixture, leaf
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBufferType
-from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.backends.opencl.host import OpenClHostBuffer
 from ggmlb.backends.opencl.memory import MemoryLedger
 from ggmlb.errors import AllocationError, ArgumentError
 from ggmlb.interface import MultiBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from ggmlb.backends.opencl.device import OpenClDevice
     from ggmlb.tensor import Tensor
 
 N = 1000
 
 
-@pytest.fixture
-def device() -> OpenClDevice:
-    found = device_by_name("OpenCL0")
-    assert isinstance(found, OpenClDevice)
-    return found
-
-
-@pytest.fixture
-def stream(device: OpenClDevice) -> Iterator[OpenClBackend]:
-    with device.init_backend() as backend:
-        assert isinstance(backend, OpenClBackend)
-        yield backend
-        while Gate.closed:  # where a test failed
-            Gate.closed[0].open()
-
-
-class Gate:
-    """Holds up a queue."""
-
-    closed: ClassVar[list[Gate]] = []
-
-    def __init__(self, backend: OpenClBackend) -> None:
-        self._event = cl.UserEvent(backend.device.context)
-        cl.enqueue_barrier(backend.queue, wait_for=[self._event])
-        self.closed.append(self)
-
-    def open(self) -> None:
-        self.closed.remove(self)
-        self._event.set_status(cl.command_execution_status.COMPLETE)
-
-    def open_later(self) -> threading.Timer:
-        timer = threading.Timer(0.1, self.open)
-        timer.start()
-        return timer
-
-
-def leaf(backend: OpenClBackend, n: int = N) -> Tensor:
-    ctx = Context()
-    t = ctx.new_tensor(DType.F32, (n,))
-    alloc_ctx_tensors(ctx, backend)
-    return t
+device = device_fixture(OPENCL)
 
 
 def chain(n_nodes: int) -> tuple[Tensor, Tensor, Graph]:

@@ -1,14 +1,18 @@
-"""Fused kernels on OpenCL give what the nodes give one by one, and leave nothing out that anybody sees."""
+"""Fused kernels give what the nodes give one by one, and leave nothing out that anybody sees.
+
+Each graph is computed some times over: on CUDA by steps, captured, and replayed.
+"""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from fusable import DecodeLayer, RandomGraph
+from golden import CASES
+from gpus import CARD, PLAYED, first
 
 from ggmlb import (
     Context,
@@ -17,52 +21,59 @@ from ggmlb import (
     GraphAllocator,
     Scheduler,
     alloc_ctx_tensors,
-    device_by_name,
     init_by_name,
 )
-from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.enums import NO_OPS
 from ggmlb.fusion import Group, fuse
-from ggmlb.testing.programs import load_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ggmlb.tensor import Tensor
 
-    Way = Callable[[RandomGraph, OpenClBackend], dict[int, np.ndarray]]
+    Way = Callable[[RandomGraph, Any], dict[int, np.ndarray]]
 
-CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
+N_RUNS = 3
+
+ROWS_PER_CORE = pytest.param("cpu", id="rows per core")
+GROUPS_PER_ROW = pytest.param("gpu", id="groups per row")
 
 
-@pytest.fixture(params=["cpu", "gpu"], ids=["rows per core", "groups per row"])
-def stream(request: pytest.FixtureRequest) -> Iterator[OpenClBackend]:
-    with device_by_name("OpenCL0").init_backend({"work_split": request.param}) as backend:
-        assert isinstance(backend, OpenClBackend)
+@pytest.fixture(params=[ROWS_PER_CORE, GROUPS_PER_ROW, PLAYED, CARD])
+def stream(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Of OpenCL with each work split, and of CUDA."""
+    split = request.param if request.param in ("cpu", "gpu") else None
+    device = first("OpenCL0" if split else request.param)
+    with device.init_backend({"work_split": split} if split else None) as backend:
         yield backend
 
 
-def n_groups(graph: Graph, stream: OpenClBackend) -> int:
-    return sum(isinstance(item, Group) for item in fuse(graph, stream.takes))
+def is_cuda(stream: Any) -> bool:
+    return bool(stream.device.reg.name == "CUDA")
 
 
-def in_memory_of_an_allocator(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+def patterns(graph: Graph, stream: Any) -> list[str]:
+    return sorted(item.pattern for item in fuse(graph, stream.takes) if isinstance(item, Group))
+
+
+def in_memory_of_an_allocator(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
     stream.graph_optimize(drawn.graph)
     with GraphAllocator(stream.default_buffer_type) as allocator:
         allocator.alloc_graph(drawn.graph)
-        fill(drawn.graph, drawn.leafs)
-        stream.graph_compute(drawn.graph)
+        for _ in range(N_RUNS):
+            fill(drawn.graph, drawn.leafs)
+            stream.graph_compute(drawn.graph)
         return values(drawn, drawn.outputs)
 
 
-def in_memory_of_a_user(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+def in_memory_of_a_user(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
     with alloc_ctx_tensors(drawn.ctx, stream):
         fill(drawn.graph, drawn.leafs)
         stream.graph_compute(drawn.graph)
         return values(drawn, drawn.nodes)
 
 
-def part_by_part(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+def part_by_part(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
     with GraphAllocator(stream.default_buffer_type) as allocator:
         allocator.alloc_graph(drawn.graph)
         fill(drawn.graph, drawn.leafs)
@@ -72,7 +83,7 @@ def part_by_part(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndar
         return values(drawn, drawn.outputs)
 
 
-def by_a_scheduler(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.ndarray]:
+def by_a_scheduler(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
     """Every third node, about, is computed elsewhere; every third is watched."""
     choice = random.Random(len(drawn.graph))
     seen: dict[int, np.ndarray] = {}
@@ -99,8 +110,8 @@ def by_a_scheduler(drawn: RandomGraph, stream: OpenClBackend) -> dict[int, np.nd
     return results | seen
 
 
-N_FUSED = {in_memory_of_an_allocator: 40, in_memory_of_a_user: 10, part_by_part: 40, by_a_scheduler: 40}
-"""The ways to compute a random graph, and how much is fused in all of them, at least."""
+N_FUSED = {in_memory_of_an_allocator: 1.0, in_memory_of_a_user: 0.25, part_by_part: 1.0, by_a_scheduler: 1.0}
+"""The ways to compute a random graph, and how many groups are fused in one, at least, on an average."""
 
 
 def fill(graph: Graph, leafs: list[tuple[Tensor, np.ndarray]]) -> None:
@@ -117,28 +128,30 @@ def values(drawn: RandomGraph, chosen: Sequence[Tensor]) -> dict[int, np.ndarray
 
 
 @pytest.mark.parametrize("way", N_FUSED)
-def test_random_graphs(stream: OpenClBackend, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_fused = 0
-    for seed in range(40):
+def test_random_graphs(stream: Any, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_fused, n_graphs, least, tolerance = 0, 40, N_FUSED[way], 1e-5
+    if is_cuda(stream):  # its own products are fused less often, and round in another order
+        n_graphs, least, tolerance = 20, least / 2, 1e-4
+    for seed in range(n_graphs):
         told = []
         for fused in ("0", "1"):
             monkeypatch.setenv("GGMLB_FUSE", fused)
             drawn = RandomGraph(seed, in_place=way is not by_a_scheduler)
             told.append(way(drawn, stream))
-            n_fused += n_groups(drawn.graph, stream)
+            n_fused += len(patterns(drawn.graph, stream))
         plain, fused_ = told
         assert plain.keys() == fused_.keys()
         assert plain
         for i, want in plain.items():
             assert np.isfinite(want).all(), (seed, i)
             # One rounding more or less, of values that products made large.
-            atol = 1e-5 * float(np.abs(want).max())
-            np.testing.assert_allclose(fused_[i], want, rtol=1e-5, atol=atol, err_msg=f"{seed=}, node {i}")
-    assert n_fused >= N_FUSED[way]
+            atol = tolerance * float(np.abs(want).max())
+            np.testing.assert_allclose(fused_[i], want, tolerance, atol, err_msg=f"{seed=}, node {i}")
+    assert n_fused >= least * n_graphs
 
 
 @pytest.mark.parametrize("n", [1, 5, 12])
-def test_a_llama_like_layer(stream: OpenClBackend, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_llama_like_layer(stream: Any, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for fused in ("0", "1"):
         monkeypatch.setenv("GGMLB_FUSE", fused)
@@ -146,19 +159,22 @@ def test_a_llama_like_layer(stream: OpenClBackend, n: int, monkeypatch: pytest.M
         stream.graph_optimize(layer.graph)
         with GraphAllocator(stream.default_buffer_type) as allocator:
             allocator.alloc_graph(layer.graph)
-            for t, data in layer.leafs:
-                t.set_array(data)
-            stream.graph_compute(layer.graph)
+            for _ in range(N_RUNS):
+                for t, data in layer.leafs:
+                    t.set_array(data)
+                stream.graph_compute(layer.graph)
             results.append(layer.result.to_numpy())
-            patterns = sorted(i.pattern for i in fuse(layer.graph, stream.takes) if isinstance(i, Group))
-    norms = ["norm"] * 3
-    assert patterns == (["glu"] if n <= 8 else []) + norms + ["rope_set_rows"]
-    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+            found = patterns(layer.graph, stream)
+    # CUDA's own products are faster than the portable one with what follows.
+    glus = ["glu"] if n <= 8 and not is_cuda(stream) else []
+    assert found == [*glus, "norm", "norm", "norm", "rope_set_rows"]
+    tolerance = 1e-3 if is_cuda(stream) else 1e-4
+    np.testing.assert_allclose(*results, rtol=tolerance, atol=tolerance / 10)
 
 
 @pytest.mark.parametrize("n", [3, 12])
 def test_a_product_of_long_rows_is_added_to_a_residual_in_place(
-    stream: OpenClBackend, n: int, monkeypatch: pytest.MonkeyPatch
+    stream: Any, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A panel adds up parts of the product in the result's memory, which here is the residual's."""
     rng = np.random.default_rng(0)
@@ -180,7 +196,7 @@ def test_a_product_of_long_rows_is_added_to_a_residual_in_place(
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-4)
 
 
-def test_golden_programs(stream: OpenClBackend) -> None:
+def test_golden_programs(stream: Any) -> None:
     """Those with something to fuse, in memory that an allocator placed."""
     n_cases = 0
     for case in CASES:
@@ -188,14 +204,15 @@ def test_golden_programs(stream: OpenClBackend) -> None:
         for name, t in built.tensors.items():
             if name in {spec.name for spec in case.outputs}:
                 built.ctx.set_output(t)
-        if not n_groups(built.graph, stream) or not all(map(stream.supports_op, built.graph.nodes)):
+        if not patterns(built.graph, stream) or not all(map(stream.supports_op, built.graph.nodes)):
             continue
         with GraphAllocator(stream.default_buffer_type) as allocator:
             allocator.alloc_graph(built.graph)
-            fill(built.graph, [])
-            built.upload()
-            stream.graph_compute(built.graph)
-            wrong = {name: v.reason for name, v in built.compare().items() if not v.ok}
-        assert not wrong, case.id
+            for _ in range(N_RUNS):
+                fill(built.graph, [])
+                built.upload()
+                stream.graph_compute(built.graph)
+                wrong = {name: v.reason for name, v in built.compare().items() if not v.ok}
+                assert not wrong, case.id
         n_cases += 1
-    assert n_cases > 5
+    assert n_cases > (3 if is_cuda(stream) else 5)

@@ -1,0 +1,107 @@
+"""The first device of each GPU backend, for what all of them must do; and how to hold up their streams."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cuda_gate import hold_up
+
+from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
+from ggmlb.backends.cuda import CudaReg
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb import Backend, Tensor
+
+OPENCL = pytest.param("OpenCL0", id="opencl")
+PLAYED = pytest.param("played", id="played")
+CARD = pytest.param("CUDA0", id="card", marks=pytest.mark.gpu)
+CUDA = (PLAYED, CARD)
+"""The host that plays CUDA's driver, and where there is one, the card."""
+
+
+def host_driver(**params: Any) -> Any:
+    """Return the played driver; a machine with a card needs neither PyOpenCL nor a C++ compiler."""
+    from host_driver import HostDriver
+
+    return HostDriver(**params)
+
+
+def first(kind: str) -> Any:
+    """Return the device of that name, or the first of a played driver."""
+    return CudaReg(host_driver()).devices[0] if kind == "played" else device_by_name(kind)
+
+
+def device_fixture(*kinds: Any) -> Any:
+    """Make the fixture `device` of a module: one of each kind."""
+
+    @pytest.fixture(scope="module", params=kinds)
+    def device(request: pytest.FixtureRequest) -> Any:
+        return first(request.param)
+
+    return device
+
+
+def is_played(backend: Backend) -> bool:
+    """Whether the stream is of the played driver: one thread's at a time, and idle until waited for."""
+    driver = getattr(backend.device, "driver", None)
+    return driver is not None and driver.xp.__name__ == "numpy"
+
+
+class Gate:
+    """Holds up an OpenCL queue until it is opened."""
+
+    closed: list[Gate] = []  # noqa: RUF012 (of all gates)
+
+    def __init__(self, backend: Any) -> None:
+        import pyopencl as cl
+
+        self._event = cl.UserEvent(backend.device.context)
+        cl.enqueue_barrier(backend.queue, wait_for=[self._event])
+        self.closed.append(self)
+
+    def open(self) -> None:
+        """Let the queue go on."""
+        self.closed.remove(self)
+        self._event.set_status(0)  # CL_COMPLETE
+
+    def open_later(self) -> threading.Timer:
+        """Let the queue go on in a while, by another thread."""
+        timer = threading.Timer(0.1, self.open)
+        timer.start()
+        return timer
+
+
+@contextmanager
+def held(backend: Any) -> Iterator[None]:
+    """Keep a stream from the work that is queued in the block; on a card, for some milliseconds."""
+    if backend.device.reg.name != "OpenCL":
+        hold_up(backend)
+        yield
+        return
+    gate = Gate(backend)
+    try:
+        yield
+    finally:
+        gate.open()
+
+
+def leaf(backend: Backend, n_elements: int = 1000) -> Tensor:
+    """Return a row of floats in the stream's memory."""
+    ctx = Context()
+    made = ctx.new_tensor(DType.F32, (n_elements,))
+    alloc_ctx_tensors(ctx, backend)
+    return made
+
+
+def scaled(backend: Backend, factor: float = 2.0, n: int = 1000) -> tuple[Tensor, Tensor, Graph]:
+    """Return a row of floats, its multiple, and the graph that computes it, in the stream's memory."""
+    ctx = Context()
+    a = ctx.new_tensor(DType.F32, (n,))
+    y = ctx.scale(a, factor)
+    alloc_ctx_tensors(ctx, backend)
+    return a, y, Graph().build_forward_expand(y)
