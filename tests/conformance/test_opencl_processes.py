@@ -1,29 +1,11 @@
-"""What only a process of its own can show: several devices, fork, exit, an empty cache, a missing runtime."""
+"""What only a process of its own can show of OpenCL: several devices, fork, a missing runtime."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-COMMON = """
-import numpy as np
-from ggmlb import BufferUsage, Context, DType, Graph, Scheduler
-from ggmlb import alloc_ctx_tensors, device_by_name, devices, init_by_name
-from ggmlb.interface import tensor_copy, tensor_copy_async
-
-def scaled(backend, factor=2.0):
-    ctx = Context()
-    a = ctx.new_tensor(DType.F32, (1000,))
-    y = ctx.scale(a, factor)
-    alloc_ctx_tensors(ctx, backend)
-    return a, y, Graph().build_forward_expand(y)
-"""
+from processes import COMMON, finish, start
 
 TWO_DEVICES = """
 names = [d.name for d in devices() if d.name.startswith("OpenCL")]
@@ -85,49 +67,16 @@ with init_by_name("OpenCL0") as first, init_by_name("OpenCL1") as second:
 print("done")
 """
 
-AFTER_FORK = """
+CHILD_ENDS = """
 import os
 stream = init_by_name("OpenCL0")
 a, y, graph = scaled(stream)
-a.set(np.ones(1000, np.float32))
 stream.graph_compute(graph)
-pid = os.fork()
-if pid == 0:
-    try:
-        y.get()
-    except Exception as error:
-        os._exit(0 if "forked" in str(error) and "spawn" in str(error) else 3)
-    os._exit(4)
-_, status = os.waitpid(pid, 0)
-assert os.waitstatus_to_exitcode(status) == 0, status
-assert (y.to_numpy() == 2).all()
 pid = os.fork()
 if pid == 0:
     raise SystemExit(0)     # the child ends as programs do, with all objects alive
 _, status = os.waitpid(pid, 0)
 assert os.waitstatus_to_exitcode(status) == 0, status
-print("done")
-"""
-
-EXIT_WITH_WORK_PENDING = """
-stream = init_by_name("OpenCL0")
-a, y, graph = scaled(stream)
-stream.set_tensor_async(a, np.ones(1000, np.float32))
-stream.graph_compute_async(graph)
-out = np.empty(1000, np.float32)
-stream.get_tensor_async(y, out)
-event = stream.device.event_new()
-stream.event_record(event)
-host = stream.device.host_buffer_type.alloc_buffer(4096)
-print("done")
-"""
-
-COMPUTE = """
-with init_by_name("OpenCL0") as stream:
-    a, y, graph = scaled(stream)
-    a.set(np.ones(1000, np.float32))
-    stream.graph_compute(graph)
-    assert (y.to_numpy() == 2).all()
 print("done")
 """
 
@@ -146,43 +95,13 @@ except ggmlb.BackendUnavailable as error:
 """
 
 
-def start(code: str, **env: str) -> subprocess.Popen[str]:
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    return subprocess.Popen(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=settings,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> None:
-    out, err = process.communicate(timeout=240)
-    assert not err, err
-    assert (process.returncode, out) == (0, "done\n")
-
-
 def test_two_devices_work_side_by_side() -> None:
     finish(start(COMMON + TWO_DEVICES, POCL_DEVICES="pthread pthread"))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_is_told_so_instead_of_hanging() -> None:
-    finish(start(COMMON + AFTER_FORK))
-
-
-def test_exit_with_work_pending_is_clean() -> None:
-    finish(start(COMMON + EXIT_WITH_WORK_PENDING))
-
-
-def test_four_processes_may_start_on_an_empty_cache(tmp_path: Path) -> None:
-    env = {"POCL_CACHE_DIR": str(tmp_path / "pocl"), "XDG_CACHE_HOME": str(tmp_path / "xdg")}
-    for process in [start(COMMON + COMPUTE, **env) for _ in range(4)]:
-        finish(process)
-    kept = list((tmp_path / "xdg/ggmlb/opencl").iterdir())
-    assert kept
-    assert {path.suffix for path in kept} == {".bin"}  # and nothing half written
+def test_a_forked_process_may_end_with_all_objects_alive() -> None:
+    finish(start(COMMON + CHILD_ENDS))
 
 
 def test_a_missing_library_or_device_is_told_with_what_to_do() -> None:

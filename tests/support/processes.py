@@ -1,0 +1,43 @@
+"""Programs run as processes of their own: what they share, and how they must end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+COMMON = """
+import numpy as np
+from ggmlb import BackendError, BufferUsage, Context, DType, Graph, Scheduler
+from ggmlb import alloc_ctx_tensors, device_by_name, devices, init_by_name
+from ggmlb.interface import tensor_copy, tensor_copy_async
+
+def scaled(backend, factor=2.0):
+    ctx = Context()
+    a = ctx.new_tensor(DType.F32, (1000,))
+    y = ctx.scale(a, factor)
+    alloc_ctx_tensors(ctx, backend)
+    return a, y, Graph().build_forward_expand(y)
+"""
+
+
+def start(code: str, **env: str) -> subprocess.Popen[str]:
+    """Start a Python program that prints "done" where all went well."""
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=settings,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Wait for its end; it must have said "done", and nothing else."""
+    out, err = process.communicate(timeout=240)
+    assert not err, err
+    assert (process.returncode, out) == (0, "done\n")
