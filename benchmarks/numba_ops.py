@@ -61,7 +61,7 @@ def read_speed(threads: int, nbytes: int) -> float:
 
     memory, sums = np.ones(nbytes + 4096, np.uint8), np.zeros(1024, np.uint8)
     args = np.array([memory.ctypes.data, nbytes, sums.ctypes.data], np.int64)
-    table = np.array([[library().address(read), args.ctypes.data, 8, threads]], np.int64)
+    table = np.array([[library().address(read), args.ctypes.data, 8]], np.int64)
     pool, best = Pool(threads, library()), float("inf")
     clock = time.thread_time if threads == 1 else time.perf_counter
     for _ in range(20):

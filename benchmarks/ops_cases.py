@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 F32, F16, I32 = DType.F32, DType.F16, DType.I32
+
+PAGE = mmap.PAGESIZE
 
 PATTERN_ROWS = 64
 """Rows of different values; a large leaf repeats them, because quantising takes long."""
@@ -130,8 +133,12 @@ class Ggml(Library):
         self._graph = ggml.ggml_new_graph(self._ctx)
         ggml.ggml_build_forward_expand(self._graph, self.result)
         self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._ctx, self._backend)
+        _use_huge_pages(ggml.ggml_backend_buffer_get_base(self._buffer), self._nbytes())
         for tensor, data in self.data:
             ctypes.memmove(tensor.contents.data, data, len(data))
+
+    def _nbytes(self) -> int:
+        return int(self._ggml.ggml_backend_buffer_get_size(self._buffer))
 
     def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
         shape = (ctypes.c_int64 * 4)(*ne, *(1,) * (4 - len(ne)))
@@ -153,6 +160,14 @@ class Ggml(Library):
         self._ggml.ggml_backend_buffer_free(self._buffer)
         self._ggml.ggml_backend_free(self._backend)
         self._ggml.ggml_free(self._ctx)
+
+
+def _use_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages under untouched memory, as NumPy does for its arrays, which hold our tensors."""
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    first, last = -(-address // PAGE) * PAGE, (address + nbytes) // PAGE * PAGE
+    if madvise is not None and hasattr(mmap, "MADV_HUGEPAGE") and last > first:
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
 
 
 # -- products --------------------------------------------------------------------------------------

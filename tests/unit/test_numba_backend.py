@@ -21,6 +21,7 @@ from ggmlb.backends.numba.kernels import elementwise
 from ggmlb.backends.numba.llvm.emit import I64
 from ggmlb.backends.numba.llvm.host import target_for
 from ggmlb.backends.numba.llvm.library import Library
+from ggmlb.backends.numba.lowering import walks
 from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
@@ -167,7 +168,7 @@ def long_program(c: Context, leaf: Leafs) -> Tensor:
 
 def test_any_number_of_threads_gives_the_same(numba: NumbaBackend) -> None:
     right = computed(long_program, numba)
-    for n in (1, 2, 5):
+    for n in (1, 2, 5, 11):
         numba.set_n_threads(n)
         assert (computed(long_program, numba) == right).all()
     with pytest.raises(ArgumentError, match="0 threads"):
@@ -186,12 +187,25 @@ def test_each_chunk_is_done_once() -> None:
     kernels = Library(target_for(None))
     rows = counts.ctypes.data + 16 * 8 * np.arange(len(n_chunks))
     args = rows.ctypes.data + 8 * np.arange(len(rows))
-    table = np.stack([np.full_like(rows, kernels.address(tally)), args, n_chunks, n_chunks], axis=1)
+    table = np.stack([np.full_like(rows, kernels.address(tally)), args, n_chunks], axis=1)
     pool = Pool(3, kernels)
     for _ in range(100):
         pool.run(table.ctypes.data, 0, len(table), True)
     pool.free()
     assert (counts == 100 * (np.arange(16) < n_chunks[:, None])).all()
+
+
+@pytest.mark.parametrize("ne", [(4096, 5), (1000, 7), (33, 4), (5000,)])
+def test_results_written_past_the_caches(
+    ne: tuple[int, ...], numba: NumbaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        x, row = leaf(F32, *ne), leaf(F32, ne[0])
+        return c.add(leaf(F16, *ne), c.swiglu_split(c.silu(c.add(x, row)), c.scale(x, 0.5)))
+
+    right = computed(program, numba)
+    monkeypatch.setattr(walks, "kept_nbytes", lambda: 0)
+    assert (computed(program, numba) == right).all()
 
 
 def test_backends_of_several_python_threads() -> None:
@@ -293,7 +307,7 @@ def test_a_scheduler_gives_it_what_it_computes_and_copies_nothing() -> None:
 
 def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
-    params = ("neg", 0, ("f32", "f32"))
+    params = ("neg", 0, ("f32", "f32"), False)
     first, second, third = (Library(target_for(None)) for _ in range(3))
     first.address(elementwise.unary, params)
     (kept,) = (tmp_path / "numba").iterdir()

@@ -37,10 +37,12 @@ class Pool:
         self._begin()
 
     def _begin(self) -> None:
-        memory = np.zeros(driver.CONTROL_WORDS + 8, np.int64)
+        n_words = driver.control_words(self.n)
+        memory = np.zeros(n_words + 8, np.int64)
         start = -memory.ctypes.data % 64 // 8
-        self._control = memory[start : start + driver.CONTROL_WORDS]
+        self._control = memory[start : start + n_words]
         self._control[driver.STATE + 2] = binding.address_of_symbol("sched_yield") or 0
+        self._control[driver.STATE + 3] = self.n
         self._address = self._control.ctypes.data
         self._workers: list[_Worker] = []
         self._pid = os.getpid()

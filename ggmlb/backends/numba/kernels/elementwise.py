@@ -122,7 +122,7 @@ PAIRS: dict[str, Function] = {
 }
 
 
-def unary(k: Kernel, name: str, n_params: int, dtypes: Sequence[str]) -> None:
+def unary(k: Kernel, name: str, n_params: int, dtypes: Sequence[str], past_caches: bool) -> None:
     """Apply a function: operands `y, x` of the walk, after the function's parameters."""
     params = [k.float_arg().splat(k.level.lanes) for _ in range(n_params)]
     out, src = dtypes
@@ -130,12 +130,15 @@ def unary(k: Kernel, name: str, n_params: int, dtypes: Sequence[str]) -> None:
 
         def body(i: Value, mask: Value | None) -> None:
             x = load_floats(k, src, row.at[1] + i * SIZES[src], k.level.lanes, mask)
-            store_floats(k, out, FUNCTIONS[name](k, x, *params), row.at[0] + i * SIZES[out], mask)
+            y = FUNCTIONS[name](k, x, *params)
+            store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
 
         lanes(k, row.start, row.stop, body)
+    if past_caches:
+        k.fence()
 
 
-def binary(k: Kernel, name: str, one_per_row: bool, dtypes: Sequence[str]) -> None:
+def binary(k: Kernel, name: str, one_per_row: bool, dtypes: Sequence[str], past_caches: bool) -> None:
     """Combine two operands: `y, a, b`; `b` may have one element for each row."""
     out, a, b = dtypes
     n = k.level.lanes
@@ -145,9 +148,11 @@ def binary(k: Kernel, name: str, one_per_row: bool, dtypes: Sequence[str]) -> No
         def body(i: Value, mask: Value | None) -> None:
             x = load_floats(k, a, row.at[1] + i * SIZES[a], n, mask)
             y = load_floats(k, b, row.at[2] + i * SIZES[b], n, mask) if same is None else same
-            store_floats(k, out, PAIRS[name](k, x, y), row.at[0] + i * SIZES[out], mask)
+            store_floats(k, out, PAIRS[name](k, x, y), row.at[0] + i * SIZES[out], mask, past_caches)
 
         lanes(k, row.start, row.stop, body)
+    if past_caches:
+        k.fence()
 
 
 _GATES = {
@@ -155,7 +160,7 @@ _GATES = {
 }  # fmt: skip
 
 
-def glu(k: Kernel, name: str, dtypes: Sequence[str]) -> None:
+def glu(k: Kernel, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
     """`f(gate) up`: operands `y, gate, up`; swiglu_oai has `alpha` and `limit` before them."""
     out, src = dtypes
     n = k.level.lanes
@@ -170,6 +175,8 @@ def glu(k: Kernel, name: str, dtypes: Sequence[str]) -> None:
                 y = over_one_plus_exp(k, g, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
             else:
                 y = FUNCTIONS[_GATES[name]](k, gate) * up
-            store_floats(k, out, y, row.at[0] + i * SIZES[out], mask)
+            store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
 
         lanes(k, row.start, row.stop, body)
+    if past_caches:
+        k.fence()

@@ -293,6 +293,17 @@ class Kernel:
         pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
         self.build.store(value.raw, pointer, align=align)
 
+    def store_past_caches(self, value: Value, address: Value, align: int) -> None:
+        """Write to memory, of the vector's alignment; `fence` must follow before other threads read it."""
+        pointer = self.build.inttoptr(address.raw, value.type.as_pointer())
+        store = self.build.store(value.raw, pointer, align=align)
+        store.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
+
+    def fence(self) -> None:
+        """Let other threads see what was written past the caches before what is written after."""
+        if self.level.dot in ("vnni", "maddubs"):
+            self.call("llvm.x86.sse.sfence", ir.VoidType())
+
     def local(self, nbytes: int) -> Value:
         """The address of memory of the call's own, aligned to 64 bytes; up to some tens of thousands."""
         with self.build.goto_entry_block():

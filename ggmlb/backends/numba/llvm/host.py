@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 from functools import cache
@@ -86,6 +87,21 @@ def initialize() -> None:
     """Let LLVM make code for all processors that it knows: once per process."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
+
+
+_WRITES_PAST_CACHES = frozenset({"sapphirerapids", "emeraldrapids"})
+"""Processors, by LLVM's names, that write what their caches cannot keep faster to memory than to the last of
+the caches, even where it is read next: measured on the first, whose last cache is reached by a mesh."""
+
+
+@cache
+def kept_nbytes() -> float:
+    """Bytes of a thread's operands up to which its result is better kept in the caches; perhaps infinity."""
+    cpu, _, _ = _host()
+    if cpu not in _WRITES_PAST_CACHES:
+        return float("inf")
+    known = os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names else 0
+    return known if known > 0 else 2 << 20
 
 
 @cache

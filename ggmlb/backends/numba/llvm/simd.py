@@ -183,11 +183,15 @@ def load_floats(k: Kernel, dtype: str, address: Value, lanes: int, mask: Value |
     return from_half(k, raw) if dtype == "f16" else from_bfloat(raw)
 
 
-def store_floats(k: Kernel, dtype: str, value: Value, address: Value, mask: Value | None = None) -> None:
-    """Write float32 as values of a type."""
+def store_floats(
+    k: Kernel, dtype: str, value: Value, address: Value, mask: Value | None = None, past_caches: bool = False
+) -> None:
+    """Write float32 as values of a type; past the caches, `address` is a multiple of the vector's bytes."""
     if dtype != "f32":
         value = to_half(k, value) if dtype == "f16" else to_bfloat(k, value)
-    if mask is None:
+    if mask is None and past_caches:
+        k.store_past_caches(value, address, lanes_of(value.type) * SIZES[dtype])
+    elif mask is None:
         k.store(value, address)
     else:
         k.store_masked(value, address, mask)
@@ -250,12 +254,11 @@ def polynomial(k: Kernel, x: Value, coefficients: Sequence[float]) -> Value:
     return sum_
 
 
-def _exp_parts(k: Kernel, x: Value) -> tuple[Value, Value]:
-    """`n` and `e` with `exp(x) = 2^n (1 + e)`, for `x` from -104 to 89."""
+def _power_of_two(k: Kernel, x: Value) -> tuple[Value, Value]:
+    """`n` and `r` with `exp(x) = 2^n exp(r)`, where `r` is small, for `x` from -104 to 104."""
     n = k.fma(x, k.const(x.type, _LOG2_E), k.const(x.type, _ROUND)) - _ROUND
     r = k.fma(n, k.const(x.type, -_LN2_HIGH), x)
-    r = k.fma(n, k.const(x.type, -_LN2_LOW), r)
-    return n, k.fma(polynomial(k, r, _EXP), r * r, r)
+    return n, k.fma(n, k.const(x.type, -_LN2_LOW), r)
 
 
 def _scaled(k: Kernel, x: Value, n: Value) -> Value:
@@ -273,20 +276,27 @@ def _scaled(k: Kernel, x: Value, n: Value) -> Value:
 
 
 def _between(k: Kernel, x: Value, low: float, high: float) -> Value:
-    return k.maximum(k.minimum(x, high), low)
+    """The nearest number between two; NaN of NaN."""
+    most, least = k.const(x.type, high), k.const(x.type, low)
+    x = k.select(most < x, most, x)
+    return k.select(least > x, least, x)
+
+
+def _exp(k: Kernel, x: Value) -> Value:
+    n, r = _power_of_two(k, x)
+    return _scaled(k, polynomial(k, r, (*_EXP, 1.0, 1.0)), n)
 
 
 def exp(k: Kernel, x: Value) -> Value:
     """The exponential, to about 1e-7 of its value; 0 and infinity where float32 ends."""
-    n, e = _exp_parts(k, _between(k, x, -104.0, 89.0))
-    return k.select(x.equals(x), _scaled(k, e + 1.0, n), x)
+    return _exp(k, _between(k, x, -104.0, 89.0))
 
 
 def expm1(k: Kernel, x: Value) -> Value:
     """`exp(x) - 1`, near 0 too."""
-    n, e = _exp_parts(k, _between(k, x, -104.0, 89.0))
-    value = _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
-    return k.select(x.equals(x), value, x)
+    n, r = _power_of_two(k, _between(k, x, -104.0, 89.0))
+    e = k.fma(polynomial(k, r, _EXP), r * r, r)
+    return _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
 
 
 _LOG = (
@@ -343,18 +353,16 @@ def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
 
 
 def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
-    """`x / (1 + exp(-z))`."""
-    if k.level.name != "avx512" or lanes_of(x.type) != 16:
-        return x / (exp(k, -z) + 1.0)
-    # A division takes longer than all the rest. The sum stays where its inverse is a normal number.
-    n, e = _exp_parts(k, _between(k, -z, -104.0, 87.0))
-    d = _scaled(k, e + 1.0, n) + 1.0
-    zero = k.const(x.type, 0.0)
-    inverse = k.call("llvm.x86.avx512.rcp14.ps.512", x.type, d, zero, k.const(I16, -1))
-    inverse = inverse * k.fma(-d, inverse, k.const(x.type, 2.0))
-    return k.select(z.equals(z), x * inverse, z)
+    """`x / (1 + exp(-z))`, for `x` that is NaN where `z` is."""
+    if k.level.name == "avx512" and lanes_of(x.type) == 16:
+        most, absolute_least = k.const(x.type, 104.0), k.const(I32, 2)
+        rest = (k.const(x.type, 0.0), k.const(I16, -1), k.const(I32, 4))
+        z = k.call("llvm.x86.avx512.mask.range.ps.512", x.type, z, most, absolute_least, *rest)
+    else:
+        z = _between(k, z, -104.0, 104.0)
+    return x / (_exp(k, -z) + 1.0)
 
 
 def sigmoid(k: Kernel, x: Value) -> Value:
     """`1 / (1 + exp(-x))`."""
-    return over_one_plus_exp(k, k.const(x.type, 1.0), x)
+    return 1.0 / (exp(k, -x) + 1.0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels import elementwise
 from ggmlb.backends.numba.lowering.rules import Rule, name, not_floats, not_in_rows
-from ggmlb.backends.numba.lowering.walks import operand, walk
+from ggmlb.backends.numba.lowering.walks import operand, past_caches, walk
 from ggmlb.enums import GluOp, Op, UnaryOp
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def _unary(node: Tensor, steps: Steps) -> None:
     params = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
     operands = [operand(node, steps), operand(a, steps)]
     args, n = walk(node.ne, operands, steps, _DEAR if fn in _DEAR_NAMES else _CHEAP)
-    steps.emit(elementwise.unary, (fn, len(params), (name(node), name(a))), (*params, *args), n)
+    types = (name(node), name(a))
+    steps.emit(elementwise.unary, (fn, len(params), types, past_caches(node, steps)), (*params, *args), n)
 
 
 def _binary_declines(node: Tensor) -> str | None:
@@ -70,7 +71,7 @@ def _binary(node: Tensor, steps: Steps) -> None:
     operands = [operand(node, steps), operand(a, steps), operand(b, steps, node.ne)]
     args, n = walk(node.ne, operands, steps, _CHEAP)
     types = (name(node), name(a), name(b))
-    steps.emit(elementwise.binary, (_function(node), one, types), args, n)
+    steps.emit(elementwise.binary, (_function(node), one, types, past_caches(node, steps)), args, n)
 
 
 def _glu_declines(node: Tensor) -> str | None:
@@ -91,7 +92,8 @@ def _glu(node: Tensor, steps: Steps) -> None:
     fn = GluOp(node.params["op"]).name.lower()
     params = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []
     args, n = walk(node.ne, [operand(node, steps), gate, up], steps, _DEAR)
-    steps.emit(elementwise.glu, (fn, (name(node), name(a))), (*params, *args), n)
+    types = (name(node), name(a))
+    steps.emit(elementwise.glu, (fn, types, past_caches(node, steps)), (*params, *args), n)
 
 
 _UNARY = Rule(_unary_declines, _unary)

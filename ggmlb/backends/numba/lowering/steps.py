@@ -38,7 +38,6 @@ class Step:
     kernel: int
     args: Sequence[int | float]
     n_chunks: int
-    n_threads: int
 
 
 @dataclass(slots=True)
@@ -131,8 +130,8 @@ class Steps:
         return self._activations[1], False
 
     def chunks(self, work: float, most: int | None = None) -> int:
-        """Return into how many chunks to cut some work [ns]; 1 if it is for one thread."""
-        if self.n_threads == 1 or work < LEAST_WORK:
+        """Return into how many chunks to cut some work [ns]; 1 if it is for one thread at once."""
+        if work < LEAST_WORK:
             return 1
         n = max(2, min(int(work // CHUNK_WORK), CHUNKS_PER_THREAD * self.n_threads))
         return n if most is None else max(1, min(n, most))
@@ -152,11 +151,8 @@ class Steps:
             args: In the order in which it asks for them.
             n_chunks: From `chunks`.
         """
-        threads = self.n_threads if n_chunks > 1 else 1
-        self.shares = self.shares or threads > 1
-        self.steps.append(
-            Step(self.library.address(kernel, tuple(params), self._task), args, n_chunks, threads)
-        )
+        self.shares = self.shares or n_chunks > 1
+        self.steps.append(Step(self.library.address(kernel, tuple(params), self._task), args, n_chunks))
 
     def pack(self) -> Table:
         """Return the table; no steps can follow."""
@@ -167,7 +163,7 @@ class Steps:
         start, base = 0, int(args.ctypes.data)
         for i, (step, n) in enumerate(zip(self.steps, n_args, strict=True)):
             packed += struct.pack(_format(step.args), *step.args)
-            words[i] = (step.kernel, base + 8 * start, step.n_chunks, step.n_threads)
+            words[i] = (step.kernel, base + 8 * start, step.n_chunks)
             start += n
         if packed:
             args[:] = np.frombuffer(packed, np.int64)

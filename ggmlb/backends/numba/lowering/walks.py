@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.numba.llvm.host import kept_nbytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.tensor import Ne, Tensor
+
+VECTOR = 64
+"""Bytes of the widest vectors."""
 
 LEAST_PART = 2048
 """Elements that a part of a row has at least."""
@@ -70,3 +75,11 @@ def walk(
     for o, nb in zip(operands, strides, strict=True):
         args += (o.address, *nb[1:])
     return args, groups * parts
+
+
+def past_caches(node: Tensor, steps: Steps) -> bool:
+    """Whether a result is better written past the caches: what a thread walks over does not stay there."""
+    nbytes = sum(t.nbytes for t in (node, *node.src) if t is not None)
+    if nbytes <= steps.n_threads * kept_nbytes():
+        return False
+    return not any(n % VECTOR for n in (steps.address(node), *node.nb[1:]))
