@@ -200,6 +200,9 @@ def random_graph(ctx: Any, seed: int) -> list[Any]:
     return [*outputs, pool[-1][0]]
 
 
+llama_7b = partial(llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008)
+llama_8b = partial(llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14336)
+
 GRAPHS: dict[str, Callable[[Any], list[Any]]] = {
     "BERT, MiniLM-L6: 1 text of 128": partial(
         bert, n_layer=6, n_embd=384, n_head=12, n_tokens=128, n_batch=1
@@ -208,34 +211,12 @@ GRAPHS: dict[str, Callable[[Any], list[Any]]] = {
         bert, n_layer=6, n_embd=384, n_head=12, n_tokens=128, n_batch=32
     ),
     "BERT, base: 8 texts of 512": partial(bert, n_layer=12, n_embd=768, n_head=12, n_tokens=512, n_batch=8),
-    "LLaMA 7B: 1 token of 2048": partial(
-        llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008, n_tokens=1, n_kv=2048
-    ),
-    "LLaMA 7B: 512 tokens": partial(
-        llama, n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11008, n_tokens=512, n_kv=512
-    ),
+    "LLaMA 7B: 1 token of 2048": partial(llama_7b, n_tokens=1, n_kv=2048),
+    "LLaMA 7B: 512 tokens": partial(llama_7b, n_tokens=512, n_kv=512),
     "LLaMA 3 8B (grouped queries): 512 tokens of 4096": partial(
-        llama,
-        n_layer=32,
-        n_embd=4096,
-        n_head=32,
-        n_head_kv=8,
-        n_ff=14336,
-        n_tokens=512,
-        n_kv=4096,
-        n_vocab=128256,
+        llama_8b, n_tokens=512, n_kv=4096, n_vocab=128256
     ),
-    "Mixtral (8 experts): 128 tokens": partial(
-        llama,
-        n_layer=32,
-        n_embd=4096,
-        n_head=32,
-        n_head_kv=8,
-        n_ff=14336,
-        n_tokens=128,
-        n_kv=512,
-        n_expert=8,
-    ),
+    "Mixtral (8 experts): 128 tokens": partial(llama_8b, n_tokens=128, n_kv=512, n_expert=8),
     "U-Net, 64 x 64, 320 channels, 3 levels": partial(unet, size=64, channels=320, depth=3, n_batch=1),
     "U-Net, 256 x 256, 64 channels, 4 levels, batch 2": partial(
         unet, size=256, channels=64, depth=4, n_batch=2

@@ -22,6 +22,7 @@ import ggml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from alloc_graphs import GRAPHS, llama, random_graph
+from ggml_context import GgmlContext
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.context import Context
@@ -50,32 +51,6 @@ class OurContext(Context):
         return tensor
 
 
-class GgmlContext:
-    """ggml's functions as methods, without the `ggml_` before the name and without the context argument."""
-
-    def __init__(self) -> None:
-        self.ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=64 << 20, mem_buffer=None, no_alloc=True))
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(getattr(ggml, f"ggml_{name}"), self.ctx)
-
-    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
-        return getattr(ggml, f"ggml_new_tensor_{len(ne)}d")(self.ctx, int(dtype), *ne)
-
-    def weight(self, dtype: DType, *ne: int) -> Any:
-        tensor = self.new_tensor(dtype, ne)
-        tensor.contents.data = 4096  # not null: it counts as placed
-        return tensor
-
-    def set_input(self, tensor: Any) -> Any:
-        ggml.ggml_set_input(tensor)
-        return tensor
-
-    def set_output(self, tensor: Any) -> Any:
-        ggml.ggml_set_output(tensor)
-        return tensor
-
-
 def our_peak(build: Callable[[Any], list[Any]]) -> tuple[int, int]:
     """Return the bytes that ggmlb reserves, and the number of nodes."""
     graph = Graph().build_forward_expand(*build(OurContext()))
@@ -84,7 +59,7 @@ def our_peak(build: Callable[[Any], list[Any]]) -> tuple[int, int]:
 
 def ggml_peak(build: Callable[[Any], list[Any]]) -> tuple[int, int]:
     """Return the bytes that ggml reserves, and the number of nodes."""
-    ctx = GgmlContext()
+    ctx = GgmlContext(64 << 20)
     results = build(ctx)
     graph = ggml.ggml_new_graph_custom(ctx.ctx, 1 << 14, False)
     for result in results:
@@ -94,7 +69,7 @@ def ggml_peak(build: Callable[[Any], list[Any]]) -> tuple[int, int]:
     ggml.ggml_gallocr_reserve_n_size(allocator, graph, None, None, sizes)
     n_nodes = ggml.ggml_graph_n_nodes(graph)
     ggml.ggml_gallocr_free(allocator)
-    ggml.ggml_free(ctx.ctx)
+    ctx.free()
     return sizes[0], n_nodes
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ggml
 import numpy as np
+from ggml_context import GgmlContext
 from report import Table, save
 
 import ggmlb
@@ -105,30 +106,6 @@ class Llama:
                 leaf.set_array(np.zeros(leaf.shape))
 
 
-class GgmlContext:
-    """ggml's functions as methods, without the `ggml_` before the name and without the context argument."""
-
-    def __init__(self) -> None:
-        self.ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=4 << 20, mem_buffer=None, no_alloc=True))
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(getattr(ggml, f"ggml_{name}"), self.ctx)
-
-    def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
-        return getattr(ggml, f"ggml_new_tensor_{len(ne)}d")(self.ctx, int(dtype), *ne)
-
-    def set_input(self, tensor: Any) -> Any:
-        ggml.ggml_set_input(tensor)
-        return tensor
-
-    def set_output(self, tensor: Any) -> Any:
-        ggml.ggml_set_output(tensor)
-        return tensor
-
-    def free(self) -> None:
-        ggml.ggml_free(self.ctx)
-
-
 def timed(call: Callable[[], object], rounds: int) -> float:
     """Return the median of several timings [s]."""
     times = []
@@ -200,7 +177,7 @@ def measure_ggml(rounds: int, table: Table) -> None:
     """The same graph with ggml's own scheduler on its CPU backend."""
     backend = ggml.ggml_backend_cpu_init()
     ggml.ggml_backend_cpu_set_n_threads(backend, 1)
-    held = GgmlContext()
+    held = GgmlContext(4 << 20)
     layers = [{name: held.new_tensor(DType.F32, EXTENTS[name]) for name in NAMES} for _ in range(32)]
     buffer = ggml.ggml_backend_alloc_ctx_tensors(held.ctx, backend)
     ggml.ggml_backend_buffer_set_usage(buffer, ggml.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
@@ -208,7 +185,7 @@ def measure_ggml(rounds: int, table: Table) -> None:
     backends = (ggml.ggml_backend_t_ctypes * 1)(backend)
 
     def build() -> tuple[GgmlContext, Any]:
-        c = GgmlContext()
+        c = GgmlContext(4 << 20)
         graph = ggml.ggml_new_graph(c.ctx)
         decode_step(c, layers, lambda t: ggml.ggml_build_forward_expand(graph, t))
         return c, graph

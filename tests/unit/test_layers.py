@@ -21,6 +21,7 @@ ROOT = Path(ggmlb.__file__).parents[1]
 LAYERS = (
     "errors",
     "lifetime",
+    "process",
     "html",
     "env",
     "progress",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from ggmlb.exchange import spanned_bytes
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target
+from ggmlb.process import ForkGuard
 from ggmlb.row_split import SplitBufferType
 
 if TYPE_CHECKING:
@@ -38,16 +38,7 @@ WG = 128
 MIN_OFFLOAD_COLUMNS = 32
 """A product of so many columns is worth the upload of its weights (ggml's threshold)."""
 
-_forked = False
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+_fork_guard = ForkGuard("CUDA")
 
 
 class CudaDevice(Device):
@@ -103,11 +94,7 @@ class CudaDevice(Device):
 
     def check_process(self, call: str) -> None:
         """Raise a BackendError in a process that was forked after CUDA was used: it cannot use it."""
-        if _forked:
-            raise BackendError(
-                f"{call}: CUDA was used before this process was forked, and cannot be used in it; start "
-                "workers with the 'spawn' method, or use CUDA in the workers only"
-            )
+        _fork_guard.check(call)
 
     # -- facts ---------------------------------------------------------------------------------
 

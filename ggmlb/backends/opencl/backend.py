@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import pyopencl as cl
 
-from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy
+from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import Clock
 from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
@@ -155,15 +155,7 @@ class OpenClBackend(Backend):
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             across = backend_src is not self
             before = [backend_src._mark()] if across else None
-            event = cl.enqueue_copy(
-                self.queue,
-                target.memory,
-                source.memory,
-                src_offset=src.offset,
-                dst_offset=dst.offset,
-                byte_count=src.nbytes,
-                wait_for=before,
-            )
+            event = queue_copy(self.queue, src, dst, before)
             self._note(event, source, target)
             self._time_copy(event, src)
             if across:  # what comes next on the source may overwrite it
@@ -180,14 +172,7 @@ class OpenClBackend(Backend):
             return False
         target.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
-            event = cl.enqueue_copy(
-                self.queue,
-                target.memory,
-                source.memory,
-                src_offset=src.offset,
-                dst_offset=dst.offset,
-                byte_count=src.nbytes,
-            )
+            event = queue_copy(self.queue, src, dst)
             self._note(event, source, target)
             self._time_copy(event, src)
         return True

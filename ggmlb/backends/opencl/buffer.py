@@ -169,15 +169,7 @@ class OpenClBuffer(Buffer):
             return False
         self.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
-            cl.enqueue_copy(
-                self.device.transfers,
-                self.memory,
-                source.memory,
-                src_offset=src.offset,
-                dst_offset=dst.offset,
-                byte_count=src.nbytes,
-                wait_for=[*source.uses(), *self.uses()],
-            ).wait()
+            queue_copy(self.device.transfers, src, dst, [*source.uses(), *self.uses()]).wait()
         return True
 
     def _as_array(
@@ -190,6 +182,24 @@ class OpenClBuffer(Buffer):
         self._release()
         self._memory = None
         self._host = None
+
+
+def queue_copy(
+    queue: cl.CommandQueue, src: Tensor, dst: Tensor, wait_for: list[cl.Event] | None = None
+) -> cl.Event:
+    """Queue the one command that copies between tensors of which `can_copy` is true."""
+    source, target = src.buffer, dst.buffer
+    assert isinstance(source, OpenClBuffer)
+    assert isinstance(target, OpenClBuffer)
+    return cl.enqueue_copy(
+        queue,
+        target.memory,
+        source.memory,
+        src_offset=src.offset,
+        dst_offset=dst.offset,
+        byte_count=src.nbytes,
+        wait_for=wait_for,
+    )
 
 
 def can_copy(src_buffer: OpenClBuffer, src: Tensor, dst_buffer: OpenClBuffer, dst: Tensor) -> bool:

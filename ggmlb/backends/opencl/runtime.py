@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pyopencl as cl
 
 from ggmlb.errors import BackendError
+from ggmlb.process import ForkGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ggmlb.interface import BufferType
 
-_forked = False
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
-
-
-def check_process(call: str) -> None:
-    """Raise a BackendError in a process that was forked after OpenCL was used: it would hang there."""
-    if _forked:
-        raise BackendError(
-            f"{call}: OpenCL was used before this process was forked, and cannot be used in it; start "
-            "workers with the 'spawn' method, or use OpenCL in the workers only"
-        )
+check_process: Final = ForkGuard("OpenCL").check
+"""Refuses a call in a process that was forked after OpenCL was used: it would hang there."""
 
 
 @contextmanager
