@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
-import broken
 import pytest
-from broken import computing, queueing, refusing, storing
+from broken import memory, order, values
+from broken.memory import storing
+from broken.order import queueing
+from broken.values import computing, refusing
 
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.testing.behaviour import CHECKS, behaves
@@ -24,17 +26,17 @@ def reasons(device, family, mode="test"):
 
 
 WRONG_VALUES = [
-    (broken.WrongStride, "add", "nmse"),
-    (broken.WrongBroadcast, "mul", "nmse"),
-    (broken.UnalignedOffset, "cont", "must be equal|NaN"),
-    (broken.OneByteTooMany, "sqr", "guard bytes were overwritten, the first 0 bytes after the end"),
-    (broken.OneByteBefore, "rope", "1 guard bytes were overwritten, the first 1 bytes before the start"),
-    (broken.LastElementMissing, "soft_max_ext", "NaN"),
-    (broken.ChangesItsInput, "sum_rows", "changed in an input"),
-    (broken.FillsTheGaps, "cpy", "bytes were changed in an input"),
-    (broken.NoInfinity, "diag_mask_inf", "infinite"),
-    (broken.LowPrecision, "norm", "nmse .* is above"),
-    (broken.WorksOnce, "sqr", "computed a second time: .* NaN"),
+    (values.WrongStride, "add", "nmse"),
+    (values.WrongBroadcast, "mul", "nmse"),
+    (values.UnalignedOffset, "cont", "must be equal|NaN"),
+    (values.OneByteTooMany, "sqr", "guard bytes were overwritten, the first 0 bytes after the end"),
+    (values.OneByteBefore, "rope", "1 guard bytes were overwritten, the first 1 bytes before the start"),
+    (values.LastElementMissing, "soft_max_ext", "NaN"),
+    (values.ChangesItsInput, "sum_rows", "changed in an input"),
+    (values.FillsTheGaps, "cpy", "bytes were changed in an input"),
+    (values.NoInfinity, "diag_mask_inf", "infinite"),
+    (values.LowPrecision, "norm", "nmse .* is above"),
+    (values.WorksOnce, "sqr", "computed a second time: .* NaN"),
 ]
 
 
@@ -46,15 +48,15 @@ def test_wrong_values_are_found(kind, family, told):
 
 
 LIES = [
-    (refusing(broken.ClaimsAll), "claims the op, then fails: it raised BackendError: no kernel"),
-    (refusing(broken.SaysNoForYes), "supports_op says False, declines says None"),
-    (refusing(broken.NoReason), "declines gives no reason"),
-    (refusing(broken.ChangesItsMind), "the answer changes once the tensors lie in a buffer"),
+    (refusing(values.ClaimsAll), "claims the op, then fails: it raised BackendError: no kernel"),
+    (refusing(values.SaysNoForYes), "supports_op says False, declines says None"),
+    (refusing(values.NoReason), "declines gives no reason"),
+    (refusing(values.ChangesItsMind), "the answer changes once the tensors lie in a buffer"),
     (
-        refusing(broken.RefusesAbs, broken.ComputesWhatItRefuses),
+        refusing(values.RefusesAbs, values.ComputesWhatItRefuses),
         "refuses the op (not of mine), then computes it",
     ),
-    (refusing(broken.RefusesAbs, broken.OtherError), "not with an UnsupportedOpError: it raised KeyError"),
+    (refusing(values.RefusesAbs, values.OtherError), "not with an UnsupportedOpError: it raised KeyError"),
 ]
 
 
@@ -66,44 +68,44 @@ def test_lies_are_found(device, told):
 
 
 MISBEHAVIOUR = [
-    (computing(broken.StalePlan), "plans", "a_plan_follows_moved_tensors", "moved"),
-    (computing(broken.StalePlan), "plans", "a_plan_follows_changed_parameters", "scale was changed"),
-    (computing(broken.WorksOnce), "plans", "a_plan_can_be_computed_again", "run 1"),
-    (computing(broken.IgnoresAbort), "plans", "an_abort_callback_stops", "never asked"),
-    (storing(broken.MemsetOffByOne), "transfers", "memset_writes_its_bytes_only", "1 of"),
-    (storing(broken.SetIgnoresOffset), "transfers", "set_writes_its_bytes_only", "after set_tensor"),
-    (storing(broken.GetIgnoresOffset), "transfers", "get_reads_from_its_offset", "bytes from"),
-    (storing(broken.WrongPitch), "transfers", "two_dimensional_transfers", "after set_tensor_2d:"),
-    (storing(broken.ClearStopsShort), "transfers", "clear_sets_every_byte", "after clear"),
+    (computing(values.StalePlan), "plans", "a_plan_follows_moved_tensors", "moved"),
+    (computing(values.StalePlan), "plans", "a_plan_follows_changed_parameters", "scale was changed"),
+    (computing(values.WorksOnce), "plans", "a_plan_can_be_computed_again", "run 1"),
+    (computing(values.IgnoresAbort), "plans", "an_abort_callback_stops", "never asked"),
+    (storing(memory.MemsetOffByOne), "transfers", "memset_writes_its_bytes_only", "1 of"),
+    (storing(memory.SetIgnoresOffset), "transfers", "set_writes_its_bytes_only", "after set_tensor"),
+    (storing(memory.GetIgnoresOffset), "transfers", "get_reads_from_its_offset", "bytes from"),
+    (storing(memory.WrongPitch), "transfers", "two_dimensional_transfers", "after set_tensor_2d:"),
+    (storing(memory.ClearStopsShort), "transfers", "clear_sets_every_byte", "after clear"),
     (
-        storing(broken.KeepsTheData),
+        storing(memory.KeepsTheData),
         "transfers",
         "data_of_a_synchronous_write_may_change",
         "was changed after",
     ),
-    (storing(broken.MisalignedType), "memory", "alignment_is_kept", "begins at 0x"),
-    (storing(broken.NoNothing), "memory", "nothing_is_a_size", "ZeroDivisionError: 0 pages"),
-    (storing(broken.OtherMemoryError), "memory", "too_much_is_an_allocation_error", "raised OverflowError"),
-    (queueing(broken.NeverWaits), "order", "synchronize_waits", "after synchronize"),
-    (queueing(broken.NeverWaits), "order", "graph_compute_waits", "after graph_compute"),
-    (queueing(broken.LastFirst), "order", "a_stream_runs_in_order", "queued without waiting"),
-    (queueing(broken.AsyncGetReturnsEarly), "order", "a_stream_runs_in_order", "queued without waiting"),
-    (queueing(broken.EventDoesNotWait), "order", "an_event_orders_streams", "after event_wait"),
-    (queueing(event=broken.DeadEvent), "order", "an_event_can_be_waited_for", "after Event.synchronize"),
-    (queueing(broken.CopyOvertakesSource), "order", "a_copy_waits_for_its_source", "still being computed"),
-    (queueing(broken.SourceDoesNotWait), "order", "a_copy_waits_for_its_source", "still being computed"),
+    (storing(memory.MisalignedType), "memory", "alignment_is_kept", "begins at 0x"),
+    (storing(memory.NoNothing), "memory", "nothing_is_a_size", "ZeroDivisionError: 0 pages"),
+    (storing(memory.OtherMemoryError), "memory", "too_much_is_an_allocation_error", "raised OverflowError"),
+    (queueing(order.NeverWaits), "order", "synchronize_waits", "after synchronize"),
+    (queueing(order.NeverWaits), "order", "graph_compute_waits", "after graph_compute"),
+    (queueing(order.LastFirst), "order", "a_stream_runs_in_order", "queued without waiting"),
+    (queueing(order.AsyncGetReturnsEarly), "order", "a_stream_runs_in_order", "queued without waiting"),
+    (queueing(order.EventDoesNotWait), "order", "an_event_orders_streams", "after event_wait"),
+    (queueing(event=order.DeadEvent), "order", "an_event_can_be_waited_for", "after Event.synchronize"),
+    (queueing(order.CopyOvertakesSource), "order", "a_copy_waits_for_its_source", "still being computed"),
+    (queueing(order.SourceDoesNotWait), "order", "a_copy_waits_for_its_source", "still being computed"),
     (
-        queueing(broken.CopyOvertakesReaders),
+        queueing(order.CopyOvertakesReaders),
         "order",
         "a_copy_waits_for_its_destination",
         "later copy",
     ),
-    (queueing(buffer=broken.CopyIgnoresOffset), "transfers", "copies_respect_offsets", "a copy from offset"),
-    (queueing(broken.FreeForgetsWork), "memory", "freeing_a_stream_ends_its_work", "stream that was freed"),
-    (queueing(buffer=broken.FreedTooEarly), "memory", "freeing_with_work_pending", "was freed while"),
-    (queueing(device=broken.NoEventsAfterAll), "order", "an_event_orders_streams", "BackendError: no events"),
-    (queueing(device=broken.WrongFacts), "memory", "facts_are_sound", "bytes are free, of"),
-    (queueing(device=broken.NoHostBuffer), "memory", "facts_are_sound", "caps.host_buffer is True"),
+    (queueing(buffer=order.CopyIgnoresOffset), "transfers", "copies_respect_offsets", "a copy from offset"),
+    (queueing(order.FreeForgetsWork), "memory", "freeing_a_stream_ends_its_work", "stream that was freed"),
+    (queueing(buffer=order.FreedTooEarly), "memory", "freeing_with_work_pending", "was freed while"),
+    (queueing(device=order.NoEventsAfterAll), "order", "an_event_orders_streams", "BackendError: no events"),
+    (queueing(device=order.WrongFacts), "memory", "facts_are_sound", "bytes are free, of"),
+    (queueing(device=order.NoHostBuffer), "memory", "facts_are_sound", "caps.host_buffer is True"),
 ]
 
 
@@ -119,12 +121,12 @@ def test_misbehaviour_is_found(device, group, name, told):
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in CHECKS for name in CHECKS[group]])
 @pytest.mark.parametrize("base", ["fake", "cpu"])
 def test_what_they_are_made_of_behaves(base, group, name):
-    device = FakeReg(1).devices[0] if base == "fake" else broken.WrongDevice(CpuReg())
+    device = FakeReg(1).devices[0] if base == "fake" else values.WrongDevice(CpuReg())
     result = behaves(device, group, name)
     assert not result.outcome.is_bad, result.reason
 
 
 @pytest.mark.parametrize("family", sorted({family for _, family, _ in WRONG_VALUES} | {"abs"}))
 def test_what_they_are_made_of_computes(family):
-    device = broken.WrongDevice(CpuReg())
+    device = values.WrongDevice(CpuReg())
     assert reasons(device, family) == reasons(device, family, "support") == []

@@ -1,8 +1,4 @@
-"""Backends that are broken on purpose, each in one way; the conformance kit must find every one.
-
-Those that compute wrongly are the CPU backend with a fault put in; those that do things in the wrong order
-are the fake backend, whose queue runs only when something waits for it.
-"""
+"""Devices that compute or answer wrongly."""
 
 from __future__ import annotations
 
@@ -17,10 +13,7 @@ from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import NO_OPS, Op, Status
 from ggmlb.errors import BackendError
-from ggmlb.interface import Caps, HostBuffer, HostBufferType
-from ggmlb.interface.host import ALIGNMENT, aligned_empty
 from ggmlb.tensor import contiguous_nb
-from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeDevice, FakeEvent, FakeReg
 
 if TYPE_CHECKING:
     from ggmlb.interface import Device
@@ -34,9 +27,6 @@ def like(t: Tensor, **changes: Any) -> Tensor:
     for name, value in changes.items():
         setattr(twin, name, value)
     return twin
-
-
-# -- wrong values and wrong bytes: the CPU ---------------------------------------------------------
 
 
 class WrongBackend(CpuBackend):
@@ -264,101 +254,6 @@ class RefusesAbs(WrongDevice):
         return "not of mine" if op.op is Op.UNARY else super().declines(op)
 
 
-class BadBuffer(HostBuffer):
-    """Memory of the CPU, to be broken."""
-
-
-class BadBufferType(HostBufferType):
-    """Allocates `kind`."""
-
-    kind: type[HostBuffer] = BadBuffer
-
-    def __init__(self, device):
-        super().__init__(device, "CPU", ALIGNMENT)
-
-    def _alloc_buffer(self, nbytes):
-        return self.kind(self, aligned_empty(nbytes))
-
-
-class MemsetOffByOne(BadBuffer):
-    """`memset` sets one byte more than asked for."""
-
-    def _memset_tensor(self, tensor, value, offset, size):
-        super()._memset_tensor(tensor, value, offset, size + 1)
-
-
-class SetIgnoresOffset(BadBuffer):
-    """`set_tensor` begins at the tensor's start."""
-
-    def _set_tensor(self, tensor, data, offset):
-        super()._set_tensor(tensor, data, 0)
-
-
-class GetIgnoresOffset(BadBuffer):
-    """`get_tensor` begins at the tensor's start."""
-
-    def _get_tensor(self, tensor, out, offset):
-        super()._get_tensor(tensor, out, 0)
-
-
-class WrongPitch(BadBuffer):
-    """A strided write goes through the tensor with the stride of the data."""
-
-    def _set_tensor_2d(self, tensor, data, pieces):
-        super()._set_tensor_2d(tensor, data, pieces._replace(stride_tensor=pieces.stride_data))
-
-
-class ClearStopsShort(BadBuffer):
-    """`clear` sets whole words only."""
-
-    def _clear(self, value):
-        self.base[: self.size // 8 * 8] = value
-
-
-class KeepsTheData(BadBuffer):
-    """A synchronous write reads the caller's data only when something else happens."""
-
-    later: Any = None
-
-    def _set_tensor(self, tensor, data, offset):
-        self._flush()
-        self.later = (tensor, data, offset)
-
-    def _get_tensor(self, tensor, out, offset):
-        self._flush()
-        super()._get_tensor(tensor, out, offset)
-
-    def _flush(self):
-        if self.later:
-            super()._set_tensor(*self.later)
-            self.later = None
-
-
-class MisalignedType(BadBufferType):
-    """Its memory begins anywhere."""
-
-    def _alloc_buffer(self, nbytes):
-        return HostBuffer(self, aligned_empty(nbytes + 8)[8:])
-
-
-class NoNothing(BadBufferType):
-    """It cannot allocate nothing."""
-
-    def _alloc_buffer(self, nbytes):
-        if not nbytes:
-            raise ZeroDivisionError("0 pages")
-        return super()._alloc_buffer(nbytes)
-
-
-class OtherMemoryError(BadBufferType):
-    """What is too large is an error of its library."""
-
-    def _alloc_buffer(self, nbytes):
-        if nbytes > 1 << 40:
-            raise OverflowError("too large")
-        return super()._alloc_buffer(nbytes)
-
-
 def computing(backend: type[CpuBackend], device: type[WrongDevice] = WrongDevice) -> Device:
     """A device whose streams are broken."""
     return type(backend.__name__, (device,), {"backend": backend})(CpuReg())
@@ -367,161 +262,3 @@ def computing(backend: type[CpuBackend], device: type[WrongDevice] = WrongDevice
 def refusing(device: type[WrongDevice], backend: type[CpuBackend] = WrongBackend) -> Device:
     """A device that says what is not so."""
     return computing(backend, device)
-
-
-def storing(what: type[Any]) -> Device:
-    """A device whose memory is broken."""
-    device = WrongDevice(CpuReg())
-    kind = what if issubclass(what, BadBufferType) else type("Type", (BadBufferType,), {"kind": what})
-    device._buffer_type = kind(device)
-    return device
-
-
-# -- wrong order: the fake device ------------------------------------------------------------------
-
-
-class NeverWaits(FakeBackend):
-    """`synchronize` does not wait."""
-
-    def _synchronize(self):
-        pass
-
-
-class LastFirst(FakeBackend):
-    """The queue runs the latest work first."""
-
-    def _synchronize(self):
-        while self._queue:
-            self._queue.pop()()
-
-
-class EventDoesNotWait(FakeBackend):
-    """Work queued after `event_wait` does not wait for the event."""
-
-    def _event_wait(self, event):
-        pass
-
-
-class CopyOvertakesSource(FakeBackend):
-    """A copy takes what the source holds now, not what is being computed."""
-
-    def _cpy_tensor_async(self, backend_src, src, dst):
-        if not isinstance(backend_src, FakeBackend):
-            return False
-        data = src.buffer.base[src.offset : src.offset + src.nbytes].copy()
-        self.enqueue("copies", lambda: dst.buffer._set_tensor(dst, data, 0))
-        return True
-
-
-class CopyOvertakesReaders(FakeBackend):
-    """A copy is done at once, though queued work still has to read what it overwrites."""
-
-    def _cpy_tensor_async(self, backend_src, src, dst):
-        backend_src.synchronize()
-        dst.buffer._set_tensor(dst, src.buffer.base[src.offset : src.offset + src.nbytes], 0)
-        return True
-
-
-class SourceDoesNotWait(FakeBackend):
-    """Later work on the source does not wait until a copy has read."""
-
-    def _cpy_tensor_async(self, backend_src, src, dst):
-        if not isinstance(backend_src, FakeBackend):
-            return False
-        start, end = src.offset, src.offset + src.nbytes
-        self.enqueue("copies", lambda: self._copy(backend_src, src.buffer.base[start:end], dst))
-        return True
-
-    def _copy(self, backend_src, data, dst):
-        backend_src.synchronize()
-        dst.buffer._set_tensor(dst, data, 0)
-
-
-class FreeForgetsWork(FakeBackend):
-    """Freeing the stream drops what is queued."""
-
-    def free(self):
-        self._queue.clear()
-        super().free()
-
-
-class AsyncGetReturnsEarly(FakeBackend):
-    """An asynchronous read reads at once."""
-
-    def _get_tensor_async(self, tensor, out, offset):
-        tensor.buffer._get_tensor(tensor, out, offset)
-
-
-class DeadEvent(FakeEvent):
-    """`synchronize` returns at once."""
-
-    def _synchronize(self):
-        pass
-
-
-class FreedTooEarly(FakeBuffer):
-    """Queued work does not find the memory any more."""
-
-    def _set_tensor(self, tensor, data, offset):
-        if not self.is_freed:
-            super()._set_tensor(tensor, data, offset)
-
-
-class CopyIgnoresOffset(FakeBuffer):
-    """A copy begins at the start of the source's buffer."""
-
-    def _cpy_tensor(self, src, dst):
-        if not isinstance(src.buffer, FakeBuffer):
-            return False
-        self.base[dst.offset : dst.offset + dst.nbytes] = src.buffer.base[: src.nbytes]
-        return True
-
-
-class NoEventsAfterAll(FakeDevice):
-    """Its caps name events that it does not have."""
-
-    def event_new(self):
-        raise BackendError("no events")
-
-
-class WrongFacts(FakeDevice):
-    """More memory is free than there is."""
-
-    @property
-    def memory(self):
-        return 2 * self.capacity, self.capacity
-
-
-class NoHostBuffer(FakeDevice):
-    """Its caps name a host buffer that it does not have."""
-
-    @property
-    def caps(self):
-        return Caps(async_=True, events=True, host_buffer=True)
-
-
-def queueing(
-    backend: type[FakeBackend] = FakeBackend,
-    *,
-    event: type[FakeEvent] = FakeEvent,
-    buffer: type[FakeBuffer] = FakeBuffer,
-    device: type[FakeDevice] = FakeDevice,
-) -> Device:
-    """A fake device with broken parts."""
-
-    class Broken(device):  # type: ignore[misc, valid-type]
-        def init_backend(self, params=None):
-            return backend(self)
-
-        def event_new(self):
-            return event(self) if device.event_new is FakeDevice.event_new else super().event_new()
-
-    class Memory(FakeBufferType):
-        def _alloc_buffer(self, nbytes):
-            found = super()._alloc_buffer(nbytes)
-            found.__class__ = buffer
-            return found
-
-    made = Broken(FakeReg(1), 0, None, 1 << 30)
-    made._buft = Memory(made)
-    return made
