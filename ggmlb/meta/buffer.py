@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggmlb.alloc import alloc_tensors
+from ggmlb.errors import ArgumentError
 from ggmlb.interface import Buffer, BufferType, PartedBuffer
 from ggmlb.meta.layout import slice_of
 from ggmlb.meta.state import checked
@@ -118,8 +119,21 @@ class MetaBuffer(PartedBuffer):
             ne, nb, _ = slice_of(root.dtype, root.ne, state, j)
             own = _named(Tensor(root.dtype, ne, nb if state.is_cut else root.nb), root)
             own.buffer, own.offset = part, root.offset
+            part.init_tensor(own)
             made.append(own)
         return tuple(made)
+
+    def _init_tensor(self, tensor: Tensor) -> None:
+        if self.static and tensor.view_src is None:
+            raise ArgumentError(
+                f"{tensor.describe()} cannot be placed among the slices in this {self.name} buffer: "
+                "they fill it, on each device as many as it has; allocate another buffer"
+            )
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.static.clear()
+        self.size = min(part.size for part in self.parts)  # an allocator's tensor may be whole in each
 
     # -- data: bytes of a view are bytes of its root -------------------------------------------------
 

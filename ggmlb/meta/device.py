@@ -72,8 +72,8 @@ class MetaDevice(Device):
 
     @property
     def caps(self) -> Caps:
-        """Asynchronous if all devices are; no events, host buffers or callers' memory."""
-        return Caps(async_=all(d.caps.async_ for d in self.devices))
+        """Asynchronous if one of its devices is; no events, host buffers or callers' memory."""
+        return Caps(async_=any(d.caps.async_ for d in self.devices))
 
     @property
     def reg(self) -> BackendReg:

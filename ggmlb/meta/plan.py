@@ -168,10 +168,11 @@ class _Dealer:
     def _compute(self, node: Tensor) -> None:
         result, wants = self._device.outcome(node)
         root = node.view_src
+        into = node if root is None else root
         by_wholes = False
-        if root is not None and not self._fits(node, result):
-            wants = rules.whole(wants).wants
-            by_wholes = self._device.state(root).is_cut
+        if (root is not None or node in self._device.given) and not self._fits(node, into, result):
+            result, wants = rules.whole(wants)
+            by_wholes = self._device.state(into).is_cut
         pairs = zip(node.src, wants, strict=True)
         operands = [None if src is None else self._operand(src, want) for src, want in pairs]
         places = self._wholes(node) if by_wholes else self._places(node)
@@ -185,8 +186,8 @@ class _Dealer:
                 nodes.append(own)
         if not by_wholes:
             self._known[node] = slices
-        if root is not None:
-            self._wrote(root, by_wholes)
+        if root is not None or by_wholes:
+            self._wrote(into, by_wholes)
         for i in ALSO_WRITTEN.get(node.op, ()):
             operand = node.src[i]
             assert operand is not None
@@ -200,11 +201,12 @@ class _Dealer:
         if by_wholes and gathered is not None:
             self._close(partial(_deal_out, self._backend, root, gathered))
 
-    def _fits(self, node: Tensor, result: SplitState) -> bool:
-        """Whether the result of a node that writes into another tensor is dealt out as its memory is."""
-        assert node.view_src is not None
+    def _fits(self, node: Tensor, into: Tensor, result: SplitState) -> bool:
+        """Whether the result of a node whose memory is dealt out in a given way is dealt out like that."""
         state = self._device.state(node)
-        return result == state and (state.is_cut or not self._device.state(node.view_src).is_cut)
+        if result == PARTIAL and node is into:
+            return not state.is_cut
+        return result == state and (state.is_cut or not self._device.state(into).is_cut)
 
     def _places(self, node: Tensor) -> Slices:
         """Where the slices of a node lie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -17,7 +18,9 @@ import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
 from ggmlb.meta import MIRRORED, split_by
 from ggmlb.meta.reduce import Communicator
+from ggmlb.testing.fake import FakeDevice, FakeReg
 from ggmlb.testing.programs import load_cases
+from ggmlb.testing.run import Runner, Selection, tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +65,60 @@ def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_device
         wrong = {name: verdict.reason for name, verdict in built.compare().items() if not verdict.ok}
         assert not wrong, states
         allocator.free()
+
+
+def mixed(*names: str) -> list[ggmlb.Device]:
+    """Devices by name; `Fake0` and on run as late as they may, and fill memory with NaN."""
+    fakes = {device.name: device for device in FakeReg(3).devices}
+    return [fakes.get(name) or ggmlb.device_by_name(name) for name in names]
+
+
+MIXTURES = [("Fake0", "CPU"), ("CPU", "Fake0", "Fake1"), ("OpenCL0", "Fake0", "CPU")]
+
+
+@pytest.mark.parametrize("names", MIXTURES, ids=str)
+def test_golden_programs_on_devices_of_several_kinds(names: tuple[str, ...]) -> None:
+    devices = mixed(*names)
+    n_run = 0
+    for case in CASES[::6]:
+        draw = random.Random(f"{case.id} {names}")
+        device = ggmlb.meta_device(devices, lambda t, draw=draw: any_state(t, len(devices), draw))  # type: ignore[misc]
+        leafs = Context()
+        built = case.build(leafs=leafs)
+        if any(device.declines(node) for node in built.graph.nodes):
+            continue
+        with ggmlb.sanitize(), device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
+            built.upload()
+            with GraphAllocator(device.buffer_type) as allocator:
+                allocator.alloc_graph(built.graph)
+                meta.graph_compute_async(built.graph)
+                meta.synchronize()
+                assert all(verdict.ok for verdict in built.compare().values()), case.id
+        n_run += 1
+    assert n_run > 100
+
+
+NOT_FLAT = {
+    "a_plan_follows_moved_tensors",
+    "memset_writes_its_bytes_only",
+    "set_writes_its_bytes_only",
+    "usage_and_reset",
+}
+"""What is promised of memory that is one run of bytes; here `Buffer.size` is that of the largest part."""
+
+
+@pytest.mark.parametrize("state", ["mirrored", "any"])
+def test_it_behaves_as_a_device(state: str) -> None:
+    draw = random.Random(state)
+    device = ggmlb.meta_device(
+        mixed("CPU", "Fake0", "OpenCL0"), lambda t: MIRRORED if state == "mirrored" else any_state(t, 3, draw)
+    )
+    assert device.caps.async_
+    with Runner([device]) as runner:
+        results = [r for t in tasks(device.name, Selection("behaviour")) for r in runner.run(t)]
+    bad = {r.id: r.reason for r in results if r.outcome.is_bad}
+    assert not bad.keys() - NOT_FLAT, bad
+    assert sum(r.outcome.ran for r in results) > 20
 
 
 # -- memory ------------------------------------------------------------------------------------------
@@ -116,6 +173,38 @@ def test_weights_take_their_slices_memory_only(cpu: ggmlb.Device) -> None:
         assert [part.size for part in buffer.parts] == [sum(w.nbytes for w in weights) // 4] * 4
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_when_a_device_lacks_room_the_others_give_theirs_back(which: int) -> None:
+    reg = FakeReg(0)
+    devices = [FakeDevice(reg, i, lambda op: None, 100 if i == which else 1 << 20) for i in range(3)]
+    device = ggmlb.meta_device(devices, lambda t: SplitState(SplitAxis.AXIS_1, (split_evenly(64, 3),)))
+    ctx = Context()
+    tensor = ctx.new_tensor("f32", (64, 64), "w")
+    free = [d.memory[0] for d in devices]
+    for allocate in (
+        lambda: ggmlb.alloc_ctx_tensors(ctx, device.buffer_type),
+        lambda: device.buffer_type.alloc_buffer(1 << 14),
+    ):
+        with pytest.raises(ggmlb.AllocationError):
+            allocate()
+        gc.collect()
+        assert [d.memory[0] for d in devices] == free
+    assert tensor.buffer is None
+
+
+def test_slices_fill_their_buffer(cpu: ggmlb.Device) -> None:
+    ctx = Context()
+    ctx.new_tensor("f32", (8, 8), "w")
+    device = ggmlb.meta_device([cpu] * 2, lambda t: SplitState(SplitAxis.AXIS_1, ((1, 7),)))
+    with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type) as buffer:
+        with pytest.raises(ggmlb.ArgumentError, match="they fill it"):
+            ggmlb.tensor_alloc(buffer, Context().new_tensor("f32", (8,)), 0)
+        buffer.reset()
+        with pytest.raises(ggmlb.BoundsError):
+            ggmlb.tensor_alloc(buffer, Context().new_tensor("f32", (32,)), 0)
+        ggmlb.tensor_alloc(buffer, Context().new_tensor("f32", (8,)), 0)
+
+
 @pytest.mark.parametrize(
     ("state", "match"),
     [
@@ -155,7 +244,7 @@ def test_proportions() -> None:
 # -- computing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", range(1, 7))
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 9])
 def test_sums_are_the_same_bits_on_every_device(n: int, cpu: ggmlb.Device) -> None:
     rng = np.random.default_rng(n)
     backends = [cpu.init_backend() for _ in range(n)]
