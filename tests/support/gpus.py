@@ -1,4 +1,4 @@
-"""The first device of each GPU backend, for what all of them must do; and how to hold up their streams."""
+"""The first device of each backend with kernels, for what all must do; and how to hold up GPUs' streams."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ggmlb import Backend, Tensor
 
 OPENCL = pytest.param("OpenCL0", id="opencl")
+NUMBA = pytest.param("Numba", id="numba")
 PLAYED = pytest.param("played", id="played")
 CARD = pytest.param("CUDA0", id="card", marks=pytest.mark.gpu)
 CUDA = (PLAYED, CARD)

@@ -14,7 +14,7 @@ pytest.importorskip("llvmlite")
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
-from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
+from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.numba import NumbaReg, backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels import elementwise
@@ -22,7 +22,6 @@ from ggmlb.backends.numba.llvm.emit import I64
 from ggmlb.backends.numba.llvm.host import target_for
 from ggmlb.backends.numba.llvm.library import Library
 from ggmlb.backends.numba.lowering import walks
-from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
 
@@ -130,33 +129,6 @@ def attention(
 def test_attention(cache: DType, n_q: int, n_kv: int, numba: NumbaBackend) -> None:
     check(attention(64, n_q, n_kv, (4, 2), cache), numba, 1e-6)
     check(attention(96, n_q, n_kv, (3, 3), cache, bias=2.0, cap=5.0), numba, 1e-6)
-
-
-@pytest.mark.parametrize("fn", ["norm", "rms_norm"])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_norms_with_what_goes_before_and_after(fn: str, keeps: bool) -> None:
-    found = []
-    for name, n_steps in (("CPU", None), ("Numba", 2 if keeps else 1)):
-        ctx = Context()
-        leafs = Leafs(ctx)
-        a, b, w, c = leafs(F32, 70, 5), leafs(F32, 70, 5), leafs(F32, 70), leafs(F32, 70)
-        x = ctx.add(a, b)
-        y = ctx.add(ctx.mul(getattr(ctx, fn)(x, 1e-5), w), c)
-        y = ctx.set_output(ctx.add(x, y) if keeps else y)
-        graph = Graph().build_forward_expand(y)
-        with ggmlb.init_by_name(name) as backend:
-            allocator = GraphAllocator(backend.default_buffer_type)
-            allocator.alloc_graph(graph)
-            for tensor, values in leafs.data:
-                tensor.set_array(values)
-            plan = backend.graph_plan_create(graph)
-            if n_steps is not None:
-                assert isinstance(plan, NumbaPlan)
-                assert len(plan.steps) == n_steps
-            backend.graph_plan_compute(plan)
-            found.append(y.to_numpy().copy())
-            allocator.free()
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
 
 
 def long_program(c: Context, leaf: Leafs) -> Tensor:

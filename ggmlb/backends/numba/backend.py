@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.numba.lowering import fused
 from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError
+from ggmlb.fusion import gather
 from ggmlb.interface import Backend
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.numba.llvm.library import Library
     from ggmlb.enums import Status
+    from ggmlb.fusion import Group
     from ggmlb.graph import Graph
     from ggmlb.interface import Device, GraphPlan
 
@@ -61,6 +64,14 @@ class NumbaBackend(Backend):
         self.pool.free()
         self.pool = Pool(_checked(n), self.library)
         self._plans.clear()
+
+    def takes(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once."""
+        return fused.takes(group)
+
+    def graph_optimize(self, graph: Graph) -> None:
+        """Bring nodes together that one kernel computes."""
+        gather(graph, self.takes)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         return NumbaPlan(self, graph)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb import progress
-from ggmlb.backends.numba.lowering import fused, lower
+from ggmlb.backends.numba.lowering import lower
 from ggmlb.backends.numba.lowering.steps import Steps
 from ggmlb.enums import Status
 from ggmlb.errors import BackendError
@@ -26,7 +26,7 @@ class NumbaPlan(GraphPlan):
     def __init__(self, backend: NumbaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self._pool = backend.pool
-        self._items = fuse(graph, fused.takes)
+        self._items = fuse(graph, backend.takes)
         self._ends: list[int] = []
         with progress.task(f"{backend.name}: compiling kernels") as task:
             self._steps = Steps(backend, task)

@@ -126,7 +126,7 @@ def copy_strided(k: Kernel, out: str, src: str, sizes: tuple[int, int]) -> None:
             store_floats(k, out, value, y)
 
 
-def _row_number(
+def row_number(
     k: Kernel, ids: Value, dtype: str, limit: Value, report: tuple[Value, Value]
 ) -> tuple[Value, Value]:
     """Read a row number; report one that is out of bounds, and return 0 then, and whether it was right."""
@@ -145,7 +145,7 @@ def get_rows(k: Kernel, out: str, src: str, index: str) -> None:
     a, a_nb1, a_nb2, a_nb3, ids, nb0, nb1, nb2, limit, errors, step = k.ints(11)
     with rows(k, 1) as row:
         i1, i2, i3 = row.place
-        number, right = _row_number(k, ids + i1 * nb0 + i2 * nb1 + i3 * nb2, index, limit, (errors, step))
+        number, right = row_number(k, ids + i1 * nb0 + i2 * nb1 + i3 * nb2, index, limit, (errors, step))
         with k.when(right):
             x = a + number * a_nb1 + i2 * a_nb2 + i3 * a_nb3
             convert(k, out, src, row.at[0], x, row.start, row.stop)
@@ -157,7 +157,7 @@ def set_rows(k: Kernel, out: str, src: str, index: str) -> None:
     with rows(k, 1) as row:
         i1, i2, i3 = row.place
         at = ids + i1 * nb0 + i2 % ne1 * nb1 + i3 % ne2 * nb2
-        number, right = _row_number(k, at, index, limit, (errors, step))
+        number, right = row_number(k, at, index, limit, (errors, step))
         with k.when(right):
             target = y + number * y_nb1 + i2 * y_nb2 + i3 * y_nb3
             convert(k, out, src, target, row.at[0], row.start, row.stop)

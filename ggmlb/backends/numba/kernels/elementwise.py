@@ -160,6 +160,15 @@ _GATES = {
 }  # fmt: skip
 
 
+def gated(k: Kernel, name: str, gate: Value, up: Value, params: Sequence[Value] = ()) -> Value:
+    """A gated linear unit; swiglu_oai has `alpha` and `limit`."""
+    if not params:
+        return FUNCTIONS[_GATES[name]](k, gate) * up
+    alpha, limit = params
+    g = k.select(gate > limit, limit, gate)
+    return over_one_plus_exp(k, g, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
+
+
 def glu(k: Kernel, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
     """`f(gate) up`: operands `y, gate, up`; swiglu_oai has `alpha` and `limit` before them."""
     out, src = dtypes
@@ -169,12 +178,7 @@ def glu(k: Kernel, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
 
         def body(i: Value, mask: Value | None) -> None:
             gate, up = (load_floats(k, src, row.at[j] + i * SIZES[src], n, mask) for j in (1, 2))
-            if params:
-                alpha, limit = params
-                g = k.select(gate > limit, limit, gate)
-                y = over_one_plus_exp(k, g, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
-            else:
-                y = FUNCTIONS[_GATES[name]](k, gate) * up
+            y = gated(k, name, gate, up, params)
             store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
 
         lanes(k, row.start, row.stop, body)

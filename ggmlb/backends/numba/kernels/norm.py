@@ -30,25 +30,31 @@ def _sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> V
     return total(k, (sums[0].now + sums[1].now) + (sums[2].now + sums[3].now))
 
 
-def normalise(k: Kernel, kind: str, dtypes: Sequence[str], factors: int, added: bool) -> None:
-    """Normalise rows: `eps`, and the walk of `y, x`, then `s, b` if `added`, then the factors.
+def normalise(
+    k: Kernel, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
+) -> None:
+    """Normalise rows: `eps`, and the walk of `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
 
     Args:
         k: Is written.
         kind: `norm`, `rms_norm` or `l2_norm`.
         dtypes: Of `y` and `x`.
         factors: 1: the result is multiplied with rows of float32; 2: then others are added to it.
-        added: Whether the sum `s` of `x` and `b` is normalised, and written; all are float32 then.
+        added: Whether the sum of `x` and `b` is normalised; all are float32 then.
+        kept: Whether the sum is written, to `s`.
     """
     out, src = dtypes
     n = k.level.lanes
     eps = k.float_arg()
-    with rows(k, 2 + factors + 2 * added) as row:
-        if added:
+    with rows(k, 2 + factors + added + kept) as row:
+        if kept:
             _add(k, row)
 
         def x(i: Value, mask: Value | None) -> Value:
-            return load_floats(k, src, row.at[1] + i * SIZES[src], n, mask)
+            value = load_floats(k, src, row.at[1] + i * SIZES[src], n, mask)
+            if added and not kept:
+                value = value + load_floats(k, "f32", row.at[2] + i * 4, n, mask)
+            return value
 
         count = row.n.to_float()
         mean = k.const(F32, 0)
@@ -77,7 +83,7 @@ def normalise(k: Kernel, kind: str, dtypes: Sequence[str], factors: int, added: 
                 value = value - shift
             value = value * scale
             for j in range(factors):
-                other = load_floats(k, "f32", row.at[2 + 2 * added + j] + i * 4, n, mask)
+                other = load_floats(k, "f32", row.at[2 + added + kept + j] + i * 4, n, mask)
                 value = value + other if j else value * other
             store_floats(k, out, value, row.at[0] + i * SIZES[out], mask)
 
@@ -85,15 +91,15 @@ def normalise(k: Kernel, kind: str, dtypes: Sequence[str], factors: int, added: 
 
 
 def _add(k: Kernel, row: Row) -> None:
-    """Write the sum of the second and the fourth operand to the third, which takes the second's place."""
+    """Write the sum of the second and the third operand to the fourth, which takes the second's place."""
     n = k.level.lanes
 
     def body(i: Value, mask: Value | None) -> None:
-        a, b = (load_floats(k, "f32", row.at[j] + i * 4, n, mask) for j in (1, 3))
-        store_floats(k, "f32", a + b, row.at[2] + i * 4, mask)
+        a, b = (load_floats(k, "f32", row.at[j] + i * 4, n, mask) for j in (1, 2))
+        store_floats(k, "f32", a + b, row.at[3] + i * 4, mask)
 
     lanes(k, row.start, row.stop, body)
-    row.at[1] = row.at[2]
+    row.at[1] = row.at[3]
 
 
 def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:

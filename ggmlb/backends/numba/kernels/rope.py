@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.convert import convert
+from ggmlb.backends.numba.kernels.convert import convert, row_number
 from ggmlb.backends.numba.llvm.emit import F32, I32, I64, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, sin_cos, store_floats
 
@@ -15,12 +15,18 @@ MOST_PAIRS = 1024
 
 
 def rope(
-    k: Kernel, dtypes: Sequence[str], width: int, interleaved: bool, has_factors: bool, channels: bool
+    k: Kernel,
+    dtypes: Sequence[str],
+    width: int,
+    interleaved: bool,
+    has_factors: bool,
+    channels: bool,
+    index: str | None = None,
 ) -> None:
     """Turn pairs; the chunks are of tokens.
 
     Arguments: `magnitude, sine's sign, y, nb1..3, x, nb1..3, ne0, heads, tokens, batches, positions, angles,
-    channels, factors, pairs, start`.
+    channels, factors, pairs, start`; with an index `ids, nb0, nb1, ne1, limit, errors, step` too.
 
     Args:
         k: Is written.
@@ -29,11 +35,15 @@ def rope(
         interleaved: Whether the two of a pair are neighbours; else they are `pairs` apart.
         has_factors: Whether angles are divided by factors.
         channels: Whether each pair has its own of several positions.
+        index: The type of numbers that say to which of `y`'s rows a token goes, if not to its own.
     """
     out, src = dtypes
     magnitude, direction = k.float_arg().splat(width), k.float_arg().splat(width)
     y, y1, y2, y3, x, x1, x2, x3, n0, heads, tokens, batches = k.ints(12)
     positions, angles, channel, factors, pairs, start = k.ints(6)
+    ids, nb0, nb1, ne1, limit, errors, step = k.ints(7) if index else [k.i64(0)] * 7
+    in_blocks = out not in SIZES
+    turned, form = (k.local(8 * MOST_PAIRS), "f32") if in_blocks else (None, out)
     cosines, sines, own = (k.local(4 * MOST_PAIRS) for _ in range(3))
     work = tokens * batches
     with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as i:
@@ -52,14 +62,21 @@ def rope(
             s, c = sin_cos(k, theta)
             k.store(c * magnitude, cosines + p * 4)
             k.store(s * magnitude * direction, sines + p * 4)
-        with k.loop(0, heads) as head:
-            to = y + head * y1 + token * y2 + batch * y3
+        target, is_right = token, None
+        if index is not None:
+            at = ids + token * nb0 + batch % ne1 * nb1
+            target, is_right = row_number(k, at, index, limit, (errors, step))
+        with k.loop(0, heads if is_right is None else k.select(is_right, heads, 0)) as head:
+            result = y + head * y1 + target * y2 + batch * y3
+            to = result if turned is None else turned
             row = x + head * x1 + token * x2 + batch * x3
             with k.loop(0, pairs, width) as p:
                 c, s = (k.load(vec(F32, width), t + p * 4) for t in (cosines, sines))
-                _turn(k, dtypes, (to, row), (c, s), p, pairs, start, interleaved)
-            convert(k, out, src, to, row, k.i64(0), start)
-            convert(k, out, src, to, row, start + pairs * 2, n0)
+                _turn(k, (form, src), (to, row), (c, s), p, pairs, start, interleaved)
+            convert(k, form, src, to, row, k.i64(0), start)
+            convert(k, form, src, to, row, start + pairs * 2, n0)
+            if turned is not None:
+                convert(k, out, "f32", result, turned, k.i64(0), n0)
 
 
 def _turn(

@@ -1,23 +1,48 @@
-"""Groups of nodes that one kernel computes (`ggmlb.fusion`): norms, with the sum before, factors after."""
+"""Groups of nodes that one step computes (`ggmlb.fusion`): norms, rope to a cache, products (`followed`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.numba.kernels import norm
-from ggmlb.backends.numba.lowering.rows import NORM_WORK
+from ggmlb.backends.numba.kernels import norm, rope
+from ggmlb.backends.numba.kernels.convert import WRITTEN
+from ggmlb.backends.numba.lowering import followed
+from ggmlb.backends.numba.lowering.rows import NORM_WORK, rope_to
+from ggmlb.backends.numba.lowering.rules import FLOATS, name
 from ggmlb.backends.numba.lowering.walks import operand, walk
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.fusion import Group
+    from ggmlb.fusion import Group, Name
     from ggmlb.tensor import Tensor
+
+
+class GroupRule(NamedTuple):
+    """Whether there is a kernel for a group; and the steps that do it."""
+
+    takes: Callable[[Group], bool]
+    lower: Callable[[Group, Steps], None]
 
 
 def takes(group: Group) -> bool:
     """Whether there is a kernel for the group."""
-    if group.pattern != "norm" or any(node is not group.parts.get("add") for node in group.kept):
+    rule = GROUP_RULES.get(group.pattern)
+    return rule is not None and rule.takes(group)
+
+
+def lower(group: Group, steps: Steps) -> None:
+    """Append the steps that compute the group."""
+    GROUP_RULES[group.pattern].lower(group, steps)
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def _takes_norm(group: Group) -> bool:
+    if any(node is not group.parts.get("add") for node in group.kept):
         return False
     return all(_in_rows(t, group.result.ne[0]) for t in _operands(group))
 
@@ -32,18 +57,37 @@ def _in_rows(t: Tensor, n: int) -> bool:
     return t.dtype is DType.F32 and t.is_contiguous_rows() and t.ne[0] == n
 
 
-def lower(group: Group, steps: Steps) -> None:
-    """Append the step that computes the group."""
+def _norm(group: Group, steps: Steps) -> None:
     node, result = group["norm"], group.result
     first = group.parts.get("add", node)
-    added = "add" in group
+    added, kept = "add" in group, bool(group.kept)
     ne = result.ne
     operands = [operand(result, steps), operand(first.src[0], steps, ne)]  # type: ignore[arg-type]
     if added:
-        place = group["add"] if group["add"] in group.kept else result
-        operands += [operand(place, steps), operand(first.src[1], steps, ne)]  # type: ignore[arg-type]
+        operands.append(operand(first.src[1], steps, ne))  # type: ignore[arg-type]
+    if kept:
+        operands.append(operand(first, steps))
     factors = [part for part in ("mul", "shift") if part in group]
     operands += [operand(group.other(part), steps, ne) for part in factors]
     args, n = walk(ne, operands, steps, NORM_WORK, join=False, cut=False)
-    params = (node.op.value.lower(), ("f32", "f32"), len(factors), added)
+    params = (node.op.value.lower(), ("f32", "f32"), len(factors), added, kept)
     steps.emit(norm.normalise, params, (float(node.params["eps"]), *args), n)
+
+
+# -- caches ----------------------------------------------------------------------------------------
+
+
+def _takes_put(group: Group) -> bool:
+    cache, n = group.result.dtype, group["rope"].ne[0]
+    return cache in FLOATS or (name(group.result) in WRITTEN and n % 32 == 0 and n <= 2 * rope.MOST_PAIRS)
+
+
+def _put(group: Group, steps: Steps) -> None:
+    rope_to(group["rope"], group.result, steps)
+
+
+GROUP_RULES: dict[Name, GroupRule] = {
+    "norm": GroupRule(_takes_norm, _norm),
+    "rope_set_rows": GroupRule(_takes_put, _put),
+    **dict.fromkeys(("mul_mat_add", "glu"), GroupRule(followed.takes, followed.lower)),
+}

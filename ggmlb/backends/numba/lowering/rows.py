@@ -34,7 +34,7 @@ def _norm(node: Tensor, steps: Steps) -> None:
         node.ne, [operand(node, steps), operand(a, steps)], steps, NORM_WORK, join=False, cut=False
     )
     kind = node.op.value.lower()
-    steps.emit(norm.normalise, (kind, (name(node), name(a)), 0, False), (float(node.params["eps"]), *args), n)
+    steps.emit(norm.normalise, (kind, (name(node), name(a)), 0), (float(node.params["eps"]), *args), n)
 
 
 def _soft_max_declines(node: Tensor) -> str | None:
@@ -83,7 +83,8 @@ def _angles(params: dict[str, Any], n_pairs: int) -> tuple[Any, Any]:
 _known_angles: dict[Any, tuple[Any, Any]] = {}
 
 
-def _rope(node: Tensor, steps: Steps) -> None:
+def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
+    """Emit the step that turns pairs; each token's heads become the row of `put` that it names, if given."""
     a, positions, factors = (*node.src, None)[:3]
     assert a is not None and positions is not None
     p = node.params
@@ -95,15 +96,28 @@ def _rope(node: Tensor, steps: Steps) -> None:
     direction = 1.0 if node.op is Op.ROPE else -1.0
     angle, channel = _angles(p, n_pairs)
     width = next(w for w in (16, 8, 4, 2, 1) if n_pairs % w == 0)
+    result: tuple[int, ...] = (steps.address(node), *node.nb[1:])
+    places: tuple[int, ...] = ()
+    index = None
+    if put is not None:
+        ids = put.src[1]
+        assert ids is not None
+        result = (steps.address(put), put.dtype.row_size(node.ne[0]), *put.nb[1:3])
+        places = (steps.address(ids), *ids.nb[:2], ids.ne[1], put.ne[1], *steps.report)
+        index = name(ids)
     args = (
-        magnitude, direction, steps.address(node), *node.nb[1:], steps.address(a), *a.nb[1:],
+        magnitude, direction, *result, steps.address(a), *a.nb[1:],
         node.ne[0], *node.ne[1:], steps.address(positions), steps.constant(angle), steps.constant(channel),
-        steps.address(factors) if factors is not None else 0, n_pairs, p["offset"],
+        steps.address(factors) if factors is not None else 0, n_pairs, p["offset"], *places,
     )  # fmt: skip
-    types, multi = (name(node), name(a)), bool(mode & RopeType.MROPE)
-    params = (types, width, mode == RopeType.NORMAL, factors is not None, multi)
+    types, multi = (name(put or node), name(a)), bool(mode & RopeType.MROPE)
+    params = (types, width, mode == RopeType.NORMAL, factors is not None, multi, index)
     n_tokens = node.ne[2] * node.ne[3]
     steps.emit(rope.rope, params, args, steps.chunks(node.n_elements * _ROPE, n_tokens))
+
+
+def _rope(node: Tensor, steps: Steps) -> None:
+    rope_to(node, None, steps)
 
 
 RULES = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fusable import DecodeLayer, RandomGraph
 from golden import CASES
-from gpus import CARD, PLAYED, first
+from gpus import CARD, NUMBA, PLAYED, first
 
 from ggmlb import (
     Context,
@@ -39,12 +39,14 @@ ROWS_PER_CORE = pytest.param("cpu", id="rows per core")
 GROUPS_PER_ROW = pytest.param("gpu", id="groups per row")
 
 
-@pytest.fixture(params=[ROWS_PER_CORE, GROUPS_PER_ROW, PLAYED, CARD])
+PARAMS = {"cpu": {"work_split": "cpu"}, "gpu": {"work_split": "gpu"}, "Numba": {"n_threads": 3}}
+
+
+@pytest.fixture(params=[ROWS_PER_CORE, GROUPS_PER_ROW, NUMBA, PLAYED, CARD])
 def stream(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Of OpenCL with each work split, and of CUDA."""
-    split = request.param if request.param in ("cpu", "gpu") else None
-    device = first("OpenCL0" if split else request.param)
-    with device.init_backend({"work_split": split} if split else None) as backend:
+    """Of OpenCL with each work split, of Numba, and of CUDA."""
+    device = first("OpenCL0" if request.param in ("cpu", "gpu") else request.param)
+    with device.init_backend(PARAMS.get(request.param)) as backend:
         yield backend
 
 

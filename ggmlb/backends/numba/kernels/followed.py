@@ -1,0 +1,62 @@
+"""Products with few rows of activations, and what follows them, chunk by chunk: sums, and gated units of two.
+
+A chunk multiplies its rows of the weights into scratch memory, which stays in its cache, and goes on there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.numba.kernels import matvec
+from ggmlb.backends.numba.kernels.blocks import FORMS
+from ggmlb.backends.numba.kernels.elementwise import gated
+from ggmlb.backends.numba.kernels.walk import lanes
+from ggmlb.backends.numba.llvm.simd import load_floats, store_floats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.backends.numba.llvm.emit import Kernel, Value
+
+
+def followed(
+    k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str, adds: Sequence[bool], gate: str | None
+) -> None:
+    """Multiply, add, and gate.
+
+    Arguments: those of each product; `alpha, limit` if the gate is `swiglu_oai`; `m, parts, y, nb1`; then for
+    each product where its result is, `m` float32 a row, and if something is added where that is, `nb1`.
+
+    Args:
+        k: Is written.
+        dtype: Of the weights.
+        n_rows: Rows that are multiplied together; divides `m`.
+        n_columns: Rows of activations.
+        b_dtype: Their type; float32 where weights are of blocks.
+        adds: For each product whether something is added to it.
+        gate: The gated linear unit of two products; `None` of one product.
+    """
+    for _ in adds:
+        if dtype in FORMS:
+            matvec.quantized(k, dtype, n_rows, n_columns)
+        else:
+            matvec.floats(k, dtype, n_rows, n_columns, b_dtype)
+    n = k.level.lanes
+    params = [k.float_arg().splat(n) for _ in range(2)] if gate == "swiglu_oai" else []
+    m, parts, y, y_nb1 = k.ints(4)
+    products = [(k.int_arg(), k.ints(2) if add else None) for add in adds]
+    units, part = m // n_rows, k.chunk % parts
+    first, last = units * part // parts * n_rows, units * (part + 1) // parts * n_rows
+    for c in range(n_columns):
+
+        def body(i: Value, mask: Value | None, c: int = c) -> None:
+            values = []
+            for at, added in products:
+                value = load_floats(k, "f32", at + (m * c + i) * 4, n, mask)
+                if added is not None:
+                    value = value + load_floats(k, "f32", added[0] + added[1] * c + i * 4, n, mask)
+                values.append(value)
+            result = values[0] if gate is None else gated(k, gate, values[0], values[1], params)
+            store_floats(k, "f32", result, y + y_nb1 * c + i * 4, mask)
+
+        lanes(k, first, last, body)

@@ -1,0 +1,97 @@
+"""Groups of products of few rows of activations and what follows: a sum, or a gated unit of two of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.numba.kernels.followed import followed
+from ggmlb.backends.numba.lowering.matmul import FEW, FEW_FLOATS, ROWS, quantized_activations
+from ggmlb.backends.numba.lowering.matmul import RULES as PRODUCTS
+from ggmlb.backends.numba.lowering.rules import name
+from ggmlb.dtypes import DType
+from ggmlb.enums import GluOp, Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.numba.lowering.steps import Steps
+    from ggmlb.fusion import Group
+    from ggmlb.tensor import Tensor
+
+
+class _Product(NamedTuple):
+    """A product, or the half of one: its node, what is added to it, the first of its rows of the weight."""
+
+    node: Tensor
+    added: Tensor | None
+    first: int = 0
+
+
+def _products(group: Group) -> list[_Product]:
+    """The products of a group, as the gated unit takes them."""
+    if group.pattern == "mul_mat_add":
+        return [_Product(group["mul_mat"], group.other("add"))]
+
+    def product(part: str, first: int = 0) -> _Product:
+        added = group.other(f"{part}_add") if f"{part}_add" in group else None
+        return _Product(group[part], added, first)
+
+    if "up" in group:
+        return [product("gate"), product("up")]
+    halves = [product("gate"), product("gate", group.result.ne[0])]
+    return halves[::-1] if group["glu"].params["swapped"] else halves
+
+
+def takes(group: Group) -> bool:
+    """Whether the products are of few rows, of weights that lie in plain memory."""
+    return _in_rows(group.result) and all(_is_simple(p, group.result.ne) for p in _products(group))
+
+
+def _is_simple(product: _Product, ne: tuple[int, ...]) -> bool:
+    node, added, _ = product
+    weight, x = node.src[:2]
+    assert weight is not None and x is not None
+    m, n = ne[:2]
+    if n > (FEW if weight.dtype.is_quantized else FEW_FLOATS) or ne[2] * ne[3] != 1:
+        return False
+    if m % ROWS[n] or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
+        return False
+    if weight.buffer is not None and not weight.buffer.buft.is_host:
+        return False
+    return added is None or (_in_rows(added) and added.ne[0] == node.ne[0])
+
+
+def _in_rows(t: Tensor) -> bool:
+    return t.dtype is DType.F32 and t.is_contiguous_rows()
+
+
+def lower(group: Group, steps: Steps) -> None:
+    """Append the steps that compute the group."""
+    result, products = group.result, _products(group)
+    weight, x = products[0].node.src[:2]
+    assert weight is not None and x is not None
+    k, (m, n) = weight.ne[0], result.ne[:2]
+    rows = ROWS[n]
+    x_at, x_nb = quantized_activations(x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
+    parts = steps.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
+    args: list[int | float] = []
+    operands: list[int] = []
+    for node, added, first in products:
+        weight = node.src[0]
+        assert weight is not None
+        at = steps.scratch(4 * m * n)
+        nb = weight.nb
+        args += (
+            steps.address(weight) + first * nb[1], *nb[1:], x_at, *x_nb[1:], at, 4 * m, 0, 0,
+            k, m, n, 1, 1, 1, 1, parts,
+        )  # fmt: skip
+        operands.append(at)
+        if added is not None:
+            operands += (steps.address(added) + 4 * first, added.nb[1] if added.ne[1] > 1 else 0)
+    gate = None
+    if group.pattern == "glu":
+        p = group["glu"].params
+        gate = GluOp(p["op"]).name.lower()
+        if gate == "swiglu_oai":
+            args += (float(p["alpha"]), float(p["limit"]))
+    args += (m, parts, steps.address(result), result.nb[1], *operands)
+    adds = tuple(p.added is not None for p in products)
+    steps.emit(followed, (name(weight), rows, n, name(x), adds, gate), args, parts)
