@@ -123,6 +123,11 @@ class Tensor(ArrayProtocols):
         return 1
 
     @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The operands that are there."""
+        return tuple(s for s in self.src if s is not None)
+
+    @property
     def n_elements(self) -> int:
         """Number of elements (ggml_nelements)."""
         return math.prod(self.ne)

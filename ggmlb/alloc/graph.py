@@ -9,7 +9,7 @@ from ggmlb.alloc.memory import BufferIds, Memories
 from ggmlb.alloc.plan import Plan, make_plan
 from ggmlb.alloc.topology import Topology
 from ggmlb.errors import ArgumentError, GraphError
-from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface import BufferType
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
 
@@ -233,7 +233,7 @@ class GraphAllocator(Freeable):
         for chunk in own:
             chunk.reset()
         buffers = own.union(t.buffer for t in moved if t.buffer is not None)
-        hooked = {b for b in buffers if type(b)._init_tensor is not Buffer._init_tensor}
+        hooked = {b for b in buffers if b.prepares_tensors}
         if hooked:
             new = set(moved)
             for i in (*plan.owned, *plan.views):

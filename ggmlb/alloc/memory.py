@@ -122,7 +122,7 @@ class Memories:
 
     def has_hooks(self) -> bool:
         """Whether a buffer wants to prepare the tensors that are placed in it."""
-        return any(type(b)._init_tensor is not Buffer._init_tensor for b in self.in_use())
+        return any(b.prepares_tensors for b in self.in_use())
 
     def in_use(self) -> set[Buffer]:
         """The buffers that there are."""

@@ -119,15 +119,13 @@ def _same_operand(group: Group) -> bool:
     """Whether both products are of one operand, with weights of one type and shape; or there is but one."""
     if "up" not in group:
         return all(s is None for s in group["glu"].src[1:])
-    (w, x), (v, y) = group["gate"].src, group["up"].src
-    assert w is not None and v is not None
+    (w, x), (v, y) = group["gate"].sources, group["up"].sources
     return x is y and (w.dtype, w.ne, w.nb) == (v.dtype, v.ne, v.nb)
 
 
 def _rows_of_heads(group: Group) -> bool:
     """Whether a row that is written is all heads of a token, in order."""
-    rope, rows = group["rope"], group["set_rows"].src[0]
-    assert rows is not None
+    rope, rows = group["rope"], group["set_rows"].sources[0]
     return (
         rope.is_contiguous()
         and rows.is_contiguous()

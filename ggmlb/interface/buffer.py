@@ -84,6 +84,11 @@ class Buffer(Freeable):
         """
         return ""
 
+    @property
+    def prepares_tensors(self) -> bool:
+        """Whether `init_tensor` does anything here."""
+        return type(self)._init_tensor is not Buffer._init_tensor
+
     # -- data ----------------------------------------------------------------------------------
 
     def init_tensor(self, tensor: Tensor) -> None:

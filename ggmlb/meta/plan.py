@@ -189,8 +189,7 @@ class _Dealer:
         if root is not None or by_wholes:
             self._wrote(into, by_wholes)
         for i in ALSO_WRITTEN.get(node.op, ()):
-            operand = node.src[i]
-            assert operand is not None
+            operand = node.sources[i]
             self._wrote(operand.view_src or operand, self._device.state(operand) != wants[i])
         if result == PARTIAL:
             self._close(self._plan.reduction(slices, has_part))

@@ -101,11 +101,6 @@ class RuleTable:
         return why or f"there is no rule for {node.op}"
 
 
-def sources(node: Tensor) -> tuple[Tensor, ...]:
-    """The sources that are there."""
-    return tuple(s for s in node.src if s is not None)
-
-
 # -- conditions ------------------------------------------------------------------------------------
 
 
@@ -159,14 +154,14 @@ def operands(*src: Types, out: Types = FLOAT) -> Condition:
 
 def has_elements(node: Tensor, casts: Casts) -> str | None:
     """Require that src0 has elements, where the result has some that follow from them."""
-    if sources(node)[0].is_empty and not node.is_empty:
+    if node.sources[0].is_empty and not node.is_empty:
         return "src0 has no elements to go on with"
     return None
 
 
 def same_types(node: Tensor, casts: Casts) -> str | None:
     """Require that all sources have the type of the result: data is moved, not converted."""
-    for i, s in enumerate(sources(node)):
+    for i, s in enumerate(node.sources):
         if s.dtype != node.dtype:
             return f"src{i} is {s.dtype.name.lower()}, the result {node.dtype.name.lower()}"
         if not s.is_contiguous_rows() and s.dtype.is_quantized:

@@ -58,8 +58,7 @@ def not_in_rows(*tensors: Tensor | None) -> str | None:
 
 def no_elements(node: Tensor) -> str | None:
     """Say that the first source has no elements, where the result has some that follow from them."""
-    a = node.src[0]
-    assert a is not None
+    a = node.sources[0]
     return "src0 has no elements to go on with" if a.is_empty and not node.is_empty else None
 
 

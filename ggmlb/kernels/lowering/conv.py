@@ -46,8 +46,7 @@ def _patches_declines(node: Tensor) -> str | None:
 
 
 def _im2col(node: Tensor, target: Target) -> list[Launch]:
-    kernel, data = node.src
-    assert kernel is not None and data is not None
+    kernel, data = node.sources
     a, d = Mem.of(data), Mem.of(node)
     numbers = [kernel.ne[0], kernel.ne[1], *_numbers(node, *_GEOMETRY_2D)]
     if not node.params["is_2d"]:  # [width, channels, batch]: a height of 1 between
@@ -58,8 +57,7 @@ def _im2col(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _im2col_3d(node: Tensor, target: Target) -> list[Launch]:
-    kernel, data = node.src
-    assert kernel is not None and data is not None
+    kernel, data = node.sources
     n_in = node.params["ic"]
     depth = node.ne[3] // (data.ne[3] // n_in)
     numbers = [*kernel.ne[:3], *_numbers(node, *_GEOMETRY_3D), n_in, depth]

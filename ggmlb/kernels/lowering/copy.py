@@ -65,8 +65,7 @@ def _no_conversion(src: Tensor, dst: Tensor) -> str | None:
 
 
 def _copy_declines(node: Tensor) -> str | None:
-    a = node.src[0]
-    assert a is not None
+    a = node.sources[0]
     why = _no_conversion(a, node)
     if why is None and a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
         return "a copy between shapes of quantised tensors"
@@ -85,18 +84,15 @@ def copy(target: Target, a: Mem, d: Mem) -> Launch:
 
 
 def _copy(node: Tensor, target: Target) -> list[Launch]:
-    return [copy(target, Mem.of(node.src[0]), Mem.of(node))]  # type: ignore[arg-type]
+    return [copy(target, Mem.of(node.sources[0]), Mem.of(node))]
 
 
 def _get_rows_declines(node: Tensor) -> str | None:
-    a, b = node.src
-    assert a is not None and b is not None
-    return _no_conversion(a, node)
+    return _no_conversion(node.sources[0], node)
 
 
 def _get_rows(node: Tensor, target: Target) -> list[Launch]:
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.sources
     kind = _conversion(a.dtype, node.dtype)
     assert kind is not None
     x, d = _units(kind, Mem.of(a), Mem.of(node))
@@ -104,14 +100,12 @@ def _get_rows(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _set_rows_declines(node: Tensor) -> str | None:
-    a = node.src[0]
-    assert a is not None
+    a = node.sources[0]
     return _no_conversion(a, node)
 
 
 def _set_rows(node: Tensor, target: Target) -> list[Launch]:
-    a, ids = node.src[0], node.src[1]
-    assert a is not None and ids is not None
+    a, ids = node.sources[:2]
     kind = _conversion(a.dtype, node.dtype)
     assert kind is not None
     x, d = _units(kind, Mem.of(a), Mem.of(node))
@@ -119,8 +113,7 @@ def _set_rows(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _window_declines(node: Tensor) -> str | None:
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.sources
     if a.dtype != b.dtype or a.dtype not in _PLAIN:
         return f"a is {a.dtype.name.lower()} and b {b.dtype.name.lower()}: both must have one plain type"
     if node.op is Op.ACC and a.dtype not in FLOATS:
@@ -130,8 +123,7 @@ def _window_declines(node: Tensor) -> str | None:
 
 def _write_window(node: Tensor, target: Target) -> list[Launch]:
     """ACC and SET: the result is `a`, but for a window that takes b's shape, where b is added or put."""
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.sources
     p, d, y = node.params, Mem.of(node), Mem.of(b)
     window = d.window(b.ne, (node.dtype.type_size, p["nb1"], p["nb2"], p["nb3"]), p["offset"])
     steps = [] if p["inplace"] else [copy(target, Mem.of(a), d)]

@@ -29,7 +29,7 @@ def _map_declines(node: Tensor) -> str | None:
 def _map(node: Tensor, target: Target) -> list[Launch]:
     fn = node.params["op"] if node.op is Op.UNARY else node.op
     p = [node.params[key] for key in _NUMBERS.get(fn, ())]
-    a, d = flattened(target, [Mem.of(node.src[0]), Mem.of(node)])  # type: ignore[arg-type]
+    a, d = flattened(target, [Mem.of(node.sources[0]), Mem.of(node)])
     return [elementwise(target, "map", [a, d], *(*p, 0.0, 0.0, 0.0, 0.0)[:4], FN=f"fn_{fn.name.lower()}")]
 
 
@@ -48,8 +48,7 @@ def combine(target: Target, fn: str, a: Mem, b: Mem, d: Mem) -> Launch:
 
 
 def _combine(node: Tensor, target: Target) -> list[Launch]:
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.sources
     fn = "add" if node.op is Op.ADD1 else node.op.lower()
     return [combine(target, fn, Mem.of(a), Mem.of(b), Mem.of(node))]
 

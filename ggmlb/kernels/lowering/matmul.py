@@ -37,8 +37,7 @@ MIN_COLUMNS_OF_EXPERT = 2
 
 
 def _declines(node: Tensor) -> str | None:
-    a, b = node.src[0], node.src[1]
-    assert a is not None and b is not None
+    a, b = node.sources[:2]
     if a.dtype not in READ_IN_EIGHTS:
         return f"no kernel reads {a.dtype.name.lower()} rows"
     if b.dtype not in FLOATS:
@@ -66,8 +65,7 @@ def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
 
 
 def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.sources
     return [_launch(target, Mem.of(a), Mem.of(b), Mem.of(node))]
 
 
@@ -139,8 +137,7 @@ class _Glu(NamedTuple):
 
 
 def _takes_add(group: Group, target: Target) -> bool:
-    weights, x = group["mul_mat"].src
-    assert weights is not None and x is not None
+    weights, x = group["mul_mat"].sources
     other = group.other("add")
     # Of long rows, a panel adds up parts in the result's memory before it reads what is added.
     in_parts = target.on_cpu and x.ne[1] > VEC_COLUMNS and weights.ne[0] > PANEL_K
@@ -169,8 +166,7 @@ def _glu(group: Group, target: Target) -> list[Launch]:
 
     gate: tuple[Mem, Mem | None] = weights, bias("gate_add")
     if "up" in group:
-        other = group["up"].src[0]
-        assert other is not None
+        other = group["up"].sources[0]
         up: tuple[Mem, Mem | None] = Mem.of(other), bias("up_add")
     else:
         gate, up = _halves(*gate, d.ne[0])

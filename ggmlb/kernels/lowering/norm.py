@@ -19,8 +19,7 @@ def _declines(node: Tensor) -> str | None:
 
 
 def _norm(node: Tensor, target: Target) -> list[Launch]:
-    a = node.src[0]
-    assert a is not None
+    a = node.sources[0]
     if node.op is Op.L2_NORM:
         return [rowwise(target, "l2_norm", [Mem.of(a), Mem.of(node)], node.params["eps"])]
     return [_launch(target, node, Mem.of(a), Mem.of(node))]
@@ -52,14 +51,12 @@ def _lower_group(group: Group, target: Target) -> list[Launch]:
         return Mem.of(group.other(part)).tiled_to(d.ne) if part in group else None
 
     if "add" not in group:
-        a, added, kept = node.src[0], None, None
+        a, added, kept = node.sources[0], None, None
     else:
         total = group["add"]
-        a, b = total.src
-        assert b is not None
+        a, b = total.sources
         added = Mem.of(b).tiled_to(d.ne)
         kept = Mem.of(total) if total in group.kept else None
-    assert a is not None
     scale, shift = beside("mul"), beside("shift")
     return [_launch(target, node, Mem.of(a), d, added=added, kept=kept, scale=scale, shift=shift)]
 
@@ -90,7 +87,7 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
                 m.window(
                     (n * plane, n_groups, 1, n_images), (m.nb[0], n * m.nb[2], 0, m.nb[3]), first * m.nb[2]
                 )
-                for m in (Mem.of(node.src[0]), Mem.of(node))  # type: ignore[arg-type]
+                for m in (Mem.of(node.sources[0]), Mem.of(node))
             ]
             launches.append(_launch(target, node, *mems))
     return launches

@@ -23,8 +23,7 @@ def _ssm_conv(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _scan_declines(node: Tensor) -> str | None:
-    ids = node.src[6]
-    assert ids is not None
+    ids = node.sources[6]
     return not_f32(*node.src[:6], node) or (None if ids.dtype is DType.I32 else "ids are not i32")
 
 
@@ -34,8 +33,7 @@ def _lines(target: Target, n: int) -> tuple[int, int, int]:
 
 
 def _ssm_scan(node: Tensor, target: Target) -> list[Launch]:
-    x = node.src[1]
-    assert x is not None
+    x = node.sources[1]
     mems = [Mem.of(t) for t in (*node.src, node) if t is not None]
     groups = _lines(target, x.ne[0] * x.ne[1] * x.ne[3])
     return [launch("ssm_scan", [*mems, node.params["k"]], groups, target.wg)]
@@ -49,8 +47,7 @@ def _heads_declines(node: Tensor) -> str | None:
 
 
 def _heads(node: Tensor, target: Target) -> list[Launch]:
-    first, state = node.src[0], node.src[-1]
-    assert first is not None and state is not None
+    first, state = node.sources[0], node.sources[-1]
     mems = [Mem.of(t) for t in (*node.src, node) if t is not None]
     n_sequences = state.ne[1]
     numbers = [n_sequences, *([node.params["scale"]] if node.op is Op.GATED_LINEAR_ATTN else [])]

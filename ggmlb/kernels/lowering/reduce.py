@@ -28,7 +28,7 @@ def _argmax_declines(node: Tensor) -> str | None:
 
 
 def _mems(node: Tensor) -> list[Mem]:
-    return [Mem.of(node.src[0]), Mem.of(node)]  # type: ignore[arg-type]
+    return [Mem.of(node.sources[0]), Mem.of(node)]
 
 
 def _sum_rows(node: Tensor, target: Target) -> list[Launch]:
@@ -43,8 +43,7 @@ def _sum(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _count_declines(node: Tensor) -> str | None:
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.sources
     return None if a.dtype is b.dtype is DType.I32 else "only i32 elements are counted"
 
 

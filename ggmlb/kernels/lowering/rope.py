@@ -73,8 +73,7 @@ def _takes_put(group: Group, target: Target) -> bool:
 def _put(group: Group, target: Target) -> list[Launch]:
     """Write the heads of a token side by side into the row of the cache that is named for it."""
     node, cache = group["rope"], group.result
-    ids = cache.src[1]
-    assert ids is not None
+    ids = cache.sources[1]
     size = cache.dtype.type_size
     d = Mem.of(cache).window(node.ne, (size, size * node.ne[0], cache.nb[1], cache.nb[2]))
     return [_launch(node, target, d, Mem.of(ids))]

@@ -40,7 +40,7 @@ def _upscale_declines(node: Tensor) -> str | None:
 
 
 def _first_mem(node: Tensor) -> Mem:
-    return Mem.of(node.src[0])  # type: ignore[arg-type]
+    return Mem.of(node.sources[0])
 
 
 def _repeat(node: Tensor, target: Target) -> list[Launch]:
@@ -56,8 +56,7 @@ def _repeat_back(node: Tensor, target: Target) -> list[Launch]:
 
 def _concat(node: Tensor, target: Target) -> list[Launch]:
     d, dim, launches, start = Mem.of(node), node.params["dim"], [], 0
-    for src in node.src:
-        assert src is not None
+    for src in node.sources:
         if not src.is_empty:
             launches.append(copy(target, Mem.of(src), d.window(src.ne, offset=start * d.nb[dim])))
         start += src.ne[dim]

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 def _same_heads(node: Tensor, casts: Casts) -> str | None:
-    k, v = node.src[1:3]
-    assert k is not None and v is not None
+    k, v = node.sources[1:3]
     return None if k.ne[2] == v.ne[2] else f"k has {k.ne[2]} heads, v has {v.ne[2]}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import VALUE, operands, rule, sources
+from ggmlb.backends.array.rules import VALUE, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _whole_rows(node: Tensor, casts: Casts) -> str | None:
-    a, b = sources(node)
+    a, b = node.sources
     if b.ne[0] == node.ne[0] or not (a.dtype.is_quantized or b.dtype.is_quantized or node.dtype.is_quantized):
         return None
     return "blocks and rows of src1 that repeat do not go together"
@@ -28,7 +28,7 @@ def _binary(ufunc: str, lw: Lowering, t: Tensor) -> None:
     def kernel(y: Array, a: Array, b: Array) -> None:
         fn(a, b, out=y)
 
-    lw.elementwise(kernel, t, *sources(t))
+    lw.elementwise(kernel, t, *t.sources)
 
 
 for _op, _ufunc in (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op, TriType
 
@@ -52,13 +52,13 @@ def tri(lw: Lowering, t: Tensor) -> None:
         xp.copyto(y, x)
         xp.copyto(y, 0, where=outside)
 
-    lw.tiled(kernel, View.of(t), View.of(sources(t)[0]), inner=2)
+    lw.tiled(kernel, View.of(t), View.of(t.sources[0]), inner=2)
 
 
 @rule(Op.DIAG, operands(FLOAT))
 def diag(lw: Lowering, t: Tensor) -> None:
     """Rows on the diagonals of matrices of zeros."""
-    (a,) = sources(t)
+    (a,) = t.sources
     y, x = View.of(t), View.of(a)
     lw.emit(lw.bind(y).fill, 0)
     shape = (*y.shape[:2], y.shape[3])
@@ -73,7 +73,7 @@ def timestep_embedding(lw: Lowering, t: Tensor) -> None:
     frequency = xp.exp(
         xp.arange(half, dtype=np.float32) * np.float32(-log(t.params["max_period"]) / max(half, 1))
     )
-    x, y = lw.f32(sources(t)[0])[0, 0, 0, :, None], lw.array(t)[0, 0]
+    x, y = lw.f32(t.sources[0])[0, 0, 0, :, None], lw.array(t)[0, 0]
     angle = lw.scratch((t.ne[1], half))
 
     def step() -> None:

@@ -15,7 +15,7 @@ from ggmlb.backends.array.ops.patches import (
     sum_of_products,
     windows,
 )
-from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.backends.array.views import View, cuts, merged
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -35,7 +35,7 @@ N_PATCH_ITEMS = 1 << 20
 @rule(Op.CONV_2D, operands(FLOAT, FLOAT))
 def conv_2d(lw: Lowering, t: Tensor) -> None:
     """`y[n, o, place] = sum a[o, c, tap] b[n, c, place s + tap d - p]`."""
-    kernel, data = sources(t)
+    kernel, data = t.sources
     axes = axes_of(t.params, data.ne[:2], kernel.ne[:2], t.ne[:2])
     _convolve(lw, View.of(t), View.of(data), View.of(kernel), axes)
 
@@ -43,7 +43,7 @@ def conv_2d(lw: Lowering, t: Tensor) -> None:
 @rule(Op.CONV_3D, operands(FLOAT, FLOAT))
 def conv_3d(lw: Lowering, t: Tensor) -> None:
     """As `conv_2d`, with depth; channels share a dimension with the batch."""
-    kernel, data = sources(t)
+    kernel, data = t.sources
     n_in, n_out = t.params["c"], t.params["oc"]
     axes = axes_of(t.params, data.ne[:3], kernel.ne[:3], t.ne[:3])
     _convolve(
@@ -91,7 +91,7 @@ def _patches(lw: Lowering, met: View, scratch: Array) -> Array:
 @rule(Op.CONV_2D_DW, operands(FLOAT, FLOAT))
 def conv_2d_dw(lw: Lowering, t: Tensor) -> None:
     """`y[n, c, place] = sum a[c, tap] b[n, c, place s + tap d - p]`: each channel has its own kernel."""
-    kernel, data = sources(t)
+    kernel, data = t.sources
     axes = axes_of(t.params, data.ne[:2], kernel.ne[:2], t.ne[:2])
     met = windows(padded(lw, View.of(data), axes), axes)
     weight = as_f32(lw, View.of(kernel))

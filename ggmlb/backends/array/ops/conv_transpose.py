@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.patches import Axis, fold, packed_f32, without_first
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 @rule(Op.CONV_TRANSPOSE_1D, operands(FLOAT, FLOAT, out=F32))
 def conv_transpose_1d(lw: Lowering, t: Tensor) -> None:
     """`y[o, i] = sum a[c, o, tap] b[c, place]` over all that have `i = place s + tap`."""
-    y, kernel, data = (without_first(View.of(x)) for x in (t, *sources(t)))
+    y, kernel, data = (without_first(View.of(x)) for x in (t, *t.sources))
     _spread(lw, y, data, kernel, [t.params["s0"]])
 
 
 @rule(Op.CONV_TRANSPOSE_2D, operands(FLOAT, FLOAT, out=F32))
 def conv_transpose_2d(lw: Lowering, t: Tensor) -> None:
     """As `conv_transpose_1d`, in two dimensions, for each image of a batch."""
-    y, kernel, data = (View.of(x) for x in (t, *sources(t)))
+    y, kernel, data = (View.of(x) for x in (t, *t.sources))
     _spread(lw, y, data, kernel, [t.params["stride"]] * 2)
 
 

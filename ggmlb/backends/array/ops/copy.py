@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import ANY, operands, rule, sources
+from ggmlb.backends.array.rules import ANY, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -17,8 +17,7 @@ _converts = operands(ANY, out=ANY)
 
 
 def _copies(node: Tensor, casts: Casts) -> str | None:
-    src = node.src[0]
-    assert src is not None
+    src = node.sources[0]
     if node.dtype != src.dtype:
         why = _converts(node, casts)
         if why is not None:
@@ -37,7 +36,7 @@ def _copies(node: Tensor, casts: Casts) -> str | None:
 @rule(Op.DUP, _copies)
 def copy(lw: Lowering, t: Tensor) -> None:
     """The elements in their logical order, in the result's type, shape and strides."""
-    src = sources(t)[0]
+    src = t.sources[0]
     y, x = View.of(t), View.of(src)
     if t.ne != src.ne:
         if src.is_contiguous():

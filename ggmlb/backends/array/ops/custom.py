@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.backends.array.rules import ANY, PLAIN, operands, rule, sources
+from ggmlb.backends.array.rules import ANY, PLAIN, operands, rule
 from ggmlb.enums import Op
 from ggmlb.ops.custom import MAX_ARGS, N_TASKS_MAX
 
@@ -47,10 +47,10 @@ def _call(lw: Lowering, t: Tensor, *operands: object) -> None:
 @rule(Op.MAP_CUSTOM3, operands(ANY, ANY, ANY, out=PLAIN), _on_numpy)
 def map_custom(lw: Lowering, t: Tensor) -> None:
     """`fun(dst, a, .., ith, nth, userdata)`."""
-    _call(lw, t, *(_values(lw, s) for s in sources(t)))
+    _call(lw, t, *(_values(lw, s) for s in t.sources))
 
 
 @rule(Op.CUSTOM, operands(*[ANY] * (MAX_ARGS + 1), out=PLAIN), _on_numpy)
 def custom(lw: Lowering, t: Tensor) -> None:
     """`fun(dst, args, ith, nth, userdata)`."""
-    _call(lw, t, tuple(_values(lw, s) for s in sources(t)))
+    _call(lw, t, tuple(_values(lw, s) for s in t.sources))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.softmax import soft_max_rows
-from ggmlb.backends.array.rules import F32, FLOAT, VALUE, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, VALUE, operands, rule
 from ggmlb.backends.array.views import cuts
 from ggmlb.enums import Op
 
@@ -21,7 +21,7 @@ N_SCORES = 1 << 20
 @rule(Op.LIGHTNING_INDEXER, operands(F32, VALUE, F32, FLOAT, out=F32))
 def lightning_indexer(lw: Lowering, t: Tensor) -> None:
     """`y[token, key] = sum over heads of weight[token, head] relu(q[token, head] . k[key]) + mask`."""
-    xp, (q, k, weights, mask) = lw.xp, sources(t)
+    xp, (q, k, weights, mask) = lw.xp, t.sources
     qs, ks, ws, masks, y = lw.array(q), lw.f32(k)[:, :, 0], lw.array(weights)[:, 0], lw.f32(mask), lw.array(t)
     n_head, n_kv = q.ne[1], k.ne[2]
     pieces = list(cuts((q.ne[3], q.ne[2]), n_head * n_kv, N_SCORES))
@@ -42,7 +42,7 @@ def lightning_indexer(lw: Lowering, t: Tensor) -> None:
 @rule(Op.DSV4_HC_PRE, operands(F32, F32, out=F32))
 def hc_pre(lw: Lowering, t: Tensor) -> None:
     """`y[token] = sum over streams of w[token, stream] x[token, stream]`."""
-    x, w = (lw.array(s) for s in sources(t))
+    x, w = (lw.array(s) for s in t.sources)
     lw.emit(lw.xp.matmul, w[0, 0, :, None], x[0], out=lw.array(t)[0, 0, :, None])
 
 
@@ -50,7 +50,7 @@ def hc_pre(lw: Lowering, t: Tensor) -> None:
 def hc_post(lw: Lowering, t: Tensor) -> None:
     """`y[token, j] = post[token, j] x[token] + sum_i comb[token, i, j] residual[token, i]`."""
     xp = lw.xp
-    x, residual, post, comb = (lw.array(s) for s in sources(t))
+    x, residual, post, comb = (lw.array(s) for s in t.sources)
     y, tmp = lw.array(t)[0], lw.scratch(residual.shape[1:])
 
     def step() -> None:
@@ -68,7 +68,7 @@ def hc_comb(lw: Lowering, t: Tensor) -> None:
     The matrices are the last part of `mixes scale[2] + base`; they end with columns that sum to 1.
     """
     xp, eps = lw.xp, t.params["eps"]
-    mixes, scale, base = (lw.array(s)[0, 0] for s in sources(t))
+    mixes, scale, base = (lw.array(s)[0, 0] for s in t.sources)
     y, hc = lw.array(t)[0], t.ne[0]
     z = lw.scratch(y.shape)
     mix, bias = (x[..., 2 * hc :].reshape(-1, hc, hc) for x in (mixes, base))

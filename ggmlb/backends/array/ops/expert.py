@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import FLOAT, I32, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, I32, operands, rule
 from ggmlb.backends.array.views import cuts
 from ggmlb.enums import Op
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @rule(Op.ADD_ID, operands(FLOAT, FLOAT, I32))
 def add_id(lw: Lowering, t: Tensor) -> None:
     """`y[token, i] = a[token, i] + b[ids[token, i]]`: to each row, the one of its expert."""
-    xp, (a, b, ids) = lw.xp, sources(t)
+    xp, (a, b, ids) = lw.xp, t.sources
     n, n_used, n_tokens = t.ne[:3]
     bias, chosen, x, y = lw.f32(b)[:1, :1], lw.array(ids)[:1, :1], lw.f32(a), lw.out_f32(t)
     pieces = [piece for (piece,) in cuts((n_tokens,), n * n_used, lw.tile)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.unary import EXP
-from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def silu_back(lw: Lowering, t: Tensor) -> None:
         xp.multiply(tmp, s, out=tmp)
         xp.multiply(tmp, dy, out=dx)
 
-    lw.elementwise(kernel, t, *sources(t), scratch=2, work=2 * EXP)
+    lw.elementwise(kernel, t, *t.sources, scratch=2, work=2 * EXP)
 
 
 @rule(Op.RMS_NORM_BACK, operands(FLOAT, FLOAT))
@@ -45,4 +45,4 @@ def rms_norm_back(lw: Lowering, t: Tensor) -> None:
         xp.subtract(dy, tmp, out=tmp)
         xp.multiply(tmp, square**-0.5, out=dx)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1, work=2)
+    lw.rowwise(kernel, t, *t.sources, scratch=1, work=2)

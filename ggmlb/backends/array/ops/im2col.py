@@ -15,7 +15,7 @@ from ggmlb.backends.array.ops.patches import (
     windows,
     without_first,
 )
-from ggmlb.backends.array.rules import ANY, F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import ANY, F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -41,7 +41,7 @@ def _batch(t: Tensor, view: View) -> View:
 @rule(Op.IM2COL, operands(ANY, FLOAT))
 def im2col(lw: Lowering, t: Tensor) -> None:
     """`y[n, place, (c, tap)] = b[n, c, place s + tap d - p]`, 0 outside of the data."""
-    kernel, data = sources(t)
+    kernel, data = t.sources
     axes = _axes(t, data, kernel, t)
     _unfold(lw, unfolded(_batch(t, View.of(t)), axes), _batch(t, View.of(data)), axes)
 
@@ -49,7 +49,7 @@ def im2col(lw: Lowering, t: Tensor) -> None:
 @rule(Op.IM2COL_BACK, operands(F32, ANY, out=F32))
 def im2col_back(lw: Lowering, t: Tensor) -> None:
     """The sum of the patches' elements that were copied from each element of the data."""
-    patches, kernel = sources(t)
+    patches, kernel = t.sources
     axes = _axes(t, t, kernel, patches)
     fold(lw, _batch(t, View.of(t)), unfolded(_batch(t, View.of(patches)), axes), axes)
 
@@ -57,7 +57,7 @@ def im2col_back(lw: Lowering, t: Tensor) -> None:
 @rule(Op.IM2COL_3D, operands(ANY, FLOAT))
 def im2col_3d(lw: Lowering, t: Tensor) -> None:
     """As `im2col`, with depth; the channels share a dimension with the batch."""
-    kernel, data = sources(t)
+    kernel, data = t.sources
     channels = t.params["ic"]
     depth = t.ne[3] // (data.ne[3] // channels)
     axes = axes_of(t.params, data.ne[:3], kernel.ne[:3], (*t.ne[1:3], depth))
@@ -67,7 +67,7 @@ def im2col_3d(lw: Lowering, t: Tensor) -> None:
 @rule(Op.COL2IM_1D, operands(FLOAT))
 def col2im_1d(lw: Lowering, t: Tensor) -> None:
     """`y[c, i] = sum a[place, (c, tap)]` over all that have `i = place s + tap - p`."""
-    (a,) = sources(t)
+    (a,) = t.sources
     axis = Axis(t.ne[0], a.ne[0] // t.params["oc"], a.ne[1], t.params["s0"], t.params["p0"])
     patches = unfolded(as_f32(lw, without_first(View.of(a))), [axis])
     fold(lw, without_first(View.of(t)), patches, [axis])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.softmax import soft_max_rows
 from ggmlb.backends.array.ops.unary import EXP
-from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @rule(Op.CROSS_ENTROPY_LOSS, operands(FLOAT, FLOAT))
 def cross_entropy_loss(lw: Lowering, t: Tensor) -> None:
     """`-sum(p log soft_max(x))` per row of logits `x` and probabilities `p`, the mean of all rows."""
-    xp, (a, b) = lw.xp, sources(t)
+    xp, (a, b) = lw.xp, t.sources
     by_row, y = lw.scratch((*a.ne[:0:-1], 1)), lw.out_f32(t)
 
     def kernel(y: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:
@@ -37,7 +37,7 @@ def cross_entropy_loss(lw: Lowering, t: Tensor) -> None:
 @rule(Op.CROSS_ENTROPY_LOSS_BACK, operands(FLOAT, FLOAT, FLOAT))
 def cross_entropy_loss_back(lw: Lowering, t: Tensor) -> None:
     """`grad (soft_max(x) - p) / n_rows`."""
-    xp, (grad, a, b) = lw.xp, sources(t)
+    xp, (grad, a, b) = lw.xp, t.sources
     g, n = lw.f32(grad).reshape(1), a.n_rows
 
     def kernel(dx: Array, x: Array, p: Array, z: Array, tmp: Array) -> None:

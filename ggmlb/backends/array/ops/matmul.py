@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.products import f32_view
-from ggmlb.backends.array.rules import F32, FLOAT, I32, VALUE, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, I32, VALUE, operands, rule
 from ggmlb.backends.array.views import View, cuts
 from ggmlb.enums import Op
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 @rule(Op.MUL_MAT, operands(VALUE, FLOAT, out=F32))
 def mul_mat(lw: Lowering, t: Tensor) -> None:
     """Rows of `b` times rows of `a`: `y[.., n, m] = sum_k b[.., n, k] a[.., m, k]`."""
-    a, b = sources(t)
+    a, b = t.sources
     lw.product(View.of(t), View.of(a), f32_view(lw, b))
 
 
 @rule(Op.OUT_PROD, operands(VALUE, FLOAT, out=F32))
 def out_prod(lw: Lowering, t: Tensor) -> None:
     """`y[.., m, n] = sum_k b[.., k, m] a[.., k, n]`."""
-    a, b = sources(t)
+    a, b = t.sources
     a_t, b_t = (f32_view(lw, s).transposed(0, 1, 3, 2) for s in (a, b))
     lw.product(View.of(t), a_t, b_t)
 
@@ -34,7 +34,7 @@ def out_prod(lw: Lowering, t: Tensor) -> None:
 @rule(Op.MUL_MAT_ID, operands(VALUE, FLOAT, I32, out=F32))
 def mul_mat_id(lw: Lowering, t: Tensor) -> None:
     """`y[token, i] = a[ids[token, i]] b[token, i]`: each row through the matrix of its expert."""
-    a, b, ids = sources(t)
+    a, b, ids = t.sources
     n_experts, n_used, k, m = a.ne[2], ids.ne[0], a.ne[0], a.ne[1]
     x, y, chosen = lw.f32(b)[0], lw.array(t)[0], lw.array(ids)[0, 0]
     weights = View.of(a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import FLOAT, contiguous, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, contiguous, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -41,7 +41,7 @@ def rsqrt(total: Array, n: int, eps: float) -> Array:
 @rule(Op.NORM, operands(FLOAT))
 def norm(lw: Lowering, t: Tensor) -> None:
     """`(x - mean(x)) / sqrt(variance(x) + eps)` per row."""
-    lw.rowwise(normalise(lw, t.ne[0], t.params["eps"]), t, *sources(t), scratch=1, work=WORK)
+    lw.rowwise(normalise(lw, t.ne[0], t.params["eps"]), t, *t.sources, scratch=1, work=WORK)
 
 
 @rule(Op.RMS_NORM, operands(FLOAT))
@@ -52,7 +52,7 @@ def rms_norm(lw: Lowering, t: Tensor) -> None:
     def kernel(y: Array, x: Array, tmp: Array) -> None:
         xp.multiply(x, rsqrt(lw.row_dot(x, x, tmp), n, eps), out=y)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1, work=WORK)
+    lw.rowwise(kernel, t, *t.sources, scratch=1, work=WORK)
 
 
 @rule(Op.L2_NORM, operands(FLOAT))
@@ -64,7 +64,7 @@ def l2_norm(lw: Lowering, t: Tensor) -> None:
         length = xp.sqrt(lw.row_dot(x, x, tmp))
         xp.divide(x, xp.maximum(length, eps, out=length), out=y)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1, work=WORK)
+    lw.rowwise(kernel, t, *t.sources, scratch=1, work=WORK)
 
 
 @rule(Op.GROUP_NORM, operands(FLOAT), contiguous)
@@ -72,7 +72,7 @@ def group_norm(lw: Lowering, t: Tensor) -> None:
     """`norm` over groups of channels (dimension 2); the last group may have fewer."""
     n_channels, plane = t.ne[2], t.ne[0] * t.ne[1]
     per_group = -(-n_channels // t.params["n_groups"])
-    (a,) = sources(t)
+    (a,) = t.sources
     y, x = View.of(t), lw.packed(a)
     whole = n_channels // per_group * per_group
     for start, n, size in ((0, whole, per_group), (whole, n_channels - whole, n_channels - whole)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def _numbers(lw: Lowering, t: Tensor) -> list[Array]:
 @rule(Op.OPT_STEP_SGD, operands(F32, FLOAT, F32, out=F32))
 def opt_step_sgd(lw: Lowering, t: Tensor) -> None:
     """`w (1 - alpha decay) - alpha g`."""
-    xp, (w, g, numbers) = lw.xp, sources(t)
+    xp, (w, g, numbers) = lw.xp, t.sources
     alpha, decay = _numbers(lw, numbers)
 
     def kernel(y: Array, w: Array, g: Array, tmp: Array) -> None:
@@ -39,7 +39,7 @@ def opt_step_adamw(lw: Lowering, t: Tensor) -> None:
 
     `m` becomes `m beta1 + g (1 - beta1)`, and `v` `v beta2 + g^2 (1 - beta2)`.
     """
-    xp, (w, g, m, v, numbers) = lw.xp, sources(t)
+    xp, (w, g, m, v, numbers) = lw.xp, t.sources
     alpha, beta1, beta2, eps, decay, correct1, correct2 = _numbers(lw, numbers)
 
     def first_moment(y: Array, m: Array, g: Array, tmp: Array) -> None:

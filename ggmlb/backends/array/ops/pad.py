@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import PLAIN, operands, rule, sources
+from ggmlb.backends.array.rules import PLAIN, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -24,21 +24,21 @@ _types = operands(PLAIN, out=PLAIN)
 
 
 def _same_types(node: Tensor, casts: object) -> str | None:
-    (a,) = sources(node)
+    (a,) = node.sources
     if a.dtype != node.dtype:
         return f"src0 is {a.dtype.name.lower()}, the result {node.dtype.name.lower()}"
     return None
 
 
 def _has_elements(node: Tensor, casts: object) -> str | None:
-    if node.params["circular"] and sources(node)[0].is_empty:
+    if node.params["circular"] and node.sources[0].is_empty:
         return "src0 has no elements to go on with"
     return None
 
 
 def _assemble(lw: Lowering, t: Tensor, runs: Iterable[list[Run]]) -> None:
     """Emit the copies of all blocks; `runs` by dimension, dimension 0 first."""
-    y, x = lw.array(t), lw.array(sources(t)[0])
+    y, x = lw.array(t), lw.array(t.sources[0])
     for block in product(*reversed(list(runs))):
         lw.emit(lw.xp.copyto, y[tuple(to for to, _ in block)], x[tuple(of for _, of in block)])
 
@@ -69,7 +69,7 @@ def _mirrored(n: int, left: int, right: int) -> list[Run]:
 @rule(Op.PAD, _types, _same_types, _has_elements)
 def pad(lw: Lowering, t: Tensor) -> None:
     """`a` between zeros, or, if `circular`, between copies of itself."""
-    ne, left = sources(t)[0].ne, t.params["left"]
+    ne, left = t.sources[0].ne, t.params["left"]
     if t.params["circular"]:
         _assemble(lw, t, [_around(n, -p, length) for n, p, length in zip(ne, left, t.ne, strict=True)])
         return
@@ -80,7 +80,7 @@ def pad(lw: Lowering, t: Tensor) -> None:
 @rule(Op.PAD_REFLECT_1D, _types, _same_types)
 def pad_reflect_1d(lw: Lowering, t: Tensor) -> None:
     """Rows mirrored at their ends."""
-    n, *others = sources(t)[0].ne
+    n, *others = t.sources[0].ne
     runs = _mirrored(n, t.params["left"], t.params["right"])
     _assemble(lw, t, [runs, *([(slice(0, m), slice(0, m))] for m in others)])
 

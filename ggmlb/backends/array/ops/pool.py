@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggmlb.backends.array.ops.patches import Axis, as_f32, each_tap, fold, padded, windows
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op, OpPool
 
@@ -25,7 +25,7 @@ LOWEST = float(np.finfo(np.float32).min)
 @rule(Op.POOL_1D, operands(FLOAT, out=F32))
 def pool_1d(lw: Lowering, t: Tensor) -> None:
     """Along rows; a mean is that of the elements that there are under the window."""
-    (a,), p = sources(t), t.params
+    (a,), p = t.sources, t.params
     axis = Axis(a.ne[0], p["k0"], t.ne[0], p["s0"], p["p0"])
     first = np.arange(axis.places) * axis.stride - axis.padding
     count = np.minimum(first + axis.taps, axis.n) - np.maximum(first, 0)
@@ -35,14 +35,14 @@ def pool_1d(lw: Lowering, t: Tensor) -> None:
 @rule(Op.POOL_2D, operands(FLOAT, out=F32))
 def pool_2d(lw: Lowering, t: Tensor) -> None:
     """Over planes; a mean is the sum by the size of the window."""
-    (a,), p = sources(t), t.params
+    (a,), p = t.sources, t.params
     _pool(lw, View.of(t), View.of(a), _axes(t, a, t), p["op"], np.full(t.ne[0], p["k0"] * p["k1"]))
 
 
 @rule(Op.POOL_2D_BACK, operands(FLOAT, FLOAT, out=F32))
 def pool_2d_back(lw: Lowering, t: Tensor) -> None:
     """A mean spreads each gradient evenly; a maximum gives it to the first of the largest elements."""
-    grad, data = sources(t)
+    grad, data = t.sources
     p, axes = t.params, _axes(t, data, grad)
     g = as_f32(lw, View.of(grad))
     if p["op"] is OpPool.AVG:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _linear(lw: Lowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[Array, 
 @rule(Op.RWKV_WKV6, operands(*[FLOAT] * 6, out=F32))
 def rwkv_wkv6(lw: Lowering, t: Tensor) -> None:
     """`y = (S + (k f) v) r`, then `S = d S + k v`, with the state `S[k, v]`."""
-    xp, (k, v, r, f, d, state) = lw.xp, sources(t)
+    xp, (k, v, r, f, d, state) = lw.xp, t.sources
     ys, ks, vs, rs, ds, first, last, outer = _linear(lw, t, state, k, v, r, d)
     bonus, faaaa = lw.scratch(ks.shape), lw.f32(f).reshape(ks.shape[2:])
 
@@ -137,7 +137,7 @@ def rwkv_wkv6(lw: Lowering, t: Tensor) -> None:
 @rule(Op.GATED_LINEAR_ATTN, operands(*[FLOAT] * 5, out=F32))
 def gated_linear_attn(lw: Lowering, t: Tensor) -> None:
     """`S = g S + k v`, then `y = scale q S`, with the state `S[k, v]`."""
-    xp, scale, (k, v, q, g, state) = lw.xp, t.params["scale"], sources(t)
+    xp, scale, (k, v, q, g, state) = lw.xp, t.params["scale"], t.sources
     ys, ks, vs, qs, gs, first, last, outer = _linear(lw, t, state, k, v, q, g)
 
     def advance(
@@ -153,7 +153,7 @@ def gated_linear_attn(lw: Lowering, t: Tensor) -> None:
 @rule(Op.RWKV_WKV7, operands(*[FLOAT] * 7, out=F32))
 def rwkv_wkv7(lw: Lowering, t: Tensor) -> None:
     """`S = S w + v k + (S a) b`, then `y = S r`, with the state `S[v, k]`."""
-    xp, (*x, state) = lw.xp, sources(t)
+    xp, (*x, state) = lw.xp, t.sources
     ys, rs, ws, ks, vs, as_, bs, first, last, outer = _linear(lw, t, state, *x)
 
     def advance(
@@ -176,7 +176,7 @@ def gated_delta_net(lw: Lowering, t: Tensor) -> None:
 
     Head `h` takes the key and the query of head `h` modulo their number.
     """
-    xp, (q, k, v, g, beta, state) = lw.xp, sources(t)
+    xp, (q, k, v, g, beta, state) = lw.xp, t.sources
     s, h, n_tokens, n = v.ne
     heads = (h // k.ne[1], k.ne[1])
     y, states = unpacked(lw, t, (n, n_tokens, *heads, s), (t.params["k"], n, *heads, s, s))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import FLOAT, I32, Types, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, I32, Types, operands, rule
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @rule(Op.SUM, operands(FLOAT))
 def sum_all(lw: Lowering, t: Tensor) -> None:
     """The sum of all elements."""
-    (a,) = sources(t)
+    (a,) = t.sources
     x, y = lw.f32(a), lw.out_f32(t)
     lw.emit(lw.xp.sum, x, keepdims=True, out=y)
     lw.store(t, y)
@@ -26,13 +26,13 @@ def sum_all(lw: Lowering, t: Tensor) -> None:
 @rule(Op.SUM_ROWS, operands(FLOAT))
 def sum_rows(lw: Lowering, t: Tensor) -> None:
     """The sum of each row."""
-    lw.rowwise(lambda y, x: lw.xp.sum(x, axis=-1, keepdims=True, out=y), t, *sources(t))
+    lw.rowwise(lambda y, x: lw.xp.sum(x, axis=-1, keepdims=True, out=y), t, *t.sources)
 
 
 @rule(Op.MEAN, operands(FLOAT))
 def mean(lw: Lowering, t: Tensor) -> None:
     """The mean of each row."""
-    xp, (a,) = lw.xp, sources(t)
+    xp, (a,) = lw.xp, t.sources
 
     def kernel(y: Array, x: Array) -> None:
         xp.sum(x, axis=-1, keepdims=True, out=y)
@@ -44,13 +44,13 @@ def mean(lw: Lowering, t: Tensor) -> None:
 @rule(Op.CUMSUM, operands(FLOAT))
 def cumsum(lw: Lowering, t: Tensor) -> None:
     """Each element plus all before it in its row."""
-    lw.rowwise(lambda y, x: lw.xp.cumsum(x, axis=-1, out=y), t, *sources(t))
+    lw.rowwise(lambda y, x: lw.xp.cumsum(x, axis=-1, out=y), t, *t.sources)
 
 
 @rule(Op.COUNT_EQUAL, operands(I32, I32, out=Types(frozenset({DType.I64}))))
 def count_equal(lw: Lowering, t: Tensor) -> None:
     """How many elements of `a` and `b` are equal."""
-    a, b, y = *(lw.array(s) for s in sources(t)), lw.array(t)
+    a, b, y = *(lw.array(s) for s in t.sources), lw.array(t)
 
     def step() -> None:
         y[...] = lw.xp.count_nonzero(a == b)

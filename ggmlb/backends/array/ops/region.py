@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import F32, PLAIN, operands, rule, sources
+from ggmlb.backends.array.rules import F32, PLAIN, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def _window(lw: Lowering, t: Tensor) -> View:
     """Emit the copy of `a`, unless the result is `a` itself, and return the window of the result."""
-    a, b = sources(t)
+    a, b = t.sources
     p, y = t.params, View.of(t)
     if not p["inplace"]:
         lw.copy(y, View.of(a))
@@ -26,11 +26,11 @@ def _window(lw: Lowering, t: Tensor) -> View:
 @rule(Op.SET, operands(PLAIN, PLAIN, out=PLAIN))
 def set_window(lw: Lowering, t: Tensor) -> None:
     """`a`, with the window replaced by `b`."""
-    lw.copy(_window(lw, t), View.of(sources(t)[1]))
+    lw.copy(_window(lw, t), View.of(t.sources[1]))
 
 
 @rule(Op.ACC, operands(F32, F32, out=F32))
 def acc(lw: Lowering, t: Tensor) -> None:
     """`a`, with `b` added to the window."""
     window = _window(lw, t)
-    lw.tiled(lambda y, x, b: lw.xp.add(x, b, out=y), window, window, View.of(sources(t)[1]))
+    lw.tiled(lambda y, x, b: lw.xp.add(x, b, out=y), window, window, View.of(t.sources[1]))

@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.casts import CAST
-from ggmlb.backends.array.rules import FLOAT, I32, INDEX, VALUE, Types, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, I32, INDEX, VALUE, Types, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -21,7 +21,7 @@ ROWS = Types(FLOAT.plain | I32.plain, quantized=True)
 @rule(Op.GET_ROWS, operands(ROWS, INDEX, out=Types(FLOAT.plain | I32.plain)))
 def get_rows(lw: Lowering, t: Tensor) -> None:
     """Row `b[i]` of `a`, in each matrix of a batch."""
-    a, b = sources(t)
+    a, b = t.sources
     rows, x = lw.array(a), View.of(a)
     y = lw.array(t)
     if x.type == t.dtype:
@@ -35,7 +35,7 @@ def get_rows(lw: Lowering, t: Tensor) -> None:
 @rule(Op.SET_ROWS, operands(FLOAT, INDEX, out=VALUE))
 def set_rows(lw: Lowering, t: Tensor) -> None:
     """Row `i` of `b` becomes row `c[i]` of the result, in its type."""
-    b, c = sources(t)[:2]
+    b, c = t.sources[:2]
     rows = View.of(t)
     index = lw.array(c)[0]
     n_halves = prod(b.ne) if (b.dtype, t.dtype) == (DType.F32, DType.F16) else 0
@@ -51,7 +51,7 @@ def set_rows(lw: Lowering, t: Tensor) -> None:
 @rule(Op.GET_ROWS_BACK, operands(FLOAT, I32))
 def get_rows_back(lw: Lowering, t: Tensor) -> None:
     """The sum of the rows `i` of `a` with `b[i] = j`, in row `j`."""
-    a, b = sources(t)[:2]
+    a, b = t.sources[:2]
     x, index, y = lw.f32(a)[0, 0], lw.array(b)[0, 0, 0], lw.out_f32(t)
     lw.emit(y.fill, 0)
     lw.emit(lw.add_rows, y[0, 0], x, index)

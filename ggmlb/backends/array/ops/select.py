@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import FLOAT, I32, has_elements, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, I32, has_elements, operands, rule
 from ggmlb.enums import Op, SortOrder
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @rule(Op.ARGMAX, operands(FLOAT, out=I32), has_elements)
 def argmax(lw: Lowering, t: Tensor) -> None:
     """The index of the largest element of each row; of the first, if there are several."""
-    (a,) = sources(t)
+    (a,) = t.sources
     xp, x, y = lw.xp, lw.f32(a), lw.array(t)[0, 0, 0]
     lw.emit(lambda: xp.copyto(y, xp.argmax(x[0, 0], axis=-1), casting="same_kind"))
 
@@ -23,7 +23,7 @@ def argmax(lw: Lowering, t: Tensor) -> None:
 @rule(Op.ARGSORT, operands(FLOAT, out=I32))
 def argsort(lw: Lowering, t: Tensor) -> None:
     """The indices that sort each row."""
-    (a,) = sources(t)
+    (a,) = t.sources
     xp, x, y = lw.xp, lw.f32(a), lw.array(t)
     descending = t.params["order"] == SortOrder.DESC
 
@@ -37,7 +37,7 @@ def argsort(lw: Lowering, t: Tensor) -> None:
 @rule(Op.TOP_K, operands(FLOAT, out=I32))
 def top_k(lw: Lowering, t: Tensor) -> None:
     """The indices of the `k` largest elements of each row, in no particular order."""
-    (a,) = sources(t)
+    (a,) = t.sources
     xp, x, y, first = lw.xp, lw.f32(a), lw.array(t), a.ne[0] - t.params["k"]
 
     def step() -> None:

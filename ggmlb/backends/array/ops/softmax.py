@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.backends.array.ops.unary import EXP
-from ggmlb.backends.array.rules import F32, FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -93,11 +93,11 @@ def soft_max_back(lw: Lowering, t: Tensor) -> None:
         xp.multiply(tmp, y, out=tmp)
         xp.multiply(tmp, scale, out=dx)
 
-    lw.rowwise(kernel, t, *sources(t), scratch=1)
+    lw.rowwise(kernel, t, *t.sources, scratch=1)
 
 
 def _diag_mask(lw: Lowering, t: Tensor, value: float) -> None:
-    (a,) = sources(t)
+    (a,) = t.sources
     xp = lw.xp
     later = xp.arange(a.ne[0]) > xp.arange(a.ne[1])[:, None] + t.params["n_past"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.array.rules import F32, operands, rule, sources
+from ggmlb.backends.array.rules import F32, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def solve_tri(lw: Lowering, t: Tensor) -> None:
     """`x` of `a x = b`, by forward substitution; `a` is lower triangular, what is above is not read."""
     xp = lw.xp
-    a, b, x = *(lw.array(s) for s in sources(t)), lw.array(t)
+    a, b, x = *(lw.array(s) for s in t.sources), lw.array(t)
     n = t.ne[1]
     known = lw.scratch((*x.shape[:2], 1, x.shape[3]))
 

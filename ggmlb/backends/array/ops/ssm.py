@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.ops.patches import as_f32, sum_of_products
 from ggmlb.backends.array.ops.recurrent import scan, unpacked, update
 from ggmlb.backends.array.ops.unary import softplus
-from ggmlb.backends.array.rules import F32, FLOAT, I32, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, I32, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @rule(Op.SSM_CONV, operands(FLOAT, FLOAT, out=F32))
 def ssm_conv(lw: Lowering, t: Tensor) -> None:
     """`y[seq, token, i] = sum over taps of x[seq, i, token + tap] c[i, tap]`."""
-    x, c = (as_f32(lw, View.of(s)) for s in sources(t))
+    x, c = (as_f32(lw, View.of(s)) for s in t.sources)
     y, (_, _, row, item), (_, _, c_row, c_item) = View.of(t), x.strides, c.strides
     factors = []
     for tap in range(c.shape[3]):
@@ -35,7 +35,7 @@ def ssm_scan(lw: Lowering, t: Tensor) -> None:
 
     Consecutive heads share a group's `B` and `C`.
     """
-    xp, (state, x, dt, a, b, c, ids) = lw.xp, sources(t)
+    xp, (state, x, dt, a, b, c, ids) = lw.xp, t.sources
     dim, h, n_tokens, n = x.ne
     heads = (b.ne[1], h // b.ne[1])
     size = (*heads, dim, state.ne[0])

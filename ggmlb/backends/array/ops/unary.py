@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.backends.array.rules import FLOAT, operands, rule, sources
+from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.enums import Op, UnaryOp
 
 if TYPE_CHECKING:
@@ -193,11 +193,11 @@ def unary(lw: Lowering, t: Tensor) -> None:
     """The function that `op` names; its other parameters by name."""
     function, scratch, work = FUNCTIONS[t.params["op"]]
     params = {name: value for name, value in t.params.items() if name != "op"}
-    lw.elementwise(partial(function, lw.xp, **params), t, *sources(t), scratch=scratch, work=work)
+    lw.elementwise(partial(function, lw.xp, **params), t, *t.sources, scratch=scratch, work=work)
 
 
 def _ufunc(lw: Lowering, t: Tensor, name: str, work: int) -> None:
-    lw.elementwise(partial(ufunc(name), lw.xp), t, *sources(t), work=work)
+    lw.elementwise(partial(ufunc(name), lw.xp), t, *t.sources, work=work)
 
 
 for _op, _name, _work in (
@@ -220,14 +220,14 @@ def scale(lw: Lowering, t: Tensor) -> None:
         if bias:
             xp.add(y, bias, out=y)
 
-    lw.elementwise(kernel, t, *sources(t))
+    lw.elementwise(kernel, t, *t.sources)
 
 
 @rule(Op.CLAMP, operands(FLOAT))
 def clamp(lw: Lowering, t: Tensor) -> None:
     """`x` between `min` and `max`."""
     low, high = t.params["min"], t.params["max"]
-    lw.elementwise(lambda y, x: lw.xp.clip(x, low, high, out=y), t, *sources(t))
+    lw.elementwise(lambda y, x: lw.xp.clip(x, low, high, out=y), t, *t.sources)
 
 
 @rule(Op.LEAKY_RELU, operands(FLOAT))
@@ -241,4 +241,4 @@ def leaky_relu(lw: Lowering, t: Tensor) -> None:
         xp.maximum(x, 0, out=y)
         xp.add(y, tmp, out=y)
 
-    lw.elementwise(kernel, t, *sources(t), scratch=1)
+    lw.elementwise(kernel, t, *t.sources, scratch=1)

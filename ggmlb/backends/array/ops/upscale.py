@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.array.rules import F32, has_elements, operands, rule, sources
+from ggmlb.backends.array.rules import F32, has_elements, operands, rule
 from ggmlb.enums import Op, ScaleMode
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ METHODS: dict[ScaleMode, Callable[[Grid], Taps]] = {
 @rule(Op.UPSCALE, operands(F32, out=F32), has_elements)
 def upscale(lw: Lowering, t: Tensor) -> None:
     """By `mode` along dimensions 0 and 1, by the nearest element along 2 and 3; one after the other."""
-    (a,), p = sources(t), t.params
+    (a,), p = t.sources, t.params
     method = antialiased if p["antialias"] else METHODS[p["mode"]]
     x, y = lw.array(a), lw.array(t)
     resized = [d for d in range(4) if a.ne[d] != t.ne[d]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.patches import as_f32, without_first
-from ggmlb.backends.array.rules import F32, FLOAT, Types, operands, rule, sources
+from ggmlb.backends.array.rules import F32, FLOAT, Types, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -36,7 +36,7 @@ def _by_window(whole: View, windows: View) -> tuple[View, View]:
 @rule(Op.WIN_PART, operands(F32, out=F32))
 def win_part(lw: Lowering, t: Tensor) -> None:
     """The windows of an image, row by row; beyond its end there are zeros."""
-    image = View.of(sources(t)[0])
+    image = View.of(t.sources[0])
     whole = _whole(lw, image, t.params["w"])
     if whole is not image:
         lw.emit(lw.bind(whole).fill, 0)
@@ -50,7 +50,7 @@ def win_unpart(lw: Lowering, t: Tensor) -> None:
     """The image of the windows, without what is beyond its end."""
     image = View.of(t)
     whole = _whole(lw, image, t.params["w"])
-    to, of = _by_window(whole, View.of(sources(t)[0]))
+    to, of = _by_window(whole, View.of(t.sources[0]))
     lw.copy(to, of)
     if whole is not image:
         lw.copy(image, _within(whole, image))
@@ -59,7 +59,7 @@ def win_unpart(lw: Lowering, t: Tensor) -> None:
 @rule(Op.GET_REL_POS, operands(FLOAT, out=Types(frozenset({DType.F16}))))
 def get_rel_pos(lw: Lowering, t: Tensor) -> None:
     """`y[query, key] = a[n - 1 - key + query]`: a row for each distance."""
-    y, x = View.of(t), View.of(sources(t)[0])
+    y, x = View.of(t), View.of(t.sources[0])
     if x.type == DType.BF16:
         x = as_f32(lw, x)
     row, item = x.strides[2:]
@@ -70,7 +70,7 @@ def get_rel_pos(lw: Lowering, t: Tensor) -> None:
 @rule(Op.ADD_REL_POS, operands(F32, F32, F32, out=F32))
 def add_rel_pos(lw: Lowering, t: Tensor) -> None:
     """`y[place, h, w] = a[place, h, w] + ph[place, h] + pw[place, w]`."""
-    xp, (a, pw, ph) = lw.xp, sources(t)
+    xp, (a, pw, ph) = lw.xp, t.sources
     y, x = (View.of(s).split(3, pw.ne[0]) for s in (t, a))
     (n, _, place, item), zero = View.of(pw).strides, 0
     wide = View.of(pw).reshaped(y.shape, (zero, n, place, zero, item))
