@@ -155,9 +155,7 @@ class Executor:
         assert buffer is not None
         if self._is_async[owner]:  # it may compute what is read here
             item.backend.synchronize()
-        data = buffer.base[src.offset : src.offset + src.nbytes]
-        if not item.is_constant:
-            data = data.copy()
+        data = buffer.base[src.offset : src.offset + src.nbytes] if item.is_constant else src.get()
         split.backend.set_tensor_async(item.copy, data)
 
     def _send(self, item: SplitInput, b: int, owner: int, c: int, is_first: bool) -> bool:

@@ -465,6 +465,25 @@ def test_a_split_without_inputs_in_memory_that_another_device_still_uses(bench, 
             sched.graph_compute(graph)
 
 
+@pytest.mark.parametrize("kind", [FakeBackend, Deaf])
+def test_an_upload_of_what_a_device_still_computes_in_host_memory(bench, kind):
+    stream = bench.stack.enter_context(kind(OnHostMemory(bench.reg, 7, lambda op: None, 1 << 30)))
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(F32, (4, 2), name="x"))
+    a = ctx.set_name(ctx.cpy(ctx.exp(x), bench.weight(bench.cpu, 4, 2, name="cache")), "a")
+    z = ctx.set_output(ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), a))
+    graph = Graph().build_forward_expand(z)
+    backends, host = [stream, bench.gpu0, bench.cpu], bench.cpu.default_buffer_type
+    bufts = [host, bench.gpu0.default_buffer_type, host]
+    with Scheduler(backends, bufts, sanitize=True) as sched, forgotten(stream):
+        for node in graph.nodes:
+            sched.set_tensor_backend(node, bench.gpu0 if node is z else stream)
+        sched.alloc_graph(graph)
+        x.set_array(np.ones((2, 4)))
+        with found("race", "reads", "'a'", "Fake7", "may still write") if kind is Deaf else right():
+            sched.graph_compute(graph)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("kind", [FakeBackend, Eager])
 def test_a_pipeline_that_forgets_an_event(bench, which, kind):
