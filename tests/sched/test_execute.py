@@ -209,18 +209,19 @@ def test_many_inputs_of_one_split(bench):
         np.testing.assert_allclose(y.to_numpy(), np.full(4, sum(range(1, 1000))))
 
 
-def test_memory_that_runs_out_leaves_nothing_and_the_scheduler_works_on(bench):
+@pytest.mark.parametrize(("parallel", "most"), [(False, 2048), (True, 8192)])
+def test_memory_that_runs_out_leaves_nothing_and_the_scheduler_works_on(bench, parallel, most):
     def used() -> list[tuple[int, int]]:
         return [(d.used, d.n_buffers) for d in bench.reg.devices]
 
     chain = Chain(bench)
     start = used()
     refused = 0
-    for spare0 in range(0, 2048, 256):
-        for spare1 in range(0, 2048, 256):
+    for spare0 in range(0, most, most // 8):
+        for spare1 in range(0, most, most // 8):
             for device, spare, (taken, _) in zip(bench.reg.devices, (spare0, spare1), start, strict=True):
                 device.capacity = taken + spare
-            with Scheduler(bench.backends) as sched:
+            with Scheduler(bench.backends, parallel=parallel) as sched:
                 try:
                     sched.alloc_graph(chain.graph)
                 except AllocationError as error:
