@@ -1,4 +1,4 @@
-"""The `ggmlb` command: `ggmlb devices`, `ggmlb embed`, `ggmlb demo`.
+"""The `ggmlb` command: devices, ops, test, bench, compare, embed, demo.
 
 A command is a module of this package with one function, added to the list in `app.py`. At its top a
 command module imports only `typer`, `ggmlb.errors` and `ggmlb.cli.frame`; what it works with is imported

@@ -1,1 +1,1 @@
-"""What tests of backends and of the scheduler need: golden programs and the fake device."""
+"""The conformance kit for backends, its pytest plugin, golden programs, and the fake device for schedulers."""

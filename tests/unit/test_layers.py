@@ -154,6 +154,18 @@ def test_the_documentation_lists_the_layers() -> None:
     assert re.findall(r"`(\w+)`", listed) == [name for name in LAYERS if name]
 
 
+def test_the_tree_is_as_drawn() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    drawn = text[text.index("    ggmlb/") : text.index("    tests/")]
+    names = re.findall(r"(?:^ {6}| {4,})(\w+)/? {2,}\S", drawn, re.MULTILINE)
+    in_backends = {path.parent.name for path in (ROOT / "ggmlb/backends").glob("*/__init__.py")}
+    # `backends/` has a line of its own, with its folders below.
+    assert [n for n in names if n not in in_backends] == [n for n in LAYERS if n and n != "backends"]
+    assert in_backends <= set(names)
+    tests = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0] not in "_."}
+    assert tests <= set(re.findall(r"(\w+)/", text[text.index("    tests/") :]))
+
+
 def test_no_exception_is_stale() -> None:
     texts = sources()
     real = {(module, name) for module, text in texts.items() for name, _ in imports(module, text, texts)}
