@@ -1,1 +1,1 @@
-"""The conformance kit for backends, its pytest plugin, golden programs, and the fake device for schedulers."""
+"""The conformance kit for backends, its pytest plugin, golden programs, and a fake device for schedulers."""
