@@ -15,7 +15,7 @@ from ggmlb.interface import BackendReg
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ggmlb.interface import Backend, Device
+    from ggmlb.interface import Backend, BufferType, Device
 
 
 class NumbaReg(BackendReg):
@@ -56,6 +56,7 @@ class NumbaReg(BackendReg):
             "set_n_threads": _set_n_threads,
             "set_abort_callback": _set_abort_callback,
             "get_features": _features,
+            "dev_get_extra_bufts": _extra_bufts,
         }
 
 
@@ -71,6 +72,10 @@ def _set_n_threads(backend: Backend, n: int) -> None:
 
 def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
     backend.abort_callback = callback
+
+
+def _extra_bufts(device: Device) -> list[BufferType]:
+    return list(device.extra_bufts)  # type: ignore[attr-defined]
 
 
 def _features(reg: BackendReg) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.llvm.library import library
 from ggmlb.backends.numba.lowering import declines
+from ggmlb.backends.numba.repacked_buffer import RepackedBufferType
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError
 from ggmlb.interface import Caps, Device
@@ -30,6 +31,7 @@ class NumbaDevice(Device):
     def __init__(self, reg: BackendReg) -> None:
         self._reg = reg
         self._cpu = backend_reg().devices[0]
+        self._repacked = RepackedBufferType(self)
 
     @property
     def name(self) -> str:
@@ -88,11 +90,16 @@ class NumbaDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the kernels cannot compute the node, from the table that computes it."""
-        return declines(op)
+        return declines(op) or self._repacked.declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Any host memory."""
-        return buft.is_host
+        """Any host memory, and the extra buffer types."""
+        return buft.is_host or buft in self.extra_bufts
+
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """`Numba_Repacked`, which keeps rows of weights side by side (ggml_backend_dev_get_extra_bufts)."""
+        return (self._repacked,)
 
 
 def features() -> list[tuple[str, str]]:

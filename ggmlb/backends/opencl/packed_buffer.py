@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ggmlb.backends.array.packed_buffer import PackedBuffer, misplaced
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.dtypes import DType
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.enums import Op
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
@@ -39,51 +40,37 @@ class OpenClPackedBufferType(OpenClBufferType):
 
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
-        if not self._used or node.op in NO_OPS:
+        if not self._used:
             return None
-        for i, src in enumerate(node.src):
-            if src is not None and src.buffer is not None and src.buffer.buft is self:
-                if i or node.op not in WEIGHT_OPS:
-                    return f"src{i} lies in {self.name} memory, which only products and get_rows read"
-                if not src.is_contiguous() or (src.view_src is not None and not _begins_a_group(src)):
-                    return f"src0 lies in {self.name} memory, and is no run of whole rows"
-        return None
+        src = node.src[0] if node.op in WEIGHT_OPS else None
+        lies_here = src is not None and src.buffer is not None and src.buffer.buft is self
+        if src is not None and lies_here and not (src.is_contiguous() and _begins_a_group(src)):
+            return f"src0 lies in {self.name} memory, and is no run of whole rows"
+        return misplaced(node, self, WEIGHT_OPS, "products and get_rows")
 
     def _buffer(self, memory: object, nbytes: int) -> OpenClBuffer:
         self._used = True
         return OpenClPackedBuffer(self, memory, nbytes)  # type: ignore[arg-type]
 
 
-class OpenClPackedBuffer(OpenClBuffer):
+class OpenClPackedBuffer(PackedBuffer, OpenClBuffer):
     """Weights on the device, packed at upload where their rows are whole groups."""
 
     def packing(self, tensor: Tensor) -> str:
         """`_x8` for the types that are packed, if a row is a whole number of groups."""
         return "_x8" if _is_packed(tensor.view_src or tensor) else ""
 
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        if not self.packing(tensor):
-            super()._set_tensor(tensor, data, offset)
-            return
-        whole, start, first, end = _whole_groups(tensor, offset, data.size)
-        if (first, end) != (start, start + data.size):
-            plain = np.empty(end - first, np.uint8)
-            self._get_tensor(whole, plain, first)
-            plain[start - first : start - first + data.size] = data
-            data = plain
-        super()._set_tensor(whole, pack(data, tensor.dtype), first)
+    def group_nbytes(self, tensor: Tensor) -> int:
+        """Bytes of eight blocks."""
+        return GROUP * tensor.dtype.type_size
 
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        if not self.packing(tensor):
-            super()._get_tensor(tensor, out, offset)
-            return
-        whole, start, first, end = _whole_groups(tensor, offset, out.size)
-        packed = np.empty(end - first, np.uint8)
-        super()._get_tensor(whole, packed, first)
-        out[:] = unpack(packed, tensor.dtype)[start - first : start - first + out.size]
+    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
+        """Blocks in groups."""
+        return pack(data, tensor.dtype)
 
-    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
+    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
+        """Blocks as ggml has them."""
+        return unpack(data, tensor.dtype)
 
 
 def _is_packed(tensor: Tensor) -> bool:
@@ -97,13 +84,6 @@ def _begins_a_group(view: Tensor) -> bool:
         or not _is_packed(whole)
         or (_is_packed(view) and view.view_offs % (GROUP * view.dtype.type_size) == 0)
     )
-
-
-def _whole_groups(tensor: Tensor, offset: int, nbytes: int) -> tuple[Tensor, int, int, int]:
-    """Return the weight that a tensor is part of, where bytes begin in it, and the ends of their groups."""
-    whole, size = tensor.view_src or tensor, GROUP * tensor.dtype.type_size
-    start = tensor.offset - whole.offset + offset
-    return whole, start, start // size * size, -(-(start + nbytes) // size) * size
 
 
 def pack(data: Bytes, dtype: DType) -> Bytes:

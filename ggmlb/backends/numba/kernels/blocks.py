@@ -7,13 +7,15 @@ the type has minimums, `scale code + minimum`. Scales and minimums are of groups
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ggmlb.backends.numba.llvm.emit import F32, I1, I8, I16, I32, I64, Kernel, Value, vec
+from ggmlb.backends.numba.kernels.strip import Strip, Words
+from ggmlb.backends.numba.llvm.emit import F32, I1, I8, I16, I32, I64, Kernel, Value, like, vec
 from ggmlb.backends.numba.llvm.simd import from_half, look_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _B32 = vec(I8, 32)
 
@@ -28,7 +30,7 @@ class Form:
         group: Elements that share a scale.
         offset: What is taken from the codes; `None` if they are signed; 0 where there are minimums.
         has_min: Whether there are minimums.
-        codes: Read the codes of the block at an address: `<32 x i8>` for each run.
+        codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of a `Strip`: `Words`.
         scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
         pairs: As `codes`, two runs in a vector of 64 bytes, where that takes fewer instructions.
     """
@@ -38,7 +40,7 @@ class Form:
     group: int
     offset: int | None
     has_min: bool
-    codes: Callable[[Kernel, Value], list[Value]]
+    codes: Callable[[Kernel, Any], list[Any]]
     scales: Callable[[Kernel, Value], tuple[Value, Value | None]]
     pairs: Callable[[Kernel, Value], list[Value]] | None = None
 
@@ -51,18 +53,26 @@ def _one(k: Kernel, x: Value) -> Value:
     return x.splat(1)
 
 
-def _bytes(k: Kernel, address: Value, n: int = 32) -> Value:
-    return k.load(vec(I8, n), address)
+def _bytes(k: Kernel, address: Any, n: int = 32) -> Any:
+    """Bytes of a block; where strips are read, of each row of one."""
+    return address.bytes(n) if isinstance(address, Strip) else k.load(vec(I8, n), address)
 
 
-def _nibbles(k: Kernel, address: Value) -> Value:
+def _levels(k: Kernel, table: Sequence[int], q: Any) -> Any:
+    """What codes stand for."""
+    return q.map(partial(look_up, k, table)) if isinstance(q, Words) else look_up(k, table, q)
+
+
+def _nibbles(k: Kernel, address: Any) -> Any:
     """16 bytes: the low halves are the first 16 codes, the high ones the others."""
     q = _bytes(k, address, 16)
     return (q & 15).join(q >> 4)
 
 
-def _fifth(k: Kernel, address: Value) -> Value:
+def _fifth(k: Kernel, address: Any) -> Any:
     """32 bits as what they add to codes."""
+    if isinstance(address, Strip):
+        return address.bits(16)
     bits = k.load(I32, address).bits(vec(I1, 32))
     return k.select(bits, k.const(_B32, 16), 0)
 
@@ -83,7 +93,7 @@ def _shifted(k: Kernel, both: Value, shifts: tuple[int, int], mask: int) -> Valu
 
 def _twice(k: Kernel, address: Value) -> Value:
     """32 bytes, and the same again."""
-    x = _bytes(k, address)
+    x = k.load(_B32, address)
     return x.join(x)
 
 
@@ -112,7 +122,7 @@ def _six_bit_pairs(k: Kernel, p: Value) -> tuple[Value, Value]:
     return scales, minimums
 
 
-def _q4_k(k: Kernel, p: Value) -> list[Value]:
+def _q4_k(k: Kernel, p: Any) -> list[Any]:
     runs = []
     for i in range(4):
         q = _bytes(k, p + 16 + 32 * i)
@@ -133,7 +143,7 @@ def _q5_k_pairs(k: Kernel, p: Value) -> list[Value]:
     return pairs
 
 
-def _q5_k(k: Kernel, p: Value) -> list[Value]:
+def _q5_k(k: Kernel, p: Any) -> list[Any]:
     runs, high = [], _bytes(k, p + 16)
     for i in range(8):
         q = _bytes(k, p + 48 + 32 * (i // 2))
@@ -146,7 +156,7 @@ def _q5_k(k: Kernel, p: Value) -> list[Value]:
 # -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
 
 
-def _q2_k(k: Kernel, p: Value) -> list[Value]:
+def _q2_k(k: Kernel, p: Any) -> list[Any]:
     halves = [_bytes(k, p + 16 + 32 * i) for i in range(2)]
     return [(q >> 2 * j) & 3 for q in halves for j in range(4)]
 
@@ -163,7 +173,7 @@ def _q2_k_scales(k: Kernel, p: Value) -> tuple[Value, Value]:
     return scales, (packed >> 4).zext(I32).to_float() * (-dmin).splat(16)
 
 
-def _q3_k(k: Kernel, p: Value) -> list[Value]:
+def _q3_k(k: Kernel, p: Any) -> list[Any]:
     high, halves = _bytes(k, p), [_bytes(k, p + 32 + 32 * i) for i in range(2)]
     runs = []
     for i in range(8):
@@ -189,7 +199,7 @@ def _q3_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
     return (_words(k, words).zext(I32) - 32).to_float() * _half(k, p + 108).splat(16), None
 
 
-def _q6_k(k: Kernel, p: Value) -> list[Value]:
+def _q6_k(k: Kernel, p: Any) -> list[Any]:
     runs = []
     for half in range(2):
         low = [_bytes(k, p + 64 * half + 32 * i) for i in range(2)]
@@ -221,8 +231,8 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def _iq4_xs(k: Kernel, p: Value) -> list[Value]:
-    return [look_up(k, _IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
+def _iq4_xs(k: Kernel, p: Any) -> list[Any]:
+    return [_levels(k, _IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
 
 
 def _iq4_xs_pairs(k: Kernel, p: Value) -> list[Value]:
@@ -242,11 +252,15 @@ def _iq4_xs_scales(k: Kernel, p: Value) -> tuple[Value, None]:
     return ((low | (high << 4)) - 32).to_float() * _half(k, p).splat(8), None
 
 
-def _mxfp4_scale(k: Kernel, p: Value) -> tuple[Value, None]:
-    e = k.load(I8, p).zext(I32)
-    small = k.const(I32, 0x00200000) << k.select(e < 2, e, 0)
+def mxfp4_scale(k: Kernel, e: Value) -> Value:
+    """Half of 2 to the power of `e - 127`."""
+    small = k.const(e.type, 0x00200000) << k.select(e < 2, e, 0)
     bits = k.select(e < 2, small, (e - 1) << 23)
-    return _one(k, bits.bits(F32)), None
+    return bits.bits(like(e.type, F32))
+
+
+def _mxfp4_scale(k: Kernel, p: Value) -> tuple[Value, None]:
+    return _one(k, mxfp4_scale(k, k.load(I8, p).zext(I32))), None
 
 
 FORMS: dict[str, Form] = {
@@ -260,10 +274,10 @@ FORMS: dict[str, Form] = {
     "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs, _q4_k_pairs),
     "q5_k": Form(256, 176, 32, 0, True, _q5_k, _six_bit_pairs, _q5_k_pairs),
     "q6_k": Form(256, 210, 16, 32, False, _q6_k, _q6_k_scales, _q6_k_pairs),
-    "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [look_up(k, _IQ4, _nibbles(k, p + 2))], _d),
+    "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [_levels(k, _IQ4, _nibbles(k, p + 2))], _d),
     "iq4_xs": Form(256, 136, 32, None, False, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
     "mxfp4": Form(
-        32, 17, 32, None, False, lambda k, p: [look_up(k, _MXFP4, _nibbles(k, p + 1))], _mxfp4_scale
+        32, 17, 32, None, False, lambda k, p: [_levels(k, _MXFP4, _nibbles(k, p + 1))], _mxfp4_scale
     ),
 }
 """By the type's name."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.numba.kernels.activations import parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import Chosen, Place
+from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes
+from ggmlb.backends.numba.kernels.strip_scales import SCALES
 from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 
@@ -123,24 +125,46 @@ def _pack_bytes(k: Kernel, form: Form, packed: _Packed, rows: list[Value], size:
         _transpose(k, local, DEPTH, to, BYTE_ROWS, k.i64(DEPTH // 4))
 
 
-def quantized(k: Kernel, dtype: str) -> None:
+def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value) -> None:
+    form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
+    base = place.a + strip * (place.a_nb1 * ROWS)
+    row = 4 * ROWS
+    with k.loop(0, n_blocks) as block:
+        for first in range(0, ROWS, lanes(k.level)):
+            at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
+            words = [word for run in form.codes(k, at) for word in run.values]
+            to = packed.codes + block * (form.block * ROWS) + 4 * first
+            for i, word in enumerate(words):
+                k.store(_centered(k, form, word), to + row * i)
+            scales, minimums = SCALES[dtype](at)
+            to = block * (form.block // form.group * row) + 4 * first
+            for g, scale in enumerate(scales):
+                k.store(scale, packed.scales + to + row * g)
+                if minimums is not None:
+                    k.store(minimums[g], packed.minimums + to + row * g)
+
+
+def quantized(k: Kernel, dtype: str, in_strips: bool) -> None:
     """Multiply blocks with activations as bytes: arguments of a product, scratch and its size per thread."""
-    _quantized(k, dtype, Place(k, BYTE_ROWS))
+    _quantized(k, dtype, in_strips, Place(k, BYTE_ROWS))
 
 
-def chosen_quantized(k: Kernel, dtype: str) -> None:
+def chosen_quantized(k: Kernel, dtype: str, in_strips: bool) -> None:
     """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
-    _quantized(k, dtype, Chosen(k, BYTE_ROWS))
+    _quantized(k, dtype, in_strips, Chosen(k, BYTE_ROWS))
 
 
-def _quantized(k: Kernel, dtype: str, place: Place) -> None:
+def _quantized(k: Kernel, dtype: str, in_strips: bool, place: Place) -> None:
     form = FORMS[dtype]
     scratch, stride = k.ints(2)
     n_columns = byte_columns(k.level)
     packed = _Packed(form, place.k, scratch + k.thread * stride)
     with k.loop(place.first, place.last) as tile:
         first = tile * BYTE_ROWS
-        _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place.k, place.a_nb1)
+        if in_strips:
+            _unpack_strip(k, dtype, packed, place, tile)
+        else:
+            _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place.k, place.a_nb1)
         with k.loop(0, place.n, n_columns) as column:
             # Beyond the last row of activations the last one is read again.
             rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
@@ -218,17 +242,17 @@ def _store_tile(
 # -- floats ----------------------------------------------------------------------------------------
 
 
-def floats(k: Kernel, dtype: str, b_dtype: str) -> None:
+def floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool) -> None:
     """Multiply floats with float activations: arguments of a product, scratch and its size per thread."""
-    _all_floats(k, dtype, b_dtype, Place(k, float_rows(k.level)))
+    _all_floats(k, dtype, b_dtype, in_strips, Place(k, float_rows(k.level)))
 
 
-def chosen_floats(k: Kernel, dtype: str, b_dtype: str) -> None:
+def chosen_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool) -> None:
     """Multiply chosen matrices of floats; see `matvec.Chosen`."""
-    _all_floats(k, dtype, b_dtype, Chosen(k, float_rows(k.level)))
+    _all_floats(k, dtype, b_dtype, in_strips, Chosen(k, float_rows(k.level)))
 
 
-def _all_floats(k: Kernel, dtype: str, b_dtype: str, place: Place) -> None:
+def _all_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool, place: Place) -> None:
     n_rows, n_columns, n = float_rows(k.level), float_columns(k.level), k.level.lanes
     scratch, stride = k.ints(2)
     packed = scratch + k.thread * stride
@@ -237,7 +261,11 @@ def _all_floats(k: Kernel, dtype: str, b_dtype: str, place: Place) -> None:
         first = tile * n_rows
         with k.loop(0, place.k, DEPTH) as begin:
             depth = k.least(place.k - begin, DEPTH)
-            _pack_floats(k, dtype, place, first, begin, depth, packed)
+            if in_strips:  # they are as a tile is
+                tiles, step, stored = _strip_vectors(k, place, first, begin, SIZES[dtype]), ROWS, dtype
+            else:
+                _pack_floats(k, dtype, place, first, begin, depth, packed)
+                tiles, step, stored = [packed, packed + 4 * n], n_rows, "f32"
             with k.loop(0, place.n, n_columns) as column:
                 sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
                 # Beyond the last row of activations the last one is read again.
@@ -245,9 +273,7 @@ def _all_floats(k: Kernel, dtype: str, b_dtype: str, place: Place) -> None:
                     place.column(k.least(column + c, place.n - 1)) + begin * b_size for c in range(n_columns)
                 ]
                 with k.loop(0, depth) as i:
-                    weights = [
-                        k.load(vec(F32, n), packed + i * (4 * n_rows) + v * 4 * n, 4) for v in range(2)
-                    ]
+                    weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in tiles]
                     for c, row in enumerate(rows):
                         x = load_float(k, b_dtype, row + i * b_size).splat(n)
                         for v in range(2):
@@ -257,6 +283,16 @@ def _all_floats(k: Kernel, dtype: str, b_dtype: str, place: Place) -> None:
                     _add_to_tile(k, values, place, first, column, n_rows)
                 with k.when(begin.equals(0)):
                     _store_tile(k, values, place, first, column, n_rows)
+
+
+def _strip_vectors(k: Kernel, place: Place, first: Value, begin: Value, size: int) -> list[Value]:
+    """Where the values of the rows of a tile begin, vector by vector."""
+    n, found = k.level.lanes, []
+    for v in range(2):
+        row = k.least(first + v * n, place.m - n)
+        strip = place.a + row // ROWS * ROWS * place.a_nb1
+        found.append(strip + begin * (ROWS * size) + row % ROWS * size)
+    return found
 
 
 def _pack_floats(

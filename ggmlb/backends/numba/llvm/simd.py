@@ -45,11 +45,21 @@ class Dot:
     def start(self, x: Value, offset: int | None) -> Value:
         """What the sums of products with `x`, `<4 lanes x i8>`, begin at."""
         k, zero = self.k, self.k.const(vec(I32, self.lanes), 0)
-        if k.level.dot == "vnni":
-            offset = 128 if offset is None else offset
-            if offset:
-                return zero - self._unsigned(zero, k.const(x.type, offset), x)
+        if shift := self._shift(offset):
+            return zero - self._unsigned(zero, k.const(x.type, shift), x)
         return zero
+
+    def start_from(self, count: Value, offset: int | None) -> Value:
+        """The same, for lanes that all meet the same signed bytes, from the sum of these."""
+        if shift := self._shift(offset):
+            return (count * -shift).splat(self.lanes)
+        return self.k.const(vec(I32, self.lanes), 0)
+
+    def _shift(self, offset: int | None) -> int:
+        """What codes are above the values that they are multiplied as."""
+        if self.k.level.dot != "vnni":
+            return 0
+        return 128 if offset is None else offset
 
     def __call__(self, sums: Value, codes: Value, x: Value, offset: int | None) -> Value:
         """`sums + codes . x`, where `sums` began at `start(x, offset)`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.numba.kernels import activations, matvec, tiles
+from ggmlb.backends.numba.kernels import activations, matvec, strip, strip_products, tiles
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
 from ggmlb.enums import Op
@@ -34,7 +34,7 @@ def _declines(node: Tensor) -> str | None:
 def _mul_mat(node: Tensor, steps: Steps) -> None:
     a, b = node.src[:2]
     assert a is not None and b is not None
-    quantized = a.dtype.is_quantized
+    quantized, in_strips = a.dtype.is_quantized, _lies_in_strips(a)
     k, m, n = *a.ne[:2], b.ne[1]
     address, nb = quantized_activations(b, steps) if quantized else (steps.address(b), b.nb)
     y, y_nb = steps.address(node), node.nb
@@ -52,15 +52,24 @@ def _mul_mat(node: Tensor, steps: Steps) -> None:
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = tiles.quantized if quantized else tiles.floats
         params: tuple[str | int, ...] = (name(a),) if quantized else (name(a), name(b))
-        steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
+        steps.emit(kernel, (*params, in_strips), (*args(0, n, parts), scratch, nbytes), parts * matrices)
         return
     for first in range(0, n, 8):
         count = min(8, n - first)
-        rows = ROWS[count] if m >= ROWS[count] else 1
+        rows = strip.ROWS if in_strips else ROWS[count] if m >= ROWS[count] else 1
         parts = _parts(steps, matrices, k * m * (count + 1) / 40, -(-m // rows))
-        kernel = matvec.quantized if quantized else matvec.floats
-        params = (name(a), rows, count) if quantized else (name(a), rows, count, name(b))
+        if in_strips:
+            kernel = strip_products.quantized if quantized else strip_products.floats
+            params = (name(a), count) if quantized else (name(a), count, name(b))
+        else:
+            kernel = matvec.quantized if quantized else matvec.floats
+            params = (name(a), rows, count) if quantized else (name(a), rows, count, name(b))
         steps.emit(kernel, params, args(first, count, parts), parts * matrices)
+
+
+def _lies_in_strips(weight: Tensor) -> bool:
+    assert weight.buffer is not None
+    return bool(weight.buffer.packing(weight))
 
 
 def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
@@ -86,7 +95,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     """Products with matrices that each token chooses; the choices are sorted by matrix first."""
     a, b, ids = node.src[:3]
     assert a is not None and b is not None and ids is not None
-    quantized = a.dtype.is_quantized
+    quantized, in_strips = a.dtype.is_quantized, _lies_in_strips(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
     address, nb = quantized_activations(b, steps) if quantized else (steps.address(b), b.nb)
@@ -97,20 +106,23 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     )  # fmt: skip
     few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
     shape = _tile_shape(steps, name(a), k, quantized)
-    rows = shape.rows if not few else ROWS[1] if m >= ROWS[1] else 1
+    rows = shape.rows if not few else strip.ROWS if in_strips else ROWS[1] if m >= ROWS[1] else 1
     parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
     args: tuple[int, ...] = (
         steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],
         k, m, n_used, parts, starts, order,
     )  # fmt: skip
-    if few:
+    types = (name(a),) if quantized else (name(a), name(b))
+    kernel: Callable[..., None]
+    if few and in_strips:
+        kernel = strip_products.chosen_quantized if quantized else strip_products.chosen_floats
+        steps.emit(kernel, types, args, parts * n_matrices)
+    elif few:
         steps.emit(matvec.chosen, (name(a), rows, name(b)), args, parts * n_matrices)
-        return
-    args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
-    if quantized:
-        steps.emit(tiles.chosen_quantized, (name(a),), args, parts * n_matrices)
     else:
-        steps.emit(tiles.chosen_floats, (name(a), name(b)), args, parts * n_matrices)
+        args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
+        kernel = tiles.chosen_quantized if quantized else tiles.chosen_floats
+        steps.emit(kernel, (*types, in_strips), args, parts * n_matrices)
 
 
 def _chosen_declines(node: Tensor) -> str | None:

@@ -1,0 +1,154 @@
+"""Numba's memory for repacked weights: the same products, and the same bytes when read back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
+from ggmlb.backends.numba import backend_reg
+from ggmlb.backends.numba.kernels.strip import FIELDS
+from ggmlb.backends.numba.llvm import host
+from ggmlb.interface import tensor_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.backends.numba.backend import NumbaBackend
+    from ggmlb.tensor import Tensor
+
+DEVICE = backend_reg().devices[0]
+REPACKED = backend_reg().get_proc_address("dev_get_extra_bufts")(DEVICE)[0]
+TYPES = [DType[name.upper()] for name in FIELDS]
+LEVELS = [level.name for level in host.levels_here()]
+K, M = 512, 48
+
+
+FEW_TYPES = (DType.Q5_0, DType.Q4_K, DType.MXFP4, DType.F16)
+"""For narrower vectors than the host's: half a strip in one, bits, minimums, levels, floats."""
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def stream(request: pytest.FixtureRequest) -> Iterator[NumbaBackend]:
+    with DEVICE.init_backend({"n_threads": 2, "simd": request.param}) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def widest() -> Iterator[NumbaBackend]:
+    with DEVICE.init_backend({"n_threads": 2}) as backend:
+        yield backend
+
+
+def weight(dtype: DType, *ne: int, repacked: bool = True) -> Tensor:
+    ctx = Context()
+    w = ctx.new_tensor(dtype, ne)
+    alloc_ctx_tensors(ctx, REPACKED if repacked else DEVICE.buffer_type)
+    w.set_array(np.random.default_rng(0).standard_normal(ne[::-1], np.float32))
+    return w
+
+
+@pytest.mark.parametrize("dtype", FEW_TYPES)
+@pytest.mark.parametrize("n", [3, 21])
+def test_products_on_each_instruction_set(stream: NumbaBackend, dtype: DType, n: int) -> None:
+    same_products(stream, dtype, n)
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t not in FEW_TYPES])
+@pytest.mark.parametrize("n", [1, 21])
+def test_products_of_each_type(widest: NumbaBackend, dtype: DType, n: int) -> None:
+    same_products(widest, dtype, n)
+
+
+def same_products(stream: NumbaBackend, dtype: DType, n: int) -> None:
+    """Compare products with those of plain memory."""
+    found: list[Any] = []
+    for repacked in (True, False):
+        w = weight(dtype, K, M, 2, repacked=repacked)
+        assert bool(w.buffer and w.buffer.packing(w)) is repacked
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (K, n, 4))
+        y = ctx.mul_mat(w, x)
+        with alloc_ctx_tensors(ctx, stream):
+            x.set_array(np.random.default_rng(1).standard_normal((4, n, K), np.float32))
+            stream.graph_compute(Graph().build_forward_expand(y))
+            found.append(y.to_numpy().copy())
+    assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_K, DType.Q8_0, DType.F16])
+@pytest.mark.parametrize("n_tokens", [2, 50])
+def test_products_with_chosen_matrices(widest: NumbaBackend, dtype: DType, n_tokens: int) -> None:
+    found: list[Any] = []
+    rng = np.random.default_rng(1)
+    given, chosen = rng.standard_normal((n_tokens, 1, 256), np.float32), rng.integers(0, 3, (n_tokens, 2))
+    for repacked in (True, False):
+        w = weight(dtype, 256, M, 3, repacked=repacked)
+        ctx = Context()
+        x, ids = ctx.new_tensor(DType.F32, (256, 1, n_tokens)), ctx.new_tensor(DType.I32, (2, n_tokens))
+        y = ctx.mul_mat_id(w, x, ids)
+        with alloc_ctx_tensors(ctx, widest):
+            x.set_array(given)
+            ids.set(chosen.astype(np.int32))
+            widest.graph_compute(Graph().build_forward_expand(y))
+            found.append(y.to_numpy().copy())
+    assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_bytes_come_back_as_ggml_has_them(dtype: DType) -> None:
+    w, plain = weight(dtype, K, M), weight(dtype, K, M, repacked=False)
+    assert np.array_equal(w.get(), plain.get())
+    assert not np.array_equal(w.buffer.base[w.offset :][: w.nbytes], plain.get())  # type: ignore[union-attr]
+    assert np.array_equal(w.get(101, 777), plain.get(101, 777))
+    for t in (w, plain):
+        t.set(np.arange(200, dtype=np.uint8), 1003)
+        t.memset(7, 31, 500)
+    assert np.array_equal(w.get(), plain.get())
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q5_K])
+def test_copies_between_repacked_and_plain_memory(dtype: DType) -> None:
+    plain, w = weight(dtype, K, M, repacked=False), weight(dtype, K, M)
+    again = weight(dtype, K, M, repacked=False)
+    w.memset(0)
+    tensor_copy(plain, w)
+    tensor_copy(w, again)
+    assert np.array_equal(again.get(), plain.get())
+
+
+def test_rows_that_are_no_whole_strips_lie_as_elsewhere(widest: NumbaBackend) -> None:
+    w = weight(DType.Q4_0, 64, 20)
+    assert w.buffer is not None
+    assert not w.buffer.packing(w)
+    ctx = Context()
+    y = ctx.mul_mat(w, x := ctx.new_tensor(DType.F32, (64, 2)))
+    with alloc_ctx_tensors(ctx, widest):
+        x.set_array(np.ones((2, 64), np.float32))
+        widest.graph_compute(Graph().build_forward_expand(y))
+        np.testing.assert_allclose(y.to_numpy()[0], w.to_numpy().sum(1), atol=0.3)
+
+
+def test_only_products_of_whole_weights_read_it() -> None:
+    w = weight(DType.F32, 64, 32)
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (64, 2))
+    for node in (ctx.add(w, w), ctx.mul_mat(x, w), ctx.mul_mat(ctx.view_2d(w, 64, 16, 256, 0), x)):
+        assert "Numba_Repacked" in str(DEVICE.declines(node))
+    assert DEVICE.declines(ctx.mul_mat(ctx.reshape_2d(w, 64, 32), x)) is None
+
+
+def test_a_scheduler_gives_its_products_to_the_device() -> None:
+    w = weight(DType.Q4_K, 256, 64)
+    w.buffer.usage = BufferUsage.WEIGHTS  # type: ignore[union-attr]
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(DType.F32, (256, 3)))
+    graph = Graph().build_forward_expand(ctx.cumsum(ctx.mul_mat(w, x)))
+    with init_by_name("Numba") as numba, init_by_name("CPU") as cpu, Scheduler([numba, cpu]) as scheduler:
+        scheduler.alloc_graph(graph)
+        assert [entry.device for entry in scheduler.placement] == ["Numba", "CPU"]
+        assert not any(entry.copies for entry in scheduler.placement)
