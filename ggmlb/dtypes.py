@@ -111,7 +111,9 @@ class DType(IntEnum):
         if isinstance(value, (int, np.integer)):
             if value in _BY_NUMBER:
                 return _BY_NUMBER[int(value)]
-            raise DTypeError(f"no tensor type has the number {value}")
+            raise DTypeError(
+                f"no tensor type has the number {value}; give a member of ggmlb.DType, or its name"
+            )
         wanted = _as_numpy(value)
         for member in cls:
             if not member.is_quantized and wanted is not None and member.numpy == wanted:
@@ -225,7 +227,7 @@ def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
         DTypeError: The type cannot be written.
         ShapeError: `ne0` is not a whole number of blocks.
     """
-    array = np.ascontiguousarray(values, dtype=None if not dtype.is_quantized else np.float32)
+    array = np.ascontiguousarray(values, dtype=np.float32 if dtype.is_quantized else None)
     if not dtype.is_quantized:
         return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)
     row_size = dtype.row_size(array.shape[-1])

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op, TensorFlag
-from ggmlb.errors import GraphError
+from ggmlb.errors import GraphError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -110,7 +110,8 @@ class Graph:
         for tensor in self:
             if tensor.name == name:
                 return tensor
-        raise GraphError(f"the graph has no node or leaf named {name!r}")
+        names = [tensor.name for tensor in self if tensor.name]
+        raise GraphError(f"the graph has no node or leaf named {name!r}{did_you_mean(name, names)}")
 
     def to_dot(self) -> str:
         """Return the graph in Graphviz's DOT language (ggml_graph_dump_dot)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import FreedError
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class GraphPlan:
     """A graph lowered for one backend: steps with their arrays and arguments bound.
 
-    A plan stays valid while its tensors stay where they are and keep their parameters. It holds the
-    tensors, not the graph, so that a backend's cache of plans does not keep graphs alive.
+    A plan stays valid while its tensors stay where they are and keep their parameters; while the placement
+    clock stands still, that needs no look at them. It holds the tensors, not the graph, so that a backend's
+    cache of plans does not keep graphs alive.
 
     Attributes:
         backend: The backend that made it, and alone can run it.
@@ -27,6 +29,7 @@ class GraphPlan:
     def __init__(self, backend: Backend, graph: Graph) -> None:
         self.backend = backend
         self.nodes = tuple(graph.nodes)
+        self._graph = weakref.ref(graph)
         self._checked_at = placement_clock.now
         self._binding = binding(self.nodes)
         self.is_freed = False
@@ -35,14 +38,14 @@ class GraphPlan:
         """Whether computing the plan computes the graph as it is now."""
         if len(graph.nodes) != len(self.nodes):
             return False
-        if self._checked_at == placement_clock.now:
-            return True
         now = placement_clock.now
+        if self._checked_at == now and self._graph() is graph:
+            return True
         if any(a is not b for a, b in zip(self.nodes, graph.nodes, strict=True)):
             return False
         if binding(self.nodes) != self._binding:
             return False
-        self._checked_at = now
+        self._checked_at, self._graph = now, weakref.ref(graph)
         return True
 
 

@@ -22,3 +22,17 @@ def test_a_new_buffer_with_the_id_of_a_dropped_one_is_noticed() -> None:
                 cpu.graph_compute(graph)
                 assert y.to_numpy()[0] == 2 * i
             x.buffer = y.buffer = None
+
+
+def test_a_plan_is_not_taken_for_another_graph_of_as_many_nodes() -> None:
+    ctx = Context()
+    x = ctx.new_tensor("f32", 8)
+    y, z = ctx.sqr(x), ctx.scale(x, 3.0)
+    with init_by_name("CPU") as cpu, alloc_ctx_tensors(ctx, cpu):
+        x.set_array(np.arange(8))
+        plan = cpu.graph_plan_create(Graph().build_forward_expand(y))
+        again = Graph().build_forward_expand(y)
+        assert cpu.graph_plan_update(plan, again) is plan, "another graph of the same nodes"
+        cpu.graph_plan_compute(cpu.graph_plan_update(plan, Graph().build_forward_expand(z)))
+        cpu.synchronize()
+        assert z.to_numpy().tolist() == [3 * i for i in range(8)]
