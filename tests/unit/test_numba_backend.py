@@ -124,11 +124,35 @@ def attention(
     return program
 
 
-@pytest.mark.parametrize("cache", [F16, DType.Q8_0])
-@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (1, 200), (3, 70), (90, 170)])
+@pytest.mark.parametrize(
+    ("cache", "n_q", "n_kv"),
+    [
+        *((cache, *n) for cache in (F16, DType.Q8_0) for n in ((1, 1), (1, 200), (3, 70), (90, 170))),
+        *((cache, *n) for cache in (DType.Q5_1, DType.IQ4_NL) for n in ((1, 200), (90, 170))),
+    ],
+)
 def test_attention(cache: DType, n_q: int, n_kv: int, numba: NumbaBackend) -> None:
     check(attention(64, n_q, n_kv, (4, 2), cache), numba, 1e-6)
     check(attention(96, n_q, n_kv, (3, 3), cache, bias=2.0, cap=5.0), numba, 1e-6)
+
+
+@pytest.mark.parametrize(("n_heads", "n_q"), [(4, 1), (32, 1), (3, 2)])
+@pytest.mark.parametrize("n_seen", [700, 130])
+def test_attention_to_keys_in_parts(n_heads: int, n_q: int, n_seen: int, numba: NumbaBackend) -> None:
+    """One head of keys, so that threads share it; some parts are not seen at all."""
+
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        q, k, v = leaf(F32, 64, n_q, n_heads), leaf(F16, 64, 1100, 1), leaf(F16, 32, 1100, 1)
+        seen = np.broadcast_to(np.arange(1100) < n_seen, (n_q, 1100))
+        mask = leaf(F16, 1100, n_q, values=np.where(seen, 0, -np.inf).astype(np.float16))
+        y = c.flash_attn_ext(q, k, v, mask, 0.125, 0.0, 0.0)
+        c.flash_attn_ext_add_sinks(y, leaf(F32, n_heads))
+        return y
+
+    check(program, numba, 1e-6)
+    many = computed(program, numba)
+    numba.set_n_threads(1)
+    np.testing.assert_allclose(many, computed(program, numba), rtol=1e-4, atol=1e-5)
 
 
 def long_program(c: Context, leaf: Leafs) -> Tensor:

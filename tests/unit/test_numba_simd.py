@@ -13,6 +13,7 @@ from ggmlb import dtypes
 from ggmlb.backends.numba.kernels import activations, attention, convert, matvec, tiles
 from ggmlb.backends.numba.kernels.attention_units import Shape
 from ggmlb.backends.numba.kernels.blocks import FORMS
+from ggmlb.backends.numba.kernels.quantize import WRITERS
 from ggmlb.backends.numba.llvm import host, simd
 from ggmlb.backends.numba.llvm.emit import F32, I8, Kernel, vec
 from ggmlb.backends.numba.llvm.library import Library, function, library, optimised
@@ -169,6 +170,21 @@ def test_a_level_by_its_name(simd_name: str, monkeypatch: pytest.MonkeyPatch) ->
         library()
 
 
+@pytest.mark.parametrize("dtype", WRITERS)
+def test_blocks_are_written_as_ggml_does(lib: Library, dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    x[0], x[1], x[2] = 0, -3, x[2] * 1e-20
+    kind = DType[dtype.upper()]
+    right = dtypes.quantize(x, kind).view(np.uint8).reshape(9, -1)
+    found = np.zeros_like(right)
+    rows = [64, 9, 1, 1, 1, found.ctypes.data, right.shape[1], 0, 0, x.ctypes.data, 256, 0, 0]
+    args = np.array(rows, np.int64)
+    function(lib.address(convert.copy, (dtype, "f32")), 4)(args.ctypes.data, 0, 1, 0)
+    if dtype == "iq4_nl":  # where the scale is 0, codes do not matter
+        right, found = (dtypes.dequantize(blocks, kind) for blocks in (right, found))
+    assert (found == right).all()
+
+
 NEON = host.Target(
     next(level for level in host.LEVELS if level.name == "neon"), "generic", "+neon,+dotprod,+fullfp16",
     "aarch64-unknown-linux-gnu",
@@ -182,11 +198,13 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
     [
         (matvec.quantized, ("q4_k", 4, 1), "sdot"),
         (matvec.quantized, ("iq4_nl", 4, 1), "tbl"),
-        (tiles.quantized, ("q6_k",), "sdot"),
-        (tiles.floats, ("f16", "f32"), "fmla"),
+        (tiles.quantized, ("q6_k", False), "sdot"),
+        (tiles.floats, ("f16", "f32", False), "fmla"),
         (activations.quantize, ("f32",), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
-        (attention.few, (FLASH, 4), "fmla"),
+        (convert.copy, ("iq4_nl", "f32"), "tbl"),
+        (attention.few, (FLASH, 4, False), "fmla"),
+        (attention.merge, (FLASH, 4), "fmla"),
     ],
 )
 def test_neon_compiles(emit: Emit, params: tuple[Any, ...], instruction: str, simd_name: str) -> None:

@@ -20,6 +20,8 @@ from ggmlb.backends.numba.kernels.attention_units import (
     highest,
     load_cached,
     n_units_of,
+    record_nbytes,
+    units,
     width_for,
 )
 from ggmlb.backends.numba.kernels.tiles import transposed
@@ -33,32 +35,49 @@ if TYPE_CHECKING:
 # -- few queries -----------------------------------------------------------------------------------
 
 
-def few(k: Kernel, shape: Shape, n_rows: int) -> None:
-    """Attention of up to `n_rows` queries per unit; `scale, softcap`, then `ARGS`."""
+def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
+    """Attention of up to `n_rows` queries per unit; `scale, softcap`, `ARGS`, then those of `Part`."""
     shape = Shape(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
     width = width_for(k, d_k, d_v)
-    logits, queries, values, state = (k.local(4 * n_rows * n) for n in (TILE, d_k, d_v, 2))
-    n_units = n_units_of(p, n_rows)
-    with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
-        unit = Unit(k, p, index, n_rows)
-        rows = [Softmax(k, state + r * 8, state + r * 8 + 4, values + r * d_v * 4) for r in range(n_rows)]
+    logits, queries = (k.local(4 * n_rows * n) for n in (TILE, d_k))
+    record = record_nbytes(d_v)
+    own = k.local(n_rows * record)
+    with units(k, p, n_rows, split) as (unit, part):
+        found = part.records(own, n_rows * record)
+        rows = [Softmax.at(k, found + r * record, d_v) for r in range(n_rows)]
         for r, row in enumerate(rows):
             row.begin(d_v, width)
             _scaled_query(k, shape, unit.query(r), queries + r * d_k * 4, scale, width)
-        with k.loop(0, p["n_kv"], TILE) as begin:
+        with k.loop(part.first, part.stop, TILE) as begin:
             count = k.least(p["n_kv"] - begin, TILE)
             _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
             for r, row in enumerate(rows):
                 _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
                 level = row.rescale(highest(k, logits + r * TILE * 4), d_v, width)
                 row.weigh(logits + r * TILE * 4, TILE, level)
-            _few_values(k, shape, unit, begin, count, logits, values, n_rows, width)
-        for r, row in enumerate(rows):
-            _, head = unit.row(r)
-            sink = k.load(F32, p["sinks"] + head * 4) if shape.sinks else None
-            row.end(unit.result(r), sink, d_v, width)
+            _few_values(k, shape, unit, begin, count, logits, rows, width)
+        if not split:
+            for r, row in enumerate(rows):
+                row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
+
+
+def merge(k: Kernel, shape: Shape, n_rows: int) -> None:
+    """Put together what was found of each query in the parts of the keys; takes the same arguments."""
+    shape = Shape(*shape)
+    p, _, _ = arguments(k)
+    (n_parts, parts), d_v = k.ints(2), shape.d_v
+    width, record = width_for(k, d_v), record_nbytes(d_v)
+    n_units = n_units_of(p, n_rows)
+    with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
+        unit = Unit(k, p, index, n_rows)
+        with k.loop(0, k.least(unit.rows - unit.first, n_rows)) as r:
+            at = parts + (index * n_parts * n_rows + r) * record
+            row = Softmax.at(k, at, d_v)
+            with k.loop(1, n_parts) as part:
+                row.take_in(Softmax.at(k, at + part * (n_rows * record), d_v), d_v, width)
+            row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
 def _scaled_query(k: Kernel, shape: Shape, query: Value, to: Value, scale: Value, width: int) -> None:
@@ -132,34 +151,32 @@ def _finish_logits(
 
 
 def _few_values(
-    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, weights: Value, values: Value,
-    n_rows: int, width: int,
+    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, weights: Value, rows: Sequence[Softmax],
+    width: int,
 ) -> None:  # fmt: skip
     """Add the tile's values, as weighed, to those of each query."""
+    n_rows = len(rows)
     vectors = max(1, 16 // n_rows)
     for first in range(0, shape.d_v, vectors * width):
         columns = list(range(first, min(shape.d_v, first + vectors * width), width))
-        slots = [
-            [k.variable(k.load(vec(F32, width), values + (r * shape.d_v + c) * 4)) for c in columns]
-            for r in range(n_rows)
-        ]
+        slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
         with k.loop(0, count) as j:
-            row = unit.values + (begin + j) * unit.p["v1"]
-            x = [load_cached(k, shape.v, row, k.i64(c), width) for c in columns]
+            cached = unit.values + (begin + j) * unit.p["v1"]
+            x = [load_cached(k, shape.v, cached, k.i64(c), width) for c in columns]
             for r in range(n_rows):
                 weight = k.load(F32, weights + r * TILE * 4 + j * 4).splat(width)
                 for slot, of in zip(slots[r], x, strict=True):
                     slot.set(k.fma(of, weight, slot.now))
-        for r in range(n_rows):
-            for slot, c in zip(slots[r], columns, strict=True):
-                k.store(slot.now, values + (r * shape.d_v + c) * 4)
+        for of_row, line in zip(rows, slots, strict=True):
+            for slot, c in zip(line, columns, strict=True):
+                k.store(slot.now, of_row.values + c * 4)
 
 
 # -- many queries ----------------------------------------------------------------------------------
 
 
-def many(k: Kernel, shape: Shape) -> None:
-    """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, then `ARGS`."""
+def many(k: Kernel, shape: Shape, split: bool) -> None:
+    """Attention of `MANY_ROWS` queries per unit; `scale, softcap`, `ARGS`, then those of `Part`."""
     shape = Shape(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
@@ -168,21 +185,19 @@ def many(k: Kernel, shape: Shape) -> None:
     cached = keys + TILE * d_k * 4
     logits = cached + TILE * d_v * 4
     queries = logits + MANY_ROWS * TILE * 4
-    values = queries + MANY_ROWS * d_k * 4
-    state = values + MANY_ROWS * d_v * 4
+    own, record = queries + MANY_ROWS * d_k * 4, record_nbytes(d_v)
+    with units(k, p, MANY_ROWS, split) as (unit, part):
+        values = part.records(own, MANY_ROWS * record)
 
-    def softmax(r: Value) -> Softmax:
-        return Softmax(k, state + r * 8, state + r * 8 + 4, values + r * (d_v * 4))
+        def softmax(r: Value, values: Value = values) -> Softmax:
+            return Softmax.at(k, values + r * record, d_v)
 
-    n_units = n_units_of(p, MANY_ROWS)
-    with k.loop(n_units * k.chunk // k.n_chunks, n_units * (k.chunk + 1) // k.n_chunks) as index:
-        unit = Unit(k, p, index, MANY_ROWS)
         n_rows = k.least(unit.rows - unit.first, MANY_ROWS)
         padded = (n_rows + (BLOCK_ROWS - 1)) // BLOCK_ROWS * BLOCK_ROWS
         with k.loop(0, padded) as r:
             softmax(r).begin(d_v, width)
             _scaled_query(k, shape, unit.query(r), queries + r * (d_k * 4), scale, width)
-        with k.loop(0, p["n_kv"], TILE) as begin:
+        with k.loop(part.first, part.stop, TILE) as begin:
             count = k.least(p["n_kv"] - begin, TILE)
             with k.when(_any_seen(k, unit, begin, count, n_rows) if shape.mask else count > 0):
                 _load_tile(k, shape, unit, begin, count, keys, cached)
@@ -192,11 +207,10 @@ def many(k: Kernel, shape: Shape) -> None:
                     _finish_logits(k, shape, unit, r, begin, count, at, softcap)
                     level = softmax(r).rescale(highest(k, at), d_v, width)
                     softmax(r).weigh(at, TILE, level)
-                _blocks(k, logits, TILE, cached, d_v, values, d_v, padded, count, d_v, True)
-        with k.loop(0, n_rows) as r:
-            _, head = unit.row(r)
-            sink = k.load(F32, p["sinks"] + head * 4) if shape.sinks else None
-            softmax(r).end(unit.result(r), sink, d_v, width)
+                _blocks(k, logits, TILE, cached, d_v, values, record // 4, padded, count, d_v, True)
+        if not split:
+            with k.loop(0, n_rows) as r:
+                softmax(r).end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
 def _any_seen(k: Kernel, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:

@@ -6,18 +6,22 @@ share one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.numba.llvm.emit import F32, I8, I16, I32, Kernel, Value, vec
+from ggmlb.backends.numba.kernels.blocks import FORMS
+from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import (
     SIZES,
     exp,
     expm1,
-    from_half,
     greatest,
     load_floats,
     total,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TILE = 64
 """Positions of keys and values that are done together."""
@@ -54,7 +58,13 @@ ARGS = (
 
 def scratch_nbytes(shape: Shape) -> int:
     """Bytes that a thread needs where there are many queries."""
-    return 4 * (TILE * (shape.d_k + shape.d_v + MANY_ROWS) + MANY_ROWS * (shape.d_k + shape.d_v + 2))
+    tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
+    return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
+
+
+def record_nbytes(d_v: int) -> int:
+    """Bytes that hold what is known of a query: its weighted values, maximum and sum; whole cache lines."""
+    return -(-4 * (d_v + 2) // 64) * 64
 
 
 def width_for(k: Kernel, *sizes: int) -> int:
@@ -66,9 +76,19 @@ def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
     """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
     if dtype in SIZES:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
-    block = row + (i >> 5) * 34
-    scale = from_half(k, k.load(I16, block)).splat(n)
-    return k.load(vec(I8, n), block + 2 + (i & 31)).sext(I32).to_float() * scale
+    form = FORMS[dtype]
+    block = row + (i >> 5) * form.nbytes
+    scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, block))
+    assert scale is not None
+    if dtype == "q8_0":
+        return k.load(vec(I8, n), block + 2 + (i & 31)).sext(I32).to_float() * scale
+    (run,) = form.codes(k, block)
+    codes: Value = run.shuffle(range(n))
+    for first in range(n, 32, n):
+        codes = k.select((i & 31).equals(first), run.shuffle(range(first, first + n)), codes)
+    wide = codes.sext(I32) if form.offset is None else codes.zext(I32) - form.offset
+    value = wide.to_float() * scale
+    return value if least is None else value + least
 
 
 class Unit:
@@ -102,6 +122,11 @@ class Unit:
         p = self.p
         return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
 
+    def sink(self, r: int | Value) -> Value:
+        """The logit that only takes part in its sum."""
+        _, head = self.row(r)
+        return self.k.load(F32, self.p["sinks"] + head * 4)
+
     def mask(self, r: int | Value) -> tuple[Value, Value]:
         """Address of its row of the mask, and the mask's factor."""
         token, head = self.row(r)
@@ -121,6 +146,36 @@ def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
     return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
 
 
+class Part:
+    """The keys that a unit meets: all, or where few units would leave threads idle, a part of them.
+
+    Parts take two arguments: how many there are, and memory for what each finds; `merge` puts that together.
+
+    Attributes:
+        first: The first key.
+        stop: The one after the last.
+    """
+
+    def __init__(self, k: Kernel, n_kv: Value, index: Value, n_parts: Value, parts: Value | None) -> None:
+        part, n_tiles = index % n_parts, (n_kv + (TILE - 1)) // TILE
+        self.first = n_tiles * part // n_parts * TILE
+        self.stop = k.least(n_kv, n_tiles * (part + 1) // n_parts * TILE)
+        self._index, self._parts = index, parts
+
+    def records(self, own: Value, nbytes: Value | int) -> Value:
+        """Where what is found goes, of that many bytes: to memory of one's own if all keys are met."""
+        return own if self._parts is None else self._parts + self._index * nbytes
+
+
+@contextmanager
+def units(k: Kernel, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, Part]]:
+    """Run the block for each unit of the chunk, or part of one."""
+    n_parts, parts = k.ints(2) if split else (k.i64(1), None)
+    n = n_units_of(p, n_rows) * n_parts
+    with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
+        yield Unit(k, p, index // n_parts, n_rows), Part(k, p["n_kv"], index, n_parts, parts)
+
+
 def finished(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | None, slope: Value) -> Value:
     """What the exponential is taken of, from scaled products."""
     n = x.type.count
@@ -135,6 +190,11 @@ class Softmax:
 
     def __init__(self, k: Kernel, maximum: Value, total: Value, values: Value) -> None:
         self.k, self.maximum, self.total, self.values = k, maximum, total, values
+
+    @classmethod
+    def at(cls, k: Kernel, record: Value, d_v: int) -> Softmax:
+        """Return that in a record of `record_nbytes`."""
+        return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 
     def begin(self, d_v: int, width: int) -> None:
         """Forget everything."""
@@ -168,6 +228,17 @@ class Softmax:
             k.store(weights, logits + j * 4)
             sums.set(sums.now + weights)
         k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
+
+    def take_in(self, other: Softmax, d_v: int, width: int) -> None:
+        """Add what was found of the same query with other keys."""
+        k = self.k
+        most = k.load(F32, other.maximum)
+        factor = exp(k, most - self.rescale(most, d_v, width))
+        k.store(k.fma(k.load(F32, other.total), factor, k.load(F32, self.total)), self.total)
+        spread = factor.splat(width)
+        with k.loop(0, d_v, width) as i:
+            more = k.load(vec(F32, width), other.values + i * 4)
+            k.store(k.fma(more, spread, k.load(vec(F32, width), self.values + i * 4)), self.values + i * 4)
 
     def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
         """Write the result."""

@@ -227,12 +227,14 @@ def _q6_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
 
 # -- codes that stand for uneven levels -------------------------------------------------------------
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The levels of iq4_nl and iq4_xs."""
+
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _iq4_xs(k: Kernel, p: Any) -> list[Any]:
-    return [_levels(k, _IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
+    return [_levels(k, IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
 
 
 def _iq4_xs_pairs(k: Kernel, p: Value) -> list[Value]:
@@ -241,7 +243,7 @@ def _iq4_xs_pairs(k: Kernel, p: Value) -> list[Value]:
         q = _bytes(k, p + 8 + 32 * i)
         spread = q.shuffle([*range(16), *range(16), *range(16, 32), *range(16, 32)])
         steps = k.table(vec(I16, 32), ([0] * 8 + [4] * 8) * 2)
-        pairs.append(look_up(k, _IQ4, (spread.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & 15))
+        pairs.append(look_up(k, IQ4, (spread.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & 15))
     return pairs
 
 
@@ -274,7 +276,7 @@ FORMS: dict[str, Form] = {
     "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs, _q4_k_pairs),
     "q5_k": Form(256, 176, 32, 0, True, _q5_k, _six_bit_pairs, _q5_k_pairs),
     "q6_k": Form(256, 210, 16, 32, False, _q6_k, _q6_k_scales, _q6_k_pairs),
-    "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [_levels(k, _IQ4, _nibbles(k, p + 2))], _d),
+    "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [_levels(k, IQ4, _nibbles(k, p + 2))], _d),
     "iq4_xs": Form(256, 136, 32, None, False, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
     "mxfp4": Form(
         32, 17, 32, None, False, lambda k, p: [_levels(k, _MXFP4, _nibbles(k, p + 1))], _mxfp4_scale

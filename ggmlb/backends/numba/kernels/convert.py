@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.backends.numba.kernels.blocks import FORMS
+from ggmlb.backends.numba.kernels.quantize import WRITERS
 from ggmlb.backends.numba.kernels.walk import lanes, rows
 from ggmlb.backends.numba.llvm.emit import I8, I16, I32, I64, Kernel, Value, vec
-from ggmlb.backends.numba.llvm.simd import (
-    SIZES,
-    fold,
-    greatest,
-    load_floats,
-    store_floats,
-    to_half,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-WRITTEN = frozenset({"q8_0", "q4_0"})
-"""Block types that rows of floats become."""
+from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, store_floats
 
 WORDS = {"i8": I8, "i16": I16, "i32": I32, "i64": I64, "f64": I64}
 """Types whose elements are only moved, by the integers that do it."""
@@ -30,20 +16,24 @@ _MOVED = {**WORDS, "f32": I32, "f16": I16, "bf16": I16}
 
 def can_convert(src: str, out: str) -> bool:
     """Whether rows of one type become rows of the other."""
-    if src == out and src in _MOVED:
+    if src == out and (src in _MOVED or src in FORMS):
         return True
     if out in SIZES:
         return src in SIZES or src in FORMS
-    return src in SIZES and out in WRITTEN
+    return src in SIZES and out in WRITERS
 
 
 def convert(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
     """Convert the elements from `start` on below `stop` of the row at `x` into the one at `y`."""
-    if src == out:
+    if src == out and src in FORMS:
+        form = FORMS[src]
+        offset, end = (i // form.block * form.nbytes for i in (start, stop))
+        _move(k, I8, y, x, offset, end)
+    elif src == out:
         _move(k, _MOVED[src], y, x, start, stop)
     elif src in FORMS:
         _read_blocks(k, out, src, y, x, start, stop)
-    elif out in WRITTEN:
+    elif out in WRITERS:
         _write_blocks(k, out, src, y, x, start, stop)
     else:
         n = k.level.lanes
@@ -81,31 +71,9 @@ def _read_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value
 
 
 def _write_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value, stop: Value) -> None:
-    write: Callable[[Kernel, Value, Value], None] = _write_q8_0 if out == "q8_0" else _write_q4_0
     size = FORMS[out].nbytes
     with k.loop(start // 32, (stop + 31) // 32) as block:
-        write(k, load_floats(k, src, x + block * (32 * SIZES[src]), 32), y + block * size)
-
-
-def _write_q8_0(k: Kernel, x: Value, at: Value) -> None:
-    top = greatest(k, k.generic("fabs", x))
-    d = top / 127.0
-    inverse = k.select(d > 0.0, 1.0 / d, 0.0)
-    k.store(to_half(k, d), at)
-    k.store(k.generic("round", x * inverse.splat(32)).to_int().trunc(I8), at + 2)
-
-
-def _write_q4_0(k: Kernel, x: Value, at: Value) -> None:
-    def larger(a: Value, b: Value) -> Value:
-        return k.select(k.generic("fabs", b) > k.generic("fabs", a), b, a)
-
-    top = fold(k, x, larger)
-    d = top / -8.0
-    inverse = k.select(k.generic("fabs", d) > 0.0, 1.0 / d, 0.0)
-    k.store(to_half(k, d), at)
-    codes = k.minimum((x * inverse.splat(32) + 8.5), 15.0).to_int().trunc(I8)
-    low, high = codes.split()
-    k.store(low | (high << 4), at + 2)
+        WRITERS[out](k, load_floats(k, src, x + block * (32 * SIZES[src]), 32), y + block * size)
 
 
 def copy(k: Kernel, out: str, src: str) -> None:

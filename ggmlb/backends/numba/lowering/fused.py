@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels import norm, rope
-from ggmlb.backends.numba.kernels.convert import WRITTEN
+from ggmlb.backends.numba.kernels.quantize import WRITERS
 from ggmlb.backends.numba.lowering import followed
 from ggmlb.backends.numba.lowering.rows import NORM_WORK, rope_to
 from ggmlb.backends.numba.lowering.rules import FLOATS, name
@@ -79,7 +79,7 @@ def _norm(group: Group, steps: Steps) -> None:
 
 def _takes_put(group: Group) -> bool:
     cache, n = group.result.dtype, group["rope"].ne[0]
-    return cache in FLOATS or (name(group.result) in WRITTEN and n % 32 == 0 and n <= 2 * rope.MOST_PAIRS)
+    return cache in FLOATS or (name(group.result) in WRITERS and n % 32 == 0 and n <= 2 * rope.MOST_PAIRS)
 
 
 def _put(group: Group, steps: Steps) -> None:
