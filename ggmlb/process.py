@@ -1,10 +1,17 @@
-"""Libraries that a forked process cannot go on using."""
+"""The process: how many processors it may use, and libraries that a fork of it cannot go on using."""
 
 from __future__ import annotations
 
 import os
 
 from ggmlb.errors import BackendError
+
+
+def n_cpus() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class ForkGuard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import TensorAllocator, padded
@@ -44,29 +45,19 @@ def alloc_ctx_tensors(
     """
     if not overrides:
         return alloc_tensors(ctx.tensors, _buffer_type(where))
-    roots = [t for t in ctx.tensors if t.buffer is None and t.view_src is None]
-    views = [t for t in ctx.tensors if t.buffer is None and t.view_src is not None]
-    buffers: list[Buffer] = []
-    try:
+    roots, views = _unplaced(ctx.tensors)
+    with _all_or_nothing([*roots, *views]) as buffers:
         for buft, tensors in _by_memory(roots, where, overrides).items():
             buffers.append(alloc_tensors(tensors, buft))
         for tensor in views:
             view_init(tensor)
-    except BaseException:
-        for tensor in (*roots, *views):
-            tensor.buffer = None
-        for buffer in buffers:
-            buffer.free()
-        raise
     return buffers[0] if len(buffers) == 1 else MultiBuffer(buffers)
 
 
 def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
     """Place tensors in a buffer made for them; as `alloc_ctx_tensors`, for any list."""
-    roots = [t for t in tensors if t.buffer is None and t.view_src is None]
-    views = [t for t in tensors if t.buffer is None and t.view_src is not None]
-    buffers: list[Buffer] = []
-    try:
+    roots, views = _unplaced(tensors)
+    with _all_or_nothing([*roots, *views]) as buffers:
         whole = buft.place_tensors(roots)
         if whole is not None:
             buffers.append(whole)
@@ -77,9 +68,23 @@ def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
                 allocator.alloc(tensor)
         for tensor in views:
             view_init(tensor)
-        return buffers[0] if len(buffers) == 1 else MultiBuffer(buffers)
+    return buffers[0] if len(buffers) == 1 else MultiBuffer(buffers)
+
+
+def _unplaced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those that are in no buffer yet: the ones with memory of their own, and the views."""
+    unplaced = [t for t in tensors if t.buffer is None]
+    return [t for t in unplaced if t.view_src is None], [t for t in unplaced if t.view_src is not None]
+
+
+@contextmanager
+def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
+    """Yield a list for the buffers that are made; if anything fails, free these and un-place the tensors."""
+    buffers: list[Buffer] = []
+    try:
+        yield buffers
     except BaseException:
-        for tensor in (*roots, *views):
+        for tensor in tensors:
             tensor.buffer = None
         for buffer in buffers:
             buffer.free()
@@ -97,7 +102,7 @@ def alloc_ctx_tensors_size(
 
     Source: ggml_backend_alloc_ctx_tensors_from_buft_size.
     """
-    roots = [t for t in ctx.tensors if t.buffer is None and t.view_src is None]
+    roots, _ = _unplaced(ctx.tensors)
     homes = _by_memory(roots, where, overrides)
     return sum(size for buft, tensors in homes.items() for size, _ in _groups(tensors, buft))
 

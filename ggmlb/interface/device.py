@@ -139,6 +139,11 @@ class Device(ABC):
         """
         return None
 
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """Memory that keeps weights in a way of its own, in which products are faster; the best first."""
+        return ()
+
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
         """Use the memory of a contiguous NumPy array as a buffer, without a copy.
 

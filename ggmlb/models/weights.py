@@ -73,7 +73,7 @@ class Weights:
             ArgumentError: An override is no regular expression.
             ModelError: The file lacks a tensor, or has it in another shape.
         """
-        fast = _product_memory(backend) if self._matrix_type is None else None
+        fast = next(iter(backend.device.extra_bufts), None) if self._matrix_type is None else None
         ctx, matrices, moved = Context(), Context(), Context()
         tensors: dict[str, Tensor] = {}
         for name, source in sources.items():
@@ -141,9 +141,3 @@ class Weights:
             same_bytes = len(source.names) == 1 and self._file.dtype(source.names[0]) == tensors[name].dtype
             if same_bytes and entry.offset % alignment == 0:
                 yield tensors[name], entry.offset
-
-
-def _product_memory(backend: Backend) -> BufferType | None:
-    """The first of the device's extra buffer types, if it has any."""
-    extra_bufts = backend.device.reg.get_proc_address("dev_get_extra_bufts")
-    return next(iter(extra_bufts(backend.device)), None) if extra_bufts is not None else None

@@ -20,6 +20,8 @@ from ggmlb.exchange import spanned
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, HostBufferType
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
+from ggmlb.process import n_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +81,7 @@ class CpuDevice(Device):
         n_threads = params.pop("n_threads", None)
         if params:
             raise ArgumentError(f"CPU: unknown parameters {sorted(params)}; known: n_threads")
-        backend = CpuBackend(self, _n_cpus())
+        backend = CpuBackend(self, n_cpus())
         if n_threads is not None:
             backend.set_n_threads(n_threads)
         return backend
@@ -132,9 +134,9 @@ class CpuReg(BackendReg):
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
         return {
             "set_n_threads": CpuBackend.set_n_threads,
-            "set_abort_callback": _set_abort_callback,
+            "set_abort_callback": set_abort_callback,
             "get_features": _features,
-            "dev_get_extra_bufts": _extra_bufts,
+            "dev_get_extra_bufts": dev_get_extra_bufts,
         }
 
 
@@ -142,14 +144,6 @@ class CpuReg(BackendReg):
 def backend_reg() -> CpuReg:
     """Return the registration; the registry calls this."""
     return CpuReg()
-
-
-def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
-    backend.abort_callback = callback
-
-
-def _extra_bufts(device: Device) -> list[BufferType]:
-    return list(device.extra_bufts) if isinstance(device, CpuDevice) else []
 
 
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
@@ -162,12 +156,6 @@ def _features(reg: BackendReg) -> list[tuple[str, str]]:
         ("BLAS", f"{blas['name']} {blas['version']}"),
         *((name, "1") for name in (*simd.get("baseline", ()), *simd.get("found", ()))),
     ]
-
-
-def _n_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _description() -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ggmlb import env
 from ggmlb.backends.cuda.collectives import comm_allreduce_tensor, comm_free, comm_init
 from ggmlb.interface.data import host_bytes
+from ggmlb.interface.procs import set_abort_callback
 from ggmlb.row_split import split_buffer_type
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ggmlb.backends.cuda import CudaReg
-    from ggmlb.interface import Backend
 
 
 def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
@@ -31,11 +31,6 @@ def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
         "comm_free": comm_free,
         "comm_allreduce_tensor": comm_allreduce_tensor,
     }
-
-
-def set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
-    """Ask `callback` before each node whether to stop; CUDA graphs are not replayed meanwhile."""
-    backend.abort_callback = callback
 
 
 def get_features(reg: CudaReg) -> list[tuple[str, str]]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendUnavailable
 from ggmlb.interface import BackendReg
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ggmlb.interface import Backend, BufferType, Device
+    from ggmlb.interface import Backend, Device
 
 
 class NumbaReg(BackendReg):
@@ -54,9 +55,9 @@ class NumbaReg(BackendReg):
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
         return {
             "set_n_threads": _set_n_threads,
-            "set_abort_callback": _set_abort_callback,
+            "set_abort_callback": set_abort_callback,
             "get_features": _features,
-            "dev_get_extra_bufts": _extra_bufts,
+            "dev_get_extra_bufts": dev_get_extra_bufts,
         }
 
 
@@ -68,14 +69,6 @@ def backend_reg() -> NumbaReg:
 
 def _set_n_threads(backend: Backend, n: int) -> None:
     backend.set_n_threads(n)  # type: ignore[attr-defined]
-
-
-def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
-    backend.abort_callback = callback
-
-
-def _extra_bufts(device: Device) -> list[BufferType]:
-    return list(device.extra_bufts)  # type: ignore[attr-defined]
 
 
 def _features(reg: BackendReg) -> list[tuple[str, str]]:

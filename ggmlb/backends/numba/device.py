@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import binding
@@ -15,6 +14,7 @@ from ggmlb.backends.numba.repacked_buffer import RepackedBufferType
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError
 from ggmlb.interface import Caps, Device
+from ggmlb.process import n_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +77,7 @@ class NumbaDevice(Device):
         n_threads, simd = params.pop("n_threads", None), params.pop("simd", None)
         if params:
             raise ArgumentError(f"Numba: unknown parameters {sorted(params)}; known: n_threads, simd")
-        return NumbaBackend(self, _n_cpus() if n_threads is None else n_threads, library(simd))
+        return NumbaBackend(self, n_cpus() if n_threads is None else n_threads, library(simd))
 
     @property
     def buffer_type(self) -> BufferType:
@@ -107,10 +107,3 @@ def features() -> list[tuple[str, str]]:
     target = library().target
     version = ".".join(map(str, binding.llvm_version_info))
     return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]
-
-
-def _n_cpus() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from ggmlb.errors import BackendUnavailable
 from ggmlb.interface import BackendReg
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
 from ggmlb.row_split import split_buffer_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from ggmlb.interface import Backend, BufferType, Device
+    from ggmlb.interface import Device
 
 
 class OpenClReg(BackendReg):
@@ -53,8 +54,8 @@ class OpenClReg(BackendReg):
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
         return {
-            "set_abort_callback": _set_abort_callback,
-            "dev_get_extra_bufts": _extra_bufts,
+            "set_abort_callback": set_abort_callback,
+            "dev_get_extra_bufts": dev_get_extra_bufts,
             "split_buffer_type": partial(split_buffer_type, self),
         }
 
@@ -63,11 +64,3 @@ class OpenClReg(BackendReg):
 def backend_reg() -> OpenClReg:
     """Return the registration; the registry calls this."""
     return OpenClReg()
-
-
-def _set_abort_callback(backend: Backend, callback: Callable[[], bool] | None) -> None:
-    backend.abort_callback = callback
-
-
-def _extra_bufts(device: Device) -> list[BufferType]:
-    return list(device.extra_bufts)  # type: ignore[attr-defined]

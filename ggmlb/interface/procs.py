@@ -1,0 +1,23 @@
+"""Functions that many backends give under the same name by `BackendReg.get_proc_address`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ggmlb.interface.backend import AbortCallback, Backend
+    from ggmlb.interface.buffer_type import BufferType
+    from ggmlb.interface.device import Device
+
+
+def set_abort_callback(backend: Backend, callback: AbortCallback | None) -> None:
+    """Set what is asked before each node of a graph; `True` stops the computation, `None` asks nobody.
+
+    Source: ggml_backend_set_abort_callback_t.
+    """
+    backend.abort_callback = callback
+
+
+def dev_get_extra_bufts(device: Device) -> list[BufferType]:
+    """Return `Device.extra_bufts` (ggml_backend_dev_get_extra_bufts_t)."""
+    return list(device.extra_bufts)
