@@ -16,6 +16,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
+from ggmlb.backends.cuda import CudaReg
 from ggmlb.meta import MIRRORED, split_by
 from ggmlb.meta.reduce import Communicator
 from ggmlb.testing.fake import FakeDevice, FakeReg
@@ -68,12 +69,21 @@ def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_device
 
 
 def mixed(*names: str) -> list[ggmlb.Device]:
-    """Devices by name; `Fake0` and on run as late as they may, and fill memory with NaN."""
-    fakes = {device.name: device for device in FakeReg(3).devices}
-    return [fakes.get(name) or ggmlb.device_by_name(name) for name in names]
+    """Devices by name; `Fake0` and on run as late as they may, and fill memory with NaN. Cards are played."""
+    made: dict[str, Any] = {device.name: device for device in FakeReg(3).devices}
+    if any(name.startswith("CUDA") for name in names):
+        from host_driver import HostDriver
+
+        made |= {device.name: device for device in CudaReg(HostDriver(n_devices=2)).devices}
+    return [made.get(name) or ggmlb.device_by_name(name) for name in names]
 
 
-MIXTURES = [("Fake0", "CPU"), ("CPU", "Fake0", "Fake1"), ("OpenCL0", "Fake0", "CPU")]
+MIXTURES = [
+    ("Fake0", "CPU"),
+    ("CPU", "Fake0", "Fake1"),
+    ("OpenCL0", "Fake0", "CPU"),
+    pytest.param(("CUDA0", "CUDA1"), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("names", MIXTURES, ids=str)
