@@ -52,6 +52,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/opencl.py
 	$(BIN)/python benchmarks/opencl_plan.py
+	$(BIN)/python benchmarks/several_devices.py
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/numba_ops.py
 	$(BIN)/python benchmarks/numba_ops.py --threads 1
