@@ -1,6 +1,6 @@
 """What a backend is made of: ggml-backend.h and ggml-backend-impl.h as abstract classes.
 
-    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies
+    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies; its transfers are those of a `Storage`
                            ├── Backend ── GraphPlan     a stream on the device, and work bound for it;
                            │                            its transfers and events are those of a `Queue`
                            └── Event                    a point in a stream's work
@@ -21,6 +21,7 @@ from ggmlb.interface.host import HostBuffer, HostBufferType
 from ggmlb.interface.multi_buffer import MultiBuffer, PartedBuffer
 from ggmlb.interface.plan import GraphPlan
 from ggmlb.interface.queue import Queue
+from ggmlb.interface.storage import Storage
 from ggmlb.interface.timing import Command
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 
@@ -41,6 +42,7 @@ __all__ = [
     "MultiBuffer",
     "PartedBuffer",
     "Queue",
+    "Storage",
     "tensor_alloc",
     "tensor_copy",
     "tensor_copy_async",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class HostBuffer(Buffer):
         self._base = memory
 
     @property
-    def base(self) -> Any:
+    def base(self) -> Bytes:
         """The memory as a flat uint8 array."""
         return self._base
 
