@@ -1,8 +1,8 @@
 """What a backend is made of: ggml-backend.h and ggml-backend-impl.h as abstract classes.
 
-    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies; its transfers are those of a `Storage`
+    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies; its transfers are a `Storage`'s
                            ├── Backend ── GraphPlan     a stream on the device, and work bound for it;
-                           │                            its transfers and events are those of a `Queue`
+                           │                            its transfers and events are a `Queue`'s
                            └── Event                    a point in a stream's work
 
 A buffer of host memory is a `HostBuffer`; several buffers as one are a `MultiBuffer`.

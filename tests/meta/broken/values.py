@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import NO_OPS, Op, Status
 from ggmlb.errors import BackendError
+from ggmlb.graph import Graph
 from ggmlb.tensor import contiguous_nb
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class WrongBackend(CpuBackend):
         """What happens to memory once a node is computed."""
 
     def _plan(self, graph: Any) -> Any:
-        wrong = SimpleNamespace(nodes=[self.node(n) if n.op not in NO_OPS else n for n in graph.nodes])
+        wrong = Graph([self.node(n) if n.op not in NO_OPS else n for n in graph.nodes])
         plan = ArrayPlan(self, wrong, CpuLowering(self._workspace, self._threads))
         plan.nodes = tuple(graph.nodes)
         return plan
