@@ -9,7 +9,16 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
+from ggmlb import (
+    BufferUsage,
+    Context,
+    DType,
+    Graph,
+    GraphAllocator,
+    Scheduler,
+    alloc_ctx_tensors,
+    init_by_name,
+)
 from ggmlb.backends.numba import backend_reg
 from ggmlb.backends.numba.kernels.strip import FIELDS
 from ggmlb.backends.numba.llvm import host
@@ -152,3 +161,30 @@ def test_a_scheduler_gives_its_products_to_the_device() -> None:
         scheduler.alloc_graph(graph)
         assert [entry.device for entry in scheduler.placement] == ["Numba", "CPU"]
         assert not any(entry.copies for entry in scheduler.placement)
+
+
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16])
+@pytest.mark.parametrize("repacked", [True, False])
+def test_what_follows_products_is_fused(
+    widest: NumbaBackend, dtype: DType, repacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, v = (weight(dtype, K, M, repacked=repacked) for _ in range(2))
+    a, b = weight(DType.F32, M, repacked=False), weight(DType.F32, M, 3, repacked=False)
+    results = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        ctx = Context()
+        x = ctx.set_input(ctx.new_tensor(DType.F32, (K, 3)))
+        y = ctx.geglu_split(ctx.add(ctx.mul_mat(w, x), a), ctx.add(ctx.mul_mat(v, x), b))
+        z = ctx.set_output(ctx.silu(ctx.add(ctx.mul_mat(v, x), y)))
+        graph = Graph().build_forward_expand(z)
+        widest.graph_optimize(graph)
+        with GraphAllocator(widest.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            x.set_array(np.random.default_rng(0).standard_normal((3, K), np.float32))
+            plan = widest.graph_plan_create(graph)
+            widest.graph_plan_compute(plan)
+            results.append((z.to_numpy().copy(), len(plan.steps)))
+    (plain, n_plain), (fused_, n_fused) = results
+    assert n_plain - n_fused == 5
+    assert (plain == fused_).all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels import matvec
+from ggmlb.backends.numba.kernels import matvec, strip_products
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.elementwise import gated
 from ggmlb.backends.numba.kernels.walk import lanes
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 
 def followed(
-    k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str, adds: Sequence[bool], gate: str | None
+    k: Kernel,
+    dtype: str,
+    in_strips: bool,
+    n_rows: int,
+    n_columns: int,
+    b_dtype: str,
+    adds: Sequence[bool],
+    gate: str | None,
 ) -> None:
     """Multiply, add, and gate.
 
@@ -30,17 +37,19 @@ def followed(
     Args:
         k: Is written.
         dtype: Of the weights.
+        in_strips: How they lie (`strip`).
         n_rows: Rows that are multiplied together; divides `m`.
         n_columns: Rows of activations.
         b_dtype: Their type; float32 where weights are of blocks.
         adds: For each product whether something is added to it.
         gate: The gated linear unit of two products; `None` of one product.
     """
+    of = () if dtype in FORMS else (b_dtype,)
     for _ in adds:
-        if dtype in FORMS:
-            matvec.quantized(k, dtype, n_rows, n_columns)
+        if in_strips:
+            (strip_products.quantized if dtype in FORMS else strip_products.floats)(k, dtype, n_columns, *of)
         else:
-            matvec.floats(k, dtype, n_rows, n_columns, b_dtype)
+            (matvec.quantized if dtype in FORMS else matvec.floats)(k, dtype, n_rows, n_columns, *of)
     n = k.level.lanes
     params = [k.float_arg().splat(n) for _ in range(2)] if gate == "swiglu_oai" else []
     m, parts, y, y_nb1 = k.ints(4)

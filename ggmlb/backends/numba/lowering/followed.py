@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ggmlb.backends.numba.kernels import strip
 from ggmlb.backends.numba.kernels.followed import followed
 from ggmlb.backends.numba.lowering.matmul import FEW, FEW_FLOATS, ROWS, quantized_activations
 from ggmlb.backends.numba.lowering.matmul import RULES as PRODUCTS
@@ -41,7 +42,7 @@ def _products(group: Group) -> list[_Product]:
 
 
 def takes(group: Group) -> bool:
-    """Whether the products are of few rows, of weights that lie in plain memory."""
+    """Whether the products are of few rows, and the kernel's groups of rows fit the weights."""
     return _in_rows(group.result) and all(_is_simple(p, group.result.ne) for p in _products(group))
 
 
@@ -52,11 +53,18 @@ def _is_simple(product: _Product, ne: tuple[int, ...]) -> bool:
     m, n = ne[:2]
     if n > (FEW if weight.dtype.is_quantized else FEW_FLOATS) or ne[2] * ne[3] != 1:
         return False
-    if m % ROWS[n] or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
-        return False
-    if weight.buffer is not None and not weight.buffer.buft.is_host:
+    if m % _rows(weight, n) or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
         return False
     return added is None or (_in_rows(added) and added.ne[0] == node.ne[0])
+
+
+def _in_strips(weight: Tensor) -> bool:
+    return weight.buffer is not None and bool(weight.buffer.packing(weight))
+
+
+def _rows(weight: Tensor, n: int) -> int:
+    """Rows of a weight that are multiplied together with `n` rows of activations."""
+    return strip.ROWS if _in_strips(weight) else ROWS[n]
 
 
 def _in_rows(t: Tensor) -> bool:
@@ -69,7 +77,7 @@ def lower(group: Group, steps: Steps) -> None:
     weight, x = products[0].node.src[:2]
     assert weight is not None and x is not None
     k, (m, n) = weight.ne[0], result.ne[:2]
-    rows = ROWS[n]
+    in_strips, rows = _in_strips(weight), _rows(weight, n)
     x_at, x_nb = quantized_activations(x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
     parts = steps.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
     args: list[int | float] = []
@@ -94,4 +102,4 @@ def lower(group: Group, steps: Steps) -> None:
             args += (float(p["alpha"]), float(p["limit"]))
     args += (m, parts, steps.address(result), result.nb[1], *operands)
     adds = tuple(p.added is not None for p in products)
-    steps.emit(followed, (name(weight), rows, n, name(x), adds, gate), args, parts)
+    steps.emit(followed, (name(weight), in_strips, rows, n, name(x), adds, gate), args, parts)
