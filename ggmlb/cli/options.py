@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ggmlb.errors import ArgumentError
+from ggmlb.testing.names import device_names as device_names
 
 
 def complete_devices(incomplete: str) -> list[str]:
@@ -63,11 +64,6 @@ ModelOption = Annotated[
     Path | None,
     typer.Option("--model", metavar="DIR", help="Model folder; the installed all-MiniLM-L6-v2 by default."),
 ]
-
-
-def device_names(text: str) -> list[str]:
-    """Return the names in `"OpenCL0,CPU"`."""
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def layers_by_device(options: list[str] | None) -> dict[str, list[str]] | None:

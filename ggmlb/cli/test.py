@@ -103,6 +103,7 @@ def test(
       ggmlb test -d CUDA0 --format junit --output report.xml -j 4
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
     """
+    from ggmlb.testing.devices import device_named
     from ggmlb.testing.results import NOTHING_RAN, exit_status
     from ggmlb.testing.run import Selection, tasks
 
@@ -115,7 +116,7 @@ def test(
         selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from None
-    work = [task for name in names for task in tasks(name, selection)]
+    work = [task for name in names for task in tasks(device_named(name), selection)]
     if only_list:
         for task in work:
             print("\n".join(task.ids))
@@ -135,9 +136,10 @@ def _devices(wanted: str | None) -> list[str]:
         RegistryError, BackendUnavailable: One is not there, or there is none but the CPU and none was named.
     """
     import ggmlb
+    from ggmlb.testing.devices import device_named
 
     if wanted is not None:
-        return [ggmlb.device_by_name(name).name for name in device_names(wanted)]
+        return [device_named(name).name for name in device_names(wanted)]
     found = [device.name for device in ggmlb.devices() if device.name != "CPU"]
     if not found:
         why = "; ".join(f"{m.name}: {m.reason}" for m in ggmlb.registry.unavailable())
@@ -149,11 +151,11 @@ def _devices(wanted: str | None) -> list[str]:
 
 
 def _run(work: Sequence[Task], jobs: int, xfail: Path | None) -> list[Result]:
-    from ggmlb.registry import device_by_name
+    from ggmlb.testing.devices import device_named
     from ggmlb.testing.run import run_all
     from ggmlb.testing.xfail import ExpectedFailures
 
-    known = {task.device: ExpectedFailures.of(device_by_name(task.device), xfail) for task in work}
+    known = {name: ExpectedFailures.of(device_named(name), xfail) for name in {task.device for task in work}}
     total = sum(len(task.ids) for task in work)
     results: list[Result] = []
     with progress_bar("testing", total) as progress:

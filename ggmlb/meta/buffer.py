@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggmlb.alloc import alloc_tensors
+from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError
 from ggmlb.interface import Buffer, BufferType, PartedBuffer
 from ggmlb.meta.layout import slice_of
-from ggmlb.meta.state import checked
+from ggmlb.meta.state import MIRRORED, checked
 from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor, contiguous_nb
 
@@ -56,7 +57,8 @@ class MetaBufferType(BufferType):
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer:
         """Place weights: each device gets memory for its slices alone.
 
-        `get_split_state` of the meta device says how each is dealt out.
+        `get_split_state` of the meta device says how each is dealt out. How results of ops are follows from
+        their operands; each device gets memory for all of those.
 
         Raises:
             AllocationError: A device lacks room; nothing is placed.
@@ -65,7 +67,9 @@ class MetaBufferType(BufferType):
         Source: ggml_backend_meta_alloc_ctx_tensors_from_buft.
         """
         n = len(self.parts)
-        states = [checked(self.device.get_split_state(t), t, n) for t in tensors]
+        states = [
+            checked(self.device.get_split_state(t), t, n) if t.op is Op.NONE else MIRRORED for t in tensors
+        ]
         slices = [
             [
                 _named(Tensor(t.dtype, slice_of(t.dtype, t.ne, s, j).ne), t)
@@ -82,7 +86,8 @@ class MetaBufferType(BufferType):
         whole = MetaBuffer(self, buffers, max(b.size for b in buffers))
         for i, (tensor, state) in enumerate(zip(tensors, states, strict=True)):
             whole.static[tensor] = tuple(own[i] for own in slices)
-            self.device.given[tensor] = state
+            if tensor.op is Op.NONE:
+                self.device.given[tensor] = state
             tensor.buffer, tensor.offset = whole, 0
         placement_clock.tick()
         return whole
@@ -95,7 +100,7 @@ class MetaBuffer(PartedBuffer):
     that `place_tensors` placed has them wherever they fitted.
 
     Attributes:
-        static: The slices of the tensors that `place_tensors` placed.
+        static: Where the devices' slices of the tensors lie that `place_tensors` placed.
     """
 
     buft: MetaBufferType
@@ -110,15 +115,15 @@ class MetaBuffer(PartedBuffer):
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
         """The devices' slices of a tensor that lies here and is no view."""
-        found = self.static.get(root)
-        if found is not None:
-            return found
+        places = self.static.get(root)
+        if places is not None and root.op is Op.NONE:
+            return places
         made = []
         for j, part in enumerate(self.parts):
             state = self.state(root)
             ne, nb, _ = slice_of(root.dtype, root.ne, state, j)
             own = _named(Tensor(root.dtype, ne, nb if state.is_cut else root.nb), root)
-            own.buffer, own.offset = part, root.offset
+            own.buffer, own.offset = part, root.offset if places is None else places[j].offset
             part.init_tensor(own)
             made.append(own)
         return tuple(made)

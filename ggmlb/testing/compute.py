@@ -7,17 +7,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import NO_OPS, Status
-from ggmlb.errors import Error, UnsupportedOpError
+from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError
 from ggmlb.lifetime import Freeable
 from ggmlb.registry import device_by_name
-from ggmlb.testing.guarded import GuardedMemory
+from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.limits import limit
+from ggmlb.testing.placing import WeightMemory, memory_of
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
     from ggmlb.interface import Backend, Device
     from ggmlb.testing.cases import KitCase
-    from ggmlb.testing.guarded import Image
+    from ggmlb.testing.guarded import Image, Memory
     from ggmlb.testing.programs import Built, Case
 
 
@@ -37,8 +38,9 @@ class Bench(Freeable):
         self.device = device
         self.stream = device.init_backend()
         self.reference = (reference or device_by_name("CPU")).init_backend()
-        self._memory = GuardedMemory(self.stream.default_buffer_type)
-        self._reference_memory = GuardedMemory(self.reference.default_buffer_type)
+        self._memory = memory_of(self.stream.default_buffer_type)
+        self._reference_memory = memory_of(self.reference.default_buffer_type)
+        self._weights = {m.name: WeightMemory(m, self._memory) for m in weight_memories(device)}
 
     def test(self, case: KitCase) -> Result:
         """Compute a case on both, and compare values and the memory around them."""
@@ -51,7 +53,7 @@ class Bench(Freeable):
     def support(self, case: KitCase) -> Result:
         """Ask whether the device computes a case, and see whether that is true."""
         start = perf_counter()
-        outcome, reason, claimed = self._support(case.program.case(case.id).build())
+        outcome, reason, claimed = self._support(case)
         took, facts = perf_counter() - start, {"supported": claimed}
         return Result("support", self.device.name, case.family, case.id, outcome, reason, None, took, facts)
 
@@ -63,8 +65,10 @@ class Bench(Freeable):
         """
         self.check_alive("free")
         self.is_freed = True
-        for part in (self._memory, self._reference_memory, self.stream, self.reference):
-            part.free()
+        for memory in (*self._weights.values(), self._memory, self._reference_memory):
+            memory.free()
+        for stream in (self.stream, self.reference):
+            stream.free()
 
     # -- test ----------------------------------------------------------------------------------
 
@@ -82,7 +86,11 @@ class Bench(Freeable):
             return Outcome.FAILED, f"the reference fails: {_told(error)}", None
         wrong, nmse = "", None
         try:
-            image = self._memory.place(expected.build())
+            built = expected.build()
+            image, why = self._placed(case, built)
+            why = why or refusal(self.device, built)  # which may depend on where a weight lies
+            if image is None or (case.memory and why):
+                return Outcome.SKIPPED, f"not supported: {why}", None
             for run in RUNS if image.keeps_inputs else RUNS[:1]:
                 image.upload()
                 wrong, nmse = _compute(self.stream, image)
@@ -95,8 +103,8 @@ class Bench(Freeable):
 
     # -- support -------------------------------------------------------------------------------
 
-    def _support(self, built: Built) -> tuple[Outcome, str, bool]:
-        failed = Outcome.FAILED
+    def _support(self, case: KitCase) -> tuple[Outcome, str, bool]:
+        built, failed = case.program.case(case.id).build(), Outcome.FAILED
         try:
             before = refusal(self.device, built)
         except Exception as error:
@@ -105,12 +113,16 @@ class Bench(Freeable):
         if wrong:
             return failed, wrong, before is None
         try:
-            image = self._memory.place(built)
+            image, why = self._placed(case, built)
+            if image is None:
+                return Outcome.SKIPPED, f"not supported: {why}", False
             image.upload()
         except Exception as error:
             return failed, f"cannot be placed: {_told(error)}", before is None
-        if refusal(self.device, built) != before:
+        after = refusal(self.device, built)
+        if after != before and not case.memory:
             return failed, "the answer changes once the tensors lie in a buffer", before is None
+        before = after
         try:
             _run(self.stream, image)
         except UnsupportedOpError as error:
@@ -124,6 +136,15 @@ class Bench(Freeable):
         if before is not None:
             return failed, f"it refuses the op ({before}), then computes it", False
         return Outcome.PASSED, "", True
+
+    def _placed(self, case: KitCase, built: Built) -> tuple[Image | None, str]:
+        """Place a program; memory for weights may refuse one, and say why."""
+        if not case.memory:
+            return self._memory.place(built), ""
+        try:
+            return self._weights[case.memory].place(built), ""
+        except (ArgumentError, DTypeError, ShapeError) as error:
+            return None, str(error)
 
 
 def refusal(device: Device, built: Built) -> str | None:
@@ -149,7 +170,7 @@ def _inconsistency(device: Device, stream: Backend, built: Built) -> str:
     return ""
 
 
-def _expected(reference: Backend, memory: GuardedMemory, case: KitCase) -> Case:
+def _expected(reference: Backend, memory: Memory, case: KitCase) -> Case:
     """Compute the case on the reference, and return it with the outputs that a device must give."""
     built = case.program.case(case.id).build()
     image = memory.place(built)

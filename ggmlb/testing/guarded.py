@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,9 +11,12 @@ from ggmlb.alloc.linear import padded
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS
+from ggmlb.errors import BackendError
 from ggmlb.interface import tensor_alloc, view_init
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy.typing as npt
 
     from ggmlb.interface import Buffer, BufferType
@@ -34,52 +37,108 @@ def poison(size: int) -> npt.NDArray[np.uint8]:
     return pairs.view(np.uint8)[:size]
 
 
+class Held(NamedTuple):
+    """Where a tensor lies in a buffer: its first byte, and how many."""
+
+    tensor: Tensor
+    start: int
+    nbytes: int
+
+
+class Watch:
+    """A buffer, or the beginning of one, whose bytes are compared before and after a computation.
+
+    Args:
+        buffer: The buffer.
+        size: Bytes of it that the program uses.
+        held: What lies there.
+
+    Attributes:
+        written: Which bytes the computation may change.
+    """
+
+    def __init__(self, buffer: Buffer, size: int, held: Iterable[Held]) -> None:
+        self._whole = Context().new_tensor(DType.I8, (size,), "whole")
+        tensor_alloc(buffer, self._whole, 0)
+        self._held = [h for h in held if h.nbytes]
+        self._before = np.empty(0, np.uint8)
+        self.written = np.zeros(size, np.bool_)
+
+    def poison(self) -> None:
+        """Fill all memory with what is no number."""
+        self._whole.set(poison(self._whole.nbytes))
+
+    def remember(self) -> None:
+        """Take what is there for what must stay."""
+        self._before = self._whole.get()
+
+    def trespass(self) -> str:
+        """Say which byte was changed that the computation does not own; empty if none was."""
+        changed = np.flatnonzero((self._whole.get() != self._before) & ~self.written)
+        return self._whose(int(changed[0]), changed.size) if changed.size else ""
+
+    def _whose(self, place: int, n: int) -> str:
+        for t, start, nbytes in self._held:
+            if start <= place < start + nbytes:
+                what = "an input" if t.op in NO_OPS else "a gap of the result"
+                return f"{n} bytes were changed in {what}: {t.describe()}, from its byte {place - start} on"
+        if not self._held:
+            return f"{n} bytes were changed in memory that holds nothing"
+        nearest = min(self._held, key=lambda h: min(abs(place - h.start), abs(place - h.start - h.nbytes)))
+        if place < nearest.start:
+            where = f"{nearest.start - place} bytes before the start of"
+        else:
+            where = f"{place - nearest.start - nearest.nbytes} bytes after the end of"
+        return f"{n} guard bytes were overwritten, the first {where} {nearest.tensor.describe()}"
+
+
 @dataclass
 class Image:
     """A program in memory.
 
     Attributes:
-        whole: A tensor over all bytes of the buffer that the program uses.
-        before: What they were before the computation.
-        written: Which of them the computation may change.
+        watches: The memory that is watched.
+        kept: Weights in memory of another kind, which must read as they were written.
     """
 
     built: Built
-    whole: Tensor
-    before: npt.NDArray[np.uint8]
-    written: npt.NDArray[np.bool_]
+    watches: list[Watch]
+    kept: list[Tensor] = field(default_factory=list)
 
     def upload(self) -> None:
         """Poison all memory, and write the inputs."""
-        self.whole.set(poison(self.whole.nbytes))
+        for watch in self.watches:
+            watch.poison()
         self.built.upload()
-        self.before = self.whole.get()
+        for watch in self.watches:
+            watch.remember()
 
     def trespass(self) -> str:
-        """Say which byte was changed that the computation does not own; empty if none was."""
-        changed = np.flatnonzero((self.whole.get() != self.before) & ~self.written)
-        return self._whose(int(changed[0]), changed.size) if changed.size else ""
+        """Say which bytes were changed that the computation does not own; empty if none were."""
+        for watch in self.watches:
+            if told := watch.trespass():
+                return told
+        for leaf in self.built.case.leafs:
+            tensor = self.built.tensors[leaf.name]
+            if tensor in self.kept and not np.array_equal(read_back(tensor, leaf.data), leaf.data):
+                return f"a weight does not read as it was written: {tensor.describe()}"
+        return ""
 
     @property
     def keeps_inputs(self) -> bool:
         """Whether the program writes into none of its inputs, so that it can be computed again."""
-        leafs = [self.built.tensors[leaf.name] for leaf in self.built.case.leafs]
-        return not any(self.written[t.offset : t.offset + t.nbytes].any() for t in leafs)
+        leafs = {self.built.tensors[leaf.name] for leaf in self.built.case.leafs}
+        return not any((t.view_src or t) in leafs for t in results(self.built))
 
-    def _whose(self, place: int, n: int) -> str:
-        roots = [t for t in self.built.ctx.tensors if t.view_src is None and t.nbytes]
-        for t in roots:
-            if t.offset <= place < t.offset + t.nbytes:
-                what = "an input" if t.op in NO_OPS else "a gap of the result"
-                return (
-                    f"{n} bytes were changed in {what}: {t.describe()}, from its byte {place - t.offset} on"
-                )
-        nearest = min(roots, key=lambda t: min(abs(place - t.offset), abs(place - t.offset - t.nbytes)))
-        if place < nearest.offset:
-            where = f"{nearest.offset - place} bytes before the start of"
-        else:
-            where = f"{place - nearest.offset - nearest.nbytes} bytes after the end of"
-        return f"{n} guard bytes were overwritten, the first {where} {nearest.describe()}"
+
+class Memory(Protocol):
+    """Where programs are placed, one after the other."""
+
+    def place(self, built: Built) -> Image:
+        """Place a program; `Image.upload` writes its inputs."""
+
+    def free(self) -> None:
+        """Give the memory back."""
 
 
 class GuardedMemory:
@@ -94,22 +153,29 @@ class GuardedMemory:
         self._buffer: Buffer | None = None
 
     def place(self, built: Built) -> Image:
-        """Place a program; `Image.upload` writes its inputs."""
-        roots = [t for t in built.ctx.tensors if t.view_src is None]
+        """Place what lies nowhere yet of a program; `Image.upload` writes its inputs."""
+        held, buffer, end = self.lay([t for t in built.ctx.tensors if t.view_src is None and not t.buffer])
+        watch = Watch(buffer, end, held)
+        for tensor in built.ctx.tensors:
+            if tensor.view_src is not None and tensor.buffer is None:
+                view_init(tensor)
+        for t in results(built):
+            if t.nbytes and t.buffer is buffer:
+                shape = (*t.ne[:0:-1], t.ne[0] // t.dtype.block_size, t.dtype.type_size)
+                np.ndarray(shape, np.bool_, watch.written.data, t.offset, (*t.nb[::-1], 1))[...] = True
+        return Image(built, [watch])
+
+    def lay(self, roots: list[Tensor]) -> tuple[list[Held], Buffer, int]:
+        """Place tensors with guards around them; return where, the buffer, and the bytes of it in use."""
         step = self._buft.alignment
-        offsets, end = [], padded(GUARD, step)
+        held, end = [], padded(GUARD, step)
         for tensor in roots:
-            offsets.append(end)
+            held.append(Held(tensor, end, tensor.nbytes))
             end = padded(end + self._buft.alloc_size(tensor) + GUARD, step)
         buffer = self._of_size(end)
-        whole = Context().new_tensor(DType.I8, (end,), "whole")
-        tensor_alloc(buffer, whole, 0)
-        for tensor, offset in zip(roots, offsets, strict=True):
+        for tensor, offset, _ in held:
             tensor_alloc(buffer, tensor, offset)
-        for tensor in built.ctx.tensors:
-            if tensor.view_src is not None:
-                view_init(tensor)
-        return Image(built, whole, np.empty(0, np.uint8), _written(built, end))
+        return held, buffer, end
 
     def free(self) -> None:
         """Give the memory back."""
@@ -124,13 +190,15 @@ class GuardedMemory:
         return self._buffer
 
 
-def _written(built: Built, size: int) -> npt.NDArray[np.bool_]:
-    """Mark the bytes of all elements that the program computes."""
-    marks = np.zeros(size, np.bool_)
-    results = [node for node in built.graph.nodes if node.op not in NO_OPS]
-    results += [built.tensors[spec.name] for spec in built.case.outputs]
-    for t in results:
-        if t.nbytes:
-            shape = (*t.ne[:0:-1], t.ne[0] // t.dtype.block_size, t.dtype.type_size)
-            np.ndarray(shape, np.bool_, marks.data, t.offset, (*t.nb[::-1], 1))[...] = True
-    return marks
+def read_back(tensor: Tensor, otherwise: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return a weight's bytes; `otherwise` where its memory keeps values, and says that it has no bytes."""
+    try:
+        return tensor.get()
+    except BackendError:
+        return otherwise
+
+
+def results(built: Built) -> list[Tensor]:
+    """Return the tensors that a program writes."""
+    nodes = [node for node in built.graph.nodes if node.op not in NO_OPS]
+    return nodes + [built.tensors[spec.name] for spec in built.case.outputs]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ggmlb.errors import BackendUnavailable, RegistryError
+from ggmlb.testing.names import device_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ggmlb_case" not in metafunc.fixturenames:
         return
     config = metafunc.config
-    names = _list(config.getoption("--ggmlb-device") or "")
+    names = device_names(config.getoption("--ggmlb-device") or "")
     params = []
     for name in names:
         try:
@@ -82,11 +83,11 @@ def ggmlb_runner() -> Iterator[Runner]:
 @pytest.fixture(scope="session")
 def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailures]:
     """What gives the list of known failures of a device, by its name."""
-    from ggmlb.registry import device_by_name
+    from ggmlb.testing.devices import device_named
     from ggmlb.testing.xfail import ExpectedFailures
 
     file = pytestconfig.getoption("--ggmlb-xfail")
-    return cache(lambda name: ExpectedFailures.of(device_by_name(name), file and Path(file)))
+    return cache(lambda name: ExpectedFailures.of(device_named(name), file and Path(file)))
 
 
 def run_case(
@@ -112,13 +113,13 @@ def run_case(
     return result
 
 
-def _tasks(config: pytest.Config, device: str) -> list[Task]:
+def _tasks(config: pytest.Config, name: str) -> list[Task]:
     from ggmlb.errors import ArgumentError
-    from ggmlb.registry import device_by_name
+    from ggmlb.testing.devices import device_named
     from ggmlb.testing.run import Selection, known_ops, tasks
 
-    device_by_name(device)
-    modes, ops = _list(config.getoption("--ggmlb-mode")), _list(config.getoption("--ggmlb-ops"))
+    device = device_named(name)
+    modes, ops = device_names(config.getoption("--ggmlb-mode")), device_names(config.getoption("--ggmlb-ops"))
     try:
         known = {mode: known_ops(mode) for mode in modes}
         for op in ops:  # one of any mode: what is an op in one may be none in another
@@ -132,7 +133,3 @@ def _tasks(config: pytest.Config, device: str) -> list[Task]:
     except ArgumentError as error:
         raise pytest.UsageError(str(error)) from None
     return found
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

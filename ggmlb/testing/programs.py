@@ -248,7 +248,7 @@ def _argument(arg: Any, tensors: dict[str, Tensor]) -> Any:
         return values[0] if len(values) == 1 else sum(values)
     if isinstance(arg, float):
         return float(np.float32(arg))  # as C passes it
-    return arg
+    return [_argument(item, tensors) for item in arg] if isinstance(arg, list) else arg
 
 
 def _constant(name: str) -> IntEnum:

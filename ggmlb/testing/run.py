@@ -10,19 +10,24 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.errors import ArgumentError, did_you_mean
-from ggmlb.registry import device_by_name
 from ggmlb.testing import perf
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.compute import Bench
+from ggmlb.testing.devices import device_named, weight_memories
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ggmlb.interface import Device
+    from ggmlb.testing.cases import KitCase
 
 MODES: Final = ("test", "support", "perf", "behaviour")
+
+WITH_WEIGHTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
+"""Families whose first operand is tried in every kind of memory that a device has for weights; not all
+such memory takes part in each, but none may lie about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +61,48 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The cases of one family on one device: what one process runs at a time."""
+    """The cases of one family on one device: what one process runs at a time.
+
+    Attributes:
+        memory: Where the op's first operand lies: a kind of memory for weights, or the device's own if empty.
+    """
 
     device: str
     mode: str
     family: str
     ids: tuple[str, ...]
+    memory: str = ""
 
 
-def tasks(device: str, selection: Selection) -> list[Task]:
+def tasks(device: Device, selection: Selection) -> list[Task]:
     """Return what a selection means on a device, in the table's order."""
     found = []
-    for family, names in _names(selection.mode).items():
-        ids = [i for i, of in names_of(selection.mode, family) if _wanted(selection, {family.lower(), *of})]
-        ids = [i for i in ids if re.search(selection.pattern, i)]
-        if selection.limit:
-            ids = ids[: selection.limit]
-        if ids and names:
-            found.append(Task(device, selection.mode, family, tuple(ids)))
+    with_weights = WITH_WEIGHTS if selection.mode in ("test", "support") else ()
+    memories = [buft.name for buft in weight_memories(device)] if with_weights else []
+    for family in _names(selection.mode):
+        for memory in ("", *memories) if family in with_weights else ("",):
+            named = names_of(selection.mode, family, memory)
+            ids = [i for i, of in named if _wanted(selection, {family.lower(), *of})]
+            ids = [i for i in ids if re.search(selection.pattern, i)]
+            if selection.limit:
+                ids = ids[: selection.limit]
+            if ids:
+                found.append(Task(device.name, selection.mode, family, tuple(ids), memory))
     return found
 
 
-def names_of(mode: str, family: str) -> Iterator[tuple[str, frozenset[str]]]:
+def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the ids of a family, each with the names of ops by which it can be chosen."""
     if mode == "behaviour":
         yield from ((name, frozenset({name})) for name in CHECKS[family])
     elif mode == "perf":
         yield from ((case.id, frozenset({case.op})) for case in perf.CASES if case.op == family)
     else:
-        yield from ((case.id, case.ops) for case in cases_of(family))
+        yield from ((case.id, case.ops) for case in _cases(family, memory))
+
+
+def _cases(family: str, memory: str) -> Iterator[KitCase]:
+    return (case.within(memory) if memory else case for case in cases_of(family))
 
 
 def known_ops(mode: str) -> set[str]:
@@ -138,15 +156,17 @@ class Runner:
             bench = self._bench(device)
             run = bench.support if task.mode == "support" else bench.test
             chosen = set(task.ids)
-            yield from (run(case) for case in cases_of(task.family) if case.id in chosen)
+            yield from (run(case) for case in _cases(task.family, task.memory) if case.id in chosen)
 
     def device(self, name: str) -> Device:
-        """Return a device by its name.
+        """Return a device by its name (`device_named`).
 
         Raises:
-            RegistryError: There is no such device.
+            ArgumentError, BackendError, RegistryError: There is no such device, or it cannot be used.
         """
-        return self._devices.get(name) or device_by_name(name)
+        if name not in self._devices:
+            self._devices[name] = device_named(name)
+        return self._devices[name]
 
     def close(self) -> None:
         """Free all streams."""

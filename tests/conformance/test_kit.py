@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from host_driver import HostDriver
 
+from ggmlb.backends.cuda import CudaReg
 from ggmlb.errors import BackendUnavailable, RegistryError
 from ggmlb.registry import device_by_name
+from ggmlb.testing.devices import device_named
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
 
@@ -20,24 +23,24 @@ SAMPLE = 2
 
 pytestmark = pytest.mark.timeout(1800)  # hundreds of kernels are compiled, where no cache has them
 
-COMPILING = ("Numba", "OpenCL0")
+SAMPLED = ("Numba", "OpenCL0", "Meta(CPU,CPU)", "Meta(CPU,OpenCL0,CPU)")
 RUNS = [
     *(("CPU", mode, 0) for mode in ("behaviour", "test", "support")),
-    *((name, "behaviour", 0) for name in COMPILING),
-    *((name, mode, SAMPLE) for name in COMPILING for mode in ("test", "support")),
+    *((name, "behaviour", 0) for name in SAMPLED),
+    *((name, mode, SAMPLE) for name in SAMPLED for mode in ("test", "support")),
     *(
         pytest.param(name, mode, 0, marks=pytest.mark.slow)
-        for name in COMPILING
+        for name in SAMPLED
         for mode in ("test", "support")
     ),
 ]
 
 
-def faults(device: Device, mode: str, limit: int) -> list[str]:
+def faults(device: Device, mode: str, limit: int, **chosen: Any) -> list[str]:
     """What the kit finds."""
     known = ExpectedFailures.of(device)
     with Runner([device]) as runner:
-        work = tasks(device.name, Selection(mode, limit=limit))
+        work = tasks(device, Selection(mode, limit=limit, **chosen))
         results = [known.judge(r) for task in work for r in runner.run(task)]
     assert sum(r.outcome.ran for r in results) > len(results) // 4
     return [f"{r.family}: {r.id}: {r.reason}" for r in results if r.outcome.is_bad]
@@ -46,10 +49,33 @@ def faults(device: Device, mode: str, limit: int) -> list[str]:
 @pytest.mark.parametrize(("name", "mode", "limit"), RUNS)
 def test_it_passes(name: str, mode: str, limit: int) -> None:
     try:
-        device = device_by_name(name)
+        device = device_named(name)
     except (RegistryError, BackendUnavailable) as error:
         pytest.skip(str(error))
     assert faults(device, mode, limit) == []
+
+
+WEIGHTS = (
+    ("behaviour", {"ops": ("weights",)}),
+    ("test", {"pattern": " in "}),
+    ("support", {"pattern": " in "}),
+)
+
+
+@pytest.mark.parametrize(("mode", "chosen"), WEIGHTS, ids=[mode for mode, _ in WEIGHTS])
+def test_packed_weights_of_opencl_pass(
+    mode: str, chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of CPU type too, which has the memory and does not offer it."""
+    device = device_by_name("OpenCL0")
+    monkeypatch.setattr(type(device), "extra_bufts", property(lambda d: (d.packed_buffer_type,)))
+    assert faults(device, mode, 0, **chosen) == []
+
+
+@pytest.mark.parametrize(("mode", "chosen"), WEIGHTS, ids=[mode for mode, _ in WEIGHTS])
+def test_weights_split_over_cards_pass(mode: str, chosen: dict[str, Any]) -> None:
+    device = CudaReg(HostDriver(n_devices=2)).devices[1]
+    assert faults(device, mode, 0 if mode == "behaviour" else SAMPLE, **chosen) == []
 
 
 def test_cuda_behaves(cuda_device: CudaDevice) -> None:

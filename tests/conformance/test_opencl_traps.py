@@ -22,6 +22,8 @@ from ggmlb.errors import AllocationError, ArgumentError
 from ggmlb.interface import MultiBuffer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ggmlb.backends.opencl.device import OpenClDevice
     from ggmlb.tensor import Tensor
 
@@ -316,6 +318,15 @@ def test_trap_47_one_weight_is_read_by_the_streams_of_several_threads(device: Op
     assert not wrong
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt: a shell's background job would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_trap_51_after_ctrl_c_in_the_middle_of_a_graph_all_can_be_used_on(stream: OpenClBackend) -> None:
     a, y, graph = chain(10)
     allocator = GraphAllocator(stream.default_buffer_type, keep_inputs=True)

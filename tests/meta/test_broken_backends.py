@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
-from broken import memory, order, values
+from broken import memory, order, values, weights
 from broken.memory import storing
 from broken.order import queueing
 from broken.values import computing, refusing
+from broken.weights import keeping
 
 from ggmlb.backends.cpu.device import CpuReg
+from ggmlb.backends.cpu.float_buffer import FloatBuffer
+from ggmlb.meta import meta_device
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import cases_of
 from ggmlb.testing.compute import Bench
+from ggmlb.testing.devices import dealt_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.results import Outcome
 
@@ -37,6 +42,7 @@ WRONG_VALUES = [
     (values.NoInfinity, "diag_mask_inf", "infinite"),
     (values.LowPrecision, "norm", "nmse .* is above"),
     (values.WorksOnce, "sqr", "computed a second time: .* NaN"),
+    (values.InOrderOfNe, "map_custom", "ValueError: arrays have the shapes"),
 ]
 
 
@@ -45,6 +51,17 @@ def test_wrong_values_are_found(kind, family, told):
     found = reasons(computing(kind), family)
     assert found
     assert any(re.search(told, reason) for reason in found), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(values.OneByteTooMany, "guard bytes were overwritten"), (values.LastElementMissing, "NaN")],
+)
+def test_wrong_values_of_one_of_two_devices_are_found(kind, told):
+    devices = [computing(values.WrongBackend), computing(kind)]
+    found = reasons(meta_device(devices, partial(dealt_by_chance, n_devices=2)), "sqr")
+    assert found
+    assert any(told in reason for reason in found), found
 
 
 LIES = [
@@ -83,6 +100,10 @@ MISBEHAVIOUR = [
         "data_of_a_synchronous_write_may_change",
         "was changed after",
     ),
+    (keeping(weights.RowsBeginAtZero), "weights", "weights_are_written_by_rows", "written by rows: row"),
+    (keeping(weights.ReadsWhatItKeeps), "weights", "weights_give_right_products", "the bytes of"),
+    (keeping(weights.MatricesUpsideDown), "weights", "weights_are_copied_in", "copied from the CPU: row"),
+    (keeping(FloatBuffer, weights.too_small), "weights", "weights_do_not_touch_each_other", "of 3"),
     (storing(memory.MisalignedType), "memory", "alignment_is_kept", "begins at 0x"),
     (storing(memory.NoNothing), "memory", "nothing_is_a_size", "ZeroDivisionError: 0 pages"),
     (storing(memory.OtherMemoryError), "memory", "too_much_is_an_allocation_error", "raised OverflowError"),

@@ -15,15 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ggmlb.context import Context
 from ggmlb.dtypes import DType
-from ggmlb.errors import ArgumentError
+from ggmlb.errors import ArgumentError, RegistryError
+from ggmlb.meta import SplitAxis
 from ggmlb.registry import device_by_name
 from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.devices import dealt_by_chance, device_named
 from ggmlb.testing.formats import as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
 from ggmlb.testing.limits import limit
+from ggmlb.testing.names import device_names
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
-from ggmlb.testing.run import Selection, known_ops, run_all, tasks
+from ggmlb.testing.run import Runner, Selection, known_ops, run_all, tasks
 from ggmlb.testing.samples import ops_covered
 from ggmlb.testing.xfail import ExpectedFailures
 
@@ -66,10 +70,7 @@ def test_layouts_are_drawn():
     assert all(f".{layout}" in ids for layout in ("padded", "outer", "permuted"))
 
 
-NO_CASE_YET = {
-    "CUSTOM", "MAP_CUSTOM1", "MAP_CUSTOM2", "MAP_CUSTOM3",  # a user's own Python function: on the CPU only
-    "FLASH_ATTN_BACK",  # computed by no backend, nor by ggml
-}  # fmt: skip
+NO_CASE_YET = {"FLASH_ATTN_BACK"}  # computed by no backend, nor by ggml
 """Ops of the samples for which the kit has no family."""
 
 
@@ -100,7 +101,7 @@ def test_limits_are_wider_for_products_of_short_types_only():
 
 def test_ops_are_chosen_by_function_op_or_family():
     for name in ("add", "ADD", "swiglu", "unary", "rope_multi", "cpy to blocks"):
-        assert tasks("CPU", Selection(ops=(name,))), name
+        assert tasks(device_by_name("CPU"), Selection(ops=(name,))), name
     with pytest.raises(ArgumentError, match="did you mean 'mul_mat'"):
         Selection(ops=("mulmat",))
     with pytest.raises(ArgumentError, match="did you mean 'perf'"):
@@ -110,10 +111,10 @@ def test_ops_are_chosen_by_function_op_or_family():
 
 
 def test_a_pattern_and_a_limit_narrow():
-    (task,) = tasks("CPU", Selection(ops=("mul_mat",), pattern="q4_0", limit=1))
+    (task,) = tasks(device_by_name("CPU"), Selection(ops=("mul_mat",), pattern=r"q4_0.*\)$", limit=1))
     assert len(task.ids) == 1
     assert "q4_0" in task.ids[0]
-    assert tasks("CPU", Selection(pattern="no such case")) == []
+    assert tasks(device_by_name("CPU"), Selection(pattern="no such case")) == []
 
 
 def test_perf_and_behaviour_have_names_too():
@@ -122,10 +123,10 @@ def test_perf_and_behaviour_have_names_too():
 
 
 def test_processes_give_what_one_gives():
-    work = tasks("CPU", Selection(ops=("add", "sum", "rope"), limit=2))
+    work = tasks(device_by_name("CPU"), Selection(ops=("add", "sum", "rope"), limit=2))
     alone, shared = ([(r.id, r.outcome) for r in run_all(work, jobs)] for jobs in (1, 2))
     assert alone == shared
-    assert len(alone) == 10  # "add", "add of blocks", "add_cast", "sum", "rope"
+    assert len(alone) == 12  # "add" in two kinds of memory, "add of blocks", "add_cast", "sum", "rope"
 
 
 def test_perf_measures(monkeypatch):
@@ -139,6 +140,37 @@ def test_perf_measures(monkeypatch):
     assert result.facts["gflop_s"] == pytest.approx(2 * 1024 * 1024 * 8 / result.time_s / 1e9)
     assert result.facts["gb_s"] == pytest.approx(4 * (1024 * 1024 + 2 * 8 * 1024) / result.time_s / 1e9)
     assert result.facts["limit"] == "product"
+
+
+def test_meta_devices_have_names():
+    assert device_names("CPU, Meta(CPU,CPU) ,OpenCL0+CPU,") == ["CPU", "Meta(CPU,CPU)", "OpenCL0+CPU"]
+    for name in ("Meta(CPU,CPU)", "meta(cpu, cpu)", "CPU+CPU"):
+        assert device_named(name).name == "Meta(CPU,CPU)"
+    assert device_named("cpu") is device_by_name("CPU")
+    for name in ("Meta(CPU,GPU9)", "CPU+GPU9", "Meta(Meta(CPU,CPU),CPU)"):
+        with pytest.raises(RegistryError, match="there is no device"):
+            device_named(name)
+    with pytest.raises(ArgumentError, match="0 devices"):
+        device_named("Meta()")
+
+
+def test_weights_are_dealt_out_in_many_ways():
+    tensors = [Context().new_tensor("q4_0", (32 * n, 7, 3), f"w{n}") for n in range(1, 60)]
+    states = [dealt_by_chance(t, 3) for t in tensors]
+    assert states == [dealt_by_chance(t, 3) for t in tensors]
+    assert {int(s.axis) for s in states} == {0, 1, 2, int(SplitAxis.MIRRORED)}
+    assert any(0 in s.segments[0] for s in states if s.is_cut)
+
+
+def test_weights_lie_in_every_kind_of_memory():
+    cpu = device_by_name("CPU")
+    work = tasks(cpu, Selection(ops=("mul_mat",)))
+    assert [task.memory for task in work] == ["", "CPU_F32"]
+    assert all(i.endswith(" in CPU_F32") for i in work[1].ids)
+    with Runner() as runner:
+        results = [r for r in runner.run(work[1]) if r.outcome is not Outcome.SKIPPED]
+    assert len(results) > 10
+    assert all(r.outcome is Outcome.PASSED for r in results)
 
 
 # -- verdicts and reports --------------------------------------------------------------------------
@@ -237,7 +269,15 @@ def test_the_plugin_makes_a_test_of_each_case(tmp_path):
         "test_case[CPU-behaviour-two_plans_do_not_mix]" in done.stdout
         or "CPU-behaviour-a_plan" in done.stdout
     )
-    assert "6 passed" in done.stdout
+    assert "8 passed, 2 skipped" in done.stdout
+
+
+def test_the_plugin_takes_meta_devices(tmp_path):
+    args = ("--ggmlb-device", "CPU, Meta(CPU,CPU)", "--ggmlb-ops", "sqr", "--ggmlb-mode", "test")
+    done = plugin("-v", *args, "--ggmlb-limit", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "test_case[CPU-test-sqr(" in done.stdout
+    assert "test_case[Meta(CPU,CPU)-test-sqr(" in done.stdout
 
 
 def test_the_plugin_skips_with_a_reason(tmp_path):

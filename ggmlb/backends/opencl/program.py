@@ -44,7 +44,7 @@ class Programs:
     def give_back(self, loans: list[Loan]) -> None:
         """Take back kernel objects; commands that are queued keep the arguments they were queued with."""
         for key, kernel in loans:
-            self._idle[key].append(kernel)
+            self._idle.setdefault(key, []).append(kernel)
         loans.clear()
 
     def _kernel(self, key: _Key) -> cl.Kernel:

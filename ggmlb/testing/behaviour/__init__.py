@@ -5,14 +5,14 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ggmlb.testing.behaviour import memory, order, plans, transfers
+from ggmlb.testing.behaviour import memory, order, plans, transfers, weights
 from ggmlb.testing.behaviour.rig import CHECKS, Fault, NotApplicable, Rig
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
     from ggmlb.interface import Device
 
-__all__ = ["CHECKS", "behaves", "memory", "order", "plans", "transfers"]
+__all__ = ["CHECKS", "behaves", "memory", "order", "plans", "transfers", "weights"]
 
 
 def behaves(device: Device, group: str, name: str) -> Result:

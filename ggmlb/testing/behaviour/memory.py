@@ -117,21 +117,25 @@ def nothing_is_a_size(rig: Rig) -> None:
 @check("memory")
 def usage_and_reset(rig: Rig) -> None:
     """A buffer's usage can be set; `reset` forgets prepared tensors, and the memory can be used anew."""
-    work = rig.doubling(N)
-    expect(work.buffer.usage is BufferUsage.ANY, f"the usage of a new buffer is {work.buffer.usage}")
-    work.buffer.usage = BufferUsage.WEIGHTS
-    expect(work.buffer.usage is BufferUsage.WEIGHTS, "the usage was not kept")
-    work.buffer.usage = BufferUsage.COMPUTE
-    work.buffer.reset()
-    ctx = Context()
-    x = ctx.new_tensor(DType.F32, (N,), "x")
-    y = rig.double(ctx, x)
-    step = work.buffer.alignment
-    tensor_alloc(work.buffer, x, 0)
-    tensor_alloc(work.buffer, y, -(-4 * N // step) * step)
-    x.set_array(numbers(N))
-    rig.stream.graph_compute(Graph().build_forward_expand(y))
-    expect_equal(y.to_numpy(), 2 * numbers(N), "a graph in a buffer that was reset")
+    data = [numbers(N), numbers(N, 9)]
+    buffer = None
+    for values in data:
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (N,), "x")
+        y = rig.double(ctx, x)
+        if buffer is None:
+            buffer = rig.keep(rig.stream.alloc_buffer(2 * rig.room(x)))
+            expect(buffer.usage is BufferUsage.ANY, f"the usage of a new buffer is {buffer.usage}")
+            buffer.usage = BufferUsage.WEIGHTS
+            expect(buffer.usage is BufferUsage.WEIGHTS, "the usage was not kept")
+            buffer.usage = BufferUsage.COMPUTE
+        else:
+            buffer.reset()
+        tensor_alloc(buffer, x, 0)
+        tensor_alloc(buffer, y, rig.room(x))
+        x.set_array(values)
+        rig.stream.graph_compute(Graph().build_forward_expand(y))
+        expect_equal(y.to_numpy(), 2 * values, "a graph in a buffer that was reset")
 
 
 @check("memory")

@@ -44,16 +44,15 @@ def a_plan_follows_moved_tensors(rig: Rig) -> None:
         x = ctx.new_tensor(DType.F32, (N,), "x")
         y = rig.double(ctx, x)
         graph = Graph().build_forward_expand(y)
-        first = rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+        rig.keep(alloc_ctx_tensors(ctx, rig.stream))
         x.set_array(numbers(N))
         plan = rig.stream.graph_plan_create(graph) if update else None
         rig.stream.graph_compute(graph)
         expect_equal(y.to_numpy(), 2 * numbers(N), "a result in the first place")
         x.buffer = y.buffer = None
-        second = rig.keep(rig.stream.alloc_buffer(first.size + 2 * first.alignment))
-        step = first.alignment
+        second = rig.keep(rig.stream.alloc_buffer(2 * rig.room(x)))
         tensor_alloc(second, y, 0)
-        tensor_alloc(second, x, -(-4 * N // step) * step)
+        tensor_alloc(second, x, rig.room(y))
         x.set_array(numbers(N, 9))
         if plan is None:
             rig.stream.graph_compute(graph)

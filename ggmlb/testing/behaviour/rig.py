@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.alloc.linear import padded
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import DeviceType
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_alloc
+from ggmlb.interface import PartedBuffer, tensor_alloc
 from ggmlb.registry import device_by_name
 
 if TYPE_CHECKING:
@@ -132,9 +133,16 @@ class Rig:
 
     def over(self, buffer: Buffer) -> Tensor:
         """Return a tensor over all bytes of a buffer."""
+        if isinstance(buffer, PartedBuffer):
+            unsupported("its memory is that of several devices, each of which is tested by itself")
         whole = Context().new_tensor(DType.I8, (buffer.size,), "whole")
         tensor_alloc(buffer, whole, 0)
         return whole
+
+    def room(self, tensor: Tensor) -> int:
+        """Return the bytes that a tensor takes in memory of the device, aligned for the next."""
+        buft = self.stream.default_buffer_type
+        return padded(buft.alloc_size(tensor), buft.alignment)
 
     def double(self, ctx: Context, x: Tensor, *, inplace: bool = False) -> Tensor:
         """Return `2 x`, by an op that the device computes."""

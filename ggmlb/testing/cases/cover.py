@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
@@ -51,12 +51,18 @@ class KitCase:
         id: Op, types, shapes and layouts: `"mul_mat(q4_0[64,17],f32[64,5].padded)"`; unique.
         ops: Names by which it can be chosen: of the function and of the op.
         program: What to compute.
+        memory: The kind of memory in which the op's first operand lies; the device's own if empty.
     """
 
     family: str
     id: str
     ops: frozenset[str]
     program: Program
+    memory: str = ""
+
+    def within(self, memory: str) -> KitCase:
+        """Return the same case with the op's first operand, a weight, in another kind of memory."""
+        return replace(self, id=f"{self.id} in {memory}", memory=memory)
 
 
 class Covering:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ggmlb.testing.cases.draw import F16, F32, PADDED, PLAIN, Program, family
-from ggmlb.testing.cases.products import LOPSIDED, WEIGHTS
+from ggmlb.testing.cases.draw import F16, F32, LOPSIDED, PADDED, PLAIN, Program, family
+from ggmlb.testing.cases.products import WEIGHTS
 
 
 @family("lightning_indexer")

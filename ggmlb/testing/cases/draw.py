@@ -36,6 +36,9 @@ PERMUTED = "permuted"
 ROWS = (PLAIN, PADDED, OUTER)
 ANY = (PLAIN, PADDED, OUTER, PERMUTED)
 
+LOPSIDED: Any = {"low": -0.2, "high": 1.0}
+"""Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's."""
+
 F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 
 # Inside `Program` the builtin names are methods.
@@ -269,6 +272,8 @@ class Program:
             return arg.name.lower()
         if isinstance(arg, Number):
             return f"{arg:.3g}"
+        if callable(arg):
+            return str(arg.__name__)
         if isinstance(arg, (tuple, list)):
             return f"[{','.join(map(self._text, arg))}]"
         return str(arg)
@@ -327,12 +332,18 @@ FAMILIES: dict[str, Family] = {}
 """What draws the rest of a program, by the name of the op or of a group of them."""
 
 
-def family(name: str) -> Callable[[Family], Family]:
+NOT_OF_GGML: set[str] = set()
+"""Families whose programs only Python can compute."""
+
+
+def family(name: str, *, of_ggml: Truth = True) -> Callable[[Family], Family]:
     """Register a function that draws a program's tensors and steps."""
 
     def register(fn: Family) -> Family:
         assert name not in FAMILIES, name
         FAMILIES[name] = fn
+        if not of_ggml:
+            NOT_OF_GGML.add(name)
         return fn
 
     return register

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ggmlb.enums import OpPool, ScaleFlag, ScaleMode
-from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, PADDED, PLAIN, Program, family
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, LOPSIDED, PADDED, PLAIN, Program, family
 from ggmlb.testing.cases.elementwise import tolerance
 
 Numbers = tuple[int, ...]
@@ -78,9 +78,11 @@ def _conv_1d(name: str, p: Program) -> None:
     channels = p.int(1, 4)
     p.nmse = 1e-5
     depthwise = "dw" in name
-    kernel = p.leaf(F16, (*k, 1 if depthwise else channels, channels if depthwise else p.int(1, 4)))
+    kernel = p.leaf(
+        F16, (*k, 1 if depthwise else channels, channels if depthwise else p.int(1, 4)), **LOPSIDED
+    )
     # A batch comes out of ggml's conv_1d in the wrong order.
-    p.out(name, kernel, p.leaf(F32, (*n, channels)), *s, *q, *d)
+    p.out(name, kernel, p.leaf(F32, (*n, channels), **LOPSIDED), *s, *q, *d)
 
 
 for _name in ("conv_1d", "conv_1d_dw"):
@@ -91,9 +93,9 @@ def _conv_2d(name: str, p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
     channels, dtype = p.int(1, 5), p.one_of(F32, F16)
     p.nmse = 1e-5
-    kernel = p.leaf(dtype, (*k, channels, p.int(1, 5)))
+    kernel = p.leaf(dtype, (*k, channels, p.int(1, 5)), **LOPSIDED)
     layouts = ANY if name == "conv_2d_direct" else ()
-    p.out(name, kernel, p.operand(F32, (*n, channels, p.int(1, 3)), *layouts), *s, *q, *d)
+    p.out(name, kernel, p.operand(F32, (*n, channels, p.int(1, 3)), *layouts, **LOPSIDED), *s, *q, *d)
 
 
 for _name in ("conv_2d", "conv_2d_direct"):
@@ -105,7 +107,8 @@ def conv_2d_dw(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
     channels = p.int(1, 5)
     p.nmse = 1e-5
-    p.out("conv_2d_dw", p.leaf(F16, (*k, 1, channels)), p.leaf(F32, (*n, channels, p.int(1, 3))), *s, *q, *d)
+    kernel = p.leaf(F16, (*k, 1, channels), **LOPSIDED)
+    p.out("conv_2d_dw", kernel, p.leaf(F32, (*n, channels, p.int(1, 3)), **LOPSIDED), *s, *q, *d)
 
 
 @family("conv_2d_dw_direct")
@@ -125,7 +128,8 @@ def _conv_3d(name: str, p: Program) -> None:
     n, k, s, q, d = _geometry(p, 3)
     channels, out, batch, dtype = p.int(1, 3), p.int(1, 3), p.int(1, 2), p.one_of(F32, F16)
     p.nmse = 1e-5
-    kernel, data = p.leaf(dtype, (*k, channels * out)), p.leaf(F32, (*n, channels * batch))
+    kernel = p.leaf(dtype, (*k, channels * out), **LOPSIDED)
+    data = p.leaf(F32, (*n, channels * batch), **LOPSIDED)
     if name == "conv_3d":
         p.out(name, kernel, data, channels, *s, *q, *d)
     else:
@@ -140,8 +144,8 @@ for _name in ("conv_3d", "conv_3d_direct"):
 def conv_transpose_1d(p: Program) -> None:
     channels, dtype = p.int(1, 6), p.one_of(F32, F16)
     p.nmse = 1e-6 if dtype is F32 else 1e-5
-    kernel = p.operand(dtype, (p.int(1, 5), p.int(1, 5), channels), PLAIN, PADDED)
-    data = p.operand(F32, (p.int(1, 12), channels), PLAIN, PADDED)
+    kernel = p.operand(dtype, (p.int(1, 5), p.int(1, 5), channels), PLAIN, PADDED, **LOPSIDED)
+    data = p.operand(F32, (p.int(1, 12), channels), PLAIN, PADDED, **LOPSIDED)
     p.out("conv_transpose_1d", kernel, data, p.int(1, 4), 0, 1)
 
 
@@ -149,8 +153,9 @@ def conv_transpose_1d(p: Program) -> None:
 def conv_transpose_2d(p: Program) -> None:
     channels, dtype = p.int(1, 6), p.one_of(F32, F16)
     p.nmse = 1e-6 if dtype is F32 else 1e-5
-    kernel = p.leaf(dtype, (p.int(1, 4), p.int(1, 4), p.int(1, 5), channels))
-    p.out("conv_transpose_2d_p0", kernel, p.leaf(F32, (p.int(1, 7), p.int(1, 7), channels)), p.int(1, 4))
+    kernel = p.leaf(dtype, (p.int(1, 4), p.int(1, 4), p.int(1, 5), channels), **LOPSIDED)
+    data = p.leaf(F32, (p.int(1, 7), p.int(1, 7), channels), **LOPSIDED)
+    p.out("conv_transpose_2d_p0", kernel, data, p.int(1, 4))
 
 
 # -- pooling ---------------------------------------------------------------------------------------

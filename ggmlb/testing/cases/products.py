@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ggmlb import dtypes
 from ggmlb.dtypes import DType
-from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, OUTER, PADDED, PLAIN, ROWS, Program, family
+from ggmlb.testing.cases.draw import (
+    ANY,
+    BF16,
+    F16,
+    F32,
+    I32,
+    LOPSIDED,
+    OUTER,
+    PADDED,
+    PLAIN,
+    ROWS,
+    Program,
+    family,
+)
 
 NO_WEIGHTS = (DType.Q8_1, DType.Q8_K, DType.Q2_0)
 """ggml quantises activations to the first two; the last is newer than the ggml of ggml-python."""
@@ -15,9 +26,6 @@ WEIGHTS = tuple(t for t in DType if t.is_quantized and dtypes.can_quantize(t) an
 
 READ_ONLY = tuple(t for t in DType if t.is_quantized and not dtypes.can_quantize(t))
 """Quantised types whose blocks are made elsewhere, with the help of a model's statistics."""
-
-LOPSIDED: Any = {"low": -0.2, "high": 1.0}
-"""Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's."""
 
 
 def _weight(p: Program) -> DType:

@@ -193,6 +193,17 @@ class OtherError(WrongBackend):
                 raise KeyError(node.op)
 
 
+class InOrderOfNe(WrongBackend):
+    """It gives a user's function arrays whose dimensions are in ggml's order."""
+
+    def node(self, node):
+        if node.op is not Op.MAP_CUSTOM1:
+            return node
+        twin, fun = like(node), node.params["fun"]
+        twin.params = {**node.params, "fun": lambda dst, a, *rest: fun(dst.T, a.T, *rest)}
+        return twin
+
+
 class WrongDevice(CpuDevice):
     """A CPU whose stream is of the class given."""
 

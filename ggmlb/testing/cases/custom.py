@@ -1,0 +1,92 @@
+"""Ops whose function is a Python callable: what it is given, how work is shared, and where it writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggmlb.dtypes import DType
+from ggmlb.ops.custom import N_TASKS_MAX
+from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, PLAIN, Extents, Program, family
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+
+TASKS = (1, 2, 5, N_TASKS_MAX)
+
+
+def _check(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
+    """Raise unless the function is given what it is promised."""
+    found = [array.shape for array in (dst, *operands)]
+    if any(shape != ne[::-1] for shape in found):
+        raise ValueError(f"arrays have the shapes {found}; all tensors have ne {list(ne)}")
+    if not 0 <= ith < nth:
+        raise ValueError(f"the share is {ith} of {nth}")
+
+
+def _mean(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
+    """Write every `nth` row of a sum of halves."""
+    _check(dst, operands, ith, nth, ne)
+    rows = dst[:, :, ith::nth]
+    total = np.zeros(rows.shape, np.float32)
+    for array in operands:
+        total += array[:, :, ith::nth].astype(np.float32) / 2
+    rows[...] = total.astype(dst.dtype)
+
+
+def half_of_one(dst: Array, a: Array, ith: int, nth: int, ne: Extents) -> None:
+    """`a / 2`."""
+    _mean(dst, (a,), ith, nth, ne)
+
+
+def half_of_two(dst: Array, a: Array, b: Array, ith: int, nth: int, ne: Extents) -> None:
+    """`a / 2 + b / 2`."""
+    _mean(dst, (a, b), ith, nth, ne)
+
+
+def half_of_three(dst: Array, a: Array, b: Array, c: Array, ith: int, nth: int, ne: Extents) -> None:
+    """`a / 2 + b / 2 + c / 2`."""
+    _mean(dst, (a, b, c), ith, nth, ne)
+
+
+def half_of_all(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
+    """Half of the sum of all operands."""
+    _mean(dst, operands, ith, nth, ne)
+
+
+FUNCTIONS = (half_of_one, half_of_two, half_of_three)
+
+
+def _operands(p: Program, dtype: DType, ne: Extents, n: int) -> list[str]:
+    return [p.operand(dtype, ne, *ANY), *(p.operand(F32, ne, *ANY) for _ in range(n - 1))]
+
+
+@family("map_custom", of_ggml=False)
+def map_custom(p: Program) -> None:
+    n, inplace = p.one_of(1, 2, 3), p.bool()
+    dtype, ne = p.one_of(F32, F16, BF16, I32), p.ne()
+    operands = _operands(p, dtype, ne, n)
+    p.nmse = 0
+    name = f"map_custom{n}{'_inplace' if inplace else ''}"
+    p.out(name, *operands, FUNCTIONS[n - 1], p.one_of(*TASKS), ne)
+
+
+@family("custom_4d", of_ggml=False)
+def custom_4d(p: Program) -> None:
+    n, result = p.int(1, 5), p.one_of(F32, F16, I32)
+    dtype = p.one_of(F32, F16, BF16, I32, DType.Q8_0, DType.Q4_K)
+    ne = (dtype.block_size * p.int(1, 2), *p.ne(1, 6, 4, 3)[1:]) if dtype.block_size > 1 else p.ne()
+    operands = [p.operand(dtype, ne, PLAIN) for _ in range(n)]
+    p.nmse = 0
+    p.out("custom_4d", result, *ne, operands, half_of_all, p.one_of(*TASKS), ne)
+
+
+@family("custom_inplace", of_ggml=False)
+def custom_inplace(p: Program) -> None:
+    n, ne = p.int(0, 4), p.ne()
+    operands = [p.operand(F32, ne, *ANY) for _ in range(n)]
+    p.nmse = 0
+    p.out("custom_inplace", p.operand(F32, ne, *ANY), operands, half_of_all, p.one_of(*TASKS), ne)

@@ -1,0 +1,67 @@
+"""Devices under test by name, and the kinds of memory that they have for weights."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ggmlb.meta import MIRRORED, SplitAxis, SplitState, meta_device
+from ggmlb.registry import device_by_name
+from ggmlb.testing.names import device_names
+
+if TYPE_CHECKING:
+    from ggmlb.interface import BufferType, Device
+    from ggmlb.tensor import Tensor
+
+_META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)
+
+
+def device_named(name: str) -> Device:
+    """Return a device by its name; `Meta(A,B)`, or `A+B`, is a meta device of simple ones.
+
+    Such a device deals its weights out by `dealt_by_chance`.
+
+    Raises:
+        ArgumentError: A meta device of more than 16 devices, or of none.
+        BackendError: The backend of a device cannot be used.
+        RegistryError: There is no such device.
+    """
+    meta = _META.fullmatch(name.strip())
+    parts = device_names(meta[1]) if meta else [part.strip() for part in name.split("+")]
+    if meta is None and len(parts) == 1:
+        return device_by_name(name)
+    devices = [device_by_name(part) for part in parts]
+    return meta_device(devices, partial(dealt_by_chance, n_devices=len(devices)))
+
+
+def dealt_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitState:
+    """Return a way to deal a tensor out: along any dimension, in parts of any extent, none included.
+
+    The same for tensors of the same name, type and extents, on every machine.
+    """
+    draw = random.Random(f"{seed} {tensor.name} {tensor.dtype.name} {tensor.ne} {n_devices}")
+    axes = [i for i in range(4) if tensor.ne[i] > 1]
+    if not axes or tensor.is_empty or draw.random() < 0.2:
+        return MIRRORED
+    axis = draw.choice(axes)
+    block = tensor.dtype.block_size if axis == 0 else 1
+    n = tensor.ne[axis] // block
+    cuts = [0, *sorted(draw.randint(0, n) for _ in range(n_devices - 1)), n]
+    parts = tuple((b - a) * block for a, b in itertools.pairwise(cuts))
+    return SplitState(SplitAxis(axis), (parts,))
+
+
+def weight_memories(device: Device) -> list[BufferType]:
+    """Return the kinds of memory that a device has for weights beside its own.
+
+    They are its extra buffer types, and memory that splits a matrix's rows over the devices of its backend.
+    """
+    reg = device.reg
+    extra, split = reg.get_proc_address("dev_get_extra_bufts"), reg.get_proc_address("split_buffer_type")
+    found = list(extra(device)) if extra is not None else []
+    if split is not None:
+        found.append(split(list(reg.devices).index(device)))
+    return found
