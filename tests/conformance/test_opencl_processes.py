@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import pytest
 from processes import COMMON, finish, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TWO_DEVICES = """
 names = [d.name for d in devices() if d.name.startswith("OpenCL")]
@@ -15,6 +19,9 @@ with init_by_name("OpenCL0") as first, init_by_name("OpenCL1") as second:
     assert first.device.buffer_type is not second.device.buffer_type
     a, y, graph = scaled(first)
     b, z, graph_b = scaled(second, 5.0)
+    b.set(np.ones(1000, np.float32))
+    second.graph_compute(graph_b)  # the second device is the first to compile it
+    assert (z.to_numpy() == 5).all()
     assert not second.supports_buft(a.buffer.buft)
     for i in range(20):     # two streams of two devices, ordered by copies alone
         first.set_tensor_async(a, np.full(1000, i, np.float32))
@@ -95,8 +102,10 @@ except ggmlb.BackendUnavailable as error:
 """
 
 
-def test_two_devices_work_side_by_side() -> None:
-    finish(start(COMMON + TWO_DEVICES, POCL_DEVICES="pthread pthread"))
+def test_two_devices_work_side_by_side(tmp_path: Path) -> None:
+    for _ in range(2):  # on an empty cache, and on a full one
+        finish(start(COMMON + TWO_DEVICES, POCL_DEVICES="pthread pthread", GGMLB_CACHE_DIR=str(tmp_path)))
+    assert list((tmp_path / "opencl").glob("*.bin"))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

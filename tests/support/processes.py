@@ -27,8 +27,10 @@ def scaled(backend, factor=2.0):
 def start(code: str, **env: str) -> subprocess.Popen[str]:
     """Start a Python program that prints "done" where all went well."""
     settings = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    # Python 3.12 warns of a fork beside threads; programs that fork do so on purpose.
+    warnings = ("-W", "error::ResourceWarning", "-W", "ignore:This process:DeprecationWarning")
     return subprocess.Popen(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
+        [sys.executable, *warnings, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

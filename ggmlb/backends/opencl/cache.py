@@ -58,10 +58,11 @@ class Entry:
         return None
 
     def save(self, program: cl.Program) -> None:
-        """Keep a program that was built for the device."""
+        """Keep a program that was built for the device, and for no other."""
         with suppress(cl.Error, OSError):
             facts: Any = program
-            binary = facts.binaries[facts.devices.index(self._device)]
+            # Runtimes differ in whether the context's other devices have an empty binary, or none.
+            binary = next((b for b in facts.binaries if b), None)
             if binary:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 handle, name = tempfile.mkstemp(dir=self._path.parent)
