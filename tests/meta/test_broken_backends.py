@@ -103,7 +103,7 @@ MISBEHAVIOUR = [
     (keeping(weights.RowsBeginAtZero), "weights", "weights_are_written_by_rows", "written by rows: row"),
     (keeping(weights.ReadsWhatItKeeps), "weights", "weights_give_right_products", "the bytes of"),
     (keeping(weights.MatricesUpsideDown), "weights", "weights_are_copied_in", "copied from the CPU: row"),
-    (keeping(FloatBuffer, weights.too_small), "weights", "weights_do_not_touch_each_other", "of 3"),
+    (keeping(FloatBuffer, weights.too_small), "weights", "weights_do_not_touch_each_other", "reshape"),
     (storing(memory.MisalignedType), "memory", "alignment_is_kept", "begins at 0x"),
     (storing(memory.NoNothing), "memory", "nothing_is_a_size", "ZeroDivisionError: 0 pages"),
     (storing(memory.OtherMemoryError), "memory", "too_much_is_an_allocation_error", "raised OverflowError"),

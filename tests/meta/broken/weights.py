@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from broken.values import WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.backends.cpu.float_buffer import FloatBuffer, FloatBufferType
+from ggmlb.interface.host import aligned_empty
 
 if TYPE_CHECKING:
     from ggmlb.interface import Device
@@ -45,7 +46,7 @@ def keeping(kind: type[FloatBuffer], alloc_size: Any = FloatBufferType.alloc_siz
     class Memory(FloatBufferType):
         def _alloc_buffer(self, nbytes):
             self._used = True
-            return kind(self, nbytes)
+            return kind(self, aligned_empty(nbytes))
 
     Memory.alloc_size = alloc_size
     device = WrongDevice(CpuReg())
