@@ -35,7 +35,11 @@ class GraphPlan:
         self.is_freed = False
 
     def is_valid_for(self, graph: Graph) -> bool:
-        """Whether computing the plan computes the graph as it is now."""
+        """Whether computing the plan computes the graph as it is now.
+
+        Raises:
+            FreedError: An operand lies in a freed buffer.
+        """
         if len(graph.nodes) != len(self.nodes):
             return False
         now = placement_clock.now
@@ -53,6 +57,9 @@ def binding(nodes: tuple[Tensor, ...]) -> list[Any]:
     """Return all that a plan binds and that may change: places, operands and parameters.
 
     The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
+
+    Raises:
+        FreedError: An operand lies in a freed buffer.
     """
     facts: list[Any] = []
     for node in nodes:
@@ -60,6 +67,9 @@ def binding(nodes: tuple[Tensor, ...]) -> list[Any]:
         for s in node.src:
             if s is not None:
                 if s.buffer is not None and s.buffer.is_freed:
-                    raise FreedError(f"{s.describe()}, a source of {node.describe()}, lies in a freed buffer")
+                    raise FreedError(
+                        f"{s.describe()}, a source of {node.describe()}, lies in a freed buffer; "
+                        "place it again"
+                    )
                 facts += (s.buffer, s.offset)
     return facts

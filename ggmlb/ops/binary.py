@@ -136,7 +136,11 @@ def is_padded_1d(a: Tensor) -> bool:
 def window_params(
     fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
 ) -> dict[str, int | bool]:
-    """Check the window that `acc` or `set` write in `a`, and return the params that describe it."""
+    """Check the window that `acc` or `set` write in `a`, and return the params that describe it.
+
+    Raises:
+        ShapeError: A number is negative, or the window ends outside of `a`.
+    """
     if (nb1 | nb2 | nb3 | offset) < 0:
         fail_shape(fn, f"nb {[nb1, nb2, nb3]} and offset {offset} must not be negative", a, b)
     if offset + extent_nbytes(a.dtype, b.ne, (a.dtype.type_size, nb1, nb2, nb3)) > a.nbytes:

@@ -43,7 +43,7 @@ class SoftmaxOps(OpBase):
         return self._op(Op.SOFT_MAX, a.dtype, a.ne, (a, None, None), _PLAIN)
 
     def soft_max_inplace(self, a: Tensor) -> Tensor:
-        """Return `soft_max`, written into the memory of `a` (ggml_soft_max_inplace)."""
+        """Return `soft_max`, written into the memory of `a`; raises as it (ggml_soft_max_inplace)."""
         if not a.is_contiguous():
             fail_contiguous("soft_max_inplace", "a", a)
         return self._op_into(Op.SOFT_MAX, a, (a, None, None), _PLAIN)
@@ -149,7 +149,13 @@ def _check(fn: str, a: Tensor, mask: Tensor | None, max_bias: float) -> None:
 
 
 def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
-    """Put `sinks` in the last place of the sources of a soft_max or flash attention node."""
+    """Put `sinks` in the last place of the sources of a soft_max or flash attention node.
+
+    Raises:
+        ArgumentError: `a` is another node, or has sinks already.
+        ShapeError: There is not one for each head.
+        DTypeError: They are not f32.
+    """
     if a.op is not op:
         fail_arg(fn, f"a is {a.describe()}; it must be a {op.value} node")
     if sinks is not None:

@@ -57,7 +57,11 @@ def _plain(op: Op, what: str) -> tuple[Unary, Unary]:
 
 
 class UnaryOps(OpBase):
-    """unary and its shortcuts, sqr, sqrt, log, sin, cos, leaky_relu, xielu."""
+    """unary and its shortcuts, sqr, sqrt, log, sin, cos, leaky_relu, xielu.
+
+    Raises:
+        ShapeError: The rows of `a` are not contiguous, for `unary` and its shortcuts.
+    """
 
     abs, abs_inplace = _unary(UnaryOp.ABS, "`|a|`")
     sgn, sgn_inplace = _unary(UnaryOp.SGN, "the sign of `a`: -1, 0 or 1")
@@ -100,7 +104,7 @@ class UnaryOps(OpBase):
         return self._op(Op.UNARY, a.dtype, a.ne, (a,), {"op": as_enum("unary", UnaryOp, op)})
 
     def unary_inplace(self, a: Tensor, op: UnaryOp | int) -> Tensor:
-        """Return `unary`, written into the memory of `a` (ggml_unary_inplace)."""
+        """Return `unary`, written into the memory of `a`; raises as it (ggml_unary_inplace)."""
         if not a.is_contiguous_rows():
             fail_contiguous("unary_inplace", "a", a, _ROWS)
         return self._op_into(Op.UNARY, a, (a,), {"op": as_enum("unary_inplace", UnaryOp, op)})

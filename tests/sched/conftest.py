@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+import ggmlb
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
@@ -64,3 +65,9 @@ def make_bench() -> Iterator[object]:
     """A bench over a fake registration of the test's own making."""
     with ExitStack() as stack:
         yield lambda reg: Bench(stack, reg)
+
+
+@pytest.fixture
+def sanitizer():
+    with ggmlb.sanitize() as sanitizer:
+        yield sanitizer
