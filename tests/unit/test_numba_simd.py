@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from ggmlb import dtypes
-from ggmlb.backends.numba.kernels import activations, attention, convert, matvec, tiles
+from ggmlb.backends.numba.kernels import activations, attention, convert, driver, matvec, tiles
 from ggmlb.backends.numba.kernels.attention_units import Shape
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.quantize import WRITERS
@@ -205,6 +205,8 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
         (convert.copy, ("iq4_nl", "f32"), "tbl"),
         (attention.few, (FLASH, 4, False), "fmla"),
         (attention.merge, (FLASH, 4), "fmla"),
+        (driver.run, (), "stlr"),
+        (driver.serve, (), "ldar"),
     ],
 )
 def test_neon_compiles(emit: Emit, params: tuple[Any, ...], instruction: str, simd_name: str) -> None:
