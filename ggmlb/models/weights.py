@@ -61,8 +61,8 @@ class Weights:
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
         """Place weights in a device's memory; what can be used as it lies in the file is not copied.
 
-        Operands of products, if they keep the file's type, go into the first extra buffer type that the
-        device has for weights: memory in which its products are faster.
+        Operands of products go into the first extra buffer type that the device has for weights, memory in
+        which its products are faster; where a type was asked for, if they take no more there than elsewhere.
 
         Args:
             sources: What to place, by the names that the tensors get.
@@ -73,17 +73,19 @@ class Weights:
             ArgumentError: An override is no regular expression.
             ModelError: The file lacks a tensor, or has it in another shape.
         """
-        fast = next(iter(backend.device.extra_bufts), None) if self._matrix_type is None else None
+        fast = next(iter(backend.device.extra_bufts), None)
         ctx, matrices, moved = Context(), Context(), Context()
         tensors: dict[str, Tensor] = {}
         for name, source in sources.items():
             for part in source.names:
                 self._file.entry(part, source.shape)
             rows = source.shape[0] * len(source.names)
-            home = matrices if source.is_multiplied and fast is not None else ctx
-            if override_for(name, self._overrides) is not None:
-                home = moved
+            is_moved = override_for(name, self._overrides) is not None
+            home = moved if is_moved else matrices if source.is_multiplied else ctx
             tensors[name] = home.new_tensor(self._type(source), (*source.shape[:0:-1], rows), name)
+        if fast is not None and self._matrix_type is not None:
+            grown = any(fast.alloc_size(t) > t.nbytes for t in matrices.tensors)
+            fast = None if grown else fast
         with ExitStack() as buffers:
             self._keep(buffers, alloc_ctx_tensors(moved, backend, self._overrides))
             if fast is not None:
@@ -91,7 +93,8 @@ class Weights:
             mapped = self._map(sources, tensors, backend)
             if mapped is not None:
                 self._keep(buffers, mapped)
-            self._keep(buffers, alloc_ctx_tensors(ctx, backend))
+            for rest in (ctx, matrices):
+                self._keep(buffers, alloc_ctx_tensors(rest, backend))
             for name, tensor in tensors.items():
                 if tensor.buffer is not mapped:
                     tensor.set_array(self._values(sources[name]))

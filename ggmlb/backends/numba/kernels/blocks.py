@@ -33,6 +33,7 @@ class Form:
         codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of a `Strip`: `Words`.
         scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
         pairs: As `codes`, two runs in a vector of 64 bytes, where that takes fewer instructions.
+        wide: Whether activations have codes of two bytes; see `activations`.
     """
 
     block: int
@@ -43,6 +44,7 @@ class Form:
     codes: Callable[[Kernel, Any], list[Any]]
     scales: Callable[[Kernel, Value], tuple[Value, Value | None]]
     pairs: Callable[[Kernel, Value], list[Value]] | None = None
+    wide: bool = False
 
 
 def _half(k: Kernel, address: Value) -> Value:
@@ -270,7 +272,7 @@ FORMS: dict[str, Form] = {
     "q4_1": Form(32, 20, 32, 0, True, lambda k, p: [_nibbles(k, p + 4)], _dm),
     "q5_0": Form(32, 22, 32, 16, False, lambda k, p: [_nibbles(k, p + 6) | _fifth(k, p + 2)], _d),
     "q5_1": Form(32, 24, 32, 0, True, lambda k, p: [_nibbles(k, p + 8) | _fifth(k, p + 4)], _dm),
-    "q8_0": Form(32, 34, 32, None, False, lambda k, p: [_bytes(k, p + 2)], _d),
+    "q8_0": Form(32, 34, 32, None, False, lambda k, p: [_bytes(k, p + 2)], _d, wide=True),
     "q2_k": Form(256, 84, 16, 0, True, _q2_k, _q2_k_scales, _q2_k_pairs),
     "q3_k": Form(256, 110, 16, 4, False, _q3_k, _q3_k_scales, _q3_k_pairs),
     "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs, _q4_k_pairs),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.activations import parts
+from ggmlb.backends.numba.kernels.activations import combined, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.llvm.emit import F32, I8, I32, I64, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_floats, total
@@ -199,27 +199,30 @@ def _blocks(
         codes = [(pairs or form.codes)(k, address) for address in addresses]
         scales = [form.scales(k, address) for address in addresses]
         for c, column in enumerate(columns):
-            q, d, s, counts = parts(column, size)
-            factors = k.load(vec(F32, runs), d + block * (4 * runs))
+            x = parts(column, size, form.wide)
+            factors = k.load(vec(F32, runs), x.scales + block * (4 * runs))
             if rest:
-                totals = _group_sums(k, form, factors, s, counts, block)
+                totals = _group_sums(k, form, factors, x.sums, x.counts, block)
             for r, (_, minimums) in enumerate(scales):
                 if minimums is not None:
                     rest[r][c].set(k.fma(minimums, totals, rest[r][c].now))
             spread = _per_group(factors, form)
             both = [scale * spread for scale, _ in scales]
             for i in range(0, runs, step):
-                x = k.load(vec(I8, 32 * step), q + block * form.block + 32 * i)
+                at = block * form.block + 32 * i
+                terms = [k.load(vec(I8, 32 * step), term + at) for term in x.terms]
                 dot = Dot(k, lanes)
-                start = dot.start(x, form.offset)
+                starts = [dot.start(term, form.offset) for term in terms]
                 for r, of_row in enumerate(codes):
                     if pairs is not None:
                         w = of_row[i // 2]
                     else:
                         w = of_row[i].join(of_row[i + 1]) if wide else of_row[i]
-                    product = dot(start, w, x, form.offset).to_float()
+                    products = [
+                        dot(start, w, term, form.offset) for start, term in zip(starts, terms, strict=True)
+                    ]
                     factor = both[r].shuffle(_lanes(form, i, lanes))
-                    sums[r][c].set(k.fma(product, factor, sums[r][c].now))
+                    sums[r][c].set(k.fma(combined(products).to_float(), factor, sums[r][c].now))
     found = [[total(k, slot.now) for slot in line] for line in sums]
     if not rest:
         return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.activations import parts
+from ggmlb.backends.numba.kernels.activations import combined, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
 from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes
@@ -18,6 +18,7 @@ from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ggmlb.backends.numba.kernels.activations import Parts
     from ggmlb.backends.numba.kernels.blocks import Form
     from ggmlb.backends.numba.kernels.strip_scales import Scales
     from ggmlb.backends.numba.llvm.emit import Variable
@@ -74,7 +75,7 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     sums = [[k.variable(zero) for _ in columns] for _ in vectors(k)]
     n_blocks = place.k // form.block
     base = place.a + strip * (place.a_nb1 * ROWS)
-    activations = [parts(column, place.k) for column in columns]
+    activations = [parts(column, place.k, FORMS[dtype].wide) for column in columns]
     with k.loop(0, n_blocks) as block:
         for field in FIELDS[dtype]:
             start = base + n_blocks * (ROWS * field.offset) + block * (ROWS * field.nbytes)
@@ -98,27 +99,30 @@ def _add_run(
     of_block: Scales,
     i: int,
     run: Value,
-    activations: tuple[Value, Value, Value, Value],
+    x: Parts,
 ) -> None:
     """Add the products of run `i` of a block, the row's run number `run`, with a row of activations."""
     n, per_run, per_group = lanes(k.level), 32 // form.group, form.group // 4
     scales, minimums = of_block
-    q, d, s, c = activations
-    factor = k.load(F32, d + run * 4)
-    counts = [k.load(I32, c + run * 8 + 4 * half) for half in range(2)]
+    factor = k.load(F32, x.scales + run * 4)
+    counts = [k.load(I32, x.counts + run * 8 + 4 * half) for half in range(2)]
     if per_run == 1:
         counts = [counts[0] + counts[1]]
     dot = Dot(k, n)
     for g in range(per_run):
-        products = dot.start_from(counts[g], form.offset)
-        for w in range(g * per_group, (g + 1) * per_group):
-            x = k.load(I32, q + run * 32 + w * 4).splat(n).bits(vec(I8, 4 * n))
-            products = dot(products, words[w], x, form.offset)
+        products = []
+        for term in x.terms:
+            # What an offset takes away is of the whole codes, which the last sum is of.
+            start = dot.start_from(counts[g], form.offset) if term is x.codes else k.const(vec(I32, n), 0)
+            for w in range(g * per_group, (g + 1) * per_group):
+                of = k.load(I32, term + run * 32 + w * 4).splat(n).bits(vec(I8, 4 * n))
+                start = dot(start, words[w], of, form.offset)
+            products.append(start)
         group = i * per_run + g
         scale = scales[group] * factor.splat(n)
-        slot.set(k.fma(products.to_float(), scale, slot.now))
+        slot.set(k.fma(combined(products).to_float(), scale, slot.now))
         if minimums is not None:
-            total = k.load(F32, s + run * 4) if per_run == 1 else counts[g].to_float(F32) * factor
+            total = k.load(F32, x.sums + run * 4) if per_run == 1 else counts[g].to_float(F32) * factor
             slot.set(k.fma(minimums[group], total.splat(n), slot.now))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.activations import parts
+from ggmlb.backends.numba.kernels.activations import combined, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import Chosen, Place
 from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes
@@ -181,7 +181,7 @@ def _multiply_bytes(
     floats, ints = vec(F32, n), vec(I32, n)
     zero = k.const(floats, 0)
     sums = [[k.variable(zero) for _ in range(n_columns)] for _ in vectors]
-    columns = [parts(row, size) for row in rows]
+    columns = [parts(row, size, form.wide) for row in rows]
     dot = Dot(k, n)
     shifted = k.level.dot == "vnni" and not form.has_min
     with k.loop(0, size >> 5) as block:
@@ -190,32 +190,42 @@ def _multiply_bytes(
             at = (block * (32 // form.group) + group) * (4 * BYTE_ROWS)
             counts = [
                 sum(
-                    (k.load(I32, c + block * 8 + (group + i) * 4) for i in range(1, per_group)),
-                    start=k.load(I32, c + block * 8 + group * 4),
+                    (k.load(I32, x.counts + block * 8 + (group + i) * 4) for i in range(1, per_group)),
+                    start=k.load(I32, x.counts + block * 8 + group * 4),
                 )
-                for _, _, _, c in columns
+                for x in columns
             ]
-            products = [
-                [(counts[c] * -128).splat(n) if shifted else k.const(ints, 0) for c in range(n_columns)]
-                for _ in vectors
-            ]
-            for word in range(group * form.group // 4, (group + 1) * form.group // 4):
-                of = packed.codes + (block * 8 + word) * (4 * BYTE_ROWS)
-                weights = [k.load(vec(I8, 4 * n), of + v * 4, 4) for v in vectors]
-                for c in range(n_columns):
-                    x = k.load(I32, columns[c][0] + block * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
-                    for v in range(len(vectors)):
-                        products[v][c] = dot.packed(products[v][c], weights[v], x, form.has_min)
+            starts = [(count * -128).splat(n) if shifted else k.const(ints, 0) for count in counts]
+            products = [list(starts) for _ in vectors]
+            for turn, terms in enumerate(zip(*(x.terms for x in columns), strict=True)):
+                if form.wide:  # first the high parts, alone, then the low ones on top
+                    products = [
+                        [
+                            combined([p, start]) if turn else k.const(ints, 0)
+                            for p, start in zip(row, starts, strict=True)
+                        ]
+                        for row in products
+                    ]
+                for word in range(group * form.group // 4, (group + 1) * form.group // 4):
+                    of = packed.codes + (block * 8 + word) * (4 * BYTE_ROWS)
+                    weights = [k.load(vec(I8, 4 * n), of + v * 4, 4) for v in vectors]
+                    for c, term in enumerate(terms):
+                        x = k.load(I32, term + block * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
+                        for v in range(len(vectors)):
+                            products[v][c] = dot.packed(products[v][c], weights[v], x, form.has_min)
             for v, first in enumerate(vectors):
                 scale = k.load(floats, packed.scales + at + first * 4)
                 minimum = k.load(floats, packed.minimums + at + first * 4) if form.has_min else None
-                for c, (_, d, s, _) in enumerate(columns):
+                for c, column in enumerate(columns):
                     slot = sums[v][c]
-                    factor = k.load(F32, d + block * 4)
+                    factor = k.load(F32, column.scales + block * 4)
                     slot.set(k.fma(products[v][c].to_float(), scale * factor.splat(n), slot.now))
                     if minimum is None:
                         continue
-                    total = k.load(F32, s + block * 4) if form.group == 32 else counts[c].to_float() * factor
+                    if form.group == 32:
+                        total = k.load(F32, column.sums + block * 4)
+                    else:
+                        total = counts[c].to_float() * factor
                     slot.set(k.fma(minimum, total.splat(n), slot.now))
     return [[slot.now for slot in row] for row in sums]
 

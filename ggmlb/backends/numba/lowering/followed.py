@@ -78,7 +78,9 @@ def lower(group: Group, steps: Steps) -> None:
     assert weight is not None and x is not None
     k, (m, n) = weight.ne[0], result.ne[:2]
     in_strips, rows = _in_strips(weight), _rows(weight, n)
-    x_at, x_nb = quantized_activations(x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
+    x_at, x_nb = (
+        quantized_activations(weight, x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
+    )
     parts = steps.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
     args: list[int | float] = []
     operands: list[int] = []

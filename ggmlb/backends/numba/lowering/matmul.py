@@ -36,7 +36,7 @@ def _mul_mat(node: Tensor, steps: Steps) -> None:
     assert a is not None and b is not None
     quantized, in_strips = a.dtype.is_quantized, _lies_in_strips(a)
     k, m, n = *a.ne[:2], b.ne[1]
-    address, nb = quantized_activations(b, steps) if quantized else (steps.address(b), b.nb)
+    address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
     y, y_nb = steps.address(node), node.nb
     matrices = b.ne[2] * b.ne[3]
 
@@ -78,16 +78,16 @@ def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
     return max(1, -(-chunks // matrices))
 
 
-def quantized_activations(b: Tensor, steps: Steps) -> tuple[int, tuple[int, int, int, int]]:
-    """Emit the step that quantises activations, unless it was; return their address and strides."""
-    k = b.ne[0]
-    row = activations.row_nbytes(k)
+def quantized_activations(a: Tensor, b: Tensor, steps: Steps) -> tuple[int, tuple[int, int, int, int]]:
+    """Emit the step that quantises activations for a weight, unless it was; return address and strides."""
+    k, wide = b.ne[0], FORMS[name(a)].wide
+    row = activations.row_nbytes(k, wide)
     nbytes = row * b.ne[1] * b.ne[2] * b.ne[3]
     address, there = steps.activations(b, nbytes)
     if not there:
         work = b.n_elements * 0.6
         args = (steps.address(b), *b.nb[1:], *b.ne, address)
-        steps.emit(activations.quantize, (name(b),), args, steps.chunks(work, b.n_elements // 32))
+        steps.emit(activations.quantize, (name(b), wide), args, steps.chunks(work, b.n_elements // 32))
     return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
 
 
@@ -98,7 +98,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     quantized, in_strips = a.dtype.is_quantized, _lies_in_strips(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
-    address, nb = quantized_activations(b, steps) if quantized else (steps.address(b), b.nb)
+    address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
     starts, order = steps.scratch(8 * (n_matrices + 2)), steps.scratch(8 * n)
     steps.emit(
         matvec.sort, (),

@@ -119,7 +119,7 @@ class Steps:
     def activations(self, tensor: Tensor, nbytes: int) -> tuple[int, bool]:
         """Return memory for a tensor's values as bytes, and whether they are there already."""
         address = self.address(tensor)
-        key = (address, tensor.ne, tensor.nb, tensor.dtype)
+        key = (address, tensor.ne, tensor.nb, tensor.dtype, nbytes)
         if self._activations is not None and self._activations[0] == key:
             return self._activations[1], True
         self._backend.activations.restart()
