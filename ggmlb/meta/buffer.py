@@ -173,7 +173,7 @@ class MetaBuffer(PartedBuffer):
         for own, parts in zip(self.slices(root), _dealt(root, self.state(root), whole), strict=True):
             if not own.nbytes:
                 continue
-            rest = own.get().reshape(parts[0].shape[0], -1, parts[0].shape[2])
+            rest: Bytes = own.get().reshape(parts[0].shape[0], -1, parts[0].shape[2])
             for part in parts:
                 part[...], rest = rest[:, : part.shape[1]], rest[:, part.shape[1] :]
         return whole

@@ -114,7 +114,8 @@ def _read_iq3_s(values: Floats, blocks: Blocks) -> None:
 def _shifted_grid() -> Ints:
     """The grid of IQ1 with 1/8 added to each element, then with 1/8 taken away; counted in eighths."""
     eighths = 8 * _grid("IQ1_S").view(np.int8)
-    return np.concatenate([eighths + np.int8(1), eighths - np.int8(1)]).view(np.uint64)
+    both: Ints = np.concatenate([eighths + np.int8(1), eighths - np.int8(1)]).view(np.uint64)
+    return both
 
 
 def _expand_shifted(values: Floats, index: Ints, scales: Floats) -> None:

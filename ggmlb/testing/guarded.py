@@ -61,7 +61,7 @@ class Watch:
         self._whole = Context().new_tensor(DType.I8, (size,), "whole")
         tensor_alloc(buffer, self._whole, 0)
         self._held = [h for h in held if h.nbytes]
-        self._before = np.empty(0, np.uint8)
+        self._before: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.written = np.zeros(size, np.bool_)
 
     def poison(self) -> None:

@@ -198,7 +198,8 @@ class Lowering(ABC):
         if n3 == n2 == 1:
             y[0, 0] = x[0, 0][index[0, 0]]
         else:
-            y[...] = x[(*_batch(self.xp, n3, n2), index)]
+            where = (*_batch(self.xp, n3, n2), index)
+            y[...] = x[where]
 
     def check_index(self, index: Array, n: int) -> None:  # noqa: B027 (an optional hook)
         """Raise where a row number is not in `range(n)`, if the library can tell without waiting."""

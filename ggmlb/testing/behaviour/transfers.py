@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
@@ -18,7 +19,7 @@ PIECES = ((0, N), (0, 1), (1, 1), (3, 5), (127, 258), (N - 1, 1), (N - 7, 7))
 """Offsets and sizes [bytes], aligned to nothing."""
 
 
-def _bytes(n: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _bytes(n: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, n, np.uint8)
 
 

@@ -37,7 +37,8 @@ def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
 def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:
     """By pair: the angle per unit of position, and which of the four positions counts."""
     pairs = np.arange(n_pairs)
-    exponent, channel = pairs, np.zeros(n_pairs, np.intp)
+    exponent: Array = pairs
+    channel: Array = np.zeros(n_pairs, np.intp)
     mode, sections = params["mode"], np.asarray(params["sections"])
     if mode & RopeType.MROPE:
         sector = pairs % sections.sum()
