@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,13 +47,15 @@ def _on_host(array: Any) -> Any:
         return array
     if hasattr(array, "__dlpack_device__"):
         if array.__dlpack_device__()[0] != DL_CPU:
-            return array
+            return _OnCuda(array) if hasattr(array, "__cuda_array_interface__") else array
         try:
             return np.from_dlpack(array)
         except (BufferError, RuntimeError) as error:
             raise ArgumentError(
                 f"from_array: {_kind(array)} gives no access to its memory: {error}"
             ) from error
+    if hasattr(array, "__cuda_array_interface__"):
+        return _OnCuda(array)
     if all(hasattr(array, name) for name in ("dtype", "shape", "strides")) and not hasattr(
         array, "__array__"
     ):
@@ -60,6 +63,31 @@ def _on_host(array: Any) -> Any:
     if hasattr(array, "__array__") or hasattr(array, "__array_interface__"):
         return np.asarray(array)
     return _of_numbers(np.asarray(array))
+
+
+class _OnCuda:
+    """An array of any library on a CUDA device, as its `__cuda_array_interface__` describes it.
+
+    Attributes:
+        owner: The array, which is kept alive.
+        read_only: Whether its memory may not be written.
+
+    Raises:
+        ArgumentError: It has a mask.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.owner = array
+        interface = self.__cuda_array_interface__ = array.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise ArgumentError(f"from_array: {_kind(array)} has a mask; tensors have none, so fill it first")
+        own = getattr(array, "dtype", None)  # bfloat16 has no code in the interface
+        self.dtype = own if isinstance(own, np.dtype) else np.dtype(interface["typestr"])
+        self.shape = tuple(interface["shape"])
+        self.ndim = len(self.shape)
+        steps = [self.dtype.itemsize * math.prod(self.shape[i + 1 :]) for i in range(self.ndim)]
+        self.strides = tuple(interface.get("strides") or steps)
+        self.read_only = bool(interface["data"][1])
 
 
 def _of_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -80,6 +108,8 @@ def _type_of(dtype: npt.DTypeLike) -> DType:
 def _why_not_shared(array: Any, dtype: DType) -> str | None:
     if dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy:
         return f"{array.dtype} has to be converted to {dtype.name.lower()}"
+    if isinstance(array, _OnCuda) and array.read_only:
+        return f"the memory of {_kind(array)} is read-only, and a tensor on a device can be written"
     if any(s < 0 or (s == 0 and n > 1) for n, s in zip(array.shape, array.strides, strict=True)):
         return f"tensors have no strides like {tuple(array.strides)}, negative or 0"
     return None
@@ -119,9 +149,10 @@ def _fetched(array: Any) -> npt.NDArray[Any]:
     """Copy a device's array to the host by its own method, as CuPy and PyOpenCL name it."""
     if isinstance(array, np.ndarray):
         return array
-    if not hasattr(array, "get"):
+    owner = _owner(array)
+    if not hasattr(owner, "get"):
         raise ArgumentError(f"from_array: {_kind(array)} lies on a device; copy it to the host first")
-    fetched: npt.NDArray[Any] = array.get()
+    fetched: npt.NDArray[Any] = owner.get()
     return fetched
 
 
@@ -130,5 +161,10 @@ def _placed(tensor: Tensor, buffer: Buffer, offset: int) -> Tensor:
     return tensor
 
 
+def _owner(array: Any) -> Any:
+    return array.owner if isinstance(array, _OnCuda) else array
+
+
 def _kind(array: Any) -> str:
-    return f"{type(array).__module__}.{type(array).__qualname__}"
+    kind = type(_owner(array))
+    return f"{kind.__module__}.{kind.__qualname__}"
