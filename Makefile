@@ -96,5 +96,5 @@ $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle $(VENV)/.docs: $(VENV)
 
 $(VENV)/.cuda: pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) for 'cuda' (once)"
-	$(PIP) install -e ".[cuda]" "cupy-cuda13x[ctk]"
+	$(PIP) install -e ".[cuda]"
 	@touch $@

@@ -120,7 +120,8 @@ class Context(
         Args:
             array: A NumPy array, anything that NumPy reads (nested lists, PyTorch tensors on the CPU), what
                 speaks DLPack, a CuPy array or another with `__cuda_array_interface__`, a
-                `pyopencl.array.Array`. One to four dimensions or none; NumPy shape `(3, 4)` becomes ne `[4, 3]`.
+                `pyopencl.array.Array`. One to four dimensions or none; NumPy shape `(3, 4)` becomes ne
+                `[4, 3]`.
             dtype: The type of the leaf; the array's own by default. Another is converted to, or quantised.
             copy: `False`: share the memory or raise. `True`: copy. `None`: copy where it cannot be shared.
             name: The leaf's name.
