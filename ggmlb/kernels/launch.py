@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ggmlb.kernels.source import Kernel, kernels
+from ggmlb.tensor import contiguous_nb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,10 +57,7 @@ class Scratch:
 
     def mem(self, dtype: DType, ne: Ne, offset: int = 0) -> Mem:
         """Return a part of it as a contiguous tensor, from `offset` bytes on."""
-        nb = [dtype.type_size, dtype.row_size(ne[0]), 0, 0]
-        nb[2] = nb[1] * ne[1]
-        nb[3] = nb[2] * ne[2]
-        return Mem(self, offset, dtype, ne, tuple(nb))  # type: ignore[arg-type]
+        return Mem(self, offset, dtype, ne, contiguous_nb(dtype, ne))
 
 
 @dataclass(slots=True)
