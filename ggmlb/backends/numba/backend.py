@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.numba.lowering import fused
 from ggmlb.backends.numba.plan import NumbaPlan
@@ -13,17 +11,14 @@ from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError
 from ggmlb.fusion import gather
 from ggmlb.interface import Backend
+from ggmlb.interface.host import aligned_empty
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.backends.numba.llvm.library import Library
     from ggmlb.enums import Status
     from ggmlb.fusion import Group
     from ggmlb.graph import Graph
     from ggmlb.interface import Device, GraphPlan
-
-ALIGNMENT = 64
 
 
 class NumbaBackend(Backend):
@@ -41,8 +36,8 @@ class NumbaBackend(Backend):
     def __init__(self, device: Device, n_threads: int, library: Library) -> None:
         super().__init__(device)
         self.library = library
-        self.scratch = Workspace(_aligned)
-        self.activations = Workspace(_aligned)
+        self.scratch = Workspace(aligned_empty)
+        self.activations = Workspace(aligned_empty)
         self.pool = Pool(_checked(n_threads), library)
 
     @property
@@ -87,9 +82,3 @@ def _checked(n: int) -> int:
     if n < 1:
         raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
     return n
-
-
-def _aligned(nbytes: int) -> npt.NDArray[np.uint8]:
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes]

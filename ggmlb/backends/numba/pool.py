@@ -16,6 +16,7 @@ from llvmlite import binding
 
 from ggmlb.backends.numba.kernels import driver
 from ggmlb.backends.numba.llvm.library import function
+from ggmlb.interface.host import aligned_empty
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,9 +39,8 @@ class Pool:
 
     def _begin(self) -> None:
         n_words = driver.control_words(self.n)
-        memory = np.zeros(n_words + 8, np.int64)
-        start = -memory.ctypes.data % 64 // 8
-        self._control = memory[start : start + n_words]
+        self._control = aligned_empty(n_words * 8).view(np.int64)
+        self._control[:] = 0
         self._control[driver.STATE + 2] = binding.address_of_symbol("sched_yield") or 0
         self._control[driver.STATE + 3] = self.n
         self._address = self._control.ctypes.data
