@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from ggmlb.errors import BackendUnavailable, RegistryError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 # Compiled kernels and their messages stay out of the way: a build log is not a warning of ours.
 os.environ.setdefault("PYOPENCL_COMPILER_OUTPUT", "0")
@@ -16,3 +25,39 @@ os.environ.pop("COLUMNS", None)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
+
+# A machine of a GPU CI may have NumPy, CuPy and pytest, and nothing else: what needs a package that is not
+# there is skipped, and says which. Where all are there, as in our own CI, nothing is skipped by this.
+
+EXTRAS = {
+    "llvmlite": "numba", "nbformat": "notebook", "platformdirs": "opencl", "pyopencl": "opencl", "rich": "cli",
+    "safetensors": "models", "tokenizers": "models", "typer": "cli",
+}  # fmt: skip
+MISSING = {module: extra for module, extra in EXTRAS.items() if find_spec(module) is None}
+
+
+def why_skipped(error: str) -> str | None:
+    """Return what is not there, if that is what an error tells of."""
+    module = next((m for m in MISSING if re.search(rf"\b{m}\b", error, re.IGNORECASE)), None)
+    return module and f"needs {module}: pip install 'ggmlb[{MISSING[module]}]'"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, pytest.CollectReport]:
+    """Skip a module that imports what is not there."""
+    report = yield
+    found = re.search(r"ModuleNotFoundError: No module named .*", str(report.longrepr))
+    if report.failed and found and (why := why_skipped(found[0])):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: {why}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Skip a test that asks for a device or a module that is not there."""
+    report = yield
+    kinds = (ModuleNotFoundError, BackendUnavailable, RegistryError)
+    error = None if call.excinfo is None else call.excinfo.value
+    if report.failed and isinstance(error, kinds) and (why := why_skipped(str(error))):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 1, f"Skipped: {why}")
+    return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from host_driver import HostDriver
+from gpus import host_driver
 
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.errors import BackendUnavailable, RegistryError
@@ -74,7 +74,7 @@ def test_packed_weights_of_opencl_pass(
 
 @pytest.mark.parametrize(("mode", "chosen"), WEIGHTS, ids=[mode for mode, _ in WEIGHTS])
 def test_weights_split_over_cards_pass(mode: str, chosen: dict[str, Any]) -> None:
-    device = CudaReg(HostDriver(n_devices=2)).devices[1]
+    device = CudaReg(host_driver(n_devices=2)).devices[1]
     assert faults(device, mode, 0 if mode == "behaviour" else SAMPLE, **chosen) == []
 
 
