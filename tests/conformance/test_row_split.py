@@ -238,6 +238,31 @@ def test_a_scheduler_brings_products_to_the_main_device(
             assert sched.get_tensor_backend(y) is main
 
 
+def test_a_scheduler_copies_the_rows_together_for_another_op(
+    reg: BackendReg, split: Callable[..., BufferType]
+) -> None:
+    w, buffer = weight(split(0, (1, 1)))
+    with (
+        reg.devices[0].init_backend() as main,
+        ggmlb.init_by_name("CPU") as cpu,
+        Scheduler([main, cpu]) as sched,
+        buffer,
+    ):
+        ctx = Context()
+        i = ctx.set_input(ctx.new_tensor(DType.I32, (3,), "i"))
+        rows = ctx.get_rows(w, i)
+        y = ctx.set_output(ctx.mul_mat(w, rows))
+        graph = Graph().build_forward_expand(y)
+        with pytest.warns(RuntimeWarning, match="holds the weights of mul_mat only; it falls back"):
+            sched.alloc_graph(graph)
+        i.set_array(np.array([199, 0, 64]))
+        sched.graph_compute(graph)
+        values = w.to_numpy()
+        want = values[[199, 0, 64]] @ values.T
+        assert np.abs(y.to_numpy() - want).max() < 1e-4 * want.max()
+        assert (sched.get_tensor_backend(rows), sched.get_tensor_backend(y)) == (cpu, main)
+
+
 def test_memory_is_shared_by_products_and_given_back(
     reg: BackendReg, split: Callable[..., BufferType]
 ) -> None:
