@@ -14,7 +14,7 @@ pytest.importorskip("llvmlite")
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
-from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.numba import NumbaReg, backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels import elementwise
@@ -22,6 +22,7 @@ from ggmlb.backends.numba.llvm.emit import I64
 from ggmlb.backends.numba.llvm.host import target_for
 from ggmlb.backends.numba.llvm.library import Library
 from ggmlb.backends.numba.lowering import walks
+from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
 
@@ -264,6 +265,43 @@ def test_a_wrong_row_number_names_the_node(numba: NumbaBackend) -> None:
             numba.graph_compute(graph)
         ids.set_array(np.array([3, 0], np.int32))
         assert numba.graph_compute(graph) is Status.SUCCESS
+
+
+@pytest.mark.parametrize("cache", [F16, DType.Q8_0, DType.Q5_1])
+@pytest.mark.parametrize("index", [DType.I32, DType.I64])
+def test_rope_that_writes_rows_of_a_cache(
+    cache: DType, index: DType, numba: NumbaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        caches, ctx = Context(), Context()
+        kept = caches.new_tensor(cache, (128, 6))
+        x, places = (ctx.set_input(ctx.new_tensor(t, ne)) for t, ne in ((F32, (128, 3)), (DType.I32, (3,))))
+        rows = ctx.set_input(ctx.new_tensor(index, (3,)))
+        turned = ctx.rope(ctx.reshape_3d(ctx.silu(x), 64, 2, 3), places, 48, 2)
+        put = ctx.set_output(ctx.set_rows(kept, ctx.reshape_2d(turned, 128, 3), rows))
+        put.name = "cached"
+        graph = Graph().build_forward_expand(put)
+        with (
+            alloc_ctx_tensors(caches, numba) as memory,
+            GraphAllocator(numba.default_buffer_type) as allocator,
+        ):
+            memory.clear(0)
+            allocator.alloc_graph(graph)
+            x.set_array(np.random.default_rng(0).standard_normal((3, 128), np.float32))
+            places.set_array(np.arange(3))
+            rows.set_array(np.array([4, 0, 3]))
+            plan = numba.graph_plan_create(graph)
+            assert isinstance(plan, NumbaPlan)
+            assert len(plan.steps) == (2 if fused == "1" else 3)
+            numba.graph_plan_compute(plan)
+            found.append(kept.get().copy())
+            rows.set_array(np.array([4, 6, 3]))
+            with pytest.raises(BackendError, match=r"'cached'.*row number 6 .* 6 rows"):
+                numba.graph_plan_compute(plan)
+    assert (found[0] == found[1]).all()
+    assert found[0].any()
 
 
 def test_it_can_be_aborted(numba: NumbaBackend) -> None:
