@@ -16,6 +16,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
@@ -60,16 +61,21 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU --weights q8_0
 
 # With what is installed, where that is enough: a machine with a card may have no network.
+# $(1): modules that must be there; $(2): the script; $(3): what is installed into .venv where they are not
+define on_card
+@if $(PYTHON) -c "import cupy, ml_dtypes, threadpoolctl $(1)" 2>/dev/null; \
+	then PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) $(2); \
+	else $(MAKE) $(VENV)/.$(3) $(VENV)/.cuda && $(BIN)/python $(2); fi
+endef
+
 test-gpu:
-	@if $(PYTHON) -c "import cupy, hypothesis, ml_dtypes, pytest, pytest_timeout, threadpoolctl" 2>/dev/null; \
-	then PYTHONPATH=. $(PYTHON) scripts/test_gpu.py $(PYTEST_ARGS); \
-	else $(MAKE) $(VENV)/.dev $(VENV)/.cuda && $(BIN)/python scripts/test_gpu.py $(PYTEST_ARGS); fi
+	$(call on_card,; import hypothesis; import pytest; import pytest_timeout,scripts/test_gpu.py $(PYTEST_ARGS),dev)
 
 sanitize-gpu:
 	PYTHON=$(PYTHON) scripts/sanitize_gpu.sh
 
-bench-gpu: $(VENV)/.bench $(VENV)/.cuda
-	$(BIN)/python benchmarks/gpu.py
+bench-gpu:
+	$(call on_card,,benchmarks/gpu.py $(BENCH_ARGS),bench)
 
 notebooks: $(VENV)/.dev
 	$(BIN)/python scripts/run_notebooks.py notebooks

@@ -26,7 +26,8 @@ from gpu_measure import FILLING, Bench, RawCopies, Torch, machine
 from report import RESULTS, Table, save
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
-from ggmlb.errors import Error
+from ggmlb.enums import Op
+from ggmlb.errors import Error, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 BUDGET_S = 420
-"""Sections that have not begun by then are left out, and named in the summary."""
+"""Sections that have not begun by then are left out, and named in the summary [s]."""
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 
@@ -179,15 +180,25 @@ def matmul(run: Run) -> None:
     n = run.bench.size(8192, 64)
     flops = 2.0 * n**3
     torch = run.torch.torch
+    # Multiplying the same number everywhere takes less power, and so runs faster than on real data.
+    some = np.random.default_rng(0).standard_normal((n, n), np.float32)
     for dtype, name in ((F16, "float16"), (BF16, "bfloat16"), (F32, "float32")):
+        data = some.astype(dtype.numpy)
+
+        def fill(ctx: Context, data: Any = data) -> None:
+            for t in ctx.tensors:
+                if t.op is Op.NONE:
+                    t.set(data)
+
         seconds = run.bench.node_seconds(
             lambda c, t=dtype: c.mul_mat(c.new_tensor(t, (n, n)), c.new_tensor(t, (n, n))),
             max(2 * n * n * dtype.type_size, 1 << 28),
+            fill,
         )
         limit: float | str = run.torch.why
         if torch is not None:
             kind, where = getattr(torch, name), run.torch.device
-            a, b = (torch.full((n, n), 0.05, dtype=kind, device=where) for _ in "ab")
+            a, b = (torch.randn((n, n), dtype=kind, device=where) for _ in "ab")
             limit = flops / run.torch.seconds(lambda a=a, b=b: b @ a.T) / 1e12
         goal = 0.95 if dtype is not F32 else None
         run.report.add(f"mul_mat {dtype.name.lower()} {n}^3", flops / seconds / 1e12, limit, "TFLOP/s", goal)
@@ -326,11 +337,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen = args.only.split(",") if args.only else list(SECTIONS)
     for name in chosen:
         if perf_counter() - begin > BUDGET_S:
-            report.left_out.append(name)
+            report.left_out.append(f"{name}: {BUDGET_S} s had passed")
             continue
         print(f"-- {name}", flush=True)
         try:
             SECTIONS[name](run)
+        except ModelError as error:
+            report.left_out.append(f"{name}: {error}")
         except Exception as error:  # one section must not cost the others their figures
             traceback.print_exc()
             report.failed.append(f"{name}: {type(error).__name__}: {error}")
@@ -339,7 +352,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.close()
     lines = [
         f"{report.n_met} goals met, {len(report.missed)} missed, {len(report.failed)} sections failed, "
-        f"{len(report.left_out)} left out for time; {total:.0f} s.",
+        f"{len(report.left_out)} left out; {total:.0f} s.",
         *(f"missed: {text}" for text in report.missed),
         *(f"failed: {text.splitlines()[0]}" for text in report.failed),
         *(f"left out: {text}" for text in report.left_out),

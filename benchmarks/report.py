@@ -48,9 +48,12 @@ def processor() -> str:
 def revision() -> str:
     """The code's revision, and whether it was changed since."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    run = subprocess.run(
-        [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
+    try:
+        run = subprocess.run(
+            [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # a machine to run on need not have git
+        return "unknown"
     return run.stdout.strip() or "unknown"
 
 

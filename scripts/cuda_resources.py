@@ -1,7 +1,7 @@
 """What kernels take of a multiprocessor, as ptxas tells it; kept in a table that `make lint-cuda` compares.
 
-The hot ones stand alone, by type and shape, and must not spill. Of the others, the table has what the
-hungriest variant takes.
+None may spill. The hot ones stand alone, by type and shape; of the others, the table has what the hungriest
+variant takes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ggmlb import Context, DType
+from ggmlb import Context, DType, Graph
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
+from ggmlb.fusion import Group, fuse
 from ggmlb.kernels import Kernel, Launch, Target
 
 if TYPE_CHECKING:
@@ -26,10 +27,8 @@ CARD = Target(False, 132, 128)
 ABOUT = """# What the kernels take of a multiprocessor
 
 Registers of a thread and shared memory of a block, as ptxas tells them for each architecture; bytes spilled
-in brackets, where there are any. Written by `python scripts/lint_cuda.py --write` with NVRTC {version}, which
-needs no card. `make lint-cuda` compiles everything again: kernels of the first table must not spill and, with
-the same NVRTC, take what is written here; those of the second must not spill more.
-"""
+in brackets, where there are any. Written by `python scripts/lint_cuda.py --write` with NVRTC {version} and
+CuPy's options, which XX"""
 
 
 @dataclass(frozen=True, order=True)
@@ -82,10 +81,15 @@ def hot() -> dict[str, Variant]:
                 defines = dict(launch.defines)
                 many = f", {defines['COLUMNS']} columns" if int(defines.get("COLUMNS", 1)) > 1 else ""
                 _add(found, f"{launch.kernel.name} {defines.get('a_T', '')}{many}".strip(), launch)
+        for n in (1, 2) if dtype in common else ():
+            for launch in _fused(dtype, n):
+                _add(found, f"{launch.kernel.name} {dtype.name.lower()}, {_told(launch)}", launch)
         if dtype in common:
             experts, x = ctx.new_tensor(dtype, (4096, 1024, 8)), ctx.new_tensor(DType.F32, (4096, 1, 1))
             for launch in _launches(ctx.mul_mat_id(experts, x, ctx.new_tensor(DType.I32, (2, 1)))):
                 _add(found, f"{launch.kernel.name} {dict(launch.defines).get('a_T', '')}".strip(), launch)
+    for launch in _fused(DType.F16, 64):
+        _add(found, launch.kernel.name, launch)
     for size in (64, 128, 256):
         for n_q, kv in ((1, DType.F16), (1, DType.Q8_0), (512, DType.F16), (512, DType.Q8_0)):
             ctx = Context()
@@ -97,6 +101,29 @@ def hot() -> dict[str, Variant]:
     return found
 
 
+def _fused(dtype: DType, n: int) -> list[Launch]:
+    """Return the launches of a gated unit of two products with biases; of one product and a bias."""
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (4096, n))
+    biased = [
+        ctx.add(ctx.mul_mat(ctx.new_tensor(dtype, (4096, 14336)), x), ctx.new_tensor(DType.F32, (14336,)))
+        for _ in range(3)
+    ]
+    last = [ctx.swiglu_split(*biased[:2]), biased[2]]
+    found: list[Launch] = []
+    lowering = Lowering(CARD, 90)
+    for item in fuse(Graph().build_forward_expand(*last), lowering.takes):
+        steps = lowering.lower_group(item) if isinstance(item, Group) else []
+        found += [step for step in steps if isinstance(step, Launch)]
+    return [launch for launch in found if launch.kernel.name != "quantize_q8"]
+
+
+def _told(launch: Launch) -> str:
+    defines = dict(launch.defines)
+    what = "gated unit" if "GLU" in defines else "bias"
+    return f"{what}, {defines['COLUMNS']} columns" if int(defines["COLUMNS"]) > 1 else what
+
+
 def _launches(node: object) -> list[Launch]:
     return [s for s in Lowering(CARD, 90).lower(node) if isinstance(s, Launch)]  # type: ignore[arg-type]
 
@@ -106,7 +133,7 @@ def _add(found: dict[str, Variant], name: str, launch: Launch) -> None:
         found.setdefault(name, (launch.kernel, launch.defines, launch.wg))
 
 
-def text(version: str, architectures: Sequence[str], *tables: Mapping[str, Mapping[str, Resources]]) -> str:
+def page(version: str, architectures: Sequence[str], *tables: Mapping[str, Mapping[str, Resources]]) -> str:
     """Return the page: for each table, rows by name of what each architecture's code takes."""
     parts = [ABOUT.format(version=version)]
     for title, rows in zip(
@@ -122,14 +149,12 @@ def text(version: str, architectures: Sequence[str], *tables: Mapping[str, Mappi
 
 
 def complaints(version: str, *tables: Mapping[str, Mapping[str, Resources]]) -> list[str]:
-    """Return what is wrong: hot kernels that spill, and what differs from the table of the same NVRTC.
-
-    Of hot kernels, that is any figure; of the portable ones, only that they spill more.
-    """
-    hot_rows, portable = tables
+    """Return what is wrong: kernels that spill, and hot ones that differ from the table of the same NVRTC."""
+    hot_rows, _ = tables
     bad = [
         f"{name} spills {r.spilled} bytes on {architecture}"
-        for name, by_architecture in hot_rows.items()
+        for rows in tables
+        for name, by_architecture in rows.items()
         for architecture, r in by_architecture.items()
         if r.spilled
     ]
@@ -137,10 +162,10 @@ def complaints(version: str, *tables: Mapping[str, Mapping[str, Resources]]) -> 
     if old is None or old[0] != version:
         return bad
     stale = []
-    for name, by_architecture in (*hot_rows.items(), *portable.items()):
+    for name, by_architecture in hot_rows.items():
         for architecture, now in by_architecture.items():
             then = old[1].get((name, architecture))
-            if now != then and (name in hot_rows or (then and now.spilled > then.spilled)):
+            if now != then:
                 stale.append(f"{name} on {architecture}: {now}; in {TABLE.name}: {then}")
     return [*bad, *stale, *(["where that is meant: python scripts/lint_cuda.py --write"] if stale else [])]
 
@@ -149,15 +174,15 @@ def _recorded() -> tuple[str, dict[tuple[str, str], Resources]] | None:
     """Return the table's version of NVRTC, and its figures by name and architecture."""
     if not TABLE.exists():
         return None
-    page = TABLE.read_text(encoding="utf-8")
+    recorded = TABLE.read_text(encoding="utf-8")
     figures = {}
     heads: list[str] = []
-    for line in page.splitlines():
+    for line in recorded.splitlines():
         first, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         if first == "kernel":
             heads = cells
         elif line.startswith("| "):
             for architecture, cell in zip(heads, cells, strict=True):
                 figures[first, architecture] = Resources.parse(cell)
-    version = re.search(r"NVRTC (\d+\.\d+)", page)
+    version = re.search(r"NVRTC (\d+\.\d+)", recorded)
     return (version[1] if version else ""), figures

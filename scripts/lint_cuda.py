@@ -13,18 +13,22 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cuda_resources import TABLE, Resources, Variant, complaints, hot, text
+from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
 from nvrtc import Nvrtc
 
 import ggmlb.kernels
 from ggmlb.backends.cuda.kernels import PACKAGE
+from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.fusion import Group, fuse
-from ggmlb.kernels import Launch, Target, declines, kernels, lower, lower_group, source, takes
+from ggmlb.kernels import Launch, Target, declines, kernels, lower, lower_group, takes
 from ggmlb.testing.programs import load_cases
 
 TESTS = Path(__file__).parents[1] / "tests"
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
+
+OF_CUPY = ("-ftz=true", "-std=c++17", "--device-as-default-execution-space")
+"""Options that CuPy adds to those given."""
 
 ONLY_OPENCL: dict[str, str] = {}
 """Kernels that need not compile for CUDA, and why."""
@@ -71,8 +75,8 @@ def _packed(variant: Variant) -> Variant | None:
 def compiled(nvrtc: Nvrtc, variant: Variant, architecture: str) -> tuple[str, str, Resources]:
     """Return the kernel's name, what the compiler complains of, and what the code takes of a card."""
     kernel, defines, wg = variant
-    options = [f"-arch={architecture}", "-diag-suppress=177", "--ptxas-options=-v", f"-DWG={wg}"]
-    fine, log = nvrtc.compile(source(kernel, "cuda"), [*options, *(f"-D{n}={v}" for n, v in defines)])
+    options = [*OPTIONS, *OF_CUPY, f"-arch={architecture}", "--ptxas-options=-v"]
+    fine, log = nvrtc.compile(text(kernel, defines, wg), options)
     why = "" if fine else f"{kernel.name} {dict(defines)} for {architecture}:\n{log}"
     return kernel.name, why, Resources.read(log)
 
@@ -103,7 +107,7 @@ def main(write: bool = False) -> int:
     if failed != set(ONLY_OPENCL) or unreached:
         return 1
     if write:
-        TABLE.write_text(text(nvrtc.version, known, *taken), encoding="utf-8")
+        TABLE.write_text(page(nvrtc.version, known, *taken), encoding="utf-8")
     bad = complaints(nvrtc.version, *taken)
     print(*bad, sep="\n", end="\n" if bad else "")
     if not bad:

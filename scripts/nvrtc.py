@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class Nvrtc:
-    """NVRTC.
+    """NVRTC, of the CUDA that CuPy is for.
 
     Raises:
         ModuleNotFoundError: The wheel is not installed.
     """
 
     def __init__(self) -> None:
-        wheel = find_spec("nvidia.cuda_nvrtc")
+        wheel = find_spec("nvidia.cu13")
         if wheel is None or not wheel.submodule_search_locations:
-            raise ModuleNotFoundError("needs NVRTC: pip install nvidia-cuda-nvrtc-cu12 (in the extra 'test')")
-        folder = Path(wheel.submodule_search_locations[0]) / "lib"
+            raise ModuleNotFoundError("needs NVRTC: pip install nvidia-cuda-nvrtc (in the extra 'test')")
+        folder = Path(next(iter(wheel.submodule_search_locations))) / "lib"
+        # NVRTC looks for its second part by name only; loaded before, it is found wherever it lies.
+        ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))))
         self._lib = ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
 
     def architectures(self) -> set[str]:
@@ -35,22 +38,40 @@ class Nvrtc:
 
     @property
     def version(self) -> str:
-        """As `12.9`."""
+        """As `13.0`."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
     def compile(self, text: str, options: Iterable[str]) -> tuple[bool, str]:
         """Compile a text; return whether that worked, and all that the compiler and ptxas say."""
+        with self._compiled(text, options) as (program, status):
+            return status == 0, self._get(program, "ProgramLog").decode()
+
+    def code(self, text: str, options: Iterable[str], kind: str = "CUBIN") -> bytes:
+        """Compile a text; return the code, `CUBIN` for an architecture `sm_*`, `PTX` for `compute_*`.
+
+        Raises:
+            RuntimeError: It does not compile; with what the compiler says.
+        """
+        with self._compiled(text, options) as (program, status):
+            if status:
+                raise RuntimeError(self._get(program, "ProgramLog").decode())
+            return self._get(program, kind)
+
+    @contextmanager
+    def _compiled(self, text: str, options: Iterable[str]) -> Iterator[tuple[ctypes.c_void_p, int]]:
         lib, program = self._lib, ctypes.c_void_p()
         status = lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
         if status:
             raise RuntimeError(f"nvrtcCreateProgram failed with status {status}")
         flags = [option.encode() for option in options]
-        status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
-        size = ctypes.c_size_t()
-        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value)
-        lib.nvrtcGetProgramLog(program, log)
+        yield program, lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
         lib.nvrtcDestroyProgram(ctypes.byref(program))
-        return status == 0, log.value.decode()
+
+    def _get(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(self._lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        out = ctypes.create_string_buffer(size.value)
+        getattr(self._lib, f"nvrtcGet{what}")(program, out)
+        return out.raw if what == "CUBIN" else out.value

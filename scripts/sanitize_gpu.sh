@@ -4,7 +4,7 @@
 #   scripts/sanitize_gpu.sh [memcheck|racecheck|initcheck|synccheck]...
 set -eu
 cd "$(dirname "$0")/.."
-export PYTHONPATH=. GGMLB_CUDA_GRAPHS=0 CUPY_CACHE_IN_MEMORY=1
+export PYTHONPATH=".:${PYTHONPATH:-}" GGMLB_CUDA_GRAPHS=0
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on the PATH; it is part of the CUDA toolkit" >&2; exit 2; }
 [ $# -gt 0 ] || set -- memcheck racecheck
 for tool; do

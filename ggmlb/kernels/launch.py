@@ -153,7 +153,12 @@ def launch(
 
 
 def elementwise(
-    target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
+    target: Target,
+    name: str | Kernel,
+    mems: Sequence[Mem],
+    *numbers: float,
+    over: int = -1,
+    **defines: str | int,
 ) -> Launch:
     """Return a launch with a step for each element of `mems[over]`."""
     ne = mems[over].ne

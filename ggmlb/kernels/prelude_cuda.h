@@ -1,8 +1,11 @@
 /* The portable kernel dialect, CUDA C++ side (NVRTC or nvcc); prelude_opencl.h is its twin.
 
-   Needs no header at all: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32. */
+   Needs no header at all: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32.
+   GROUPS_AT_ONCE is how many blocks a multiprocessor shall have room for. A file that says so leaves its kernels the
+   registers that they need: left alone, the compiler spills some for the sake of more blocks. */
 
-#define KERNEL       extern "C" __global__ __launch_bounds__(WG) void
+#define GROUPS_AT_ONCE 0
+#define KERNEL       extern "C" __global__ __launch_bounds__(WG, GROUPS_AT_ONCE) void
 #define DEVICE_FN    static __device__ __forceinline__
 #define GLOBAL
 #define CGLOBAL      const

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from cuda_gate import hold_up
 
-from ggmlb import Context, DType, alloc_ctx_tensors
+from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg, backend_reg
+from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_copy, tensor_copy_async
 
@@ -87,6 +88,79 @@ def test_an_event_orders_two_cards(streams: list[CudaBackend]) -> None:
     assert dst.to_numpy()[0] == 3
 
 
+def test_a_copy_on_one_stream_waits_for_no_other(streams: list[CudaBackend]) -> None:
+    first, second = streams[:2]
+    src, dst, out = leaf(first), leaf(second), np.empty(1000, np.float32)
+    src.set(np.full(1000, 1, np.float32))
+    dst.memset(0)
+    hold_up(second, 200)
+    second.set_tensor_async(leaf(second), out)
+    slow, mark = second.device.event_new(), first.device.event_new()
+    second.event_record(slow)
+    assert first.copy_on_stream(src, dst)
+    first.event_record(mark)
+    second.event_wait(mark)
+    second.get_tensor_async(dst, out)
+    first.set_tensor_async(src, np.full(1000, 2, np.float32))  # after the copy
+    first.synchronize()
+    assert not second.device.driver.event_done(slow.handle)
+    second.synchronize()
+    assert (out == 1).all()
+    assert (src.to_numpy()[0], dst.to_numpy()[0]) == (2, 1)
+    assert second.copy_on_stream(src, dst), "the reader may queue it as well"
+    assert dst.to_numpy()[0] == 2, "a transfer that blocks waits for it"
+    assert not first.copy_on_stream(dst, dst), "overlapping"
+    if len(streams) > 2:
+        assert not streams[2].copy_on_stream(src, dst), "neither is its own"
+    dst.buffer.free()  # type: ignore[union-attr]
+    assert src.to_numpy()[0] == 2
+
+
+@pytest.mark.parametrize("n_cards", [1, 2])
+def test_a_pipeline_over_cards(
+    streams: list[CudaBackend], n_cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cards, or two streams of one: the host waits for neither, and every batch gives its bits."""
+    used = streams[:2] if n_cards == 2 else [streams[0], streams[0].device.init_backend()]
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((256, 256), np.float32) / 16 for _ in used]
+    weights = []
+    for backend, data in zip(used, arrays, strict=True):
+        ctx = Context()
+        weights.append(ctx.new_tensor(DType.F32, (256, 256)))
+        alloc_ctx_tensors(ctx, backend).usage = BufferUsage.WEIGHTS  # type: ignore[arg-type]
+        weights[-1].set_array(data)
+    batches = [np.full((8, 256), i, np.float32) for i in range(10)]
+    results = [np.zeros((8, 256), np.float32) for _ in batches]
+    sent, waited = [], []
+    send, wait = type(used[0])._copy_on_stream, type(used[0])._synchronize
+    monkeypatch.setattr(
+        type(used[0]), "_copy_on_stream", lambda self, *a: sent.append(self) or send(self, *a)
+    )
+    monkeypatch.setattr(type(used[0]), "_synchronize", lambda self: waited.append(self) or wait(self))
+    with init_by_name("CPU") as cpu, Scheduler([*used, cpu], parallel=True) as sched:
+        for batch, result in zip(batches, results, strict=True):
+            ctx = Context()
+            x = ctx.set_input(ctx.new_tensor(DType.F32, (256, 8)))
+            h = ctx.relu(ctx.mul_mat(weights[0], x))
+            y = ctx.set_output(ctx.mul_mat(weights[1], h))
+            sched.set_tensor_backend(h, used[0])
+            sched.set_tensor_backend(y, used[1])
+            graph = Graph().build_forward_expand(y)
+            sched.alloc_graph(graph)
+            x.set_array(batch)
+            waited.clear()
+            sched.graph_compute_async(graph)
+            assert not waited, "the host waited"
+            x.set_array(np.full_like(batch, 99))
+            used[1].get_tensor_async(y, result)  # type: ignore[attr-defined]
+        sched.synchronize()
+    assert sent == [used[0]] * len(batches)
+    for batch, result in zip(batches, results, strict=True):
+        want = np.maximum(batch @ arrays[0].T, 0) @ arrays[1].T
+        assert np.allclose(result, want, rtol=1e-3, atol=1e-3)
+
+
 def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:
     comm = reg.get_proc_address("comm_init")(streams)  # type: ignore[misc]
     if comm is None:
@@ -94,10 +168,12 @@ def test_sums_over_cards(reg: CudaReg, streams: list[CudaBackend]) -> None:
     allreduce, free = reg.get_proc_address("comm_allreduce_tensor"), reg.get_proc_address("comm_free")
     assert allreduce is not None
     assert free is not None
-    parts = [leaf(stream) for stream in streams]
     for turn in range(3):
+        parts = [leaf(stream) for stream in streams]
         for i, (stream, part) in enumerate(zip(streams, parts, strict=True)):
-            stream.set_tensor_async(part, np.full(1000, 10**i + turn, np.float32))
+            data = np.full(1000, 10**i + turn, np.float32)
+            # What is read below is waited for, even if nothing but the sum was queued with it.
+            part.set(data) if turn else stream.set_tensor_async(part, data)
         assert allreduce(comm, parts)
         want = sum(10**i + turn for i in range(len(parts)))
         for part in parts:

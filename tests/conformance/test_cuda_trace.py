@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,11 +29,13 @@ def test_nodes_and_copies_have_times(stream: CudaBackend, other: CudaBackend) ->
         for _ in range(3):  # the plan becomes a CUDA graph
             stream.graph_compute(graph)
         out = np.zeros(1000, np.float32)
+        before = perf_counter_ns()
         with Trace([stream, other]) as trace:
             stream.set_tensor_async(x, np.ones(1000, np.float32))
             stream.graph_compute_async(graph)
             assert other.cpy_tensor_async(stream, y, z)
             other.get_tensor_async(z, out)
+        after = perf_counter_ns()
         assert np.allclose(out, np.e)
         stream.graph_compute(graph)  # as before it was timed
         assert stream.commands is stream.clock is None
@@ -47,5 +50,9 @@ def test_nodes_and_copies_have_times(stream: CudaBackend, other: CudaBackend) ->
         )
         for found in rows.values():
             assert all(e["dur"] >= 0 for e in found)
+            span = (after - before) * 1e-3
+            assert all(-1000 < e["ts"] <= e["ts"] + e["dur"] < span + 1000 for e in found), (
+                "on the host's clock"
+            )
             assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(found))
         assert rows[1][-1]["ts"] < rows[0][0]["ts"] < rows[3][0]["ts"]

@@ -23,6 +23,7 @@ from ggmlb import (
     alloc_ctx_tensors,
     init_by_name,
 )
+from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
 from ggmlb.enums import NO_OPS
 from ggmlb.fusion import Group, fuse
 
@@ -167,8 +168,7 @@ def test_a_llama_like_layer(stream: Any, n: int, monkeypatch: pytest.MonkeyPatch
                 stream.graph_compute(layer.graph)
             results.append(layer.result.to_numpy())
             found = patterns(layer.graph, stream)
-    # CUDA's own products are faster than the portable one with what follows.
-    glus = ["glu"] if n <= 8 and not is_cuda(stream) else []
+    glus = ["glu"] if n <= (GLU_COLUMNS if is_cuda(stream) else 8) else []
     assert found == [*glus, "norm", "norm", "norm", "rope_set_rows"]
     tolerance = 1e-3 if is_cuda(stream) else 1e-4
     np.testing.assert_allclose(*results, rtol=tolerance, atol=tolerance / 10)

@@ -45,6 +45,12 @@ class Allocation:
     cl_buffer: Any
 
 
+class Owned(np.ndarray[Any, Any]):
+    """An array that keeps the owner of its memory."""
+
+    owner: object
+
+
 def aligned(nbytes: int) -> Bytes:
     """Poisoned memory that begins at a multiple of `ALIGNMENT`."""
     whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
@@ -162,12 +168,14 @@ class HostDriver(Driver):
         self.counts["trim"] += 1
 
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        return self._allocations[address].array
+        array = self._allocations[address].array.view(Owned)
+        array.owner = owner
+        return array
 
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
-        return np.ndarray(shape, dtype, base, offset, strides)
+        return Owned(shape, dtype, base, offset, strides)
 
     def array_address(self, array: Any) -> int:
         return address_of(array)
@@ -232,9 +240,7 @@ class HostDriver(Driver):
             point.stream.run_to(point.n)
 
     def event_elapsed(self, start: int, end: int) -> float:
-        first, last = self._events[start], self._events[end]
-        assert first.stream is not None and last.stream is not None
-        return last.stream.ends[last.n] - first.stream.ends[first.n]
+        return self._events[end].time() - self._events[start].time()
 
     def put(self, stream: int, op: Op) -> None:
         s = self.streams[stream]
@@ -382,8 +388,15 @@ class HostDriver(Driver):
 
     def leftovers(self) -> dict[str, int]:
         """Return what was made and not released."""
-        made = {"streams": self.streams, "graphs": self._graphs, "executables": self._execs}
-        return {name: len(things) for name, things in made.items() if things}
+        made = {
+            "streams": self.streams,
+            "events": self._events,
+            "graphs": self._graphs,
+            "executables": self._execs,
+        }
+        found = {name: len(things) for name, things in made.items()}
+        found["cuBLAS handles"] = self._blas.real.handles
+        return {name: n for name, n in found.items() if n}
 
 
 def _move(dst: int, src: int, nbytes: int) -> None:

@@ -6,7 +6,7 @@ import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cuda_emulator.blas import HostBlas
+from cuda_emulator.blas import NOT_INITIALISED, HostBlas
 from host_streams import Op
 
 if TYPE_CHECKING:
@@ -48,31 +48,45 @@ class HostCollective:
         pass
 
 
+_OPERANDS = {
+    "cublasGemmEx": (7, 10, 14),
+    "cublasGemmStridedBatchedEx": (7, 11, 16),
+    "cublasGemmBatchedEx": (7, 10, 14),
+}
+"""Which arguments are addresses of device memory."""
+
+
 class QueuedBlas:
-    """cuBLAS over NumPy, whose products run when their stream does."""
+    """cuBLAS over NumPy, whose products run when their stream does.
+
+    Attributes:
+        real: The functions.
+    """
 
     def __init__(self, driver: HostDriver) -> None:
         self._driver = driver
-        self._real = HostBlas()
+        self.real = HostBlas()
         self._streams: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        function = getattr(self._real, name)
+        function = getattr(self.real, name)
 
         def call(*args: Any) -> int:
             if name == "cublasSetStream_v2":
                 self._streams[args[0].value] = args[1]
-            if not name.startswith("cublasGemm"):
+            if name not in _OPERANDS:
                 return int(function(*args))
-
             handle = args[0].value
+            if handle not in self.real.with_workspace:
+                return NOT_INITIALISED
 
             def run() -> None:
-                self._real.with_workspace.add(handle)
+                self.real.with_workspace.add(handle)
                 status = function(*args)
                 assert status == 0, f"{name}: {status}"
 
-            self._driver.put(self._streams[handle], Op("gemm", run))
+            addresses = tuple(args[i] for i in _OPERANDS[name])
+            self._driver.put(self._streams[handle], Op("gemm", run, addresses))
             return 0
 
         return call

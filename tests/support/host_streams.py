@@ -51,6 +51,12 @@ class Point:
     stream: HostStream | None = None
     n: int = 0
     device: int = 0
+    recorded: float = field(default_factory=perf_counter)
+
+    def time(self) -> float:
+        """When it was reached: not before the work queued before it ended, nor before it was recorded."""
+        assert self.stream is not None
+        return max(self.recorded, self.stream.ends[self.n])
 
     def is_reached(self) -> bool:
         return self.stream is None or self.stream.n_done >= self.n

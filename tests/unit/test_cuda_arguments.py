@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import struct
 from importlib import import_module, resources
@@ -34,27 +33,15 @@ def heads() -> str:
     return found
 
 
-def ptx(text: str) -> str:
-    pytest.importorskip("nvidia.cuda_nvrtc", reason="needs NVRTC: pip install nvidia-cuda-nvrtc-cu12")
-    wheel = import_module("nvidia.cuda_nvrtc")
-    folder = Path(next(iter(wheel.__path__))) / "lib"
-    lib = ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    assert lib.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"heads.cu", 0, None, None) == 0
-    flags = [b"-arch=compute_75", b"-diag-suppress=177", b"-DWG=128"]
-    status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
-    get_size, get = ("PTXSize", "PTX") if status == 0 else ("ProgramLogSize", "ProgramLog")
-    getattr(lib, f"nvrtcGet{get_size}")(program, ctypes.byref(size))
-    out = ctypes.create_string_buffer(size.value)
-    getattr(lib, f"nvrtcGet{get}")(program, out)
-    assert status == 0, out.value.decode()
-    return out.value.decode()
-
-
 @pytest.fixture(scope="module")
 def entries() -> dict[str, list[int]]:
     """The sizes of each kernel's parameters [bytes], as the compiler has them."""
-    found = re.findall(r"\.entry (\w+)\((.*?)\)", ptx(heads()), re.DOTALL)
+    pytest.importorskip("nvidia.cu13", reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+        compiler = import_module("nvrtc").Nvrtc()
+    ptx = compiler.code(heads(), ["-arch=compute_75", "-diag-suppress=177", "-DWG=128"], "PTX").decode()
+    found = re.findall(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
     return {name: [int(bits) // 8 for bits in PARAMETER.findall(params)] for name, params in found}
 
 

@@ -75,17 +75,12 @@ class CudaBackend(Backend):
 
     @property
     def blas(self) -> CuBlas:
-        """The stream's cuBLAS handle, made when a plan first needs one."""
+        """The stream's cuBLAS handle, made when a plan first needs one; it and its workspace live as long."""
         if self._blas is None:
             workspace = allocate(self, WORKSPACE_NBYTES)
             blas = CuBlas(self.device.blas_library(), workspace.address, workspace.size)
             self._blas = blas, workspace
         return self._blas[0]
-
-    @property
-    def workspace(self) -> CudaBuffer | None:
-        """The handle's memory, which captured products use; `None` while there is no handle."""
-        return self._blas and self._blas[1]
 
     @property
     def streams(self) -> tuple[Backend, ...]:
@@ -179,6 +174,19 @@ class CudaBackend(Backend):
             backend_src.stream.wait_for([self.stream])  # what comes next there may overwrite the source
         return True
 
+    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
+        source, target = src.buffer, dst.buffer
+        if not isinstance(source, CudaBuffer) or not isinstance(target, CudaBuffer) or overlap(src, dst):
+            return False
+        if self.device not in (source.device, target.device):
+            return False
+        with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
+            with self._timed(src):
+                queue_copy(src, dst, self.stream.handle)
+            source.streams.add(self.stream)
+            target.streams.add(self.stream)
+        return True
+
     def _own(self, tensor: Tensor) -> CudaBuffer | None:
         """Return the tensor's buffer, if it is memory of this device."""
         buffer = tensor.buffer
@@ -244,6 +252,7 @@ class CudaBackend(Backend):
             raise BackendError(self._late(error)) from None
         self._last_plan = None
         self._drop_held(is_idle=True)
+        self.device.memory_pool.sweep()
 
     def _late(self, error: Exception) -> str:
         """Word an error of work that was queued before: CUDA does not say of which."""

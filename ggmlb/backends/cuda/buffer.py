@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
+from ggmlb.backends.cuda.memory import Lent
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.placement import overlap
 
@@ -66,11 +67,12 @@ class CudaBuffer(Buffer):
         self.address = address
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._array: Any = None
-        self._memory: object = owner
-        if address and owner is None:
+        self._memory: object = None
+        if address:
             self._memory = _Memory()
+            memory = address if owner is None else Lent(owner)
             give_back = self.device.memory_pool.give_back
-            weakref.finalize(self._memory, give_back, address, self.streams).atexit = False
+            weakref.finalize(self._memory, give_back, memory, self.streams).atexit = False
 
     @property
     def base(self) -> Any:
@@ -197,4 +199,5 @@ def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
         driver.copy(to, start, src.nbytes, Way.ON_DEVICE, stream)
     else:
         driver.enable_peer(there, here)
+        driver.enable_peer(here, there)
         driver.copy_peer(to, there, start, here, src.nbytes, stream)

@@ -15,7 +15,7 @@ from cupy.cuda import runtime as rt
 from ggmlb import progress
 from ggmlb.backends.cuda.cublas import library
 from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
-from ggmlb.backends.cuda.program import options, text
+from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError
 
@@ -228,7 +228,8 @@ class CupyDriver(Driver):
         key = _key(launch, device)
         if key not in self._functions:
             with self.on(device):
-                module = cupy.RawModule(code=text(launch), options=options(launch), backend="nvrtc")
+                code = text(launch.kernel, launch.defines, launch.wg)
+                module = cupy.RawModule(code=code, options=OPTIONS, backend="nvrtc")
                 self._functions[key] = module.get_function(launch.kernel.name).kernel
         return int(self._functions[key].ptr)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from ggmlb import kernels, row_split
 from ggmlb.backends.cuda import array
 from ggmlb.backends.cuda.buffer import CudaBuffer
-from ggmlb.backends.cuda.kernels import Lowering
+from ggmlb.backends.cuda.kernels import MAX_GROUPS, Lowering
 from ggmlb.backends.cuda.work import Part
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.enums import NO_OPS
 from ggmlb.fusion import Group, fuse
 from ggmlb.kernels import Launch
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from ggmlb.graph import Graph
     from ggmlb.kernels import Target
     from ggmlb.tensor import Tensor
-
-MAX_GROUPS = 65535
-"""What CUDA takes of a grid's second and third extents; the first is practically free."""
 
 
 def declines(node: Tensor, target: Target) -> str | None:
@@ -51,15 +48,10 @@ def _too_many_groups(node: Tensor, target: Target) -> str | None:
 
 
 def takes(group: Group, device: CudaDevice) -> bool:
-    """Whether a kernel computes a group of nodes at once, and faster than one by one.
-
-    Products that CUDA's own kernels or cuBLAS take are better off so than in a portable kernel.
-    """
-    if not kernels.takes(group, device.target):
+    """Whether a kernel computes a group of nodes at once, and faster than one by one."""
+    if any(row_split.is_split(node) for node in group.nodes):
         return False
-    lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
-    products = [node for node in group.nodes if node.op is Op.MUL_MAT]
-    return not any(row_split.is_split(node) or lowering.fast(node) is not None for node in products)
+    return Lowering(device.target, device.facts.capability, blas=device.has_blas).takes(group)
 
 
 def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
@@ -70,9 +62,7 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
     parts: list[Part] = []
     for item in fuse(graph, backend.takes):
         if isinstance(item, Group):
-            parts.append(Part(item.nodes, list(kernels.lower_group(item, device.target))))
-            for node in (*item.kept, item.result):
-                lowering.wrote(node)
+            parts.append(Part(item.nodes, list(lowering.lower_group(item))))
             continue
         node = item
         if node.op in NO_OPS or node.is_empty:

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.stream import Stream
 
 
+class Lent:
+    """Memory of another library: what keeps it."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+
 class DeviceMemory:
     """Allocates for one device.
 
@@ -24,8 +33,8 @@ class DeviceMemory:
         self._driver = driver
         self._device = device
         self._lock = threading.Lock()
-        self._dropped: deque[tuple[int, tuple[Stream, ...]]] = deque()
-        self._leaving: list[tuple[int, list[tuple[Stream, int]]]] = []
+        self._dropped: deque[tuple[int | Lent, tuple[Stream, ...]]] = deque()
+        self._leaving: list[tuple[int | Lent, list[tuple[Stream, int]]]] = []
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of `nbytes`; where there is no room, wait for what is leaving and try once more.
@@ -45,30 +54,39 @@ class DeviceMemory:
             driver.trim()
             return driver.malloc(nbytes)
 
-    def give_back(self, address: int, streams: Iterable[Stream]) -> None:
-        """Release memory as soon as the work now queued on the streams is done."""
-        self._dropped.append((address, tuple(streams)))
+    def give_back(self, memory: int | Lent, streams: Iterable[Stream]) -> None:
+        """Release memory, by its address or its owner, once the work now queued on the streams is done."""
+        users = tuple(streams)
+        if users or not isinstance(memory, Lent):
+            self._dropped.append((memory, users))
 
     def sweep(self, wait: bool = False) -> None:
         """Free what no work uses any more; with `wait`, all that was given back."""
+        if not self._dropped and not self._leaving:
+            return
         driver = self._driver
+        lent = []  # what becomes of it is its owner's code, which runs without the lock
         with self._lock, driver.on(self._device):
             while self._dropped:
-                address, streams = self._dropped.popleft()
+                memory, streams = self._dropped.popleft()
                 marks = [(stream, stream.mark()) for stream in streams if stream.handle]
-                self._leaving.append((address, marks))
+                self._leaving.append((memory, marks))
             still = []
-            for address, marks in self._leaving:
+            for memory, marks in self._leaving:
                 if wait:
                     for _, event in marks:
                         driver.event_synchronize(event)
                 elif not all(driver.event_done(event) for _, event in marks):
-                    still.append((address, marks))
+                    still.append((memory, marks))
                     continue
-                driver.free(address)
+                if isinstance(memory, Lent):
+                    lent.append(memory)
+                else:
+                    driver.free(memory)
                 for stream, event in marks:
                     if stream.handle:
                         stream.unmark(event)
                     else:
                         driver.event_free(event)
             self._leaving = still
+        lent.clear()

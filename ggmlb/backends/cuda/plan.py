@@ -40,8 +40,6 @@ class CudaPlan(GraphPlan):
         binder = Binder(backend)
         self.parts: list[Part] = lower(graph, backend, binder)
         binder.bind(self.parts)
-        if backend.workspace is not None:
-            binder.use(backend.workspace)
         self.buffers: tuple[CudaBuffer, ...] = tuple(binder.buffers.values())
         self.segments: list[Segment] = self._segments()
         self._wait = env.cuda_sync()

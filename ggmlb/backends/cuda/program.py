@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ggmlb.kernels import source
 
 if TYPE_CHECKING:
-    from ggmlb.kernels import Launch
+    from ggmlb.kernels import Defines, Kernel
+
+OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
+"""NVRTC's options, the same for all kernels: CuPy asks the compiler for its version once for each set."""
 
 
-def text(launch: Launch) -> str:
-    """Return the CUDA C++ text of a launch's kernel."""
-    return source(launch.kernel, "cuda")
-
-
-def options(launch: Launch) -> tuple[str, ...]:
-    """Return NVRTC's options for it; the architecture is the caller's to add."""
-    return (
-        "-diag-suppress=177",  # functions that this kernel does not use
-        f"-DWG={launch.wg}",
-        *(f"-D{name}={value}" for name, value in launch.defines),
-    )
+def text(kernel: Kernel, defines: Defines, wg: int) -> str:
+    """Return the CUDA C++ text of a kernel with its macros."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in (*defines, ("WG", wg)))
+    return macros + source(kernel, "cuda")

@@ -70,7 +70,7 @@ def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _launch(
-    target: Target, a: Mem, b: Mem, d: Mem, bias: Mem | None = None, glu: _Glu | None = None
+    target: Target, a: Mem, b: Mem, d: Mem, bias: Mem | None = None, glu: Glu | None = None
 ) -> Launch:
     """Return the launch of `d = a b + bias`, or of a gated unit of that and another product."""
     m, n, n_matrices = a.ne[1], b.ne[1], b.ne[2] * b.ne[3]
@@ -126,7 +126,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
 # -- with what follows -------------------------------------------------------------------------
 
 
-class _Glu(NamedTuple):
+class Glu(NamedTuple):
     """The other product of a gated unit."""
 
     a: Mem
@@ -158,13 +158,21 @@ def _takes_glu(group: Group, target: Target) -> bool:
 
 
 def _glu(group: Group, target: Target) -> list[Launch]:
-    p, d = group["glu"].params, Mem.of(group.result)
-    weights, x = (Mem.of(t) for t in group["gate"].src if t is not None)
+    x = group["gate"].src[1]
+    assert x is not None
+    weights, bias, glu = gated(group)
+    return [_launch(target, weights, Mem.of(x), Mem.of(group.result), bias, glu)]
+
+
+def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
+    """Return the weights and bias of the product that is activated, and the other one."""
+    p, d, weights = group["glu"].params, Mem.of(group.result), group["gate"].src[0]
+    assert weights is not None
 
     def bias(part: str) -> Mem | None:
         return Mem.of(group.other(part)).tiled_to(group[part].ne) if part in group else None
 
-    gate: tuple[Mem, Mem | None] = weights, bias("gate_add")
+    gate: tuple[Mem, Mem | None] = Mem.of(weights), bias("gate_add")
     if "up" in group:
         other = group["up"].sources[0]
         up: tuple[Mem, Mem | None] = Mem.of(other), bias("up_add")
@@ -172,8 +180,7 @@ def _glu(group: Group, target: Target) -> list[Launch]:
         gate, up = _halves(*gate, d.ne[0])
         if p["swapped"]:
             gate, up = up, gate
-    glu = _Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
-    return [_launch(target, gate[0], x, d, gate[1], glu)]
+    return *gate, Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
 
 
 def _halves(weights: Mem, bias: Mem | None, m: int) -> Any:

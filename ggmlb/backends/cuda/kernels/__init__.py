@@ -7,10 +7,10 @@
 The texts are written against the portable prelude and headers, so that a type's decoding stands in one place.
 """
 
-from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
+from ggmlb.backends.cuda.kernels.lowering import MAX_GROUPS, Lowering, Step
 from ggmlb.backends.cuda.kernels.scratch import place
 
-__all__ = ["PACKAGE", "Lowering", "Step", "place"]
+__all__ = ["MAX_GROUPS", "PACKAGE", "Lowering", "Step", "place"]
 
 PACKAGE = __name__
 """Where the texts lie, as `ggmlb.kernels.kernels` wants to know."""

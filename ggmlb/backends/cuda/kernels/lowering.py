@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, TypeAlias
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
 from ggmlb.enums import NO_OPS, Op
-from ggmlb.kernels import Launch, lower
+from ggmlb.kernels import Launch, declines, lower, lower_group, takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ggmlb.fusion import Group
     from ggmlb.kernels import Mem, Target
     from ggmlb.tensor import Tensor
 
@@ -26,6 +27,10 @@ _FAST = {
     Op.MUL_MAT_ID: products.mul_mat_id,
     Op.FLASH_ATTN_EXT: attention.flash_attn,
 }
+_FAST_GROUPS = {"mul_mat_add": products.mul_mat_add, "glu": products.glu}
+
+MAX_GROUPS = 65535
+"""What CUDA takes of a grid's second and third extents; the first is practically free."""
 
 
 class Lowering:
@@ -52,10 +57,34 @@ class Lowering:
         self.wrote(node)
         return steps
 
+    def lower_group(self, group: Group) -> list[Step]:
+        """Return the steps that compute a group of nodes that is taken."""
+        fast = self.fast_group(group)
+        steps: list[Step] = [*lower_group(group, self.target)] if fast is None else fast
+        for node in group.nodes:  # results that are left out may hold what comes between
+            self.wrote(node)
+        return steps
+
+    def takes(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once, and faster than one by one.
+
+        Products that CUDA's own kernels or cuBLAS take are better off so than in a portable kernel.
+        """
+        if any(declines(node) is not None for node in group.nodes):
+            return False
+        if any(self.fast(node) is not None for node in group.nodes):
+            return self.fast_group(group) is not None
+        return takes(group, self.target)
+
     def fast(self, node: Tensor) -> list[Step] | None:
         """Return CUDA's own steps for a node, or None where the portable kernels are to be used."""
         rule = _FAST.get(node.op)
-        return None if rule is None else rule(self, node)
+        return _in_grid(None if rule is None else rule(self, node))
+
+    def fast_group(self, group: Group) -> list[Step] | None:
+        """Return CUDA's own steps for a group, or None where there are none."""
+        rule = _FAST_GROUPS.get(group.pattern)
+        return _in_grid(None if rule is None else rule(self, group))
 
     def wrote(self, node: Tensor) -> None:
         """Forget what was prepared from memory that a node writes; to be told of every node, in order."""
@@ -79,6 +108,15 @@ class Lowering:
         steps, mems = make()
         self._prepared[id(source), form] = source, mems
         return steps, mems
+
+
+def _in_grid(steps: list[Step] | None) -> list[Step] | None:
+    """Return the steps, if CUDA takes their grids."""
+    if steps is not None and any(
+        max(step.groups[1:]) > MAX_GROUPS for step in steps if isinstance(step, Launch)
+    ):
+        return None
+    return steps
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -9,13 +9,15 @@ from ggmlb.backends.cuda.gemm import cannot_describe, gemms
 from ggmlb.dtypes import DType
 from ggmlb.enums import Prec
 from ggmlb.kernels import Launch, Mem, Scratch, kernels
-from ggmlb.kernels.launch import launch
+from ggmlb.kernels.launch import elementwise, flattened, launch
 from ggmlb.kernels.lowering.base import FLOATS
 from ggmlb.kernels.lowering.copy import copy
-from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS
+from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS, Glu, gated
+from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
+    from ggmlb.fusion import Group
     from ggmlb.tensor import Tensor
 
 IN_PIECES = frozenset({
@@ -31,6 +33,9 @@ FEW_COLUMNS_Q8 = 32
 """Up to so many, passes of eight over quantised weights should beat making f16 of them first: an estimate
 from the instructions' throughput, to be measured."""
 
+GLU_COLUMNS = 2
+"""Up to so many, both products of a gated unit are computed in one kernel: beyond, their sums spill."""
+
 WG = 128
 WARPS = WG // 32
 GROUPS_EACH = 3
@@ -40,13 +45,19 @@ TILE = 1024
 
 
 def _kernel(
-    name: str, mems: list[Mem], numbers: tuple[int, ...], groups: tuple[int, int, int], **flags: int
+    name: str,
+    mems: list[Mem],
+    numbers: tuple[int | float, ...],
+    groups: tuple[int, int, int],
+    **flags: str | int,
 ) -> Launch:
     package = __package__ or ""
     return launch(kernels(package)[name], [*mems, *numbers], groups, WG, **flags)
 
 
-def _shape(lw: Lowering, a: Tensor, n: int, n_matrices: int, tile: int) -> tuple[int, int, dict[str, int]]:
+def _shape(
+    lw: Lowering, a: Tensor | Mem, n: int, n_matrices: int, tile: int
+) -> tuple[int, int, dict[str, int]]:
     """Return groups over rows and columns, and how a group's warps share the work.
 
     Where rows are too few to keep all multiprocessors busy, the warps of a group share rows.
@@ -78,58 +89,124 @@ def _q8(lw: Lowering, b: Tensor) -> tuple[list[Step], tuple[Mem, ...]]:
     return lw.prepared(b, "q8", make)
 
 
-def _align(a: Tensor) -> dict[str, int]:
+def _align(*weights: Tensor | Mem) -> dict[str, int]:
     """Return the power of two, up to 16, that all rows begin at a multiple of."""
-    return {"ALIGN": math.gcd(16, a.offset, *a.nb[1:])}
+    return {"ALIGN": math.gcd(16, *(x for a in weights for x in (a.offset, *a.nb[1:])))}
 
 
-def _in_vectors(a: Tensor, b: Tensor) -> bool:
-    """Whether rows of both are whole numbers of aligned vectors of 16 bytes, and b is f32."""
+def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
+    """Whether rows of all are whole numbers of aligned vectors of 16 bytes, and b is f32."""
+    a = weights[0]
     if a.dtype not in FLOATS or b.dtype is not DType.F32 or a.ne[0] * a.dtype.type_size % 16:
         return False
-    return not any(x % 16 for t in (a, b) for x in (t.offset, *t.nb[1:]))
+    return not any(x % 16 for t in (b, *weights) for x in (t.offset, *t.nb[1:]))
 
 
 def mul_mat(lw: Lowering, node: Tensor) -> list[Step] | None:
     """Return the steps of a product, or None where the portable kernel is to be used."""
     a, b = node.src
     assert a is not None and b is not None
-    n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
-    ratios = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
     if not a.is_contiguous_rows() or b.dtype not in FLOATS or node.nb[0] != 4:
         return None
-    if a.dtype in IN_PIECES and n <= FEW_COLUMNS_Q8:
-        steps, (numbers, facts) = _q8(lw, b)
+    if _is_small(a, b):
+        return _small(lw, Mem.of(a), b, Mem.of(node))
+    return _by_blas(lw, a, b, Mem.of(node), node.params.get("prec")) if lw.blas else None
+
+
+def _is_small(a: Tensor | Mem, b: Tensor) -> bool:
+    """Whether a product has so few columns that it is no matter for cuBLAS."""
+    return b.ne[1] <= (FEW_COLUMNS_Q8 if a.dtype in IN_PIECES else FEW_COLUMNS)
+
+
+def _small(
+    lw: Lowering, a: Mem, b: Tensor, d: Mem, bias: Mem | None = None, glu: Glu | None = None
+) -> list[Step] | None:
+    """Return the steps of a product of few columns, plus a bias, or of a gated unit of that and another."""
+    n, n_matrices = b.ne[1], b.ne[2] * b.ne[3]
+    weights = [a] if glu is None else [a, glu.a]
+    others = [bias or d, *([a, d] if glu is None else [glu.a, glu.bias or d]), d]
+    numbers = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3], *((0.0, 0.0) if glu is None else (glu.alpha, glu.limit))
+    also: dict[str, str | int] = {"ADDED": 1} if bias is not None else {}
+    if glu is not None:
+        also["GLU"] = f"glu_{glu.op.name.lower()}"
+    if a.dtype in IN_PIECES:
+        steps, (q, facts) = _q8(lw, b)
         x, y, flags = _shape(lw, a, n, n_matrices, TILE)
-        mems = [Mem.of(a), numbers, facts, Mem.of(node)]
-        return [*steps, _kernel("mul_mat_q8", mems, ratios, (x, y, n_matrices), **flags, **_align(a))]
-    if n <= FEW_COLUMNS:
-        if not _in_vectors(a, b):
+        flags |= _align(*weights)
+        mems = [a, q, facts, *others]
+        return [*steps, _kernel("mul_mat_q8", mems, numbers, (x, y, n_matrices), **flags, **also)]
+    if not _in_vectors(b, *weights):
+        return None
+    x, y, flags = _shape(lw, a, n, n_matrices, 512 // a.dtype.type_size)
+    mems = [a, Mem.of(b), *others]
+    return [_kernel("mul_mat_vec16", mems, numbers, (x, y, n_matrices), **flags, **also)]
+
+
+def mul_mat_add(lw: Lowering, group: Group) -> list[Step] | None:
+    """Return the steps of a product and what is added to it, or None where there is no kernel for both.
+
+    cuBLAS' products are not fused: what it adds would have to be copied to the result first.
+    """
+    a, b = group["mul_mat"].src
+    assert a is not None and b is not None
+    if not a.is_contiguous_rows() or not _is_small(a, b):
+        return None
+    d = Mem.of(group.result)
+    return _small(lw, Mem.of(a), b, d, Mem.of(group.other("add")).tiled_to(d.ne))
+
+
+def glu(lw: Lowering, group: Group) -> list[Step] | None:
+    """Return the steps of a gated unit of two products, or None where it is not worth it.
+
+    By cuBLAS, that is where both have a bias: two products, and one kernel for all that follows.
+    """
+    a, b = group["gate"].src
+    assert a is not None and b is not None
+    if not a.is_contiguous_rows():
+        return None
+    if _is_small(a, b):
+        weights, bias, other = gated(group)
+        few = b.ne[1] <= GLU_COLUMNS
+        return _small(lw, weights, b, Mem.of(group.result), bias, other) if few else None
+    if not lw.blas or not {"gate_add", "up_add"} <= set(group.parts):
+        return None
+    # The products go where the sums would, which are left out.
+    read = [t for part in ("gate", "gate_add", "up", "up_add") for t in group.outside(part)]
+    if any(overlap(group[part], t) for part in ("gate_add", "up_add") for t in read):
+        return None
+    steps: list[Step] = []
+    mems: list[Mem] = []
+    for part in ("gate", "up"):
+        added, added_to = group[f"{part}_add"], group.other(f"{part}_add")
+        a, b = group[part].src
+        found = _by_blas(lw, a, b, Mem.of(added), group[part].params.get("prec"))  # type: ignore[arg-type]
+        if found is None:
             return None
-        x, y, flags = _shape(lw, a, n, n_matrices, 512 // a.dtype.type_size)
-        mems = [Mem.of(a), Mem.of(b), Mem.of(node)]
-        return [_kernel("mul_mat_vec16", mems, ratios, (x, y, n_matrices), **flags)]
-    return _by_blas(lw, a, b, node) if lw.blas else None
+        steps += found
+        mems += [Mem.of(added), Mem.of(added_to).tiled_to(added.ne)]
+    p, d = group["glu"].params, Mem.of(group.result)
+    numbers = p.get("alpha", 0.0), p.get("limit", 0.0)
+    name = f"glu_{p['op'].name.lower()}"
+    kernel = kernels(__package__ or "")["glu_added"]
+    return [*steps, elementwise(lw.target, kernel, flattened(lw.target, [*mems, d]), *numbers, FN=name)]
 
 
-def _by_blas(lw: Lowering, a: Tensor, b: Tensor, node: Tensor) -> list[Step] | None:
+def _by_blas(lw: Lowering, a: Tensor, b: Tensor, d: Mem, prec: Prec | None) -> list[Step] | None:
     """Return the steps of a dense product: operands in one type, then cuBLAS."""
-    if a.dtype not in READ_IN_EIGHTS or (a.ne[0] % 8 and a.dtype not in FLOATS):
+    if a.dtype not in READ_IN_EIGHTS or (a.ne[0] % 8 and a.dtype not in FLOATS) or cannot_describe(d):
         return None
     kind = a.dtype if a.dtype in FLOATS else DType.F16
-    if node.params.get("prec") == Prec.F32:
+    if prec == Prec.F32:
         kind = DType.F32
     steps: list[Step] = []
-    mem_a, mem_b, mem_d = Mem.of(a), Mem.of(b), Mem.of(node)
+    mem_a, mem_b = Mem.of(a), Mem.of(b)
     if kind is not a.dtype or cannot_describe(mem_a):
         made, mem_a = _converted(lw, a, kind)
         steps += made
     if kind is not b.dtype or cannot_describe(mem_b):
         made, (mem_b,) = lw.prepared(b, kind.name, lambda: _one(_converted(lw, b, kind)))
         steps += made
-    if cannot_describe(mem_d):
-        return None
-    return [*steps, *gemms(mem_a, mem_b, mem_d)]
+    return [*steps, *gemms(mem_a, mem_b, d)]
 
 
 def _one(found: tuple[list[Step], Mem]) -> tuple[list[Step], tuple[Mem, ...]]:
@@ -159,7 +236,7 @@ def mul_mat_id(lw: Lowering, node: Tensor) -> list[Step] | None:
         mems = [Mem.of(a), numbers, facts, Mem.of(ids), Mem.of(node)]
         found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a))
         return [*steps, found]
-    if not _in_vectors(a, b):
+    if not _in_vectors(b, a):
         return None
     x, _, flags = _shape(lw, a, 1, slots * tokens, 512 // a.dtype.type_size)
     mems = [Mem.of(a), Mem.of(b), Mem.of(ids), Mem.of(node)]

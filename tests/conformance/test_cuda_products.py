@@ -1,0 +1,120 @@
+"""CUDA's own products and what follows them, computed at once as node by node, by the kernels that should."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from gpus import CUDA, device_fixture
+
+from ggmlb import Context, DType, Graph, GraphAllocator
+from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
+
+if TYPE_CHECKING:
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.tensor import Tensor
+
+device = device_fixture(*CUDA)
+
+N_RUNS = 3
+
+
+WEIGHTS = [DType.F32, DType.F16, DType.BF16, DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "matrices"),
+    [(t, 1, 1) for t in WEIGHTS]
+    + [(DType.Q4_0, 2, 3), (DType.F16, 2, 2), (DType.Q8_0, 5, 1), (DType.F16, 7, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("what", ["bias", "residual", "glu", "glu biases", "glu halves"])
+def test_products_and_what_follows_them(
+    stream: CudaBackend, dtype: DType, n: int, matrices: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_product(
+        stream,
+        dtype,
+        n,
+        matrices,
+        what,
+        monkeypatch,
+        by="mul_mat_q8" if dtype.is_quantized else "mul_mat_vec16",
+    )
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(DType.F16, 20), (DType.Q4_0, 40)], ids=str)
+@pytest.mark.parametrize("what", ["bias", "glu", "glu biases", "glu residuals"])
+def test_products_by_cublas_and_what_follows_them(
+    stream: CudaBackend, dtype: DType, n: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_product(stream, dtype, n, 1, what, monkeypatch, by="gemm")
+
+
+def check_product(
+    stream: CudaBackend,
+    dtype: DType,
+    n: int,
+    matrices: int,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    by: str,
+) -> None:
+    """Compare what is computed at once with the same, node by node, and look at the kernels."""
+    k, m = 512, 37
+    results, kernels = [], []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        rng = np.random.default_rng(1)
+        ctx = Context()
+        leafs: list[tuple[Tensor, np.ndarray]] = []
+
+        def leaf(dtype: DType, *ne: int) -> Tensor:
+            t = ctx.set_input(ctx.new_tensor(dtype, ne))  # noqa: B023
+            leafs.append((t, rng.standard_normal(t.shape, np.float32)))  # noqa: B023
+            return t
+
+        def product(part: str) -> Tensor:
+            rows = 2 * m if what == "glu halves" else m
+            y = ctx.mul_mat(leaf(dtype, k, rows), x)  # noqa: B023
+            if what in ("bias", "glu biases"):
+                return ctx.add(y, leaf(DType.F32, rows))  # noqa: B023
+            if "residual" in what:
+                return ctx.add(y, leaf(DType.F32, rows, n, matrices))  # noqa: B023
+            return y
+
+        x = leaf(DType.F32, k, n, matrices)
+        if what == "glu halves":
+            y = ctx.swiglu(product("both"))
+        elif what.startswith("glu"):
+            y = ctx.geglu_split(product("gate"), product("up"))
+        else:
+            y = product("")
+        graph = Graph().build_forward_expand(ctx.set_output(y))
+        stream.graph_optimize(graph)
+        with GraphAllocator(stream.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            for _ in range(N_RUNS):
+                for t in graph:
+                    if t.view_src is None:
+                        t.memset(0xFF)  # NaN, whatever is not written
+                for t, data in leafs:
+                    t.set_array(data)
+                stream.graph_compute(graph)
+            results.append(y.to_numpy())
+            plan = stream.graph_plan_create(graph)
+            kernels.append([step.key[0] for part in plan.parts for step in part.steps])  # type: ignore[attr-defined]
+    atol = 1e-5 * float(np.abs(results[0]).max())
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5, atol=atol)
+    one_by_one, at_once = kernels
+    assert one_by_one.count(by) == (2 if what in ("glu", "glu biases", "glu residuals") else 1)
+    if by == "gemm":
+        # Residuals lie where the sums are to be written: the products must not go there first.
+        assert ("glu_added" in at_once) == (what == "glu biases")
+        assert ("combine" in at_once) == (what != "glu" and what != "glu biases")
+    else:
+        alone = what.startswith("glu") and n > GLU_COLUMNS
+        assert at_once.count(by) == (one_by_one.count(by) if alone else 1)
+        assert ("glu" in at_once) == alone
+        assert "combine" not in at_once

@@ -1,0 +1,214 @@
+"""What is made once and used again: activations in other forms, executable graphs, cuBLAS' handle."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from gpus import CUDA, device_fixture
+
+from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb.backends.cuda import CudaReg
+from ggmlb.backends.cuda.graphs import MAX_IDLE
+from ggmlb.interface import tensor_alloc
+
+if TYPE_CHECKING:
+    from ggmlb.backends.cuda.backend import CudaBackend
+    from ggmlb.tensor import Tensor
+
+device = device_fixture(*CUDA)
+
+K = 256
+
+
+def shared_memory(stream: CudaBackend, tensors: list[Tensor], under: Tensor, over: Tensor) -> None:
+    """Lay tensors one after another, and `over` where `under` lies."""
+    size = sum(-(-t.nbytes // 256) * 256 for t in tensors)
+    buffer, offset = stream.alloc_buffer(size), 0
+    for t in tensors:
+        tensor_alloc(buffer, t, offset)
+        offset += -(-t.nbytes // 256) * 256
+    tensor_alloc(buffer, over, under.offset)
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(DType.Q4_0, 2), (DType.F16, 20)], ids=["q8", "cublas"])
+@pytest.mark.parametrize("writer", ["node", "group", "rule", "split"])
+def test_what_is_made_of_an_input_is_made_anew_once_it_changed(
+    stream: CudaBackend, dtype: DType, n: int, writer: str
+) -> None:
+    """Two products read x, and between them something writes over it."""
+    rng = np.random.default_rng(0)
+    ctx, split_ctx = Context(), Context()
+    leafs: list[Tensor] = []
+
+    def leaf(dtype: DType, *ne: int) -> Tensor:
+        leafs.append(ctx.new_tensor(dtype, ne))
+        return leafs[-1]
+
+    x, inner = leaf(DType.F32, K, n), []
+    v, w = leaf(dtype, K, 24), leaf(dtype, K, 24)
+    first = ctx.mul_mat(v, x)
+    if writer == "node":
+        over = ctx.scale(leaf(DType.F32, K, n), 3.0)
+    elif writer == "group":
+        inner = [ctx.rms_norm(leaf(DType.F32, K, n), 1e-5)]
+        over = ctx.mul(inner[0], leaf(DType.F32, K))
+    elif writer == "rule":
+        over = ctx.out_prod(leaf(DType.F32, K, 3), leaf(DType.F32, n, 3))
+    else:
+        rows = split_ctx.new_tensor(DType.F32, (64, K))
+        split = stream.device.reg.get_proc_address("split_buffer_type")
+        assert split is not None
+        alloc_ctx_tensors(split_ctx, split(0, (1.0,)))
+        rows.set_array(rng.standard_normal((K, 64), np.float32))
+        over = ctx.mul_mat(rows, leaf(DType.F32, 64, n))
+    second = ctx.mul_mat(w, x)
+    graph = Graph().build_forward_expand(first, over, second)
+    shared_memory(stream, [*leafs, *inner, first, second], x, over)
+    plan = stream.graph_plan_create(graph)
+    for _ in range(3):
+        for t in leafs:
+            t.set_array(rng.standard_normal(t.shape, np.float32))
+        before = x.to_numpy()
+        stream.graph_plan_compute(plan)
+        stream.synchronize()
+        after = x.to_numpy()
+        for y, weights, data in ((first, v, before), (second, w, after)):
+            want = data @ weights.to_numpy().T
+            assert np.abs(y.to_numpy() - want).max() < 0.02 * np.abs(want).max(), weights is w
+        assert np.abs(after - before).max() > 1, "it was written over"
+
+
+@pytest.mark.parametrize("kind", ["launch", "gemm", "rule", "split"])
+def test_a_plan_holds_all_memory_that_its_steps_use(stream: CudaBackend, kind: str) -> None:
+    """Each operand and the result in a buffer of its own: freed memory is noticed, used memory waited for."""
+    weights = Context()
+    w = weights.new_tensor(DType.F32, (64, 8))
+    split = stream.device.reg.get_proc_address("split_buffer_type")
+    assert split is not None
+    alloc_ctx_tensors(weights, split(0, (1.0,)) if kind == "split" else stream)
+    contexts = [Context(), Context()]
+    x = contexts[0].new_tensor(DType.F32, (8, 3) if kind == "rule" else (64, 20))
+    z = contexts[1].new_tensor(DType.F32, (64, 3))
+    alloc_ctx_tensors(contexts[0], stream)
+    alloc_ctx_tensors(contexts[1], stream)
+    c = Context()
+    y = {
+        "launch": lambda: c.neg(x),
+        "gemm": lambda: c.mul_mat(w, x),
+        "rule": lambda: c.out_prod(z, x),
+        "split": lambda: c.mul_mat(w, x),
+    }[kind]()
+    alloc_ctx_tensors(c, stream)
+    plan = stream.graph_plan_create(Graph().build_forward_expand(y))
+    used = {id(t.buffer) for t in (y, x, *([z] if kind == "rule" else []), *([w] if kind == "gemm" else []))}
+    assert used <= {id(buffer) for buffer in plan.buffers}  # type: ignore[attr-defined]
+    assert all(stream.stream in buffer.streams for buffer in plan.buffers)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["macros", "shape"])
+def test_an_executable_graph_is_offered_to_the_same_kernels_only(
+    stream: CudaBackend, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, offered = stream.device.driver, []
+    update = driver.exec_update
+    monkeypatch.setattr(driver, "exec_update", lambda *a: offered.append(a) or update(*a))
+
+    def compute(i: int) -> None:
+        ctx = Context()
+        if what == "macros":
+            a = ctx.new_tensor(DType.F32, (100,))
+            y = ctx.sqr((ctx.neg, ctx.abs)[i](a))
+        else:
+            a = ctx.new_tensor(DType.F32, (64, 20 + i))
+            y = ctx.sqr(ctx.mul_mat(ctx.new_tensor(DType.F32, (64, 8)), a))
+        alloc_ctx_tensors(ctx, stream)
+        for t in ctx.tensors:
+            t.memset(0)
+        for _ in range(2):
+            stream.graph_compute(Graph().build_forward_expand(y))
+            assert not y.to_numpy().any()
+        stream._plans.clear()
+
+    stream.idle_graphs.trim(0)
+    compute(0)
+    offered.clear()
+    gc.collect()
+    compute(1)
+    assert not offered
+
+
+def test_nothing_is_left_over() -> None:
+    """Of many plans, failed updates, and plans that outlive their stream."""
+    from host_driver import HostDriver
+
+    driver = HostDriver(n_devices=2)
+    reg = CudaReg(driver)
+    device = reg.devices[0]
+
+    def captured(stream: Any, n: int) -> Any:
+        ctx = Context()
+        y = ctx.new_tensor(DType.F32, (10,))
+        for _ in range(n):
+            y = ctx.neg(y)
+        alloc_ctx_tensors(ctx, stream)
+        plan = stream.graph_plan_create(Graph().build_forward_expand(y))
+        for _ in range(2):
+            stream.graph_plan_compute(plan)
+        assert plan.segments[0].is_captured
+        return plan
+
+    with device.init_backend() as stream:
+        plans = [captured(stream, n) for n in range(2, MAX_IDLE + 6)]
+        assert driver.leftovers()["executables"] == len(plans)
+        del plans
+        gc.collect()
+        last = captured(stream, 100)
+        assert driver.leftovers()["executables"] <= MAX_IDLE + 1, "the oldest are let go"
+        driver.fail.add("update")
+        del last
+        gc.collect()
+        last = captured(stream, 100)
+        assert driver.leftovers()["executables"] <= MAX_IDLE + 1, "nothing is kept that cannot be updated"
+        assert "graphs" not in driver.leftovers(), "what was captured is released"
+        ctx = Context()
+        a, b = ctx.new_tensor(DType.F32, (64, 8)), ctx.new_tensor(DType.F32, (64, 20))
+        y = ctx.mul_mat(a, b)
+        alloc_ctx_tensors(ctx, stream)
+        stream.graph_compute(Graph().build_forward_expand(y))
+        assert driver.leftovers()["cuBLAS handles"] == 1
+        weights = Context()
+        w = weights.new_tensor(DType.F32, (64, 256))
+        alloc_ctx_tensors(weights, reg.get_proc_address("split_buffer_type")(0, (1.0, 1.0)))  # type: ignore[misc]
+        y = ctx.mul_mat(w, b)
+        tensor_alloc(stream.alloc_buffer(y.nbytes), y, 0)
+        stream.graph_compute(Graph().build_forward_expand(y))
+    del last
+    gc.collect()
+    device.memory_pool.sweep(wait=True)
+    assert set(driver.leftovers()) <= {"streams", "events"}
+    assert driver.leftovers().get("streams", 0) <= 2, "those of blocking transfers stay, one for a card"
+
+
+def test_each_stream_has_a_handle_of_cublas_of_its_own(stream: CudaBackend, other: CudaBackend) -> None:
+    """Products of two streams, queued in turn: none uses the other's handle, stream or workspace."""
+    rng = np.random.default_rng(0)
+    made = []
+    for backend in (stream, other):
+        ctx = Context()
+        a, b = ctx.new_tensor(DType.F32, (64, 8)), ctx.new_tensor(DType.F32, (64, 20))
+        y = ctx.relu(ctx.mul_mat(a, b))
+        alloc_ctx_tensors(ctx, backend)
+        a.set(rng.standard_normal((8, 64), np.float32))
+        made.append((backend, a, b, y, Graph().build_forward_expand(y)))
+    for i in range(4):
+        for backend, _, b, y, graph in made:
+            y.memset(0xFF)
+            backend.set_tensor_async(b, np.full((20, 64), i, np.float32))
+            backend.graph_compute_async(graph)
+        for backend, a, b, y, _ in made[:: (-1) ** i]:
+            backend.synchronize()
+            want = np.maximum(b.to_numpy() @ a.to_numpy().T, 0)
+            assert np.allclose(y.to_numpy(), want, rtol=1e-3, atol=1e-3)
