@@ -131,6 +131,16 @@ class ModelError(Error, ValueError):
     """A model folder or file that is missing, cut short, or not what it should be."""
 
 
+def kind_of(value: object) -> str:
+    """Return what a value is, for a message: `"'CPU'"`, `"None"`, `"a float"`, `"a numpy.ndarray"`."""
+    if value is None or isinstance(value, str):
+        return repr(value)
+    kind = type(value)
+    is_known = kind.__module__.partition(".")[0] in ("builtins", "ggmlb")
+    name = kind.__qualname__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names if it is short."""
     known = list(known)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 from ggmlb import registry
 from ggmlb.enums import DeviceType, TensorFlag
-from ggmlb.errors import ArgumentError, did_you_mean
+from ggmlb.errors import ArgumentError, did_you_mean, kind_of
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend
 from ggmlb.scheduler import Scheduler
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -61,6 +62,8 @@ def evaluate(
         array([1., 4., 9.], dtype=float32)
     """
     results = [y] if isinstance(y, Tensor) else list(y)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise ArgumentError(f"evaluate: inputs is {kind_of(inputs)}; give {{leaf: array}}, by tensor or name")
     graph = Graph().build_forward_expand(*results)
     values = _values(graph, inputs or {})
     with ExitStack() as stack:

@@ -6,12 +6,19 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op, TensorFlag
-from ggmlb.errors import GraphError, did_you_mean
+from ggmlb.errors import ArgumentError, GraphError, did_you_mean, kind_of
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from ggmlb.tensor import Tensor
+
+def need_graph(call: str, graph: object) -> None:
+    """Raise an ArgumentError unless it is a graph."""
+    if not isinstance(graph, Graph):
+        raise ArgumentError(
+            f"{call}: {kind_of(graph)} is no graph; Graph().build_forward_expand(tensor) makes one"
+        )
 
 
 class Graph:
@@ -36,8 +43,15 @@ class Graph:
         """Add what is needed to compute `results`, after what is there; return the graph itself.
 
         Parents come in the order of `src`, depth first, as in ggml (ggml_build_forward_expand).
+
+        Raises:
+            ArgumentError: A result is no tensor.
         """
         for result in results:
+            if not isinstance(result, Tensor):
+                raise ArgumentError(
+                    f"build_forward_expand: {kind_of(result)} is no tensor; give results of a Context's ops"
+                )
             self._visit(result)
         return self
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ggmlb import dtypes
 from ggmlb.enums import Op
-from ggmlb.errors import NotAllocatedError, ShapeError
+from ggmlb.errors import DTypeError, NotAllocatedError, ShapeError
 from ggmlb.exchange import ArrayProtocols
 
 if TYPE_CHECKING:
@@ -232,10 +232,10 @@ class Tensor(ArrayProtocols):
         Raises:
             NotAllocatedError: The tensor is in no buffer.
             ShapeError: The array has another shape.
-            DTypeError: The tensor's type cannot be written.
+            DTypeError: The tensor's type cannot be written, or the array holds no real numbers.
         """
         self._placed("set_array")
-        array = np.asarray(array)
+        array = self._numbers(array)
         full = self.ne[::-1]
         if array.shape != self.shape and (
             array.size != self.n_elements or _squeezed(array.shape) != _squeezed(full)
@@ -251,6 +251,17 @@ class Tensor(ArrayProtocols):
         memory = self.get()
         self._strided(memory)[...] = blocks.view(self._item_dtype()).reshape(self._item_shape())
         self.set(memory)
+
+    def _numbers(self, array: npt.ArrayLike) -> npt.NDArray[Any]:
+        try:
+            found = np.asarray(array)
+        except ValueError as error:
+            raise ShapeError(f"set_array on {self.describe()}: {error}") from None
+        if found.dtype.kind not in "biufV":  # V: bfloat16 and its like
+            raise DTypeError(
+                f"set_array on {self.describe()}: the array holds {found.dtype}; give real numbers"
+            )
+        return found
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """Return the values as a new NumPy array of `shape`; quantised types become float32.

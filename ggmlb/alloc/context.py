@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import TensorAllocator, padded
-from ggmlb.errors import ArgumentError
+from ggmlb.errors import ArgumentError, kind_of
 from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
 
 if TYPE_CHECKING:
@@ -138,7 +138,14 @@ def override_for(
 
 
 def _buffer_type(where: Backend | BufferType) -> BufferType:
-    return where.default_buffer_type if isinstance(where, Backend) else where
+    if isinstance(where, Backend):
+        return where.default_buffer_type
+    if not isinstance(where, BufferType):
+        raise ArgumentError(
+            f"alloc_ctx_tensors: {kind_of(where)} is no memory; give a backend, as init_by_name opens one, "
+            "or a buffer type, as device.buffer_type"
+        )
+    return where
 
 
 def _groups(tensors: list[Tensor], buft: BufferType) -> Iterator[tuple[int, list[Tensor]]]:

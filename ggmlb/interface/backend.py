@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.graph import need_graph
 from ggmlb.interface.observe import QUIET, Action, observers
 from ggmlb.interface.queue import Queue
 
@@ -93,6 +94,7 @@ class Backend(Queue):
             BackendError: A tensor lies in memory that the device cannot use.
         """
         self.check_alive("graph_plan_create")
+        need_graph("graph_plan_create", graph)
         self._check_graph(graph)
         with Action("graph_plan_create", self) if observers else QUIET:
             return self._plan(graph)
@@ -126,6 +128,7 @@ class Backend(Queue):
             As `graph_plan_create`.
         """
         self.check_alive("graph_compute_async")
+        need_graph("graph_compute", graph)
         plan = self._plans.get(graph)
         if plan is None or not plan.is_valid_for(graph):
             plan = self._plans[graph] = self.graph_plan_create(graph)

@@ -53,12 +53,14 @@ class BufferType(ABC):
 
         Raises:
             AllocationError: The device lacks room; carries `asked`, `free`, `total` [bytes].
-            ArgumentError: A negative size.
+            ArgumentError: A negative size, or no whole number.
 
         Source: ggml_backend_buft_alloc_buffer.
         """
-        if nbytes < 0:
-            raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes}; give 0 or more bytes")
+        if not hasattr(nbytes, "__index__") or nbytes < 0:
+            raise ArgumentError(
+                f"alloc_buffer on {self.name}: the size is {nbytes}; give a whole number of bytes, 0 or more"
+            )
         if nbytes > self.max_size:
             raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
         if not observers:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.errors import ArgumentError, BoundsError
+from ggmlb.errors import ArgumentError, BoundsError, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +48,18 @@ class Pieces(NamedTuple):
 
 
 def as_bytes(data: Source) -> Bytes:
-    """View data as a flat uint8 array, copying only what is not contiguous."""
+    """View data as a flat uint8 array, copying only what is not contiguous.
+
+    Raises:
+        ArgumentError: It has no bytes of its own, as lists and texts.
+    """
     if isinstance(data, (bytes, bytearray, memoryview)):
         return np.frombuffer(data, np.uint8)
+    if isinstance(data, (list, tuple, str)) or getattr(data, "dtype", None) == np.object_:
+        raise ArgumentError(
+            f"{kind_of(data)} has no bytes of its own; give bytes or an array of numbers, or let set_array "
+            "convert"
+        )
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 

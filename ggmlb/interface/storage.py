@@ -152,11 +152,16 @@ class Storage(Freeable):
         """Return the number of bytes meant, after checking that they lie in the tensor.
 
         Raises:
+            ArgumentError: They are no whole numbers.
             BoundsError: They do not.
             FreedError: The buffer was freed.
         """
         self.check_alive(call)
         n = tensor.nbytes - offset if size is None else size
+        if type(offset + n) is float:
+            raise ArgumentError(
+                f"{call} on {tensor.describe()}: offset {offset} and size {n} must be whole numbers of bytes"
+            )
         if offset < 0 or n < 0 or offset + n > tensor.nbytes:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: bytes {offset} to {offset + n} asked for, "

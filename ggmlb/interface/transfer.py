@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
+from ggmlb.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError, kind_of
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor, same_layout
@@ -82,10 +82,16 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
     """Copy the data of a tensor to one of the same layout, in any buffers (ggml_backend_tensor_copy).
 
     Raises:
+        ArgumentError: One of them is no tensor.
         ShapeError: The layouts differ.
         NotAllocatedError: One of them is in no buffer.
         FreedError: The buffer of one of them was freed.
     """
+    for tensor in (src, dst):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(
+                f"tensor_copy: {kind_of(tensor)} is no tensor; set_array writes arrays, to_numpy() reads them"
+            )
     if src is dst:
         return
     if not same_layout(src, dst):

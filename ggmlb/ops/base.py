@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError, DTypeError, ShapeError, did_you_mean
+from ggmlb.ops.misuse import explained
 from ggmlb.tensor import Ne, Tensor, can_repeat
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ class OpBase:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+
+    def __init_subclass__(cls) -> None:
+        """Let every op say what was wrong with the kinds of its arguments."""
+        super().__init_subclass__()
+        for name, method in list(vars(cls).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(cls, name, explained(name, method))
 
     def _op(
         self,

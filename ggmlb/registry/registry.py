@@ -12,6 +12,7 @@ from ggmlb.errors import (
     BackendUnavailable,
     RegistryError,
     did_you_mean,
+    kind_of,
 )
 from ggmlb.registry import discovery
 from ggmlb.registry.candidate import check_reg
@@ -185,11 +186,17 @@ class Registry:
         """Return the device of that name, in any case; where names allow, only its backend is imported.
 
         Raises:
+            ArgumentError: It is no text.
             BackendError: Its backend was found but cannot be used; the message says why.
             RegistryError: There is none.
 
         Source: ggml_backend_dev_by_name.
         """
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"device_by_name: {kind_of(name)} is no name; give one of a device, as 'CPU' "
+                "(ggmlb.devices() has all)"
+            )
         backend = name.casefold().rstrip("0123456789")  # OpenCL1 is a device of OpenCL
         with self._lock:
             found = self._look_up(backend, lambda: _named(name, self._catalogue.devices()))

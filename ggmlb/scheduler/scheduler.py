@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.enums import NO_OPS
-from ggmlb.errors import ArgumentError, GraphError
+from ggmlb.errors import ArgumentError, GraphError, kind_of
+from ggmlb.graph import need_graph
+from ggmlb.interface import Backend
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
 from ggmlb.sanitizer import start_sanitizer
@@ -22,12 +25,11 @@ from ggmlb.scheduler.signature import Signature
 from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
-    from ggmlb.interface import Backend, BufferType, GraphPlan
+    from ggmlb.interface import BufferType, GraphPlan
     from ggmlb.scheduler.split import Split
     from ggmlb.tensor import Tensor
 
@@ -79,8 +81,16 @@ class Scheduler(Freeable):
         strict: bool = False,
         sanitize: bool = False,
     ) -> None:
+        if not isinstance(backends, Sequence):
+            raise ArgumentError(f"a Scheduler takes a list of backends, and not {kind_of(backends)}")
         if not backends:
             raise ArgumentError("a Scheduler needs at least one backend")
+        for backend in backends:
+            if not isinstance(backend, Backend):
+                raise ArgumentError(
+                    f"a Scheduler takes backends, which are streams on devices, and not {kind_of(backend)}: "
+                    "open one by init_by_name(name) or device.init_backend()"
+                )
         if n_copies < 1:
             raise ArgumentError(f"n_copies is {n_copies}; give 1 or more")
         if bufts is not None and len(bufts) != len(backends):
@@ -206,6 +216,7 @@ class Scheduler(Freeable):
             FreedError: A tensor lies in a freed buffer.
         """
         self.check_alive("split_graph")
+        need_graph("Scheduler", graph)
         self._forget()
         signature = Signature(graph, self._user)
         program = self._find(signature)

@@ -1,0 +1,139 @@
+"""What a user of NumPy, CuPy or PyTorch may try: each is an error of ours that says what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import Context, Graph, Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Things:
+    """What the cases use: a stream, a placed tensor `x` of ne [4, 3], and some that lie nowhere."""
+
+    def __init__(self) -> None:
+        self.cpu = ggmlb.init_by_name("CPU")
+        placed, self.c = Context(), Context()
+        self.x = placed.new_tensor("f32", (4, 3), "x")
+        self.buffer = ggmlb.alloc_ctx_tensors(placed, self.cpu)
+        self.a = self.c.new_tensor("f32", (4, 3), "a")
+        self.w = self.c.new_tensor("f32", (4, 5), "w")
+        self.v = self.c.new_tensor("f32", (3, 5), "v")
+
+    def freed(self) -> ggmlb.Tensor:
+        self.buffer.free()
+        return self.x
+
+    def close(self) -> None:
+        if not self.buffer.is_freed:
+            self.buffer.free()
+        self.cpu.free()
+
+
+@pytest.fixture
+def things() -> Iterator[Things]:
+    made = Things()
+    yield made
+    made.close()
+
+
+Wrong = ggmlb.ArgumentError
+ARRAY = np.zeros((3, 4), np.float32)
+
+CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
+    "array in ne order": (lambda t: t.x.set_array(ARRAY.T), ggmlb.ShapeError, r"\(3, 4\) \(ne reversed\)"),
+    "flat array": (lambda t: t.x.set_array(np.zeros(5)), ggmlb.ShapeError, "give one of shape"),
+    "text": (lambda t: t.x.set_array(ARRAY.astype(str)), ggmlb.DTypeError, "give real numbers"),
+    "objects": (lambda t: t.x.set_array(ARRAY.astype(object)), ggmlb.DTypeError, "holds object"),
+    "complex": (lambda t: t.x.set_array(ARRAY.astype(complex)), ggmlb.DTypeError, "give real numbers"),
+    "ragged": (lambda t: t.x.set_array([[1, 2], [3]]), ggmlb.ShapeError, "inhomogeneous"),
+    "list as bytes": (lambda t: t.x.set([1, 2]), Wrong, "let set_array convert"),
+    "text as bytes": (lambda t: t.x.set("abc"), Wrong, "let set_array convert"),
+    "too many bytes": (lambda t: t.x.set(np.zeros(30)), ggmlb.BoundsError, "the tensor has 48"),
+    "half a byte": (lambda t: t.x.set(b"1", 1.5), Wrong, "whole numbers of bytes"),
+    "numpy type": (lambda t: t.c.new_tensor(np.uint16, (3,)), ggmlb.DTypeError, "known: F32"),
+    "swapped": (lambda t: t.c.new_tensor((3,), "f32"), ggmlb.DTypeError, "no tensor type"),
+    "array operand": (
+        lambda t: t.c.mul_mat(t.w, ARRAY),
+        Wrong,
+        "b is a numpy.ndarray; give a tensor, as from_",
+    ),
+    "number operand": (lambda t: t.c.add(t.a, 1.0), Wrong, "add: b is a float; give a tensor"),
+    "no operand": (lambda t: t.c.add(t.a, None), Wrong, "add: b is None; give a tensor"),
+    "no arguments": (lambda t: t.c.rope(t.a), Wrong, r"rope: missing .* its arguments are \(a, b, n_dims"),
+    "unknown argument": (lambda t: t.c.sqr(t.a, axis=1), Wrong, "sqr: got an unexpected .* 'axis'"),
+    "wrong rows": (lambda t: t.c.mul_mat(t.w, t.v), ggmlb.ShapeError, "must be equally long"),
+    "unknown op": (lambda t: t.c.softmax(t.a), ggmlb.UnknownOpError, "did you mean 'soft_max'"),
+    "not contiguous": (
+        lambda t: t.c.reshape_1d(t.c.transpose(t.a), 12),
+        ggmlb.ShapeError,
+        "apply cont first",
+    ),
+    "window too large": (lambda t: t.c.view_1d(t.a, 100, 0), ggmlb.BoundsError, "does not lie within"),
+    "compute a tensor": (lambda t: t.cpu.graph_compute(t.a), Wrong, "a Tensor is no graph; Graph"),
+    "compute a list": (lambda t: t.cpu.graph_compute([t.a]), Wrong, "a list is no graph"),
+    "graph of an array": (lambda t: Graph().build_forward_expand(ARRAY), Wrong, "is no tensor"),
+    "before allocation": (
+        lambda t: t.cpu.graph_compute(Graph().build_forward_expand(t.c.sqr(t.a))),
+        ggmlb.NotAllocatedError,
+        "place it with alloc_ctx_tensors",
+    ),
+    "read before allocation": (lambda t: t.a.to_numpy(), ggmlb.NotAllocatedError, "place it with"),
+    "write before allocation": (lambda t: t.a.set_array(ARRAY), ggmlb.NotAllocatedError, "place it with"),
+    "asarray before allocation": (lambda t: np.asarray(t.a), ggmlb.NotAllocatedError, "place it with"),
+    "device by number": (lambda t: ggmlb.device_by_name(0), Wrong, "an int is no name"),
+    "device by nothing": (lambda t: ggmlb.init_by_name(None), Wrong, "None is no name"),
+    "scheduler of names": (lambda t: Scheduler(["CPU"]), Wrong, "not 'CPU': open one by init_by_name"),
+    "scheduler of devices": (lambda t: Scheduler([t.cpu.device]), Wrong, "not a CpuDevice: open one"),
+    "scheduler of one": (lambda t: Scheduler(t.cpu), Wrong, "a list of backends, and not a CpuB"),
+    "schedule a tensor": (lambda t: Scheduler([t.cpu]).alloc_graph(t.a), Wrong, "is no graph"),
+    "schedule nothing": (lambda t: Scheduler([t.cpu]).graph_compute(None), Wrong, "is no graph"),
+    "memory by name": (lambda t: ggmlb.alloc_ctx_tensors(t.c, "CPU"), Wrong, "'CPU' is no memory"),
+    "memory of a device": (
+        lambda t: ggmlb.alloc_ctx_tensors(t.c, t.cpu.device),
+        Wrong,
+        "as device.buffer_type",
+    ),
+    "1e6 bytes": (lambda t: t.cpu.alloc_buffer(1e6), Wrong, "a whole number of bytes"),
+    "values of no leaf": (
+        lambda t: ggmlb.evaluate(t.c.sqr(t.a), ARRAY),
+        Wrong,
+        "inputs is a numpy.ndarray; give {leaf",
+    ),
+    "evaluate an array": (lambda t: ggmlb.evaluate(ARRAY), Wrong, "is no tensor"),
+    "copy from an array": (lambda t: ggmlb.tensor_copy(ARRAY, t.x), Wrong, "set_array writes arrays"),
+    "read after free": (lambda t: t.freed().to_numpy(), ggmlb.FreedError, "was freed"),
+    "write after free": (lambda t: t.freed().set_array(ARRAY), ggmlb.FreedError, "was freed"),
+    "asarray after free": (lambda t: np.asarray(t.freed()), ggmlb.FreedError, "was freed"),
+    "dlpack after free": (lambda t: np.from_dlpack(t.freed()), ggmlb.FreedError, "was freed"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_our_error_and_says_what_to_do(case: str, things: Things) -> None:
+    call, kind, told = CASES[case]
+    with pytest.raises(kind, match=told):
+        call(things)
+
+
+def test_what_goes_wrong_inside_an_op_is_not_explained_away() -> None:
+    from ggmlb.ops.misuse import explained
+
+    def op(self: Any, a: ggmlb.Tensor) -> None:
+        raise AttributeError("a fault of ours")
+
+    with pytest.raises(AttributeError, match="a fault of ours"):
+        explained("op", op)(None, Context().new_tensor("f32", (1,)))
+
+
+def test_ops_keep_their_signatures() -> None:
+    import inspect
+
+    assert [*inspect.signature(Context.soft_max_ext).parameters][:3] == ["self", "a", "mask"]
+    assert Context.add.__doc__
