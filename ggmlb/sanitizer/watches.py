@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from ggmlb.interface import Buffer
     from ggmlb.interface.observe import Access
     from ggmlb.sanitizer.ranges import Clock, Ranges, Stamp
+    from ggmlb.tensor import Ne
 
 Span = tuple[int, int]
 """Bytes of a buffer: from, up to."""
+
+_Key = tuple[int, Span, "Ne | None"]
+"""The stream that reads, the bytes, and the strides of what has gaps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +58,7 @@ class Watches:
 
     def __init__(self) -> None:
         self._data: list[Watch] = []
-        self._buffers: weakref.WeakKeyDictionary[Buffer, dict[tuple[int, Span], Watch]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._buffers: weakref.WeakKeyDictionary[Buffer, dict[_Key, Watch]] = weakref.WeakKeyDictionary()
 
     def data(self, memory: npt.NDArray[Any], stamp: Stamp) -> None:
         """Watch an array that a queued transfer reads."""
@@ -73,15 +75,15 @@ class Watches:
         if host is None:
             return None
         spans = list(ranges.settled(start, stop, known))
-        has_gaps = tensor is not None and not tensor.is_contiguous()
-        if tensor is not None and has_gaps and (spans != [(start, stop)] or stop - start < tensor.nbytes):
+        gaps = None if tensor is None or tensor.is_contiguous() else tensor.nb
+        if tensor is not None and gaps and (spans != [(start, stop)] or stop - start < tensor.nbytes):
             return None
         mine = self._buffers.setdefault(buffer, {})
         for span in spans:
-            key = stamp.stream, span
+            key = stamp.stream, span, gaps
             before = mine.get(key)
             if before is None:
-                memory = _elements(host, access) if has_gaps else host[slice(*span)]
+                memory = _elements(host, access) if gaps else host[slice(*span)]
                 mine[key] = Watch(stamp, memory, checksum(memory))
             elif before.is_changed:
                 return mine.pop(key)
