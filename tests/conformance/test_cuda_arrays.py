@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from host_driver import HostDriver
+from gpus import host_driver
 
 import ggmlb
 from ggmlb import Context, registry
@@ -65,9 +65,10 @@ def consume(exporter: Any) -> np.ndarray[Any, Any]:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
     """Two cards, played, as the registry would list them."""
-    view = HostDriver.view
-    monkeypatch.setattr(HostDriver, "view", lambda *args: view(*args).view(LibraryArray))
-    found: Any = CudaReg(HostDriver(n_devices=2)).devices
+    driver = host_driver(n_devices=2)
+    view = driver.view
+    monkeypatch.setattr(driver, "view", lambda *args: view(*args).view(LibraryArray))
+    found: Any = CudaReg(driver).devices
     monkeypatch.setattr(registry, "devices", lambda: [*found, ggmlb.device_by_name("CPU")])
     return list(found)
 
@@ -131,7 +132,7 @@ def test_the_stream_that_fills_it_is_waited_for(
     theirs: Tensor, devices: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[int] = []
-    monkeypatch.setattr(HostDriver, "stream_synchronize", lambda self, stream: waited.append(stream))
+    monkeypatch.setattr(devices[0].driver, "stream_synchronize", waited.append)
     for stream in (None, 1, 2, 0x5550):
         Context().from_array(Exporter(theirs, stream=stream), copy=False)
     assert waited == [1, 2, 0x5550]

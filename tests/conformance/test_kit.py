@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from gpus import host_driver
+from gpus import CUDA, first, host_driver
 
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.errors import BackendUnavailable, RegistryError
@@ -15,7 +15,6 @@ from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
 
 if TYPE_CHECKING:
-    from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.interface import Device
 
 SAMPLE = 2
@@ -78,8 +77,9 @@ def test_weights_split_over_cards_pass(mode: str, chosen: dict[str, Any]) -> Non
     assert faults(device, mode, 0 if mode == "behaviour" else SAMPLE, **chosen) == []
 
 
-def test_cuda_behaves(cuda_device: CudaDevice) -> None:
-    assert faults(cuda_device, "behaviour", 0) == []
+@pytest.mark.parametrize("kind", CUDA)
+def test_cuda_behaves(kind: str) -> None:
+    assert faults(first(kind), "behaviour", 0) == []
 
 
 @pytest.mark.gpu
