@@ -1,7 +1,8 @@
 """What the scheduler itself costs: building, splitting, allocating and computing a graph of 1000 nodes.
 
 The graph is LLaMA-like (attention with a KV cache, gated feed-forward), so small that the kernels cost
-little. "Rebuilt" is what a decoding program does for each token: the same graph made anew, of new tensors,
+little. The first computation includes what is left until then: plans, and the tensors that they are made
+of. "Rebuilt" is what a decoding program does for each token: the same graph made anew, of new tensors,
 allocated by the same scheduler. Computing it again is compared with calling the steps of the same plans
 directly; for ggml, with computing it on the backend without its scheduler. ggml runs through ggml-python,
 which adds what a call through ctypes costs where objects are built.
@@ -29,6 +30,7 @@ from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler,
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.scheduler.assign import Assignment
 from ggmlb.scheduler.program import Program
+from ggmlb.scheduler.rules import Rules
 from ggmlb.scheduler.signature import Signature
 from ggmlb.testing.fake import FakeReg
 
@@ -120,11 +122,13 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
     with ExitStack() as stack:
         model = Llama(layers_on, 32, stack)
         n = len(model.graph().nodes)
-        builds, firsts, rebuilts = [], [], []
+        builds, firsts, planned, rebuilts = [], [], [], []
         for _ in range(rounds):
             graph = model.graph()
             with Scheduler(backends) as fresh:
                 firsts.append(timed(partial(fresh.alloc_graph, graph), 1))
+                model.set_inputs(graph)
+                planned.append(timed(partial(fresh.graph_compute, graph), 1))
         sched = stack.enter_context(Scheduler(backends))
         sched.alloc_graph(graph)
         for _ in range(rounds):
@@ -151,7 +155,7 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
             for _ in range(5):
                 whole.append(timed(lambda: sched.graph_compute(graph), rounds))
                 kernels.append(timed(bare, rounds))
-        report(table, name, n, sched.n_splits, builds, firsts, rebuilts, whole, kernels)
+        report(table, name, n, sched.n_splits, builds, firsts, planned, rebuilts, whole, kernels)
 
 
 def report(
@@ -161,6 +165,7 @@ def report(
     n_splits: int,
     builds: list[float],
     firsts: list[float],
+    planned: list[float],
     rebuilts: list[float],
     whole: list[float],
     kernels: list[float],
@@ -168,7 +173,8 @@ def report(
     over = statistics.median(a - b for a, b in zip(whole, kernels, strict=True))
     table.row(
         name, n, n_splits, f"{statistics.median(builds) / n * 1e6:.1f}",
-        f"{statistics.median(firsts) * 1e3:.2f}", f"{statistics.median(rebuilts) * 1e3:.2f}",
+        f"{statistics.median(firsts) * 1e3:.2f}", f"{statistics.median(planned) * 1e3:.2f}",
+        f"{statistics.median(rebuilts) * 1e3:.2f}",
         f"{statistics.median(whole) * 1e3:.2f}", f"{over / n * 1e6:.2f}",
     )  # fmt: skip
 
@@ -190,14 +196,23 @@ def measure_ggml(rounds: int, table: Table) -> None:
         decode_step(c, layers, lambda t: ggml.ggml_build_forward_expand(graph, t))
         return c, graph
 
+    def clear_inputs(graph: Any) -> None:
+        """Make the inputs zeros, so that positions and rows are valid."""
+        for i in range(ggml.ggml_graph_n_nodes(graph)):
+            for src in ggml.ggml_graph_node(graph, i).contents.src:
+                if src and src.contents.flags & ggml.GGML_TENSOR_FLAG_INPUT:
+                    ctypes.memset(src.contents.data, 0, ggml.ggml_nbytes(src))
+
     def new_sched() -> Any:
         return ggml.ggml_backend_sched_new(backends, None, 1, 2048, False, True)
 
-    builds, firsts, rebuilts = [], [], []
+    builds, firsts, planned, rebuilts = [], [], [], []
     for _ in range(rounds):
         c, graph = build()
         fresh = new_sched()
         firsts.append(timed(lambda f=fresh, g=graph: ggml.ggml_backend_sched_alloc_graph(f, g), 1))
+        clear_inputs(graph)
+        planned.append(timed(lambda f=fresh, g=graph: ggml.ggml_backend_sched_graph_compute(f, g), 1))
         ggml.ggml_backend_sched_free(fresh)
         c.free()
     sched = new_sched()
@@ -210,21 +225,19 @@ def measure_ggml(rounds: int, table: Table) -> None:
         builds.append(built - start)
         rebuilts.append(time.perf_counter() - built)
     n = ggml.ggml_graph_n_nodes(graph)
-    for i in range(n):  # inputs are zeros, so that positions and rows are valid
-        for src in ggml.ggml_graph_node(graph, i).contents.src:
-            if src and src.contents.flags & ggml.GGML_TENSOR_FLAG_INPUT:
-                ctypes.memset(src.contents.data, 0, ggml.ggml_nbytes(src))
+    clear_inputs(graph)
     whole, kernels = [], []
     for _ in range(5):
         whole.append(timed(lambda: ggml.ggml_backend_sched_graph_compute(sched, graph), rounds))
         kernels.append(timed(lambda: ggml.ggml_backend_graph_compute(backend, graph), rounds))
     n_splits = ggml.ggml_backend_sched_get_n_splits(sched)
-    report(table, "ggml-python, CPU", n, n_splits, builds, firsts, rebuilts, whole, kernels)
+    report(table, "ggml-python, CPU", n, n_splits, builds, firsts, planned, rebuilts, whole, kernels)
 
 
 def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int, table: Table) -> None:
     """The parts of a first allocation, and of one of a known topology."""
     bufts = [b.default_buffer_type for b in backends]
+    rules = Rules(backends, bufts)
     with ExitStack() as stack:
         model = Llama(layers_on, 32, stack)
         times: dict[str, list[float]] = {}
@@ -238,12 +251,12 @@ def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int
         for _ in range(rounds):
             graph, again = model.graph(), model.graph()
             signature = part("read the graph", lambda g=graph: Signature(g, {}))
-            assignment = Assignment(backends, bufts, {}, op_offload=True, strict=False)
-            part("choose backends", lambda a=assignment, s=signature: a.run(s))
-            program = part("cut, and make the image", lambda s=signature, a=assignment: Program(s, a, 1))
+            assignment = part("choose backends", lambda s=signature: Assignment(s, rules))
+            program = part("cut", lambda s=signature, a=assignment: Program(s, a, 1))
             with GraphAllocator(bufts, keep_inputs=True) as allocator:
                 part("plan and get memory", lambda p=program, a=allocator: p.allocate(a))
                 part("place the tensors", program.place)
+                part("before it is computed first: make the image's tensors", lambda p=program: p.image.graph)
                 program.release()
                 other = part("again: read the graph", lambda g=again: Signature(g, {}))
                 part("again: compare it with the last", lambda p=program, o=other: p.signature.matches(o))
@@ -262,7 +275,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     table = Table(
         "graph", "nodes", "splits", "objects built [us/node]", "first split and allocation [ms]",
-        "rebuilt, allocated again [ms]", "computed again [ms]", "over the kernels alone [us/node]",
+        "first computation, with its plans [ms]", "rebuilt, allocated again [ms]", "computed again [ms]",
+        "over the kernels alone [us/node]",
     )  # fmt: skip
     parts = Table("part of an allocation on the CPU", "median [ms]")
     with ggmlb.init_by_name("CPU") as cpu:

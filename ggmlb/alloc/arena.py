@@ -7,6 +7,9 @@ from bisect import bisect_left
 CHUNK_BITS = 64
 """An address is `chunk << CHUNK_BITS | offset`, so that blocks of two chunks are never neighbours."""
 
+OFFSET_MASK = (1 << CHUNK_BITS) - 1
+"""What of an address is the offset in its chunk."""
+
 
 class Arena:
     """Gives out the smallest free block that fits, and joins freed neighbours (ggml_dyn_tallocr).

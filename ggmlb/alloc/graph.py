@@ -6,17 +6,20 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.memory import BufferIds, Memories
+from ggmlb.alloc.numbering import Numbering
 from ggmlb.alloc.plan import Plan, make_plan
 from ggmlb.alloc.topology import Topology
+from ggmlb.enums import TensorFlag
 from ggmlb.errors import ArgumentError, GraphError
 from ggmlb.interface import BufferType
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from ggmlb.graph import Graph
+    from ggmlb.interface import Buffer
     from ggmlb.tensor import Tensor
 
 MAX_PLANS = 8
@@ -66,7 +69,7 @@ class GraphAllocator(Freeable):
             raise ArgumentError("a GraphAllocator needs at least one buffer type")
         self._memories = Memories(self.bufts, separate)
         self._plans: deque[Plan] = deque(maxlen=MAX_PLANS)
-        self._keep_inputs = keep_inputs
+        self._stays = TensorFlag.OUTPUT | (TensorFlag.INPUT if keep_inputs else 0)
         self.n_plans = 0
         self.n_reallocs = 0
 
@@ -102,9 +105,7 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_reserve_n.
         """
         self.check_alive("reserve")
-        topology = self._topology(graph)
-        plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
-        self._adopt(plan)
+        self.reserve_topology(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def reserve_n_size(
         self,
@@ -123,9 +124,7 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_reserve_n_size.
         """
         self.check_alive("reserve_n_size")
-        topology = self._topology(graph)
-        plan = self._plan(topology, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids))
-        return self._memories.by_buffer_id([sum(peaks) for peaks in plan.peaks])
+        return self.topology_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def get_buffer_size(self, buffer_id: int = 0) -> int:
         """Return what is allocated of a buffer type now [bytes].
@@ -159,7 +158,8 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
         """
         self.check_alive("alloc_graph")
-        self._alloc(graph, None, ids_given=len(self._memories.bufts) == 1)
+        topology, ids = self._read(graph, None, None)
+        self._alloc(topology, ids if len(self._memories.bufts) == 1 else None)
 
     def alloc_graph_n(
         self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
@@ -169,34 +169,116 @@ class GraphAllocator(Freeable):
         Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
         """
         self.check_alive("alloc_graph_n")
-        self._alloc(graph, _buffer_ids(graph, node_buffer_ids, leaf_buffer_ids), ids_given=True)
+        self._alloc(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
-    def _topology(self, graph: Graph) -> Topology:
-        return Topology(graph, self._memories.in_use(), self._keep_inputs)
+    def _read(
+        self, graph: Graph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
+    ) -> tuple[Topology, BufferIds]:
+        numbering = Numbering(graph)
+        topology = Topology.read(numbering, self._memories.in_use())
+        if node_ids is None and leaf_ids is None:
+            return topology, [0] * len(topology.tensors)
+        ids = _ids_by_number(graph, numbering, node_ids, leaf_ids)
+        n_bufts = len(self.bufts)
+        for i in topology.placeable():
+            if not 0 <= ids[i] < n_bufts:
+                raise ArgumentError(
+                    f"the buffer id of {topology.tensors[i].describe()} is {ids[i]}, which is out of range; "
+                    f"there are {n_bufts} buffer types"
+                )
+        return topology, [i if 0 <= i < n_bufts else 0 for i in ids]
 
-    def _alloc(self, graph: Graph, ids: BufferIds | None, *, ids_given: bool) -> None:
-        topology = self._topology(graph)
-        plan = self._find(topology, ids, ids_given)
+    def _alloc(self, topology: Topology, ids: BufferIds | None) -> None:
+        plan = self._find(topology, ids)
         try:
             self._adopt(plan)
-            self._place(topology.tensors, plan)
+            self._lay(topology.tensors, plan, *self._places(topology, plan))
         except BaseException:
-            placeable = topology.placeable()
-            for tensor, base, own in zip(topology.tensors, topology.bases, placeable, strict=True):
-                if own or (base >= 0 and placeable[base]):
+            placeable = set(topology.placeable())
+            for i, (tensor, base) in enumerate(zip(topology.tensors, topology.bases, strict=True)):
+                if i in placeable or base in placeable:
                     tensor.buffer = None
             placement_clock.tick()
             raise
 
-    def _find(self, topology: Topology, ids: BufferIds | None, ids_given: bool) -> Plan:
-        """Return a kept plan that suits the graph, or a new one."""
+    def _lay(
+        self,
+        tensors: Sequence[Tensor],
+        plan: Plan,
+        buffers: Sequence[Buffer | None],
+        offsets: Sequence[int],
+    ) -> None:
+        """Place the tensors, unless all lie where they should."""
+        planned = (*plan.owned, *plan.views)
+        moved = [i for i in planned if tensors[i].buffer is not buffers[i] or tensors[i].offset != offsets[i]]
+        if not moved:
+            return
+        for i in moved:
+            tensors[i].buffer = buffers[i]
+            tensors[i].offset = offsets[i]
+        placement_clock.tick()
+        new = set(moved)
+        own = self._memories.in_use()
+        self.prepare(tensors[i] for i in planned if i in new or buffers[i] in own)
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Let buffers prepare what was placed in them, where they want to; ours from a clean state."""
+        for chunk in self._memories.in_use():
+            chunk.reset()
+        for tensor in tensors:
+            buffer = tensor.buffer
+            if buffer is not None and buffer.prepares_tensors:
+                buffer.init_tensor(tensor)
+
+    # -- by number, for the scheduler ----------------------------------------------------------
+
+    def reserve_topology(self, topology: Topology, ids: BufferIds) -> None:
+        """Allocate what a topology needs, as `reserve_n`."""
+        self.check_alive("reserve")
+        self._adopt(self._plan(topology, ids))
+
+    def topology_size(self, topology: Topology, ids: BufferIds) -> list[int]:
+        """Return what a topology needs, for each of `bufts` [bytes], as `reserve_n_size`."""
+        self.check_alive("reserve_n_size")
+        return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(topology, ids).peaks])
+
+    def alloc_topology(self, topology: Topology, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
+        """Allocate what a topology needs, as `alloc_graph_n`; return buffer and offset by number.
+
+        No tensor is touched.
+        """
+        self.check_alive("alloc_graph")
+        plan = self._find(topology, ids)
+        self._adopt(plan)
+        return self._places(topology, plan)
+
+    def _places(self, topology: Topology, plan: Plan) -> tuple[list[Buffer | None], list[int]]:
+        tensors, bases, chunks = topology.tensors, topology.bases, self._memories.chunks
+        buffers: list[Buffer | None] = [None] * len(tensors)
+        offsets = [0] * len(tensors)
+        for i in topology.outside:
+            buffers[i] = tensors[i].buffer
+            offsets[i] = tensors[i].offset
+        for i, m, c, offset in zip(plan.owned, plan.memories, plan.chunks, plan.offsets, strict=True):
+            buffers[i] = chunks[m][c]
+            offsets[i] = offset
+        for i in plan.views:
+            base = bases[i]
+            buffers[i] = buffers[base]
+            offsets[i] = offsets[base] + tensors[i].view_offs
+        return buffers, offsets
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def _find(self, topology: Topology, ids: BufferIds | None) -> Plan:
+        """Return a kept plan that suits the graph, or a new one; without `ids`, with those of one kept."""
         for plan in self._plans:
-            if plan.key == topology.key and (plan.buffer_ids == ids or not ids_given):
-                ids, ids_given = plan.buffer_ids, True
+            if plan.key == topology.key and (ids is None or plan.buffer_ids == ids):
+                ids = plan.buffer_ids
                 owned = [topology.tensors[i] for i in plan.owned]
                 if plan.suits(topology.tensors, self._memories.sizes(owned, plan.memories)):
                     return plan
-        if not ids_given:
+        if ids is None:
             raise GraphError(
                 f"alloc_graph: no graph of this topology ({len(topology.n_sources)} nodes) was reserved, so "
                 f"which of {len(self._memories.bufts)} kinds of memory each tensor belongs in is unknown; "
@@ -204,49 +286,11 @@ class GraphAllocator(Freeable):
             )
         return self._plan(topology, ids)
 
-    def _place(self, tensors: Sequence[Tensor], plan: Plan) -> None:
-        chunks = self._memories.chunks
-        places = [chunks[m][c] for m, c in zip(plan.memories, plan.chunks, strict=True)]
-        owned = [tensors[i] for i in plan.owned]
-        moved: list[Tensor] = []
-        if [t.buffer for t in owned] != places or [t.offset for t in owned] != plan.offsets:
-            for tensor, buffer, offset in zip(owned, places, plan.offsets, strict=True):
-                tensor.buffer = buffer
-                tensor.offset = offset
-            moved += owned
-        for i in plan.views:
-            view = tensors[i]
-            base = view.view_src
-            assert base is not None
-            offset = base.offset + view.view_offs
-            if view.buffer is not base.buffer or view.offset != offset:
-                view.buffer = base.buffer
-                view.offset = offset
-                moved.append(view)
-        if moved:
-            placement_clock.tick()
-            self._prepare(tensors, plan, moved)
-
-    def _prepare(self, tensors: Sequence[Tensor], plan: Plan, moved: Sequence[Tensor]) -> None:
-        """Let the buffers that want to prepare their tensors do so, from a clean state in our own."""
-        own = self._memories.in_use()
-        for chunk in own:
-            chunk.reset()
-        buffers = own.union(t.buffer for t in moved if t.buffer is not None)
-        hooked = {b for b in buffers if b.prepares_tensors}
-        if hooked:
-            new = set(moved)
-            for i in (*plan.owned, *plan.views):
-                buffer = tensors[i].buffer
-                if buffer is not None and buffer in hooked and (buffer in own or tensors[i] in new):
-                    buffer.init_tensor(tensors[i])
-
-    # -- plans ---------------------------------------------------------------------------------
-
-    def _plan(self, topology: Topology, ids: BufferIds | None) -> Plan:
+    def _plan(self, topology: Topology, ids: BufferIds) -> Plan:
         memories = self._memories
-        where = memories.of_tensors(topology, ids)
-        plan = make_plan(topology, ids, where, memories.sizes(topology.tensors, where), memories.limits)
+        where = memories.of_ids(ids)
+        sizes = memories.sizes(topology.tensors, where)
+        plan = make_plan(topology, ids, where, sizes, memories.limits, self._stays)
         self.n_plans += 1
         self._check_limits(topology.tensors, plan)
         return plan
@@ -297,24 +341,22 @@ class GraphAllocator(Freeable):
         return f"<GraphAllocator {', '.join(sizes)}>"
 
 
-def _buffer_ids(
-    graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
-) -> BufferIds | None:
-    """Copy the caller's lists; `None` if there are none.
+def _ids_by_number(
+    graph: Graph, numbering: Numbering, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
+) -> list[int]:
+    """Return the caller's ids by number; what is not listed gets that of what needs it.
 
     Raises:
         ArgumentError: There are more or fewer ids than tensors.
     """
-    if node_buffer_ids is None and leaf_buffer_ids is None:
-        return None
-    ids = []
-    for what, tensors, given in (
-        ("node", graph.nodes, node_buffer_ids),
-        ("leaf", graph.leafs, leaf_buffer_ids),
-    ):
-        ids.append(list(given) if given is not None else [0] * len(tensors))
-        if len(ids[-1]) != len(tensors):
-            raise ArgumentError(
-                f"{len(ids[-1])} {what} buffer ids for {len(tensors)} {what}s; give one for each"
-            )
-    return ids[0], ids[1]
+    listed: list[int] = []
+    for what, tensors, given in (("leaf", graph.leafs, leaf_ids), ("node", graph.nodes, node_ids)):
+        ids = [0] * len(tensors) if given is None else given
+        if len(ids) != len(tensors):
+            raise ArgumentError(f"{len(ids)} {what} buffer ids for {len(tensors)} {what}s; give one for each")
+        listed += ids
+    by_number = listed[: numbering.n_distinct]
+    if len(listed) > len(by_number):  # a tensor is listed twice: the first time counts
+        for number, i in zip(reversed(numbering.listed), reversed(listed), strict=True):
+            by_number[number] = i
+    return by_number + [by_number[user] for user in numbering.users]

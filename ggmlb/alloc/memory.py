@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import padded
 from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError
 from ggmlb.interface import Buffer, BufferType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ggmlb.alloc.topology import Topology
     from ggmlb.tensor import Tensor
 
-BufferIds = tuple[list[int], list[int]]
-"""Index of a buffer type for each node, and for each leaf."""
+BufferIds = Sequence[int]
+"""Index of a buffer type for each tensor of a topology, by its number."""
 
 
 class Memories:
@@ -38,36 +35,16 @@ class Memories:
         self.bufts = list(bufts) if separate else list(dict.fromkeys(bufts))
         self.limits = [buft.max_size for buft in self.bufts]
         self.chunks: list[list[Buffer]] = [[] for _ in self.bufts]
-        self._index = {i: i if separate else self.bufts.index(buft) for i, buft in enumerate(bufts)}
+        self._index = [i if separate else self.bufts.index(buft) for i, buft in enumerate(bufts)]
         self._alignments = [buft.alignment for buft in self.bufts]
         self._plain = all(type(buft).alloc_size is BufferType.alloc_size for buft in self.bufts)
 
     # -- what goes where -----------------------------------------------------------------------
 
-    def of_tensors(self, topology: Topology, ids: BufferIds | None) -> list[int]:
-        """Return the index of the memory that each tensor of a graph belongs in.
-
-        Raises:
-            ArgumentError: An id that matters is out of range.
-        """
-        if ids is None:
-            return [0] * len(topology.tensors)
-        node_ids, leaf_ids = ids
-        listed = [self._index.get(i, -1) for i in (*leaf_ids, *node_ids)]
-        where = listed[: topology.n_distinct]
-        if len(listed) > len(where):  # a tensor is listed twice: the first time counts
-            for number, memory in zip(reversed(topology.listed), reversed(listed), strict=True):
-                where[number] = memory
-        where += [where[user] for user in topology.users]
-        if -1 in where:
-            for i, placeable in enumerate(topology.placeable()):
-                if where[i] < 0 and placeable:
-                    raise ArgumentError(
-                        f"the buffer id of {topology.tensors[i].describe()} is out of range; "
-                        f"there are {len(self._index)} buffer types"
-                    )
-            where = [max(m, 0) for m in where]
-        return where
+    def of_ids(self, ids: BufferIds) -> list[int]:
+        """Return the index of the memory of each buffer id."""
+        index = self._index
+        return [index[i] for i in ids]
 
     def sizes(self, tensors: Sequence[Tensor], where: Sequence[int]) -> list[int]:
         """Return what each tensor takes in its memory [bytes], a multiple of the alignment."""
@@ -79,8 +56,8 @@ class Memories:
 
     def by_buffer_id(self, sizes: Sequence[int]) -> list[int]:
         """Spread a figure per memory over the buffer types, counting each memory once."""
-        first = {memory: i for i, memory in reversed(self._index.items())}
-        return [sizes[memory] if first[memory] == i else 0 for i, memory in self._index.items()]
+        index = self._index
+        return [sizes[memory] if index.index(memory) == i else 0 for i, memory in enumerate(index)]
 
     # -- buffers -------------------------------------------------------------------------------
 

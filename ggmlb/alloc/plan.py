@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 from operator import le
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from ggmlb.alloc.arena import CHUNK_BITS, Arena
+from ggmlb.alloc.arena import CHUNK_BITS, OFFSET_MASK, Arena
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.errors import GraphError
 from ggmlb.tensor import Tensor, same_layout
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
     from ggmlb.alloc.memory import BufferIds
     from ggmlb.alloc.topology import Topology, TopologyKey
+
+_NONE = Op.NONE  # looked up once: it is asked of many
 
 INPLACE_OPERANDS: Final[Mapping[Op, int]] = {
     Op.FILL: 1,
@@ -49,7 +50,6 @@ kernel naturally reads element by element or row by row: not a mask, a bias or a
 """
 
 _PLACED_EARLY = TensorFlag.INPUT | TensorFlag.PARAM
-_STAYS = TensorFlag.OUTPUT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Plan:
 
     Attributes:
         key: The topology.
-        buffer_ids: The caller's choice of a buffer type for each node and leaf; `None` if all are 0.
+        buffer_ids: The caller's choice of a buffer type for each tensor.
         owned: Numbers of the tensors that have a place; the next four fields go with it.
         memories: In which memory each of them lies.
         chunks: In which chunk of it.
@@ -70,13 +70,13 @@ class Plan:
     """
 
     key: TopologyKey
-    buffer_ids: BufferIds | None
+    buffer_ids: BufferIds
     owned: list[int]
     memories: list[int]
     chunks: list[int]
     offsets: list[int]
     sizes: list[int]
-    views: list[int]
+    views: Sequence[int]
     inplace: list[tuple[int, int]]
     peaks: list[list[int]]
 
@@ -89,10 +89,11 @@ class Plan:
 
 def make_plan(
     topology: Topology,
-    buffer_ids: BufferIds | None,
+    buffer_ids: BufferIds,
     memories: Sequence[int],
     sizes: Sequence[int],
     limits: Sequence[int],
+    stays: int = TensorFlag.OUTPUT,
 ) -> Plan:
     """Plan a graph in one pass over its nodes.
 
@@ -106,46 +107,46 @@ def make_plan(
         memories: For each tensor, the memory that it belongs in.
         sizes: For each tensor, what it takes there, a multiple of the alignment [bytes].
         limits: For each memory, the largest chunk [bytes].
+        stays: The flags of tensors whose memory is never given out again.
 
     Raises:
         GraphError: A node comes before one that it reads.
 
     Source: ggml_gallocr_alloc_graph_impl.
     """
-    tensors, sources, ops = topology.tensors, topology.sources, topology.ops
+    tensors, sources, ops, outside = topology.tensors, topology.sources, topology.ops, topology.outside
     n, n_leafs = len(tensors), topology.n_leafs
-    views = [i for i, base in enumerate(topology.bases) if base >= 0]
-    outside = list(compress(range(n), topology.outside))
-    flagged = [i for i, flags in enumerate(topology.flags) if flags & (_PLACED_EARLY | _STAYS)]
+    bases, flags, views, flagged = topology.bases, topology.flags, topology.views, topology.flagged
 
     # By number, with one more item than tensors: an absent source has the number -1.
     roots = [*range(n), -1]
     waiting = [True] * n + [False]
     for i in views:
-        roots[i] = topology.bases[i]
+        roots[i] = bases[i]
         waiting[i] = False
     for i in outside:
         waiting[i] = False
 
-    # `last[root]` is the index in `reads` of the last time that the memory is read; -1 if it must stay.
+    # `last[root]` is the index in `reads` of the last time that the memory is read, if it may be freed then.
     reads = [roots[i] for i in sources]
-    last = [-1] * len(roots)
+    never = len(reads)
+    last = [never] * (n + 1)
     for read, root in enumerate(reads):
         last[root] = read
     read_as_such = set(sources)
     for i in (
         -1,
         *outside,
-        *(i for i in flagged if topology.flags[i] & _STAYS),
+        *(i for i in flagged if flags[i] & stays),
         # A node that nobody reads is a result, views included. But a view without an op is none: the
         # scheduler lists such views to mark how long their source is needed.
-        *(i for i in views if i not in read_as_such and ops[i] is not Op.NONE),
+        *(i for i in views if i not in read_as_such and ops[i] is not _NONE),
     ):
-        last[roots[i]] = -1
+        last[roots[i]] = never
 
     arenas = [Arena(limit) for limit in limits]
     addresses = [-1] * n
-    early = [i for i in flagged if topology.flags[i] & _PLACED_EARLY]
+    early = [i for i in flagged if flags[i] & _PLACED_EARLY]
     for i in (*topology.listed[:n_leafs], *topology.unlisted, *early):
         if waiting[i]:
             waiting[i] = False
@@ -160,34 +161,34 @@ def make_plan(
             memory, size = memories[node], sizes[node]
             for operand in sources[start : start + INPLACE_OPERANDS.get(ops[node], 0)]:
                 if (
-                    start <= last[operand] < end
+                    last[operand] < end
                     and memories[operand] == memory
                     and sizes[operand] == size
                     and same_layout(tensors[operand], tensors[node])
                     and (n_reads == 1 or reads[start:end].count(operand) == 1)
                 ):
                     addresses[node] = addresses[operand]
-                    last[operand] = -1
+                    last[operand] = never
                     inplace.append((node, operand))
                     break
             else:
                 addresses[node] = arenas[memory].alloc(size)
-        for read in range(start, end):
-            root = reads[read]
+        for root in reads[start:end]:
             if waiting[root]:
                 _fail_order(topology, node, root)
-            if last[root] == read:
+            if last[root] < end:
+                last[root] = never
                 arenas[memories[root]].free(addresses[root], sizes[root])
 
     owned = [i for i, address in enumerate(addresses) if address >= 0]
-    mask = (1 << CHUNK_BITS) - 1
+    placed = [addresses[i] for i in owned]
     return Plan(
         key=topology.key,
         buffer_ids=buffer_ids,
         owned=owned,
         memories=[memories[i] for i in owned],
-        chunks=[addresses[i] >> CHUNK_BITS for i in owned],
-        offsets=[addresses[i] & mask for i in owned],
+        chunks=[address >> CHUNK_BITS for address in placed],
+        offsets=[address & OFFSET_MASK for address in placed],
         sizes=[sizes[i] for i in owned],
         views=views,
         inplace=inplace,

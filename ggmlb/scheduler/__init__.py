@@ -1,14 +1,17 @@
 """The scheduler: one graph, split over several devices, allocated and computed.
 
+signature.py  a graph as numbers: all that the following depends on
 assign.py     passes 1-4: which backend computes each node, and why
 split.py      pass 5: runs of nodes on one backend, and the tensors that must be copied to it
+image.py      what is allocated and planned in place of the user's tensors
+program.py    all of it, kept for the next graph of the same signature
 execute.py    the copies and plans of each split, in an order that no copy can race
 scheduler.py  the Scheduler: what a user calls
-report.py     where each node landed and why, as data and as text
+shown.py      pictures, traces, and (report.py) where each node landed and why
 """
 
-from ggmlb.scheduler.assign import Cause
 from ggmlb.scheduler.report import Placement
+from ggmlb.scheduler.rules import Cause
 from ggmlb.scheduler.scheduler import Scheduler
 from ggmlb.scheduler.split import Split, SplitInput
 

@@ -180,7 +180,7 @@ class Executor:
 def _compute_watched(split: Split, graph: Graph, callback: EvalCallback) -> Status:
     """Compute up to each node that the callback wants, and show it."""
     backend = split.backend
-    originals = split.originals
+    originals = split.image.originals(split)
     done = 0
     for i, (image, node) in enumerate(zip(split.graph.nodes, graph.nodes, strict=True), 1):
         shown = originals.get(image, node)

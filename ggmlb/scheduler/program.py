@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections import deque
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import GraphError
-from ggmlb.scheduler.split import SplitGraph, variant
+from ggmlb.scheduler.assign import UNKNOWN, Assignment
+from ggmlb.scheduler.image import Image
+from ggmlb.scheduler.split import Cut
 
 if TYPE_CHECKING:
     from ggmlb.alloc import GraphAllocator
     from ggmlb.graph import Graph
     from ggmlb.interface import Buffer, GraphPlan
-    from ggmlb.scheduler.assign import Assignment, Cause
+    from ggmlb.scheduler.rules import Cause, Rules
     from ggmlb.scheduler.signature import Signature
     from ggmlb.tensor import Tensor
 
-_buffer = attrgetter("buffer")
-_offset = attrgetter("offset")
-_src = attrgetter("src")
+
+MAX_PROGRAMS = 8
+"""Topologies that are kept: a program rarely alternates between more."""
+
+
+class Programs:
+    """The programs of the last topologies, the latest first; `MAX_PROGRAMS` of them."""
+
+    def __init__(self, rules: Rules, n_copies: int) -> None:
+        self._rules = rules
+        self._n_copies = n_copies
+        self._kept: deque[Program] = deque(maxlen=MAX_PROGRAMS)
+
+    def find(self, signature: Signature) -> Program | None:
+        """Return the program of an earlier graph that this one equals, bound to it."""
+        for program in self._kept:
+            if program.signature.matches(signature):
+                program.bind(signature)
+                if program is not self._kept[0]:
+                    self._kept.remove(program)
+                    self._kept.appendleft(program)
+                return program
+        return None
+
+    def make(self, signature: Signature) -> Program:
+        """Assign and split a graph.
+
+        Raises:
+            UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
+        """
+        program = Program(signature, Assignment(signature, self._rules), self._n_copies)
+        self._kept.appendleft(program)
+        return program
+
+    def clear(self) -> None:
+        """Forget all of them, with their weights."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 class Program:
     """What a scheduler keeps of a topology, bound to one graph at a time.
 
-    The image that is allocated and planned is the program's own (see `split.py`). Binding another graph
-    of the same signature gives its tensors the places of their twins, and costs nothing else.
+    The image that is allocated and planned is the program's own. Binding another graph of the same
+    signature gives its tensors the places of their twins, and costs nothing else.
 
     Attributes:
         signature: The topology, with the tensors of the graph that is bound.
+        image: What is allocated and planned.
         splits: In the order of execution.
         buffers: Buffer of each tensor, by number, once allocated.
         offsets: Offset of each tensor in its buffer, by number.
@@ -41,32 +81,30 @@ class Program:
         self.signature = signature
         self._assignment = assignment
         self._n_copies = n_copies
-        split = SplitGraph(signature, assignment, n_copies)
-        self.splits = split.splits
-        self.graph, self.node_ids, self.leaf_ids = split.graph, split.node_ids, split.leaf_ids
-        self._first = signature.tensors
-        self._images = [split.images.get(t) or t for t in signature.tensors]
-        for image, params in zip(self._images, signature.params, strict=True):
-            image.params = params
-        self._owned: list[int] = []
+        cut = Cut(signature, assignment, n_copies)
+        self.splits = cut.splits
+        self.image = Image(signature, assignment, cut)
         self.forget_plans()
-        self._members: list[tuple[list[int], list[int]]] | None = None
+        self._owned: list[int] = []
         self.buffers: list[Buffer | None] = []
         self.offsets: list[int] = []
         self.stamp = -1
-        self._lie: tuple[list[Buffer | None], list[int]] = ([], [])
         self._sources: list[tuple[Tensor | None, ...]] = []
 
     # -- facts ---------------------------------------------------------------------------------
 
     def backend_id(self, tensor: Tensor) -> int | None:
         """Return the backend of a tensor of the bound graph, or `None` if it is none."""
-        number = self.signature.numbers.get(tensor)
-        return None if number is None else self._assignment.ids.get(self._first[number])
+        if tensor not in self.signature.numbers:
+            return None
+        b = self._assignment.ids[self.signature.numbers[tensor]]
+        return None if b == UNKNOWN else b
 
     def cause(self, node: Tensor) -> Cause:
         """Return why a node of the bound graph is where it is."""
-        return self._assignment.causes[self._first[self.signature.numbers[node]]]
+        cause = self._assignment.causes[self.signature.numbers[node]]
+        assert cause is not None
+        return cause
 
     def reasons(self, node: Tensor) -> dict[str, str]:
         """Return what each backend that declines a node says, by its name."""
@@ -76,19 +114,7 @@ class Program:
 
     def bind(self, signature: Signature) -> None:
         """Take over another graph of the same signature."""
-        mine = self.signature
-        if self._members is None:
-            numbers = mine.numbers
-            self._members = [
-                ([numbers[t] for t in s.nodes], [numbers[t] for t in s.views]) for s in self.splits
-            ]
-        tensors = signature.tensors
-        for split, (nodes, views) in zip(self.splits, self._members, strict=True):
-            split.nodes = [tensors[i] for i in nodes]
-            split.views = [tensors[i] for i in views]
-            for item in split.inputs:
-                item.tensor = tensors[item.number]
-        mine.tensors, mine.numbers = tensors, signature.numbers
+        self.signature.tensors, self.signature.numbers = signature.tensors, signature.numbers
 
     def allocate(self, allocator: GraphAllocator) -> None:
         """Place the image, unless it lies where it did.
@@ -96,23 +122,19 @@ class Program:
         Raises:
             AllocationError: A device lacks room.
         """
+        image = self.image
         if self.stamp == allocator.n_reallocs and allocator.keeps_places():
             return
-        for i in self._owned:
-            self._images[i].buffer = None
-        allocator.alloc_graph_n(self.graph, self.node_ids, self.leaf_ids)
+        buffers, offsets = allocator.alloc_topology(image.topology, image.ids)
         self.stamp = allocator.n_reallocs
-        copies = (copy for split in self.splits for item in split.inputs for copy in item.copies)
-        bound = [*self._images, *copies]
-        lie = list(map(_buffer, bound)), list(map(_offset, bound))
-        if lie != self._lie:
-            self._lie = lie
+        if image.place(buffers, offsets):
             self.forget_plans()
-            n = len(self._images)
-            buffers = lie[0][:n]
-            self.buffers, self.offsets = buffers, lie[1][:n]
-            own = {b for b in set(buffers) if b is not None and b.usage is BufferUsage.COMPUTE}
-            self._owned = [i for i, buffer in enumerate(buffers) if buffer in own]
+        n = len(self.signature.tensors)
+        self.buffers, self.offsets = buffers[:n], offsets[:n]
+        own = {b for b in {*self.buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
+        self._owned = [i for i, buffer in enumerate(self.buffers) if buffer in own]
+        if not allocator.keeps_places():
+            allocator.prepare(image.twins())
 
     def place(self) -> None:
         """Place the tensors of the bound graph where their twins lie."""
@@ -120,7 +142,7 @@ class Program:
         for tensor, buffer, offset in zip(tensors, self.buffers, self.offsets, strict=True):
             tensor.buffer = buffer
             tensor.offset = offset
-        self._sources = list(map(_src, tensors))
+        self._sources = [t.src for t in tensors]
 
     def release(self) -> None:
         """Take the places back from the tensors of the bound graph, if nobody else has moved them."""
@@ -140,9 +162,9 @@ class Program:
         signature = self.signature
         tensors = signature.tensors
         if (
-            list(map(_buffer, tensors)) != self.buffers
-            or list(map(_offset, tensors)) != self.offsets
-            or list(map(_src, tensors)) != self._sources
+            [t.buffer for t in tensors] != self.buffers
+            or [t.offset for t in tensors] != self.offsets
+            or [t.src for t in tensors] != self._sources
         ):
             there = zip(tensors, self.buffers, self.offsets, self._sources, strict=True)
             moved = next(t for t, b, o, s in there if t.buffer is not b or t.offset != o or t.src != s)
@@ -155,9 +177,7 @@ class Program:
         if not signature.has_params(params):
             signature.params = params
             signature.keep()
-            for image, changed in zip(self._images, signature.params, strict=True):
-                if image.params != changed:
-                    image.params = changed
+            self.image.set_params(signature.params)
             self.forget_plans()
 
     # -- plans ---------------------------------------------------------------------------------
@@ -174,8 +194,7 @@ class Program:
         """Return the graphs of the splits that read the c-th copies."""
         graphs = self._variants[c]
         if graphs is None:
-            graphs = [s.graph for s in self.splits] if c == 0 else variant(self.graph, self.splits, c)
-            self._variants[c] = graphs
+            graphs = self._variants[c] = self.image.variant(self.splits, c)
         return graphs
 
     def forget_plans(self) -> None:

@@ -10,8 +10,8 @@ from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
     from ggmlb.graph import Graph
-    from ggmlb.scheduler.assign import Cause
     from ggmlb.scheduler.program import Program
+    from ggmlb.scheduler.rules import Cause
     from ggmlb.scheduler.split import Split
 
 

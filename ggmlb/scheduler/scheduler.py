@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
-from ggmlb.enums import NO_OPS
-from ggmlb.errors import ArgumentError, GraphError, kind_of
+from ggmlb.errors import ArgumentError, kind_of
 from ggmlb.graph import need_graph
 from ggmlb.interface import Backend
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
 from ggmlb.sanitizer import start_sanitizer
-from ggmlb.scheduler import draw
-from ggmlb.scheduler.assign import Assignment
 from ggmlb.scheduler.execute import EvalCallback, Executor
-from ggmlb.scheduler.program import Program
-from ggmlb.scheduler.report import Placement, placements, render
+from ggmlb.scheduler.program import Program, Programs
+from ggmlb.scheduler.rules import Rules
+from ggmlb.scheduler.shown import Shown
 from ggmlb.scheduler.signature import Signature
-from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
-    from ggmlb.interface import BufferType, GraphPlan
-    from ggmlb.scheduler.split import Split
+    from ggmlb.interface import BufferType
     from ggmlb.tensor import Tensor
 
-MAX_PROGRAMS = 8
-"""Topologies that are kept: a program rarely alternates between more."""
 
-
-class Scheduler(Freeable):
+class Scheduler(Shown, Freeable):
     """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
 
     A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
     a new graph of the same topology (`Signature`): same ops, shapes, parameters and weights, as each step
-    of a decoding program builds one. The last `MAX_PROGRAMS` topologies are kept, with their weights.
+    of a decoding program builds one. The last eight topologies are kept, with their weights.
 
     A context manager: leaving it frees its memory. One thread at a time may use it; different
     schedulers may be used in different threads.
@@ -102,15 +91,14 @@ class Scheduler(Freeable):
                 raise ArgumentError(
                     f"{backend.name} cannot use {buft.name} memory; give it another buffer type"
                 )
-        self._op_offload = op_offload
-        self._strict = strict
         self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
         self._callback: EvalCallback | None = None
         self._n_copies = n_copies if parallel else 1
-        self._separate = self._n_copies > 1
-        self._allocator = GraphAllocator(self._bufts, keep_inputs=True, separate=self._separate)
+        separate = self._n_copies > 1
+        self._allocator = GraphAllocator(self._bufts, keep_inputs=True, separate=separate)
         self._executor = Executor(self._backends, self._n_copies)
-        self._programs: deque[Program] = deque(maxlen=MAX_PROGRAMS)
+        rules = Rules(self._backends, self._bufts, op_offload, strict, separate)
+        self._programs = Programs(rules, self._n_copies)
         self._program: Program | None = None
         self._graph: Graph | None = None
         self._n_nodes = 0
@@ -143,23 +131,6 @@ class Scheduler(Freeable):
         """
         return self._n_copies
 
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        """The splits of the last graph, in order of execution."""
-        return tuple(self._program.splits) if self._program else ()
-
-    @property
-    def n_splits(self) -> int:
-        """Number of splits of the last graph (ggml_backend_sched_get_n_splits)."""
-        return len(self._program.splits) if self._program else 0
-
-    @property
-    def placement(self) -> list[Placement]:
-        """For each node of the last graph: its device, the cause, what others said, and its copies."""
-        if self._graph is None or self._program is None:
-            return []
-        return placements(self._graph, self._program)
-
     def buffer_type(self, backend: Backend) -> BufferType:
         """Return the memory that a backend computes in (ggml_backend_sched_get_buffer_type)."""
         return self._bufts[self._index(backend)]
@@ -173,7 +144,8 @@ class Scheduler(Freeable):
     def set_tensor_backend(self, node: Tensor, backend: Backend | None) -> None:
         """Ask for a node to be computed on a backend; `None` takes the wish back.
 
-        Wishes hold for all later graphs with the node, `reset` and `reserve` notwithstanding.
+        Wishes hold for all later graphs with the node, `reset` and `reserve` notwithstanding. A view lies
+        where its source does: ask for the source's backend.
 
         Raises:
             ArgumentError: The backend is not one of the scheduler's.
@@ -219,35 +191,8 @@ class Scheduler(Freeable):
         need_graph("Scheduler", graph)
         self._forget()
         signature = Signature(graph, self._user)
-        program = self._find(signature)
-        if program is None:
-            program = self._make(signature)
+        program = self._programs.find(signature) or self._programs.make(signature)
         self._program, self._graph, self._n_nodes = program, graph, len(graph.nodes)
-
-    def _find(self, signature: Signature) -> Program | None:
-        """Return the program of an earlier graph that this one equals, bound to it."""
-        for program in self._programs:
-            if program.signature.matches(signature):
-                program.bind(signature)
-                if program is not self._programs[0]:
-                    self._programs.remove(program)
-                    self._programs.appendleft(program)
-                return program
-        return None
-
-    def _make(self, signature: Signature) -> Program:
-        assignment = Assignment(
-            self._backends,
-            self._bufts,
-            self._user,
-            op_offload=self._op_offload,
-            strict=self._strict,
-            separate=self._separate,
-        )
-        assignment.run(signature)
-        program = Program(signature, assignment, self._n_copies)
-        self._programs.appendleft(program)
-        return program
 
     def reserve(self, measure_graph: Graph) -> None:
         """Allocate the memory that a graph will need, so that `alloc_graph` need not.
@@ -262,7 +207,7 @@ class Scheduler(Freeable):
         self.split_graph(measure_graph)
         program = self._need_program()
         try:
-            self._allocator.reserve_n(program.graph, program.node_ids, program.leaf_ids)
+            self._allocator.reserve_topology(program.image.topology, program.image.ids)
         except BaseException:
             self._programs.clear()
             raise
@@ -280,7 +225,7 @@ class Scheduler(Freeable):
         self.split_graph(measure_graph)
         program = self._need_program()
         try:
-            sizes = self._allocator.reserve_n_size(program.graph, program.node_ids, program.leaf_ids)
+            sizes = self._allocator.topology_size(program.image.topology, program.image.ids)
         finally:
             self.reset()
         return list(sizes)
@@ -388,49 +333,6 @@ class Scheduler(Freeable):
         if self._stop_sanitizer is not None:
             self._stop_sanitizer()
 
-    # -- seeing it -----------------------------------------------------------------------------
-
-    def trace(self, path: str | Path | None = None) -> Trace:
-        """Keep when each device works, within a `with` block, for ui.perfetto.dev or chrome://tracing.
-
-        Example: `with sched.trace("run.json"): sched.graph_compute(graph)`
-
-        Args:
-            path: The JSON file that is written at the end; without it, look at the trace's `events`.
-        """
-        return Trace(self._backends, path, name_plan=self._name_plan)
-
-    def to_dot(self) -> str:
-        """Return the split graph in Graphviz's DOT language: a colour for each device, a box for each split.
-
-        Raises:
-            GraphError: No graph was split yet.
-        """
-        graph, _ = self._need_graph("to_dot")
-        return draw.to_dot(graph, self._backends, self.splits)
-
-    def to_svg(self) -> str:
-        """Return an SVG picture of the split graph, to be read from top to bottom; it needs no Graphviz.
-
-        Each device has a lane and a colour, each split a box; curves between lanes are copies. Long splits
-        are shortened. A node's cause and operands show when the pointer rests on it.
-
-        Raises:
-            GraphError: No graph was split yet.
-        """
-        graph, program = self._need_graph("to_svg")
-        causes = {node: str(program.cause(node)) for node in graph.nodes if node.op not in NO_OPS}
-        return draw.to_svg(self._backends, self.splits, causes)
-
-    def _need_graph(self, call: str) -> tuple[Graph, Program]:
-        if self._graph is None or self._program is None:
-            raise GraphError(f"{call}: there is no graph yet; call split_graph or alloc_graph first")
-        return self._graph, self._program
-
-    def _name_plan(self, plan: GraphPlan) -> str:
-        numbers = (f"split {i}:" for i, s in enumerate(self.splits) if any(p is plan for p in s.plans))
-        return f"{next(numbers, 'compute')} {len(plan.nodes)} nodes on {plan.backend.name}"
-
     # -- inner ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
@@ -451,19 +353,3 @@ class Scheduler(Freeable):
                 return i
         names = ", ".join(b.name for b in self._backends)
         raise ArgumentError(f"{backend!r} is not one of this scheduler's backends: {names}")
-
-    # -- Python --------------------------------------------------------------------------------
-
-    def __repr__(self) -> str:
-        names = ", ".join(b.name for b in self._backends)
-        return f"<Scheduler on {names}: {self.n_splits} splits>"
-
-    def _repr_html_(self) -> str:
-        """The picture of the split graph, for a notebook."""
-        return escape(repr(self)) if self._graph is None else self.to_svg()
-
-    def __str__(self) -> str:
-        """Splits, their inputs with sizes, and why each node landed where it did."""
-        if self._graph is None or self._program is None:
-            return f"{self!r}, no graph yet"
-        return render(self._graph, self._program)

@@ -6,128 +6,105 @@ before in all but identity. Two graphs of equal signatures are computed by the s
 
 from __future__ import annotations
 
+from functools import cached_property
+from itertools import accumulate
 from math import copysign
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.alloc.numbering import Numbering
+from ggmlb.alloc.topology import PLACE_FLAGS, check_freed
 from ggmlb.enums import BufferUsage
-from ggmlb.errors import FreedError
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ggmlb.graph import Graph
+    from ggmlb.interface import Buffer
     from ggmlb.tensor import Tensor
 
-_FACTS = tuple(map(attrgetter, ("op", "dtype", "ne", "nb", "flags", "view_offs")))
 _buffer = attrgetter("buffer")
-_params = attrgetter("params")
 
 
-class Signature:
-    """A graph whose tensors are numbers: leafs first, then nodes, then what they need unlisted.
+class Signature(Numbering):
+    """A graph as numbers, with all that its split, its allocation and its plans depend on.
 
     Reading a graph takes from its tensors the places that an allocator of compute memory gave them: that
     memory is given out anew for each graph.
 
     Attributes:
-        tensors: By number.
-        numbers: Number of each tensor; -1 for `None`, an absent one.
-        n_leafs: How many of the tensors are leafs of the graph.
-        n_nodes: How many are nodes.
-        facts: Ops, types, extents, strides, flags, and offsets in viewed tensors, each by number.
+        ops: By number.
+        flags: By number.
+        facts: Types, extents, strides, and offsets in viewed tensors, each by number.
         params: The op's parameters, by number.
-        sources: For all nodes, one after another, the numbers of their sources; -1 for an absent one.
-        n_sources: How many of `sources` belong to each node.
-        bases: Number of the tensor in whose memory each one lies; -1 for what is no view.
-        outside: Tensors, no views, that lie in a buffer of the user's: weights, caches.
-        places: Buffer, its usage, and offset of each of `outside`.
-        wishes: Number and backend index of the tensors whose backend the user asked for.
+        buffers: Buffer of the user's in which each tensor lies, by number; `None` for what has no place.
+        outside: Numbers of the tensors, no views, that lie in a buffer of the user's: weights, caches.
+        places: Tensor, buffer, its usage, and offset of each of `outside`.
+        wishes: Backend index of the tensors whose backend the user asked for, by number.
         zeros: Number, name and sign of the kept parameters that are zero, once compared: 0.0 equals -0.0.
 
     Raises:
         FreedError: A tensor lies in a freed buffer of the user's.
     """
 
-    __slots__ = (
-        "bases",
-        "facts",
-        "n_leafs",
-        "n_nodes",
-        "n_sources",
-        "numbers",
-        "outside",
-        "params",
-        "places",
-        "sources",
-        "tensors",
-        "wishes",
-        "zeros",
-    )
-
     def __init__(self, graph: Graph, user: Mapping[Tensor, int]) -> None:
-        leafs, nodes = graph.leafs, graph.nodes
-        self.n_leafs, self.n_nodes = len(leafs), len(nodes)
-        self.tensors = tensors = [*leafs, *nodes]
-        numbers: dict[Tensor | None, int] = dict(zip(tensors, range(len(tensors)), strict=True))
-        numbers[None] = -1
-        self.numbers = numbers
-        try:
-            self.sources = [numbers[s] for t in nodes for s in t.src]
-            self.bases = [numbers[t.view_src] for t in tensors]
-        except KeyError:
-            self._add_unlisted()
-            self.sources = [numbers[s] for t in nodes for s in t.src]
-            self.bases = [numbers[t.view_src] for t in tensors]
-        self.n_sources = [len(t.src) for t in nodes]
-        self.facts = [list(map(fact, tensors)) for fact in _FACTS]
-        self.params = list(map(_params, tensors))
-        self.wishes = [(i, user[t]) for i, t in enumerate(tensors) if t in user] if user else []
-        self.outside: list[Tensor] = []
-        self.places: list[Any] = []
+        super().__init__(graph)
+        tensors = self.tensors
+        self.ops = [t.op for t in tensors]
+        self.flags = [t.flags for t in tensors]
+        self.facts = (
+            [t.dtype for t in tensors],
+            [t.ne for t in tensors],
+            [t.nb for t in tensors],
+            [t.view_offs for t in tensors],
+        )
+        self.params = [t.params for t in tensors]
+        self.wishes = {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
         self.zeros: list[tuple[int, str, float]] | None = None
+        self.buffers: list[Buffer | None] = [t.buffer for t in tensors]
+        self.outside: list[int] = []
+        self.places: list[Any] = []
         self._find_outside()
 
-    def _add_unlisted(self) -> None:
-        tensors, numbers = self.tensors, self.numbers
-        for tensor in tensors:  # which grows
-            for needed in (*tensor.src, tensor.view_src):
-                if needed is not None and needed not in numbers:
-                    numbers[needed] = len(tensors)
-                    tensors.append(needed)
-
     def _find_outside(self) -> None:
-        tensors = self.tensors
-        buffers = list(map(_buffer, tensors))
+        tensors, buffers = self.tensors, self.buffers
         there = set(buffers)
         there.discard(None)
-        ours = {b for b in there if b.usage is BufferUsage.COMPUTE}
+        ours = {b for b in there if b is not None and b.usage is BufferUsage.COMPUTE}
         if ours:
-            for tensor, buffer in zip(tensors, buffers, strict=True):
+            for i, buffer in enumerate(buffers):
                 if buffer in ours:
-                    tensor.buffer = None
+                    tensors[i].buffer = buffers[i] = None
             placement_clock.tick()
             there -= ours
         if not there:
             return
-        outside = self.outside
-        for tensor, buffer, base in zip(tensors, buffers, self.bases, strict=True):
-            if base < 0 and buffer in there:
-                outside.append(tensor)
-                self.places += (buffer, buffer.usage, tensor.offset)
-        if any(b.is_freed for b in there):
+        bases = self.bases
+        self.outside = [i for i, buffer in enumerate(buffers) if buffer is not None and bases[i] < 0]
+        for i in self.outside:
+            tensor, buffer = tensors[i], buffers[i]
+            assert buffer is not None
+            self.places += (tensor, buffer, buffer.usage, tensor.offset)
+        if any(b is not None and b.is_freed for b in there):
             self.check_freed()
 
     def check_freed(self) -> None:
         """Raise a FreedError if a tensor of the user's lies in memory that was freed."""
-        for tensor in self.outside:
-            buffer = tensor.buffer
-            if buffer is not None and buffer.is_freed:
-                raise FreedError(
-                    f"{tensor.describe()} lies in a {buffer.name} buffer of {buffer.size:,} bytes that was "
-                    "freed; place it anew before the graph is allocated or computed"
-                )
+        for i in self.outside:
+            check_freed(self.tensors[i])
+
+    @cached_property
+    def reads(self) -> Mapping[int, Sequence[int]]:
+        """Numbers of the sources of each node, by its number; -1 for an absent one."""
+        sources, ends = tuple(self.sources), accumulate(self.n_sources)
+        parts = [sources[end - n : end] for n, end in zip(self.n_sources, ends, strict=True)]
+        return dict(zip(self.nodes, parts, strict=True))
+
+    @cached_property
+    def flagged(self) -> list[int]:
+        """Numbers of the tensors with flags that matter to where they lie."""
+        return [i for i, flags in enumerate(self.flags) if flags & PLACE_FLAGS]
 
     def keep(self) -> None:
         """Hold on to the parameters as they are now, whatever becomes of the tensors."""
@@ -138,11 +115,13 @@ class Signature:
         """Whether graphs of another signature are split, allocated and computed as the kept one is."""
         return (
             self.n_leafs == other.n_leafs
+            and self.listed == other.listed
             and self.sources == other.sources
             and self.n_sources == other.n_sources
             and self.bases == other.bases
+            and self.ops == other.ops
+            and self.flags == other.flags
             and self.facts == other.facts
-            and self.outside == other.outside
             and self.places == other.places
             and self.wishes == other.wishes
             and self.has_params(other.params)

@@ -296,6 +296,26 @@ def test_an_input_on_the_way_through_a_view_of_another_device(bench):
         np.testing.assert_allclose(y.to_numpy(), data[:, :4] @ w.T + data[:, 4:], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("where", [1, 2])
+@pytest.mark.parametrize("reader", [None, 0, 1, 2])
+def test_a_view_lies_where_its_source_does_whatever_it_was_set_to(bench, where, reader):
+    ctx = Context()
+    x = new_input(ctx, 8, 4)
+    view = ctx.reshape_2d(ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), x), 4, 8)
+    y = ctx.sqr(view)
+    data = np.random.default_rng(6).standard_normal((4, 8)).astype(np.float32)
+    with Scheduler(bench.backends) as sched:
+        sched.set_tensor_backend(view, bench.backends[where])
+        sched.set_tensor_backend(y, None if reader is None else bench.backends[reader])
+        graph = Graph().build_forward_expand(y)
+        sched.alloc_graph(graph)
+        x.set_array(data)
+        sched.graph_compute(graph)
+        w = next(n for n in graph.leafs if n.name == "w").to_numpy()
+        np.testing.assert_allclose(y.to_numpy().reshape(4, 8), (data @ w.T) ** 2, rtol=2e-5, atol=1e-6)
+        assert sched.get_tensor_backend(view) is bench.gpu0
+
+
 class SharingDevice(FakeDevice):
     """A fake GPU that works in host memory, late as ever."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -275,3 +277,15 @@ def test_the_sign_of_zero_counts(world):
 
     with Scheduler(world.backends) as sched:
         assert [math.copysign(1, values(b)[0]) for b in (0.0, -0.0, 0.0)] == [1, -1, 1]
+
+
+def test_what_is_freed_is_gone_at_once_not_when_garbage_is_collected(world):
+    gc.disable()
+    try:
+        with Scheduler(world.backends) as sched:
+            world.compute(sched, Recipe(wish=1), 0)
+            plans = [weakref.ref(split.plan) for split in sched.splits]
+            assert len(plans) > 1
+        assert [plan() for plan in plans] == [None] * len(plans)
+    finally:
+        gc.enable()

@@ -1,0 +1,229 @@
+"""Image: the tensors that are allocated, planned and computed in place of the user's.
+
+Each tensor of the user's that has no place of its own has a twin, and nodes read copies where they must. To
+the allocator all of them are numbers; tensors are made of them when a backend looks at them: to plan a
+split, or to say in which order it wants its nodes. After allocation the user's tensors lie where their twins
+do; so do those of the next graph of the same topology.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.alloc.topology import Topology
+from ggmlb.enums import NO_OPS, Op
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend
+from ggmlb.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.interface import Buffer
+    from ggmlb.scheduler.assign import Assignment
+    from ggmlb.scheduler.signature import Signature
+    from ggmlb.scheduler.split import Cut, Split
+
+_NONE = Op.NONE  # looked up once: it is asked of every tensor
+
+
+class Image:
+    """A graph's image, by the numbers of its signature; copies, and marks of when they are made, follow.
+
+    Attributes:
+        signature: The graph; its tensors are another's of the same signature, once that is bound.
+        topology: What the allocator sees.
+        ids: Backend index by number.
+        buffers: Where each tensor lies, by number, once allocated.
+        offsets: Offset of each in its buffer.
+    """
+
+    def __init__(self, signature: Signature, assignment: Assignment, cut: Cut) -> None:
+        self.signature = signature
+        last = len(assignment.backends) - 1
+        self.ids = [last if b < 0 else b for b in assignment.ids]
+        self.buffers: list[Buffer | None] = []
+        self.offsets: list[int] = []
+        self._tensors = list(signature.tensors)
+        self._flags = list(signature.flags)
+        self._bases = list(signature.bases)
+        self._reads = dict(signature.reads)
+        self._twins: dict[int, Tensor | None] = {-1: None}
+        self._graph: Graph | None = None
+        self._leafs = list(signature.listed[: signature.n_leafs])
+        self._nodes: list[int] = []
+        for split in cut.splits:  # which know the image, but not the reverse: a cycle would outlive its time
+            split.image = self
+            self._list(split)
+        self.topology = self._topology()
+
+    # -- numbers -------------------------------------------------------------------------------
+
+    def _list(self, split: Split) -> None:
+        """List what a split copies and computes, in order; let its nodes read the copies."""
+        reads, bases, nodes = self._reads, self._bases, self._nodes
+        nodes += split.view_numbers
+        for item in split.inputs:
+            item.image = self
+            i = item.number
+            copies = [self._add(copy, split.backend_id) for copy in item.copies]
+            self._twins.update(zip(copies, item.copies, strict=True))
+            if len(copies) == 1:
+                nodes += copies
+            else:
+                self._leafs += copies
+            for reader in item.readers:
+                reads[reader] = [copies[0] if s == i else s for s in reads[reader]]
+            # A view without an op: it only keeps the source from being reused before it is copied.
+            nodes.append(
+                self._add(self._tensors[i], self.ids[i], i if bases[i] < 0 else bases[i], [i], flags=0)
+            )
+        ordered = self._ordered(split)
+        nodes += ordered
+        ops, n = self.signature.ops, len(self.signature.tensors)
+        split.order = [i for i in ordered if i < n and ops[i] not in NO_OPS]
+
+    def _add(
+        self, tensor: Tensor, b: int, base: int = -1, reads: Sequence[int] = (), flags: int | None = None
+    ) -> int:
+        number = len(self._tensors)
+        self._tensors.append(tensor)
+        self._flags.append(tensor.flags if flags is None else flags)
+        self._bases.append(base)
+        self._reads[number] = list(reads)
+        self.ids.append(b)
+        return number
+
+    def _ordered(self, split: Split) -> Sequence[int]:
+        """Return a split's nodes in the order that its backend wants."""
+        if type(split.backend).graph_optimize is Backend.graph_optimize:
+            return split.numbers
+        graph = Graph()
+        graph.nodes = [self.twin(i) for i in split.numbers]
+        split.backend.graph_optimize(graph)
+        numbers = {twin: i for i, twin in self._twins.items()}
+        for node in graph.nodes:
+            if node not in numbers:  # a mark of the backend's own
+                reads = [numbers[s] for s in node.src]
+                numbers[node] = i = self._add(node, split.backend_id, numbers[node.view_src], reads)
+                self._twins[i] = node
+        return [numbers[node] for node in graph.nodes]
+
+    def _topology(self) -> Topology:
+        signature, nodes, reads = self.signature, self._nodes, self._reads
+        extra = range(len(signature.tensors), len(self._tensors))
+        return Topology(
+            tensors=self._tensors,
+            listed=[*self._leafs, *nodes],
+            n_leafs=len(self._leafs),
+            unlisted=signature.unlisted,
+            sources=[s for i in nodes for s in reads[i]],
+            n_sources=[len(reads[i]) for i in nodes],
+            bases=self._bases,
+            views=[*signature.views, *[i for i in extra if self._bases[i] >= 0]],
+            ops=signature.ops + [_NONE] * len(extra),
+            flags=self._flags,
+            flagged=[*signature.flagged, *[i for i in extra if self._flags[i]]],
+            outside=signature.outside,
+        )
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def twin(self, i: int) -> Tensor:
+        """Return the twin of a tensor; a tensor of the user's that has a place is its own."""
+        found = self._twins.get(i)
+        return self._make(i) if found is None else found
+
+    def _twin_of(self, i: int) -> Tensor | None:
+        return None if i < 0 else self.twin(i)
+
+    def _make(self, i: int) -> Tensor:
+        signature, twins = self.signature, self._twins
+        base = self._bases[i]
+        if i >= len(signature.tensors):
+            twin = _view_of(self.twin(self._reads[i][0]))
+        elif base < 0 and signature.ops[i] is _NONE and signature.buffers[i] is not None:
+            twin = signature.tensors[i]
+        else:
+            # What another graph computes is a leaf here, its op notwithstanding.
+            reads = self._reads.get(i) or ([base] if base >= 0 else [])
+            try:
+                src, view_src = tuple([twins[s] for s in reads]), twins[base]
+            except KeyError:
+                src, view_src = tuple([self._twin_of(s) for s in reads]), self._twin_of(base)
+            twin = signature.tensors[i].reading(src, view_src)
+            twin.params = signature.params[i]
+            twin.flags = self._flags[i]
+            if self.buffers:
+                twin.buffer, twin.offset = self.buffers[i], self.offsets[i]
+        twins[i] = twin
+        return twin
+
+    @property
+    def graph(self) -> Graph:
+        """All twins, in the order of execution."""
+        if self._graph is None:
+            twins = self._twins
+            for i in (*self._leafs, *self._nodes):
+                if i not in twins:
+                    self._make(i)
+            self._graph = Graph([self.twin(i) for i in self._nodes], [self.twin(i) for i in self._leafs])
+        return self._graph
+
+    def graph_of(self, split: Split) -> Graph:
+        """Return the graph that a split's backend computes."""
+        whole = self.graph
+        graph = Graph([self.twin(i) for i in split.order])
+        graph.whole = whole
+        return graph
+
+    def originals(self, split: Split) -> dict[Tensor, Tensor]:
+        """Return the user's tensor of each twin in a split's graph."""
+        return {self.twin(i): self.signature.tensors[i] for i in split.order}
+
+    def variant(self, splits: Sequence[Split], c: int) -> list[Graph]:
+        """Return the splits' graphs with the nodes that read, near or far, the c-th copies of the inputs."""
+        if c == 0:
+            return [split.graph for split in splits]
+        twins = {i.copy: i.copies[c] for split in splits for i in split.inputs if len(i.copies) > 1}
+        whole = Graph()
+        for node in self.graph.nodes:
+            src = tuple([twins.get(s, s) if s is not None else None for s in node.src])
+            base = node.view_src
+            base = twins.get(base, base) if base is not None else None
+            if src != node.src or base is not node.view_src:
+                twins[node] = node.reading(src, base)
+            whole.nodes.append(twins.get(node, node))
+        graphs = [Graph([twins.get(n, n) for n in split.graph.nodes]) for split in splits]
+        for graph in graphs:
+            graph.whole = whole
+        return graphs
+
+    # -- places --------------------------------------------------------------------------------
+
+    def place(self, buffers: list[Buffer | None], offsets: list[int]) -> bool:
+        """Place the twins; return whether that changed anything."""
+        if buffers == self.buffers and offsets == self.offsets:
+            return False
+        self.buffers, self.offsets = buffers, offsets
+        for i, twin in self._twins.items():
+            if twin is not None:
+                twin.buffer, twin.offset = buffers[i], offsets[i]
+        return True
+
+    def set_params(self, params: list[dict[str, Any]]) -> None:
+        """Give the twins changed parameters."""
+        for i, changed in enumerate(params):
+            twin = self._twins.get(i)
+            if twin is not None and twin.params != changed:
+                twin.params = changed
+
+    def twins(self) -> list[Tensor]:
+        """Return all tensors that were made for the image, copies included."""
+        self.graph  # noqa: B018
+        return [t for i, t in self._twins.items() if t is not None and t is not self._tensors[i]]
+
+
+def _view_of(tensor: Tensor) -> Tensor:
+    name = f"{tensor.name} (copied)"
+    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=name)
