@@ -19,6 +19,8 @@ TYPES = (
     "IQ4_NL", "IQ4_XS", "MXFP4",
 )  # fmt: skip
 ROWS = (1, 2, 4, 8, 64, 512)
+REPACKED = "Numba_Repacked"
+"""The device's own memory for weights; ggml's lie in plain memory."""
 FASTER = {(1, "Q4_0"), (1, "Q8_0"), (1, "Q4_K"), *((512, name) for name in TYPES)}
 """Products that should take 1/1.3 of ggml's time; all else at most as long."""
 
@@ -44,15 +46,22 @@ def _tiny(c: Any) -> Any:
     return x
 
 
-def _product(name: str, n: int) -> Case:
+def _product(name: str, n: int, storage: str = "CPU") -> Case:
     error = 1e-6 if name == "F32" else 1e-3
     build = partial(ops_cases._mul_mat, DType[name], n)
-    return Case("mul_mat", f"{name.lower()}, n = {n}", build, 1.3 if (n, name) in FASTER else 1.0, error)
+    target = 1.3 if (n, name) in FASTER else 1.0
+    where = "" if storage == "CPU" else f", {storage}"
+    return Case("mul_mat", f"{name.lower()}, n = {n}{where}", build, target, error, storage)
 
 
 PARTS: dict[str, list[Case]] = {
     **{f"n{n}": [_product(name, n) for name in TYPES] for n in ROWS},
-    "ops": [replace(case, target=1.0) for case in ops_cases.CASES if case.op in OPS and case.device == "CPU"],
+    **{f"r{n}": [_product(name, n, REPACKED) for name in TYPES] for n in ROWS},
+    "ops": [
+        replace(case, target=1.0, storage="CPU")
+        for case in ops_cases.CASES
+        if case.op in OPS and case.device == "CPU"
+    ],
     "graphs": [
         *(
             Case(
@@ -67,9 +76,7 @@ PARTS: dict[str, list[Case]] = {
         Case("add", f"{N_NODES} nodes of 64 elements", _tiny, 0.67, 1e-9),
     ],
 }
-PARTS = {
-    name: [replace(case, device="Numba", storage="CPU") for case in part] for name, part in PARTS.items()
-}
+PARTS = {name: [replace(case, device="Numba") for case in part] for name, part in PARTS.items()}
 CASES = [case for part in PARTS.values() for case in part]
 
 assert (K, M) == (14336, 4096)

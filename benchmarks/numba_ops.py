@@ -75,7 +75,7 @@ def read_speed(threads: int, nbytes: int) -> float:
 def speed(case: Case, seconds: float) -> str:
     """What is read of the weight per second, where that is what takes the time."""
     name, _, n = case.what.partition(", n = ")
-    if case.op != "mul_mat" or int(n) > 8:
+    if case.op != "mul_mat" or int(n.partition(",")[0]) > 8:
         return ""
     return f"{DType[name.upper()].row_size(K) * M / seconds / 1e9:.1f}"
 
