@@ -198,8 +198,8 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
     [
         (matvec.quantized, ("q4_k", 4, 1), "sdot"),
         (matvec.quantized, ("iq4_nl", 4, 1), "tbl"),
-        (tiles.quantized, ("q6_k", False), "sdot"),
-        (tiles.floats, ("f16", "f32", False), "fmla"),
+        (tiles.quantized, ("q6_k", False, 3), "sdot"),
+        (tiles.floats, ("f16", "f32", False, 6), "fmla"),
         (activations.quantize, ("f32", True), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
         (convert.copy, ("iq4_nl", "f32"), "tbl"),

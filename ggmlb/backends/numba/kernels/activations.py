@@ -4,23 +4,26 @@ A row of `k` elements becomes, one part after the other: `k` codes (int8), `k / 
 `k / 32` sums of the values as quantised (float32), and `k / 16` sums of codes (int32).
 
 Weights of 8 bits deserve more: some channels of a model's hidden states are many times as large as their
-neighbours, which 8 bits with a common scale leave little of. For them a code is `128 high + low`, and `k`
-high parts (int8) follow.
+neighbours, which 8 bits with a common scale leave little of. For such weights the codes of a block with a
+value that stands out are `128 high + low`; `k` high parts (int8) follow, and `k / 32` bytes that tell which
+blocks have them, so that products leave out the others' zeros.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import greatest, load_floats, total
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+HIGH = 128
+"""What high parts of codes count. With low parts up to 64 no sum of two products of bytes leaves 16 bits."""
 
+CREST = 5.0
+"""A block has high parts if its greatest value is that many times the root of the mean square."""
 
-HIGH_BITS = 7
-"""How far high parts of codes are shifted. No sum of two products of bytes leaves 16 bits so."""
+FLAGS = 16
+"""Flags that are read at a time."""
 
 
 class Parts(NamedTuple):
@@ -31,24 +34,26 @@ class Parts(NamedTuple):
         scales: Of 32 each.
         sums: Of 32 values each.
         counts: Sums of 16 codes each.
-        high: The high parts of codes, if they have them.
+        high: The high parts of codes, if a row is to have them.
+        flags: Whether a block has high parts.
     """
 
     codes: Value
     scales: Value
     sums: Value
     counts: Value
-    high: Value | None
-
-    @property
-    def terms(self) -> list[Value]:
-        """The bytes that codes are made of, high parts first."""
-        return [self.codes] if self.high is None else [self.high, self.codes]
+    high: Value | None = None
+    flags: Value | None = None
 
 
 def row_nbytes(k: int, wide: bool) -> int:
     """Bytes of a row of `k` elements as quantised, with high parts if it is `wide`."""
-    return k + k // 2 + (k if wide else 0)
+    return k + k // 2 + (k + _flags_nbytes(k) if wide else 0)
+
+
+def _flags_nbytes(k: Any) -> Any:
+    """Whole vectors of flags."""
+    return (k // 32 + (FLAGS - 1)) // FLAGS * FLAGS
 
 
 def parts(address: Value, k: Value, wide: bool) -> Parts:
@@ -56,17 +61,14 @@ def parts(address: Value, k: Value, wide: bool) -> Parts:
     scales = address + k
     sums = scales + (k >> 3)
     counts = sums + (k >> 3)
-    return Parts(address, scales, sums, counts, counts + (k >> 2) if wide else None)
-
-
-def combined(products: Sequence[Value]) -> Value:
-    """Products with a code's parts, high ones first, as one with the code."""
-    return products[0] if len(products) == 1 else (products[0] << HIGH_BITS) + products[1]
+    if not wide:
+        return Parts(address, scales, sums, counts)
+    high = counts + (k >> 2)
+    return Parts(address, scales, sums, counts, high, high + k)
 
 
 def quantize(k: Kernel, dtype: str, wide: bool) -> None:
     """Quantise rows: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
-    most = 127 << HIGH_BITS if wide else 127
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3
@@ -77,17 +79,22 @@ def quantize(k: Kernel, dtype: str, wide: bool) -> None:
         values = load_floats(k, dtype, x + i1 * nb1 + i2 * nb2 + i3 * nb3 + block * size, 32)
         magnitude = k.generic("fabs", values)
         top = greatest(k, magnitude)
-        inverse = k.select(top > 0.0, float(most) / top, 0.0)
-        scale = top * (1 / most)
+        most = k.const(F32, 127.0)
+        stands_out = top * top > total(k, values * values) * (CREST**2 / 32)
+        if wide:
+            most = k.select(stands_out, k.const(F32, 127.0 * HIGH), most)
+        inverse = k.select(top > 0.0, most / top, 0.0)
+        scale = top / most
         whole = k.generic("rint", values * inverse.splat(32))
         codes = whole.to_int()
-        nbytes = n + (n >> 1) + (n if wide else 0)
-        q, d, s, c, high = parts(out + row * nbytes, n, wide)
+        nbytes = n + (n >> 1) + (n + _flags_nbytes(n) if wide else 0)
+        q, d, s, c, high, flags = parts(out + row * nbytes, n, wide)
         low = codes
-        if high is not None:
-            upper = k.generic("rint", whole * (1 / (1 << HIGH_BITS))).to_int()
-            low = codes - (upper << HIGH_BITS)
+        if high is not None and flags is not None:
+            upper = k.select(stands_out.splat(32), k.generic("rint", whole * (1 / HIGH)).to_int(), 0)
+            low = codes - upper * HIGH
             k.store(upper.trunc(I8), high + block * 32)
+            k.store(stands_out.zext(I8), flags + block)
         k.store(low.trunc(I8), q + block * 32)
         halves = [total(k, half) for half in codes.split()]
         k.store(k.const(vec(I32, 2), 0).put(0, halves[0]).put(1, halves[1]), c + block * 8)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.activations import combined, parts
+from ggmlb.backends.numba.kernels.activations import HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, I64, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.emit import F32, I8, I32, I64, Kernel, Value, lanes_of, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_floats, total
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.kernels.blocks import Form
+    from ggmlb.backends.numba.llvm.emit import Variable
 
 ARGS = (
     "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb1", "b_nb2", "b_nb3",
@@ -210,19 +211,17 @@ def _blocks(
             both = [scale * spread for scale, _ in scales]
             for i in range(0, runs, step):
                 at = block * form.block + 32 * i
-                terms = [k.load(vec(I8, 32 * step), term + at) for term in x.terms]
-                dot = Dot(k, lanes)
-                starts = [dot.start(term, form.offset) for term in terms]
-                for r, of_row in enumerate(codes):
-                    if pairs is not None:
-                        w = of_row[i // 2]
-                    else:
-                        w = of_row[i].join(of_row[i + 1]) if wide else of_row[i]
-                    products = [
-                        dot(start, w, term, form.offset) for start, term in zip(starts, terms, strict=True)
-                    ]
-                    factor = both[r].shuffle(_lanes(form, i, lanes))
-                    sums[r][c].set(k.fma(combined(products).to_float(), factor, sums[r][c].now))
+                if pairs is not None:
+                    of_rows = [of_row[i // 2] for of_row in codes]
+                else:
+                    of_rows = [of_row[i].join(of_row[i + 1]) if wide else of_row[i] for of_row in codes]
+                factors_ = [of_row.shuffle(_lanes(form, i, lanes)) for of_row in both]
+                slots = [line[c] for line in sums]
+                _add_run(k, form.offset, x.codes + at, of_rows, factors_, slots)
+                if x.high is not None and x.flags is not None:
+                    with k.when(k.load(I8, x.flags + block).zext(I32) > 0):
+                        higher = [factor * float(HIGH) for factor in factors_]
+                        _add_run(k, form.offset, x.high + at, of_rows, higher, slots)
     found = [[total(k, slot.now) for slot in line] for line in sums]
     if not rest:
         return found
@@ -230,6 +229,17 @@ def _blocks(
         [value + total(k, slot.now) for value, slot in zip(a, b, strict=True)]
         for a, b in zip(found, rest, strict=True)
     ]
+
+
+def _add_run(
+    k: Kernel, offset: int | None, x: Value, codes: list[Value], factors: list[Value], slots: list[Variable]
+) -> None:
+    """Add the products of a run of each row with activations as bytes, by their address."""
+    of = k.load(codes[0].type, x)
+    dot = Dot(k, lanes_of(codes[0].type) // 4)
+    start = dot.start(of, offset)
+    for w, factor, slot in zip(codes, factors, slots, strict=True):
+        slot.set(k.fma(dot(start, w, of, offset).to_float(), factor, slot.now))
 
 
 def _per_group(factors: Value, form: Form) -> Value:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ggmlb.backends.numba.llvm.emit import I1, I8, I16, I32, I64, Kernel, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from ggmlb.backends.numba.llvm.host import Level
 
@@ -70,6 +70,15 @@ FIELDS: dict[str, tuple[Field, ...]] = {
 def lanes(level: Level) -> int:
     """Rows of a strip that a vector has."""
     return max(8, level.lanes)
+
+
+def prefetch(k: Kernel, fields: Sequence[Field], block: tuple[Value, Value, Value], ahead: int) -> None:
+    """Ask for what lies `ahead` bytes after a block of a strip: `base, n_blocks, block`."""
+    base, n_blocks, number = block
+    for field in fields:
+        start = base + n_blocks * (ROWS * field.offset) + number * (ROWS * field.nbytes)
+        for at in range(0, ROWS * field.nbytes, 64):
+            k.prefetch(start + (ahead + at))
 
 
 class Words:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.activations import combined, parts
+from ggmlb.backends.numba.kernels.activations import HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
-from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes
+from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
 from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
@@ -77,10 +77,7 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     base = place.a + strip * (place.a_nb1 * ROWS)
     activations = [parts(column, place.k, FORMS[dtype].wide) for column in columns]
     with k.loop(0, n_blocks) as block:
-        for field in FIELDS[dtype]:
-            start = base + n_blocks * (ROWS * field.offset) + block * (ROWS * field.nbytes)
-            for ahead in range(0, ROWS * field.nbytes, 64):
-                k.prefetch(start + (AHEAD + ahead))
+        prefetch(k, FIELDS[dtype], (base, n_blocks, block), AHEAD)
         for first, line in zip(vectors(k), sums, strict=True):
             at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
             scales, minimums = SCALES[dtype](at)
@@ -110,17 +107,20 @@ def _add_run(
         counts = [counts[0] + counts[1]]
     dot = Dot(k, n)
     for g in range(per_run):
-        products = []
-        for term in x.terms:
-            # What an offset takes away is of the whole codes, which the last sum is of.
-            start = dot.start_from(counts[g], form.offset) if term is x.codes else k.const(vec(I32, n), 0)
-            for w in range(g * per_group, (g + 1) * per_group):
-                of = k.load(I32, term + run * 32 + w * 4).splat(n).bits(vec(I8, 4 * n))
-                start = dot(start, words[w], of, form.offset)
-            products.append(start)
         group = i * per_run + g
         scale = scales[group] * factor.splat(n)
-        slot.set(k.fma(combined(products).to_float(), scale, slot.now))
+
+        def add(codes: Value, sums: Value, scale: Value, g: int = g) -> None:
+            for w in range(g * per_group, (g + 1) * per_group):
+                of = k.load(I32, codes + run * 32 + w * 4).splat(n).bits(vec(I8, 4 * n))
+                sums = dot(sums, words[w], of, form.offset)
+            slot.set(k.fma(sums.to_float(), scale, slot.now))
+
+        # What an offset takes away of whole codes is taken at once.
+        add(x.codes, dot.start_from(counts[g], form.offset), scale)
+        if x.high is not None and x.flags is not None:
+            with k.when(k.load(I8, x.flags + run).zext(I32) > 0):
+                add(x.high, k.const(vec(I32, n), 0), scale * float(HIGH))
         if minimums is not None:
             total = k.load(F32, x.sums + run * 4) if per_run == 1 else counts[g].to_float(F32) * factor
             slot.set(k.fma(minimums[group], total.splat(n), slot.now))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.numba.kernels.activations import combined, parts
+from ggmlb.backends.numba.kernels.activations import FLAGS, HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.kernels.matvec import Chosen, Place
-from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes
+from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
+from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
 from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
@@ -20,6 +20,7 @@ from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ggmlb.backends.numba.kernels.activations import Parts
     from ggmlb.backends.numba.kernels.blocks import Form
     from ggmlb.backends.numba.llvm.host import Level
 
@@ -30,8 +31,16 @@ DEPTH = 256
 """Elements of a row that are packed at a time."""
 
 
+def columns(n: int, most: int) -> int:
+    """Of how many rows of activations at a time to take `n`, where `most` fit the registers.
+
+    As few turns as can be, and as even: the last one does all of its rows, needed or not.
+    """
+    return -(-n // -(-n // most))
+
+
 def byte_columns(level: Level) -> int:
-    """Rows of activations that meet a tile of bytes together."""
+    """Most rows of activations that meet a tile of bytes together."""
     return 8 if level.lanes == 16 else 3
 
 
@@ -41,7 +50,7 @@ def float_rows(level: Level) -> int:
 
 
 def float_columns(level: Level) -> int:
-    """Rows of activations that meet a tile of floats together."""
+    """Most rows of activations that meet a tile of floats together."""
     return 12 if level.lanes == 16 else 6
 
 
@@ -49,7 +58,8 @@ def byte_scratch(k: int, dtype: str) -> int:
     """Bytes that a thread needs to pack a tile of rows of `k` elements."""
     form, whole = FORMS[dtype], -(-k // DEPTH) * DEPTH
     floats = whole // form.group * (2 if form.has_min else 1)
-    return BYTE_ROWS * (whole + 4 * floats)
+    flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
+    return BYTE_ROWS * (whole + 4 * floats) + flags
 
 
 def float_scratch(level: Level) -> int:
@@ -83,13 +93,14 @@ def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, wo
 
 
 class _Packed:
-    """Where the parts of a packed tile are: codes, scales, minimums."""
+    """Where the parts of a packed tile are: codes, scales, minimums; and flags of activations."""
 
     def __init__(self, form: Form, size: Value, scratch: Value) -> None:
         whole = (size + (DEPTH - 1)) // DEPTH * DEPTH
         self.codes = scratch
         self.scales = scratch + whole * BYTE_ROWS
         self.minimums = self.scales + whole // form.group * (4 * BYTE_ROWS)
+        self.flags = self.minimums  # types with the one have not the other
 
 
 def _centered(k: Kernel, form: Form, codes: Value) -> Value:
@@ -130,6 +141,7 @@ def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: V
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
     with k.loop(0, n_blocks) as block:
+        prefetch(k, FIELDS[dtype], (base, n_blocks, block), 4 * AHEAD)
         for first in range(0, ROWS, lanes(k.level)):
             at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
             words = [word for run in form.codes(k, at) for word in run.values]
@@ -144,20 +156,19 @@ def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: V
                     k.store(minimums[g], packed.minimums + to + row * g)
 
 
-def quantized(k: Kernel, dtype: str, in_strips: bool) -> None:
+def quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int) -> None:
     """Multiply blocks with activations as bytes: arguments of a product, scratch and its size per thread."""
-    _quantized(k, dtype, in_strips, Place(k, BYTE_ROWS))
+    _quantized(k, dtype, in_strips, n_columns, Place(k, BYTE_ROWS))
 
 
 def chosen_quantized(k: Kernel, dtype: str, in_strips: bool) -> None:
     """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
-    _quantized(k, dtype, in_strips, Chosen(k, BYTE_ROWS))
+    _quantized(k, dtype, in_strips, byte_columns(k.level), Chosen(k, BYTE_ROWS))
 
 
-def _quantized(k: Kernel, dtype: str, in_strips: bool, place: Place) -> None:
+def _quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, place: Place) -> None:
     form = FORMS[dtype]
     scratch, stride = k.ints(2)
-    n_columns = byte_columns(k.level)
     packed = _Packed(form, place.k, scratch + k.thread * stride)
     with k.loop(place.first, place.last) as tile:
         first = tile * BYTE_ROWS
@@ -176,13 +187,15 @@ def _multiply_bytes(
     k: Kernel, form: Form, packed: _Packed, rows: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each column."""
-    n, n_columns = k.level.lanes, byte_columns(k.level)
+    n, n_columns = k.level.lanes, len(rows)
     vectors = range(0, BYTE_ROWS, n)
     floats, ints = vec(F32, n), vec(I32, n)
     zero = k.const(floats, 0)
     sums = [[k.variable(zero) for _ in range(n_columns)] for _ in vectors]
     columns = [parts(row, size, form.wide) for row in rows]
-    dot = Dot(k, n)
+    dot, flags = Dot(k, n), packed.flags
+    if form.wide:
+        _any_flags(k, columns, size, flags)
     shifted = k.level.dot == "vnni" and not form.has_min
     with k.loop(0, size >> 5) as block:
         for group in range(32 // form.group):
@@ -196,38 +209,51 @@ def _multiply_bytes(
                 for x in columns
             ]
             starts = [(count * -128).splat(n) if shifted else k.const(ints, 0) for count in counts]
-            products = [list(starts) for _ in vectors]
-            for turn, terms in enumerate(zip(*(x.terms for x in columns), strict=True)):
-                if form.wide:  # first the high parts, alone, then the low ones on top
-                    products = [
-                        [
-                            combined([p, start]) if turn else k.const(ints, 0)
-                            for p, start in zip(row, starts, strict=True)
-                        ]
-                        for row in products
-                    ]
+
+            def add(codes: list[Value], starts: list[Value], times: float, group: int = group) -> None:
+                products = [list(starts) for _ in vectors]
                 for word in range(group * form.group // 4, (group + 1) * form.group // 4):
                     of = packed.codes + (block * 8 + word) * (4 * BYTE_ROWS)
                     weights = [k.load(vec(I8, 4 * n), of + v * 4, 4) for v in vectors]
-                    for c, term in enumerate(terms):
+                    for c, term in enumerate(codes):
                         x = k.load(I32, term + block * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
                         for v in range(len(vectors)):
                             products[v][c] = dot.packed(products[v][c], weights[v], x, form.has_min)
+                for v, first in enumerate(vectors):
+                    scale = k.load(floats, packed.scales + at + first * 4)  # noqa: B023
+                    for c, column in enumerate(columns):
+                        factor = k.load(F32, column.scales + block * 4) * times
+                        slot = sums[v][c]
+                        slot.set(k.fma(products[v][c].to_float(), scale * factor.splat(n), slot.now))
+
+            add([x.codes for x in columns], starts, 1.0)
+            high = [x.high for x in columns if x.high is not None]
+            if high:
+                with k.when(k.load(I8, flags + block).zext(I32) > 0):
+                    add(high, [k.const(ints, 0)] * n_columns, float(HIGH))
+            if not form.has_min:
+                continue
             for v, first in enumerate(vectors):
-                scale = k.load(floats, packed.scales + at + first * 4)
-                minimum = k.load(floats, packed.minimums + at + first * 4) if form.has_min else None
+                minimum = k.load(floats, packed.minimums + at + first * 4)
                 for c, column in enumerate(columns):
-                    slot = sums[v][c]
-                    factor = k.load(F32, column.scales + block * 4)
-                    slot.set(k.fma(products[v][c].to_float(), scale * factor.splat(n), slot.now))
-                    if minimum is None:
-                        continue
                     if form.group == 32:
                         total = k.load(F32, column.sums + block * 4)
                     else:
-                        total = counts[c].to_float() * factor
+                        total = counts[c].to_float() * k.load(F32, column.scales + block * 4)
+                    slot = sums[v][c]
                     slot.set(k.fma(minimum, total.splat(n), slot.now))
     return [[slot.now for slot in row] for row in sums]
+
+
+def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:
+    """Write which blocks have high parts in any of some rows of activations."""
+    flags = vec(I8, FLAGS)
+    with k.loop(0, size >> 5, FLAGS) as i:
+        any_ = k.const(flags, 0)
+        for x in columns:
+            if x.flags is not None:
+                any_ = any_ | k.load(flags, x.flags + i)
+        k.store(any_, to + i)
 
 
 def _store_tile(
@@ -252,18 +278,19 @@ def _store_tile(
 # -- floats ----------------------------------------------------------------------------------------
 
 
-def floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool) -> None:
+def floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool, n_columns: int) -> None:
     """Multiply floats with float activations: arguments of a product, scratch and its size per thread."""
-    _all_floats(k, dtype, b_dtype, in_strips, Place(k, float_rows(k.level)))
+    _all_floats(k, (dtype, b_dtype), in_strips, n_columns, Place(k, float_rows(k.level)))
 
 
 def chosen_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool) -> None:
     """Multiply chosen matrices of floats; see `matvec.Chosen`."""
-    _all_floats(k, dtype, b_dtype, in_strips, Chosen(k, float_rows(k.level)))
+    place = Chosen(k, float_rows(k.level))
+    _all_floats(k, (dtype, b_dtype), in_strips, float_columns(k.level), place)
 
 
-def _all_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool, place: Place) -> None:
-    n_rows, n_columns, n = float_rows(k.level), float_columns(k.level), k.level.lanes
+def _all_floats(k: Kernel, types: tuple[str, str], in_strips: bool, n_columns: int, place: Place) -> None:
+    (dtype, b_dtype), n_rows, n = types, float_rows(k.level), k.level.lanes
     scratch, stride = k.ints(2)
     packed = scratch + k.thread * stride
     b_size = SIZES[b_dtype]
@@ -283,6 +310,9 @@ def _all_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool, place: Pla
                     place.column(k.least(column + c, place.n - 1)) + begin * b_size for c in range(n_columns)
                 ]
                 with k.loop(0, depth) as i:
+                    if in_strips:
+                        for at in tiles:
+                            k.prefetch(at + i * (step * SIZES[stored]) + 4 * AHEAD)
                     weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in tiles]
                     for c, row in enumerate(rows):
                         x = load_float(k, b_dtype, row + i * b_size).splat(n)

@@ -52,7 +52,10 @@ def _mul_mat(node: Tensor, steps: Steps) -> None:
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = tiles.quantized if quantized else tiles.floats
         params: tuple[str | int, ...] = (name(a),) if quantized else (name(a), name(b))
-        steps.emit(kernel, (*params, in_strips), (*args(0, n, parts), scratch, nbytes), parts * matrices)
+        level = steps.library.target.level
+        most = tiles.byte_columns(level) if quantized else tiles.float_columns(level)
+        params = (*params, in_strips, tiles.columns(n, most))
+        steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
         return
     for first in range(0, n, 8):
         count = min(8, n - first)
