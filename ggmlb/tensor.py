@@ -375,11 +375,6 @@ def extent_nbytes(dtype: DType, ne: Ne, nb: Ne) -> int:
     return size + (ne[1] - 1) * nb[1] + (ne[2] - 1) * nb[2] + (ne[3] - 1) * nb[3]
 
 
-def same_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether all extents are equal (ggml_are_same_shape)."""
-    return a.ne == b.ne
-
-
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether type, extents and strides are equal (ggml_are_same_layout)."""
     return a.dtype == b.dtype and a.ne == b.ne and a.nb == b.nb

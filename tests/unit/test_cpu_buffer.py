@@ -95,6 +95,9 @@ def test_tensors_copy_from_host_memory_of_any_kind():
         assert b.cpy_tensor(x, y)
         assert np.array_equal(x.to_numpy(), y.to_numpy())
         y.memset(0)
+        x.copy_to(y)
+        assert np.array_equal(x.to_numpy(), y.to_numpy())
+        y.memset(0)
         tensor_copy(y, x)
         assert not x.to_numpy().any()
 

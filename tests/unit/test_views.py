@@ -163,6 +163,8 @@ def test_permute_as_numpy(ne, dtype, axes):
     order = [3 - axes.index(3 - i) for i in range(4)]
     _same(view, root.transpose(order), root)
     assert view.is_contiguous() == root.transpose(order).flags.c_contiguous
+    assert view.is_permuted() == (sorted(view.nb) != list(view.nb))
+    assert view.is_transposed() == (view.nb[0] > view.nb[1])
 
 
 @given(ne=extents, dtype=dtypes, data=st.data())

@@ -215,11 +215,6 @@ def load_float(k: Kernel, dtype: str, address: Value) -> Value:
     return from_half(k, bits) if dtype == "f16" else from_bfloat(bits)
 
 
-def store_float(k: Kernel, dtype: str, value: Value, address: Value) -> None:
-    """Write one value."""
-    store_floats(k, dtype, value, address)
-
-
 SIZES = {"f32": 4, "f16": 2, "bf16": 2}
 """Bytes of the types that are computed with."""
 
