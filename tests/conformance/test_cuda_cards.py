@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cuda_gate import hold_up
+from gpus import hold_up, leaf
 
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg, backend_reg
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.tensor import Tensor
 
 
 @pytest.fixture(scope="module", params=["played", pytest.param("card", marks=pytest.mark.gpu)])
@@ -39,13 +38,6 @@ def streams(reg: CudaReg) -> Iterator[list[CudaBackend]]:
     yield backends
     for backend in backends:
         backend.free()
-
-
-def leaf(backend: CudaBackend, n: int = 1000) -> Tensor:
-    ctx = Context()
-    t = ctx.new_tensor(DType.F32, (n,))
-    alloc_ctx_tensors(ctx, backend)
-    return t
 
 
 def test_cards_are_devices_of_their_own(streams: list[CudaBackend]) -> None:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from cuda_gate import hold_up
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.cuda import CudaReg
@@ -23,6 +22,15 @@ PLAYED = pytest.param("played", id="played")
 CARD = pytest.param("CUDA0", id="card", marks=pytest.mark.gpu)
 CUDA = (PLAYED, CARD)
 """The host that plays CUDA's driver, and where there is one, the card."""
+
+
+SPIN = r"""
+extern "C" __global__ void spin(long long cycles)
+{
+    const long long start = clock64();
+    while (clock64() - start < cycles) { }
+}
+"""
 
 
 def host_driver(**params: Any) -> Any:
@@ -51,6 +59,17 @@ def is_played(backend: Backend) -> bool:
     """Whether the stream is of the played driver: one thread's at a time, and idle until waited for."""
     driver = getattr(backend.device, "driver", None)
     return driver is not None and driver.xp.__name__ == "numpy"
+
+
+def hold_up(backend: Any, milliseconds: int = 30) -> None:
+    """Keep the stream busy. The played driver's streams need no holding up: they run when waited for."""
+    if is_played(backend):
+        return
+    driver = backend.device.driver
+    cupy = driver.xp
+    kernel = cupy.RawKernel(SPIN, "spin")
+    with backend.device.on(), driver.current(backend.stream.handle, backend.device.index):
+        kernel((1,), (1,), (cupy.int64(milliseconds * 2_000_000),))
 
 
 class Gate:
