@@ -89,6 +89,7 @@ def initialize() -> None:
     binding.initialize_all_asmprinters()
 
 
+_L2 = "SC_LEVEL2_CACHE_SIZE"
 _WRITES_PAST_CACHES = frozenset({"sapphirerapids", "emeraldrapids"})
 """Processors, by LLVM's names, that write what their caches cannot keep faster to memory than to the last of
 the caches, even where it is read next: measured on the first, whose last cache is reached by a mesh."""
@@ -100,7 +101,7 @@ def kept_nbytes() -> float:
     cpu, _, _ = _host()
     if cpu not in _WRITES_PAST_CACHES:
         return float("inf")
-    known = os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names else 0
+    known = os.sysconf(_L2) if _L2 in getattr(os, "sysconf_names", ()) else 0
     return known if known > 0 else 2 << 20
 
 
