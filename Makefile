@@ -57,6 +57,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/numba_ops.py
 	$(BIN)/python benchmarks/numba_ops.py --threads 1
+	$(BIN)/python benchmarks/numba_decode.py --threads 1
 	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU
 	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU --weights q8_0
 
