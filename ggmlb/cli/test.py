@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path  # noqa: TC003 (typer reads the annotations)
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -109,13 +109,15 @@ def test(
 
     try:
         names = _devices(devices)
+        selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
     except (RegistryError, BackendUnavailable) as error:
         print(f"ggmlb: {error}", file=sys.stderr)
         raise typer.Exit(NOTHING_RAN) from None
-    try:
-        selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from None
+    if output is not None:
+        with _opened(output, "a"):  # before the work, which may take long
+            pass
     work = [task for name in names for task in tasks(device_named(name), selection)]
     if only_list:
         for task in work:
@@ -133,13 +135,17 @@ def _devices(wanted: str | None) -> list[str]:
     """Return the names of the devices to test.
 
     Raises:
+        ArgumentError: The list is empty, or no list of names.
         RegistryError, BackendUnavailable: One is not there, or there is none but the CPU and none was named.
     """
     import ggmlb
     from ggmlb.testing.devices import device_named
 
     if wanted is not None:
-        return [device_named(name).name for name in device_names(wanted)]
+        names = [device_named(name).name for name in device_names(wanted)]
+        if not names:
+            raise ArgumentError(f"--devices {wanted} names no device; 'ggmlb devices' lists them")
+        return names
     found = [device.name for device in ggmlb.devices() if device.name != "CPU"]
     if not found:
         why = "; ".join(f"{m.name}: {m.reason}" for m in ggmlb.registry.unavailable())
@@ -186,9 +192,9 @@ def _write(results: Sequence[Result], format: Format, output: Path | None, verbo
     print_results(console(), results, verbose)
 
 
-def _opened(path: Path) -> TextIO:
+def _opened(path: Path, mode: str = "w") -> TextIO:
     try:
-        return path.open("w", encoding="utf-8")
+        return cast("TextIO", path.open(mode, encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"cannot write {path}: {error.strerror}; give another --output") from error
 

@@ -102,6 +102,9 @@ def test_a_crash_ends_its_family_only(broken: dict[str, str]) -> None:
             "nothing ran: no case is of these ops",
         ),
         (["-d", "CPU", "-o", "mulmat"], 2, "did you mean 'mul_mat'?"),
+        (["-d", ","], 2, "--devices , names no device"),
+        (["-d", "Meta()"], 2, "meta_device: 0 devices"),
+        (["-d", "Meta(CPU,GPU9)"], 5, "ggmlb: there is no device 'GPU9'"),
         (["-d", "CPU", "--mode", "fast"], 2, "'fast' is not one of"),
         (["-d", "CPU", "--xfail", "/nowhere/list"], 1, "ggmlb: cannot read the list of expected failures"),
     ],
@@ -121,6 +124,14 @@ def test_reports_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (suite,) = ElementTree.parse(report).getroot()
     assert suite.attrib["name"] == "ggmlb.CPU.behaviour"
     assert int(suite.attrib["tests"]) >= 9
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ggmlb.cli.test._run", lambda *args: pytest.fail("the work was begun"))
+    assert main(["test", "-d", "CPU", "--format", "json", "--output", str(tmp_path / "no/where.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_perf_as_csv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
