@@ -54,8 +54,7 @@ class Assignment:
         self.ids = [UNKNOWN] * n
         self.causes: list[Cause | None] = [None] * n
         self._tensors, self._ops, self._buffers = signature.tensors, signature.ops, signature.buffers
-        self._reads = signature.reads
-        self._bases, self._wishes = signature.bases, signature.wishes
+        self._signature, self._bases, self._wishes = signature, signature.bases, signature.wishes
         self._last = len(backends) - 1
         self._declines = [b.device.declines for b in backends]
         self._supported: list[list[bool | None]] = [[None] * n for _ in backends]
@@ -100,6 +99,10 @@ class Assignment:
         base = self._bases[i]
         return i if base < 0 else base
 
+    def _sources(self, node: int) -> list[int]:
+        """Numbers of the sources that are there."""
+        return [s for s in self._signature.reads[node] if s >= 0]
+
     def readable(self, i: int, b: int) -> bool:
         """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
         root = self.root(i)
@@ -122,27 +125,35 @@ class Assignment:
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
     def _from_places(self, signature: Signature) -> None:
-        ids, bases, buffers = self.ids, self._bases, self._buffers
+        ids, causes, bases, buffers = self.ids, self.causes, self._bases, self._buffers
         for i, wanted in self._wishes.items():
             if self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
-        outside = set(signature.outside)
+        outside, placed = set(signature.outside), Cause.PLACED
         owners: dict[Buffer | None, int] = {}
         for i in (*signature.outside, *[i for i in signature.views if bases[i] in outside]):
-            if ids[i] < 0:
-                buffer = buffers[self.root(i)]
-                owner = owners.get(buffer) if self._ops[i] in NO_OPS else None
-                self._set(i, self._owner_of_placed(i) if owner is None else owner, Cause.PLACED)
-                if self._ops[i] in NO_OPS:
-                    owners[buffer] = ids[i]
+            if ids[i] >= 0:
+                continue
+            base = bases[i]
+            buffer = buffers[i if base < 0 else base]
+            if self._ops[i] not in NO_OPS:
+                ids[i] = self._owner_of_placed(i)
+            elif buffer in owners:
+                ids[i] = owners[buffer]
+            else:
+                ids[i] = owners[buffer] = self._owner_of_placed(i)
+            causes[i] = placed
         for i in signature.flagged:
             if ids[i] < 0 and signature.flags[i] & TensorFlag.INPUT:
                 self._set(i, self._last, Cause.INPUT)
-        weights = {i for i in outside if (b := buffers[i]) is not None and b.usage is _WEIGHTS}
-        weights.update([i for i in signature.views if bases[i] in weights])
-        for node, sources in self._reads.items():
-            if ids[node] < 0 and not weights.isdisjoint(sources):
-                self._from_weights(node)
+        lying = [(i, buffers[i]) for i in (*signature.outside, *signature.views)]
+        weights = {i: b for i, b in lying if b is not None and b.usage is _WEIGHTS}
+        done = UNKNOWN
+        for node, src in zip(signature.readers, signature.sources, strict=True):
+            if src in weights and node != done:
+                done = node  # the first weight of a node decides
+                if ids[node] < 0:
+                    self._from_weight(node, weights[src])
 
     def _honour(self, i: int, wanted: int) -> bool:
         if self._ops[i] in NO_OPS or self.supports(wanted, i):
@@ -177,27 +188,20 @@ class Assignment:
             reasons=self.reasons(tensor),
         )
 
-    def _from_weights(self, node: int) -> None:
+    def _from_weight(self, node: int, buffer: Buffer) -> None:
         # The frequency factors of rope are too small to choose a backend by.
         if self._ops[node] is _ROPE:
             return
-        for src in self._reads[node]:
-            buffer = self._buffers[src] if src >= 0 else None
-            if buffer is None or buffer.usage is not _WEIGHTS:
-                continue
-            holders = self.holders(buffer.buft)
-            for owner in holders:
-                if self.supports(owner, node):
-                    offload = self._op_offload and owner == self._last and buffer.is_host
-                    above = self._offloads_to(node) if offload else None
-                    if above is None:
-                        self._set(node, owner, Cause.WEIGHT)
-                    else:
-                        self._set(node, above, Cause.OFFLOAD)
-                    return
-            if holders:
-                self._leaves(node, holders[0], "holds its weight")
-            return
+        holders = self.holders(buffer.buft)
+        for owner in holders:
+            if self.supports(owner, node):
+                offload = self._op_offload and owner == self._last and buffer.is_host
+                above = self._offloads_to(node) if offload else None
+                self.ids[node] = owner if above is None else above
+                self.causes[node] = Cause.WEIGHT if above is None else Cause.OFFLOAD
+                return
+        if holders:
+            self._leaves(node, holders[0], "holds its weight")
 
     def _offloads_to(self, node: int) -> int | None:
         """Return the first device that finds it worth copying the node's weights out of host memory."""
@@ -247,7 +251,7 @@ class Assignment:
                 self._best(node)
                 continue
             for b in above[current]:
-                if self.supports(b, node) and all(s < 0 or self.readable(s, b) for s in self._reads[node]):
+                if self.supports(b, node) and all(self.readable(s, b) for s in self._sources(node)):
                     self._set(node, b, Cause.UPGRADE)
                     break
 
@@ -255,7 +259,7 @@ class Assignment:
         most = -1
         for b in range(len(self.backends)):
             if self.supports(b, node):
-                count = sum(s >= 0 and self.readable(s, b) for s in self._reads[node])
+                count = sum(self.readable(s, b) for s in self._sources(node))
                 if count > most:
                     most = count
                     self._set(node, b, Cause.BEST)
@@ -324,8 +328,8 @@ class Assignment:
                 self._set(node, current, Cause.VIEW)
             if current < 0 and self._ops[node] not in NO_OPS:
                 current = self._first(node)
-            for src in self._reads[node] if is_open else ():
-                if src < 0 or ids[src] >= 0:
+            for src in self._sources(node) if is_open else ():
+                if ids[src] >= 0:
                     continue
                 root = bases[src]
                 if root >= 0 and ids[root] >= 0:

@@ -47,7 +47,8 @@ class Image:
         self._tensors = list(signature.tensors)
         self._flags = list(signature.flags)
         self._bases = list(signature.bases)
-        self._reads = dict(signature.reads)
+        # Where they differ from the signature's: readers of copies, copies, marks.
+        self._reads: dict[int, Sequence[int]] = {}
         self._twins: dict[int, Tensor | None] = {-1: None}
         self._graph: Graph | None = None
         self._leafs = list(signature.listed[: signature.n_leafs])
@@ -73,7 +74,8 @@ class Image:
             else:
                 self._leafs += copies
             for reader in item.readers:
-                reads[reader] = [copies[0] if s == i else s for s in reads[reader]]
+                sources = reads.get(reader) or self.signature.reads[reader]
+                reads[reader] = [copies[0] if s == i else s for s in sources]
             # A view without an op: it only keeps the source from being reused before it is copied.
             nodes.append(
                 self._add(self._tensors[i], self.ids[i], i if bases[i] < 0 else bases[i], [i], flags=0)
@@ -90,7 +92,7 @@ class Image:
         self._tensors.append(tensor)
         self._flags.append(tensor.flags if flags is None else flags)
         self._bases.append(base)
-        self._reads[number] = list(reads)
+        self._reads[number] = reads
         self.ids.append(b)
         return number
 
@@ -110,15 +112,20 @@ class Image:
         return [numbers[node] for node in graph.nodes]
 
     def _topology(self) -> Topology:
-        signature, nodes, reads = self.signature, self._nodes, self._reads
+        signature, nodes = self.signature, self._nodes
+        sources, n_sources = signature.sources, signature.n_sources
+        if self._reads or nodes != [*signature.nodes]:
+            reads = {**signature.reads, **self._reads}
+            sources = [s for i in nodes for s in reads[i]]
+            n_sources = [len(reads[i]) for i in nodes]
         extra = range(len(signature.tensors), len(self._tensors))
         return Topology(
             tensors=self._tensors,
             listed=[*self._leafs, *nodes],
             n_leafs=len(self._leafs),
             unlisted=signature.unlisted,
-            sources=[s for i in nodes for s in reads[i]],
-            n_sources=[len(reads[i]) for i in nodes],
+            sources=sources,
+            n_sources=n_sources,
             bases=self._bases,
             views=[*signature.views, *[i for i in extra if self._bases[i] >= 0]],
             ops=signature.ops + [_NONE] * len(extra),
@@ -146,7 +153,7 @@ class Image:
             twin = signature.tensors[i]
         else:
             # What another graph computes is a leaf here, its op notwithstanding.
-            reads = self._reads.get(i) or ([base] if base >= 0 else [])
+            reads = self._reads.get(i) or signature.reads.get(i) or ([base] if base >= 0 else [])
             try:
                 src, view_src = tuple([twins[s] for s in reads]), twins[base]
             except KeyError:

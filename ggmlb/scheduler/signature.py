@@ -7,7 +7,7 @@ before in all but identity. Two graphs of equal signatures are computed by the s
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from math import copysign
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,11 @@ class Signature(Numbering):
             check_freed(self.tensors[i])
 
     @cached_property
+    def readers(self) -> list[int]:
+        """Number of the node that reads each of `sources`."""
+        return list(chain.from_iterable(map(repeat, self.nodes, self.n_sources)))
+
+    @cached_property
     def reads(self) -> Mapping[int, Sequence[int]]:
         """Numbers of the sources of each node, by its number; -1 for an absent one."""
         sources, ends = tuple(self.sources), accumulate(self.n_sources)
@@ -108,7 +113,7 @@ class Signature(Numbering):
 
     def keep(self) -> None:
         """Hold on to the parameters as they are now, whatever becomes of the tensors."""
-        self.params = [dict(p) if p else p for p in self.params]
+        self.params = [p.copy() if p else p for p in self.params]
         self.zeros = None
 
     def matches(self, other: Signature) -> bool:

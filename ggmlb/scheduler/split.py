@@ -185,7 +185,8 @@ class Cut:
         ops, bases, reads = signature.ops, signature.bases, signature.reads
         inputs = self._inputs.union([i for i in signature.views if bases[i] in self._inputs])
         # Nodes that may read what lies elsewhere, or what the user writes.
-        watched = {i for i, sources in reads.items() for s in sources if ids[s] != ids[i] or s in inputs}
+        edges = zip(signature.readers, signature.sources, strict=True)
+        watched = {i for i, src in edges if ids[src] != ids[i] or src in inputs}
         split = self.splits[0]
         for node in signature.nodes:
             b = ids[node]
