@@ -42,7 +42,7 @@ CLOCK = "Times are of the processor, which that work disturbs less."
 
 def read(k: Kernel) -> None:
     """Add up vectors: address, bytes, where to put the sums."""
-    from ggmlb.backends.numba.llvm.emit import I32, vec
+    from ggmlb.backends.numba.llvm.value import I32, vec
 
     n = k.level.lanes
     address, nbytes, to = k.ints(3)

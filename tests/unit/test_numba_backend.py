@@ -18,9 +18,9 @@ from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.numba import NumbaReg, backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels import elementwise
-from ggmlb.backends.numba.llvm.emit import I64
 from ggmlb.backends.numba.llvm.host import target_for
 from ggmlb.backends.numba.llvm.library import Library
+from ggmlb.backends.numba.llvm.value import I64
 from ggmlb.backends.numba.lowering import walks
 from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool

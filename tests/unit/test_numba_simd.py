@@ -15,13 +15,15 @@ from ggmlb.backends.numba.kernels.attention_units import Shape
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.quantize import WRITERS
 from ggmlb.backends.numba.llvm import host, simd
-from ggmlb.backends.numba.llvm.emit import F32, I8, Kernel, vec
 from ggmlb.backends.numba.llvm.library import Library, function, library, optimised
+from ggmlb.backends.numba.llvm.value import F32, I8, vec
 from ggmlb.dtypes import DType
 from ggmlb.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
     Emit = Callable[..., None]
 

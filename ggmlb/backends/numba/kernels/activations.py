@@ -11,10 +11,13 @@ blocks have them, so that products leave out the others' zeros.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import greatest, load_floats, total
+from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
+
+if TYPE_CHECKING:
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 HIGH = 128
 """What high parts of codes count. With low parts up to 64 no sum of two products of bytes leaves 16 bits."""

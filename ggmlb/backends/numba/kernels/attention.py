@@ -25,11 +25,13 @@ from ggmlb.backends.numba.kernels.attention_units import (
     width_for,
 )
 from ggmlb.backends.numba.kernels.tiles import transposed
-from ggmlb.backends.numba.llvm.emit import F32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, greatest, load_float, load_floats
+from ggmlb.backends.numba.llvm.value import F32, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 
 # -- few queries -----------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import (
     SIZES,
     exp,
@@ -19,9 +18,12 @@ from ggmlb.backends.numba.llvm.simd import (
     load_floats,
     total,
 )
+from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 TILE = 64
 """Positions of keys and values that are done together."""

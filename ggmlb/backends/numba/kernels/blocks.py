@@ -11,11 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.numba.kernels.strip import Strip, Words
-from ggmlb.backends.numba.llvm.emit import F32, I1, I8, I16, I32, I64, Kernel, Value, like, vec
 from ggmlb.backends.numba.llvm.simd import from_half, look_up
+from ggmlb.backends.numba.llvm.value import F32, I1, I8, I16, I32, I64, Value, like, vec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 _B32 = vec(I8, 32)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.quantize import WRITERS
 from ggmlb.backends.numba.kernels.walk import lanes, rows
-from ggmlb.backends.numba.llvm.emit import I8, I16, I32, I64, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, store_floats
+from ggmlb.backends.numba.llvm.value import I8, I16, I32, I64, Value, vec
+
+if TYPE_CHECKING:
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 WORDS = {"i8": I8, "i16": I16, "i32": I32, "i64": I64, "f64": I64}
 """Types whose elements are only moved, by the integers that do it."""

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from llvmlite import ir
 
-from ggmlb.backends.numba.llvm.emit import I64, Kernel, Value
+from ggmlb.backends.numba.llvm.value import I64, Value
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from ggmlb.backends.numba.llvm.emit import Variable
+    from ggmlb.backends.numba.llvm.emit import Kernel, Variable
 
 STEP, DONE, STATE, WORDS = 0, 8, 16, 24
 STEP_WORDS = 3

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.unary import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
 from ggmlb.backends.numba.kernels.walk import lanes, rows
-from ggmlb.backends.numba.llvm.emit import I32, Kernel, Value, like
 from ggmlb.backends.numba.llvm.simd import (
     SIZES,
     exp,
@@ -20,9 +19,12 @@ from ggmlb.backends.numba.llvm.simd import (
     sin_cos,
     store_floats,
 )
+from ggmlb.backends.numba.llvm.value import I32, Value, like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
     Function = Callable[..., Value]
     """`f(kernel, x, *params)`"""

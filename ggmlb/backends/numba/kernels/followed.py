@@ -16,7 +16,8 @@ from ggmlb.backends.numba.llvm.simd import load_floats, store_floats
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ggmlb.backends.numba.llvm.emit import Kernel, Value
+    from ggmlb.backends.numba.llvm.emit import Kernel
+    from ggmlb.backends.numba.llvm.value import Value
 
 
 def followed(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, I64, Kernel, Value, lanes_of, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_floats, total
+from ggmlb.backends.numba.llvm.value import F32, I8, I32, I64, Value, lanes_of, vec
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.kernels.blocks import Form
-    from ggmlb.backends.numba.llvm.emit import Variable
+    from ggmlb.backends.numba.llvm.emit import Kernel, Variable
 
 ARGS = (
     "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb1", "b_nb2", "b_nb3",

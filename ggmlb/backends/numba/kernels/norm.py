@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.walk import lanes, rows
-from ggmlb.backends.numba.llvm.emit import F32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, exp, greatest, load_floats, store_floats, total
+from ggmlb.backends.numba.llvm.value import F32, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ggmlb.backends.numba.kernels.walk import Row
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 
 def _sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> Value:

@@ -10,11 +10,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.blocks import IQ4
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import fold, greatest, look_up, to_half, total
+from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 
 def _inverse(k: Kernel, d: Value) -> Value:

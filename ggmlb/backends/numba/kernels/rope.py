@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.convert import convert, row_number
-from ggmlb.backends.numba.llvm.emit import F32, I32, I64, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, sin_cos, store_floats
+from ggmlb.backends.numba.llvm.value import F32, I32, I64, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ggmlb.backends.numba.llvm.emit import Kernel
 
 MOST_PAIRS = 1024
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.numba.llvm.emit import I1, I8, I16, I32, I64, Kernel, Value, vec
+from ggmlb.backends.numba.llvm.value import I1, I8, I16, I32, I64, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ggmlb.backends.numba.llvm.emit import Kernel
     from ggmlb.backends.numba.llvm.host import Level
 
 ROWS = 16

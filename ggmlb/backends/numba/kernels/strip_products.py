@@ -12,8 +12,8 @@ from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
 from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
+from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.numba.kernels.activations import Parts
     from ggmlb.backends.numba.kernels.blocks import Form
     from ggmlb.backends.numba.kernels.strip_scales import Scales
-    from ggmlb.backends.numba.llvm.emit import Variable
+    from ggmlb.backends.numba.llvm.emit import Kernel, Variable
 
 Sums = list[list[Value]]
 """For each vector of a strip's rows, for each row of activations."""

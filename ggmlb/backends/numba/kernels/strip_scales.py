@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.blocks import mxfp4_scale
-from ggmlb.backends.numba.llvm.emit import I32
 from ggmlb.backends.numba.llvm.simd import from_half
+from ggmlb.backends.numba.llvm.value import I32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ggmlb.backends.numba.kernels.strip import Strip
-    from ggmlb.backends.numba.llvm.emit import Value
+    from ggmlb.backends.numba.llvm.value import Value
 
 Scales = tuple["list[Value]", "list[Value] | None"]
 

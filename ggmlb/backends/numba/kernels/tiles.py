@@ -14,14 +14,15 @@ from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
 from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
-from ggmlb.backends.numba.llvm.emit import F32, I8, I32, Kernel, Value, vec
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
+from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ggmlb.backends.numba.kernels.activations import Parts
     from ggmlb.backends.numba.kernels.blocks import Form
+    from ggmlb.backends.numba.llvm.emit import Kernel
     from ggmlb.backends.numba.llvm.host import Level
 
 BYTE_ROWS = 16

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ggmlb.backends.numba.llvm.emit import Kernel, Value
+    from ggmlb.backends.numba.llvm.emit import Kernel
+    from ggmlb.backends.numba.llvm.value import Value
 
 ALIGNED = 64
 """Parts of a row begin at multiples of this many elements."""
