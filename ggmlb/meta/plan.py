@@ -180,7 +180,12 @@ class _Dealer:
             _computing(node, place, [None if o is None else o[j] for o in operands])
             for j, place in enumerate(places)
         )
-        has_part = [all(o is None or not o[j].is_empty for o in operands) for j in range(self._n)]
+        # A device without a part of a sum has nothing to add; another result of nothing is a result.
+        has_part = [
+            result != PARTIAL or all(o is None or not o[j].is_empty for o in operands) for j in range(self._n)
+        ]
+        if not any(has_part):
+            has_part = [True] * self._n
         for own, nodes, has in zip(slices, self._dealt, has_part, strict=True):
             if has and not own.is_empty:
                 nodes.append(own)

@@ -293,6 +293,22 @@ def test_a_gathered_tensor_is_gathered_anew_after_it_was_written(cpu: ggmlb.Devi
         allocator.free()
 
 
+def test_a_result_of_nothing_is_a_result(cpu: ggmlb.Device) -> None:
+    """Sums of empty rows are 0, and what is joined to nothing stays, though one operand is empty."""
+    rows_cut = SplitState(SplitAxis.AXIS_1, ((1, 2),))
+    device = ggmlb.meta_device([cpu] * 2, lambda t: rows_cut if t.name == "x" else MIRRORED)
+    ctx = Context()
+    empty, x = ctx.new_tensor("f32", (0, 3), "empty"), ctx.new_tensor("f32", (5, 3), "x")
+    rows, joined = ctx.sum_rows(empty), ctx.concat(empty, x, 0)
+    values = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(ctx, meta) as buffer:
+        buffer.clear(0xFF)
+        x.set_array(values)
+        meta.graph_compute(Graph().build_forward_expand(rows, joined))
+        assert not rows.to_numpy().any()
+        np.testing.assert_array_equal(joined.to_numpy(), values)
+
+
 def test_alibi_is_not_cut_through_heads(cpu: ggmlb.Device) -> None:
     """A device with heads 4 to 7 would count them 0 to 3, and take their slopes."""
     heads = SplitState(SplitAxis.AXIS_2, ((4, 4),))
