@@ -74,8 +74,7 @@ class Image:
             else:
                 self._leafs += copies
             for reader in item.readers:
-                sources = reads.get(reader) or self.signature.reads[reader]
-                reads[reader] = [copies[0] if s == i else s for s in sources]
+                reads[reader] = [copies[0] if s == i else s for s in self._sources(reader)]
             # A view without an op: it only keeps the source from being reused before it is copied.
             nodes.append(
                 self._add(self._tensors[i], self.ids[i], i if bases[i] < 0 else bases[i], [i], flags=0)
@@ -95,6 +94,13 @@ class Image:
         self._reads[number] = reads
         self.ids.append(b)
         return number
+
+    def _sources(self, i: int) -> Sequence[int]:
+        reads = self._reads if i in self._reads else self.signature.reads
+        if i in reads:
+            return reads[i]
+        # What another graph computes is a leaf here, its op notwithstanding.
+        return [self._bases[i]] if self._bases[i] >= 0 else []
 
     def _ordered(self, split: Split) -> Sequence[int]:
         """Return a split's nodes in the order that its backend wants."""
@@ -152,8 +158,7 @@ class Image:
         elif base < 0 and signature.ops[i] is _NONE and signature.buffers[i] is not None:
             twin = signature.tensors[i]
         else:
-            # What another graph computes is a leaf here, its op notwithstanding.
-            reads = self._reads.get(i) or signature.reads.get(i) or ([base] if base >= 0 else [])
+            reads = self._sources(i)
             try:
                 src, view_src = tuple([twins[s] for s in reads]), twins[base]
             except KeyError:
