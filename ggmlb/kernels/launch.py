@@ -170,6 +170,25 @@ def elementwise(
     return launch(name, (*mems, *numbers), (groups, 1, 1), target.wg, **defines)
 
 
+def mapped(
+    target: Target, name: str | Kernel, mems: Sequence[Mem], *numbers: float, **defines: str | int
+) -> Launch:
+    """Return a launch of a kernel that maps to the elements of its last mem (`MAP_ELEMENTS` in tensors.h).
+
+    On a GPU, a group has a stretch of a row: a long one, where that leaves work for all multiprocessors.
+    """
+    ne = mems[-1].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    for per in () if target.on_cpu else (4, 1):
+        stretch = per * target.wg
+        groups = -(-ne[0] // stretch) * n_rows
+        is_full = ne[0] * n_rows * 4 >= groups * stretch * 3
+        if is_full and (per == 1 or groups >= 2 * target.n_units):
+            grid = min(groups, 1 << 20), 1, 1
+            return launch(name, (*mems, *numbers), grid, target.wg, PER=per, **defines)
+    return elementwise(target, name, mems, *numbers, over=-1, **defines)
+
+
 def rowwise(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:

@@ -52,6 +52,31 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
                  q_ = r_/x##_ne1, i2 = q_ % x##_ne2, i3 = q_/x##_ne2, once_ = 1; once_; once_ = 0)
 #endif
 
+/* each element of d becomes an expression of its i0 to i3. With PER, a group has PER*WG neighbours of a row, which costs
+   no division for each, and loads for all of them before it stores the first, as no load may overtake a store. */
+#ifdef PER
+#define value_f32  float
+#define value_f16  float
+#define value_bf16 float
+#define value_i8   int
+#define value_i16  int
+#define value_i32  int
+#define value_i64  i64_t
+#define EACH_OF_PER_(x) \
+    UNROLL for (int k_ = 0; k_ < PER; k_++) for (int i0 = first_ + k_*WG, once_ = i0 < x##_ne0; once_; once_ = 0)
+#define MAP_ELEMENTS(x, value) { \
+    const int chunks_ = (x##_ne0 + PER*WG - 1)/(PER*WG), n_ = chunks_*N_ROWS_(x); \
+    for (int c_ = GROUP_ID(0); c_ < n_; c_ += NUM_GROUPS(0)) { \
+        const int r_ = c_/chunks_, first_ = c_ % chunks_*(PER*WG) + LOCAL_ID, q_ = r_/x##_ne1; \
+        const int i1 = r_ % x##_ne1, i2 = q_ % x##_ne2, i3 = q_/x##_ne2; \
+        CAT(value_, x##_T) v_[PER]; \
+        EACH_OF_PER_(x) v_[k_] = value; \
+        EACH_OF_PER_(x) ST(x, i0, i1, i2, i3, v_[k_]); \
+    } }
+#else
+#define MAP_ELEMENTS(x, value) EACH_ELEMENT(x) ST(x, i0, i1, i2, i3, value);
+#endif
+
 #define MINUS_INFINITY AS_FLOAT(0xff800000u)
 /* integers in the order of the floats: their maximum is vectorised, that of floats is not */
 #define ORDER_KEY(f)      ((int)AS_UINT(f) ^ ((int)AS_UINT(f) >> 31 & 0x7fffffff))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
-from ggmlb.kernels.launch import Mem, elementwise, flattened
+from ggmlb.kernels.launch import Mem, elementwise, flattened, mapped
 from ggmlb.kernels.lowering.base import FLOATS, Rule
 from ggmlb.kernels.lowering.elementwise import combine
 from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS
@@ -79,8 +79,9 @@ def copy(target: Target, a: Mem, d: Mem) -> Launch:
     if a.ne != d.ne:
         return elementwise(target, "copy_reshape", [a, d])
     a, d = _units(kind, a, d)
-    mems = flattened(target, [a, d]) if kind == "plain" else [a, d]
-    return elementwise(target, "copy", mems, **_convert(kind, a.dtype))
+    if kind == "plain":
+        return mapped(target, "copy", flattened(target, [a, d]), CONVERT=kind)
+    return elementwise(target, "copy", [a, d], **_convert(kind, a.dtype))
 
 
 def _copy(node: Tensor, target: Target) -> list[Launch]:

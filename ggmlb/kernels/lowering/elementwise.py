@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op, UnaryOp
-from ggmlb.kernels.launch import Mem, elementwise, flattened
+from ggmlb.kernels.launch import Mem, flattened, mapped
 from ggmlb.kernels.lowering.base import FLOATS, Rule, not_floats
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def _map(node: Tensor, target: Target) -> list[Launch]:
     fn = node.params["op"] if node.op is Op.UNARY else node.op
     p = [node.params[key] for key in _NUMBERS.get(fn, ())]
     a, d = flattened(target, [Mem.of(node.sources[0]), Mem.of(node)])
-    return [elementwise(target, "map", [a, d], *(*p, 0.0, 0.0, 0.0, 0.0)[:4], FN=f"fn_{fn.name.lower()}")]
+    return [mapped(target, "map", [a, d], *(*p, 0.0, 0.0, 0.0, 0.0)[:4], FN=f"fn_{fn.name.lower()}")]
 
 
 def _combine_declines(node: Tensor) -> str | None:
@@ -43,8 +43,8 @@ def _combine_declines(node: Tensor) -> str | None:
 def combine(target: Target, fn: str, a: Mem, b: Mem, d: Mem) -> Launch:
     """Return the launch of `d = fn(a, b)`, with b tiled over a."""
     if any(nb != 1 and nb != na for na, nb in zip(a.ne, b.ne, strict=True)):
-        return elementwise(target, "combine", [a, b, d], FN=f"fn2_{fn}", TILED=1)
-    return elementwise(target, "combine", flattened(target, [a, b.tiled_to(a.ne), d]), FN=f"fn2_{fn}")
+        return mapped(target, "combine", [a, b, d], FN=f"fn2_{fn}", TILED=1)
+    return mapped(target, "combine", flattened(target, [a, b.tiled_to(a.ne), d]), FN=f"fn2_{fn}")
 
 
 def _combine(node: Tensor, target: Target) -> list[Launch]:
@@ -65,7 +65,7 @@ def _glu(node: Tensor, target: Target) -> list[Launch]:
         g = Mem.of(gate)
     numbers = node.params.get("alpha", 0.0), node.params.get("limit", 0.0)
     mems = flattened(target, [x, g, Mem.of(node)])
-    return [elementwise(target, "glu", mems, *numbers, FN=f"glu_{node.params['op'].name.lower()}")]
+    return [mapped(target, "glu", mems, *numbers, FN=f"glu_{node.params['op'].name.lower()}")]
 
 
 _MAP = Rule(_map_declines, _map)

@@ -52,18 +52,30 @@ def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
     p = node.params
     ext, scale = p["ext_factor"], p["freq_scale"]
     magnitude = p["attn_factor"] * (1 + 0.1 * log(1 / scale) if ext else 1)
-    n_heads = 1
-    if target.on_cpu:  # the angles are computed once for all heads
-        n_heads = node.ne[1]
-        d = d.window((d.ne[0], 1, d.ne[2], d.ne[3]))
+    n_pairs = p["n_dims"] if p["mode"] == RopeType.VISION else p["n_dims"] // 2
+    n_heads = _heads_of_group(node, n_pairs, target)
+    d = d.window((d.ne[0], d.ne[1] // n_heads, d.ne[2], d.ne[3]))
     flags = {name: 1 for name, there in (("FACTORS", factors), ("PUT", ids)) if there is not None}
     mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), ids or Mem.of(positions), d]
-    n_pairs = p["n_dims"] if p["mode"] == RopeType.VISION else p["n_dims"] // 2
     numbers = (
         n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
         p["freq_base"], scale, ext, magnitude, *yarn_ramp(p), 1.0 if node.op is Op.ROPE else -1.0,
     )  # fmt: skip
     return rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)
+
+
+def _heads_of_group(node: Tensor, n_pairs: int, target: Target) -> int:
+    """Return how many heads a group turns by the same angles: all, or as many as keep all its items busy.
+
+    Of more tokens than there are multiprocessors by far, four times as many.
+    """
+    heads = node.ne[1]
+    if target.on_cpu:
+        return heads
+    most = max(1, target.wg // max(n_pairs, 1))
+    if heads * node.ne[2] * node.ne[3] >= 4 * most * 16 * target.n_units:
+        most *= 4
+    return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
 
 
 def _takes_put(group: Group, target: Target) -> bool:

@@ -20,6 +20,10 @@ ROWS = 16
 """Query rows of a warp."""
 
 MAX_HEAD_SIZE = 256
+
+_RESIDENT = (4, 3)
+"""Groups of few queries that a multiprocessor has registers for: with heads up to 64, and beyond."""
+
 BIG_HEAD = 128
 """Beyond this, queries are kept in shared memory, and tiles have fewer keys."""
 
@@ -39,8 +43,8 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
     warps_m, warps_n = (1, 2 if big else 4) if few else (2 if big else 4, 1)
     keys = (32 if few else 16) if big else 64
     tiles = -(-k.ne[1] // keys)
-    # A few groups for each multiprocessor, and a few tiles for each group.
-    splits = max(1, min(-(-4 * lw.target.n_units // n_sets), tiles // 2)) if few else 1
+    # As many groups as run at once, not one more round of a few, and two tiles at least for each group.
+    splits = max(1, min(_RESIDENT[d_k > 64] * lw.target.n_units // n_sets, tiles // 2)) if few else 1
     per_split = -(-tiles // splits)
     splits = -(-tiles // per_split)
     flags: dict[str, str | int] = {

@@ -9,7 +9,7 @@ from ggmlb.backends.cuda.gemm import cannot_describe, gemms
 from ggmlb.dtypes import DType
 from ggmlb.enums import Prec
 from ggmlb.kernels import Launch, Mem, Scratch, kernels
-from ggmlb.kernels.launch import elementwise, flattened, launch
+from ggmlb.kernels.launch import flattened, launch, mapped
 from ggmlb.kernels.lowering.base import FLOATS
 from ggmlb.kernels.lowering.copy import copy
 from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS, Glu, gated
@@ -188,7 +188,7 @@ def glu(lw: Lowering, group: Group) -> list[Step] | None:
     numbers = p.get("alpha", 0.0), p.get("limit", 0.0)
     name = f"glu_{p['op'].name.lower()}"
     kernel = kernels(__package__ or "")["glu_added"]
-    return [*steps, elementwise(lw.target, kernel, flattened(lw.target, [*mems, d]), *numbers, FN=name)]
+    return [*steps, mapped(lw.target, kernel, flattened(lw.target, [*mems, d]), *numbers, FN=name)]
 
 
 def _by_blas(lw: Lowering, a: Tensor, b: Tensor, d: Mem, prec: Prec | None) -> list[Step] | None:
