@@ -31,6 +31,11 @@ def test_raw_bytes_come_back(stream: Backend) -> None:
     assert np.array_equal(t.get(), data)
     t.set(b"\1\2\3", 5)
     assert bytes(t.get(4, 5)) == bytes([data[4], 1, 2, 3, data[8]])
+    part = np.zeros(4, np.uint8)
+    stream.set_tensor_async(t, np.array([9, 8], np.uint8), 6)
+    stream.get_tensor_async(t, part, 5)
+    stream.synchronize()
+    assert part.tolist() == [1, 9, 8, data[8]]
     t.memset(7, 10, 20)
     assert np.array_equal(t.get(10, 20), np.full(20, 7))
     assert t.get(9, 1)[0] == data[9]
