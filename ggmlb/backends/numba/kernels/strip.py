@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ROWS = 16
 """Rows of a strip."""
 
+AHEAD = 8192
+"""Bytes before its turn that memory is asked for: a strip is one stream, which processors follow closely."""
+
 BITS = 0
 """As a field's unit: bits of 32 elements, of which those of four neighbours stay together."""
 
@@ -73,13 +76,13 @@ def lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def prefetch(k: Kernel, fields: Sequence[Field], block: tuple[Value, Value, Value], ahead: int) -> None:
-    """Ask for what lies `ahead` bytes after a block of a strip: `base, n_blocks, block`."""
+def prefetch(k: Kernel, fields: Sequence[Field], block: tuple[Value, Value, Value]) -> None:
+    """Ask for what comes `AHEAD` bytes after a block of a strip: `base, n_blocks, block`."""
     base, n_blocks, number = block
     for field in fields:
         start = base + n_blocks * (ROWS * field.offset) + number * (ROWS * field.nbytes)
         for at in range(0, ROWS * field.nbytes, 64):
-            k.prefetch(start + (ahead + at))
+            k.prefetch(start + (AHEAD + at))
 
 
 class Words:

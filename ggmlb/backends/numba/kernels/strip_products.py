@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
-from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
+from ggmlb.backends.numba.kernels.matvec import Chosen, Place
+from ggmlb.backends.numba.kernels.strip import AHEAD, FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
@@ -77,7 +77,7 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     base = place.a + strip * (place.a_nb1 * ROWS)
     activations = [parts(column, place.k, FORMS[dtype].wide) for column in columns]
     with k.loop(0, n_blocks) as block:
-        prefetch(k, FIELDS[dtype], (base, n_blocks, block), AHEAD)
+        prefetch(k, FIELDS[dtype], (base, n_blocks, block))
         for first, line in zip(vectors(k), sums, strict=True):
             at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
             scales, minimums = SCALES[dtype](at)

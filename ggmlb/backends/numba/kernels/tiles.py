@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import FLAGS, HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.kernels.matvec import AHEAD, Chosen, Place
-from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
+from ggmlb.backends.numba.kernels.matvec import Chosen, Place
+from ggmlb.backends.numba.kernels.strip import AHEAD, FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
 from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
@@ -142,7 +142,7 @@ def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: V
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
     with k.loop(0, n_blocks) as block:
-        prefetch(k, FIELDS[dtype], (base, n_blocks, block), 4 * AHEAD)
+        prefetch(k, FIELDS[dtype], (base, n_blocks, block))
         for first in range(0, ROWS, lanes(k.level)):
             at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
             words = [word for run in form.codes(k, at) for word in run.values]
@@ -313,7 +313,7 @@ def _all_floats(k: Kernel, types: tuple[str, str], in_strips: bool, n_columns: i
                 with k.loop(0, depth) as i:
                     if in_strips:
                         for at in tiles:
-                            k.prefetch(at + i * (step * SIZES[stored]) + 4 * AHEAD)
+                            k.prefetch(at + i * (step * SIZES[stored]) + AHEAD)
                     weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in tiles]
                     for c, row in enumerate(rows):
                         x = load_float(k, b_dtype, row + i * b_size).splat(n)
