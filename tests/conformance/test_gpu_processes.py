@@ -9,6 +9,8 @@ import pytest
 from gpus import CARD, OPENCL
 from processes import COMMON, finish, start
 
+from ggmlb import device_by_name
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -58,6 +60,7 @@ print("done")
 
 @pytest.fixture(params=[OPENCL, CARD])
 def common(request: pytest.FixtureRequest) -> str:
+    device_by_name(request.param)  # no process is started for a device that is not there
     return f"{COMMON}\nNAME = {request.param!r}\n"
 
 

@@ -114,6 +114,7 @@ def test_a_forked_process_may_end_with_all_objects_alive() -> None:
 
 
 def test_a_missing_library_or_device_is_told_with_what_to_do() -> None:
+    pytest.importorskip("pyopencl")
     no_library = "import sys; sys.modules['pyopencl'] = None\nEXPECTED = 'cannot be imported'\n"
     finish(start(no_library + LAZY.replace('assert "pyopencl" not in sys.modules\n', "")))
     # PoCL takes a list of drivers; of one that it does not know, it has no devices.
