@@ -128,8 +128,7 @@ class Kernel:
 
     def fence(self) -> None:
         """Let other threads see what was written past the caches before what is written after."""
-        if self.level.dot in ("vnni", "maddubs"):
-            self.call("llvm.x86.sse.sfence", ir.VoidType())
+        self.build.fence("seq_cst")
 
     def local(self, nbytes: int) -> Value:
         """The address of memory of the call's own, aligned to 64 bytes; up to some tens of thousands."""
