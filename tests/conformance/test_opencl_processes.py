@@ -11,6 +11,8 @@ from processes import COMMON, finish, start
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytest.importorskip("pyopencl", reason="needs pyopencl: pip install 'ggmlb[opencl]'")
+
 TWO_DEVICES = """
 names = [d.name for d in devices() if d.name.startswith("OpenCL")]
 assert names[:2] == ["OpenCL0", "OpenCL1"], names
@@ -114,7 +116,6 @@ def test_a_forked_process_may_end_with_all_objects_alive() -> None:
 
 
 def test_a_missing_library_or_device_is_told_with_what_to_do() -> None:
-    pytest.importorskip("pyopencl")
     no_library = "import sys; sys.modules['pyopencl'] = None\nEXPECTED = 'cannot be imported'\n"
     finish(start(no_library + LAZY.replace('assert "pyopencl" not in sys.modules\n', "")))
     # PoCL takes a list of drivers; of one that it does not know, it has no devices.
