@@ -38,11 +38,12 @@ class OpBase:
         self.tensors: list[Tensor] = []
 
     def __init_subclass__(cls) -> None:
-        """Let every op say what was wrong with the kinds of its arguments."""
+        """Let every op, whichever family has it, tell what is no tensor as a method of `Context`."""
         super().__init_subclass__()
-        for name, method in list(vars(cls).items()):
-            if inspect.isfunction(method) and not name.startswith("_"):
-                setattr(cls, name, explained(name, method))
+        for name, op in list(vars(cls).items()):
+            if inspect.isfunction(op) and not name.startswith("_"):
+                op.__qualname__ = f"Context.{name}"
+                setattr(cls, name, explained(op))
 
     def _op(
         self,
@@ -133,7 +134,6 @@ def checked(
 def method(fn: F, name: str, doc: str) -> F:
     """Name and document a method that a factory made, so that help and tracebacks tell which it is."""
     fn.__name__ = name
-    fn.__qualname__ = f"Context.{name}"
     fn.__doc__ = f"{doc} (ggml_{name})."
     return fn
 

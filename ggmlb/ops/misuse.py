@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import update_wrapper
+from functools import wraps
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.errors import ArgumentError, Error, kind_of
 from ggmlb.tensor import Tensor
@@ -12,53 +12,39 @@ from ggmlb.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PASSES_ON = """
-def call({declared}):
-    try:
-        return method({given})
-    except (AttributeError, TypeError, ValueError) as error:
-        raise told(error, dict({named})) from None
-"""
+OPERANDS: Final[dict[str, tuple[type, ...]]] = {"Tensor": (Tensor,), "Tensor | None": (Tensor, type(None))}
+"""What may be given for a parameter, by its annotation."""
 
 
-def explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an op whose errors over operands that are no tensors are ours, and say which.
+def explained(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of `Context` whose errors over operands that are no tensors are ours, and say which."""
 
-    It is written out with the op's own parameters, which costs a call much less than `*args`.
-    """
-    parameters = list(signature(method).parameters.values())
-    if any(p.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for p in parameters):
-        return method
+    @wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return op(*args, **kwargs)
+        except (AttributeError, TypeError, ValueError) as error:
+            told = None if isinstance(error, Error) else _misuse(op, args, kwargs)
+            if told is None:
+                raise
+        raise told
 
-    def told(error: Exception, given: dict[str, Any]) -> Exception:
-        why = None if isinstance(error, Error) else _no_tensor(parameters, given)
-        return error if why is None else ArgumentError(f"{name}: {why}")
-
-    declared, given, is_named = [], [], False
-    for p in parameters:
-        if p.kind is Parameter.KEYWORD_ONLY and not is_named:
-            declared.append("*")
-            is_named = True
-        declared.append(p.name if p.default is Parameter.empty else f"{p.name}=defaults[{p.name!r}]")
-        given.append(f"{p.name}={p.name}" if is_named else p.name)
-    text = PASSES_ON.format(
-        declared=", ".join(declared),
-        given=", ".join(given),
-        named=", ".join(f"{p.name}={p.name}" for p in parameters[1:]),
-    )
-    defaults = {p.name: p.default for p in parameters}
-    names: dict[str, Any] = {"method": method, "told": told, "defaults": defaults}
-    exec(text, names)
-    call: Callable[..., Any] = update_wrapper(names["call"], method)
-    call.__name__, call.__qualname__ = name, f"Context.{name}"
     return call
 
 
-def _no_tensor(parameters: list[Parameter], given: dict[str, Any]) -> str | None:
-    """Say which argument is no tensor where it should be one; `None` if all are."""
-    for p in parameters[1:]:
-        value, wanted = given[p.name], str(p.annotation)
-        is_left_out = value is None and "None" in wanted
-        if wanted.startswith("Tensor") and not isinstance(value, Tensor) and not is_left_out:
-            return f"{p.name} is {kind_of(value)}; give a tensor, as from_array or new_tensor makes one"
+def _misuse(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """Return an error about the first argument that is missing, unknown or no tensor; `None` if none is."""
+    takes = signature(op)
+    try:
+        given = takes.bind(*args, **kwargs).arguments
+    except TypeError as wrong:
+        _, *plain = (p.replace(annotation=Parameter.empty) for p in takes.parameters.values())
+        return TypeError(f"{op.__name__}({', '.join(map(str, plain))}): {wrong}")
+    for name, value in given.items():
+        allowed = OPERANDS.get(takes.parameters[name].annotation)
+        if allowed and not isinstance(value, allowed):
+            kind = kind_of(value)
+            return ArgumentError(
+                f"{op.__name__}: {name} is {kind}; give a tensor, as from_array or new_tensor makes one"
+            )
     return None

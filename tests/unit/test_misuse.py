@@ -127,15 +127,15 @@ def test_what_goes_wrong_inside_an_op_is_not_explained_away() -> None:
         raise AttributeError("a fault of ours")
 
     with pytest.raises(AttributeError, match="a fault of ours"):
-        explained("op", op)(None, Context().new_tensor("f32", (1,)))
+        explained(op)(None, Context().new_tensor("f32", (1,)))
 
 
 def test_wrong_numbers_of_arguments_are_told_by_the_ops_name() -> None:
     ctx: Any = Context()
     a = ctx.new_tensor("f32", (4,))
-    with pytest.raises(TypeError, match=r"rope\(\) missing 2 required .*: 'b' and 'n_dims'"):
+    with pytest.raises(TypeError, match=r"^rope\(a, b, n_dims, mode=.*\): missing .* argument: 'b'"):
         ctx.rope(a)
-    with pytest.raises(TypeError, match=r"sqr\(\) got an unexpected keyword argument 'axis'"):
+    with pytest.raises(TypeError, match=r"^sqr\(a\): got an unexpected keyword argument 'axis'"):
         ctx.sqr(a, axis=1)
 
 
