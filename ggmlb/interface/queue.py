@@ -100,12 +100,9 @@ class Queue(Freeable):
     ) -> None:
         """Queue a strided write; see `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
         buffer = self._transfer_buffer(tensor, "set_tensor_2d_async")
-        raw = as_bytes(data)
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        if buffer.check_pieces(tensor, "set_tensor_2d_async", pieces, raw.size):
-            written = [writing(tensor, start, size) for start in pieces.starts()] if observers else []
-            with Action("set_tensor_2d_async", self, written, data=raw) if observers else QUIET:
-                self._set_tensor_2d_async(tensor, raw, pieces)
+        hook = self._set_tensor_2d_async
+        buffer.move_pieces("set_tensor_2d_async", writing, tensor, as_bytes(data), pieces, hook, self)
 
     def get_tensor_2d_async(
         self,
@@ -121,10 +118,8 @@ class Queue(Freeable):
         buffer = self._transfer_buffer(tensor, "get_tensor_2d_async")
         raw = writable_bytes("get_tensor_2d_async", data)
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        if buffer.check_pieces(tensor, "get_tensor_2d_async", pieces, raw.size):
-            read = [reading(tensor, start, size) for start in pieces.starts()] if observers else []
-            with Action("get_tensor_2d_async", self, read, data=raw) if observers else QUIET:
-                self._get_tensor_2d_async(tensor, raw, pieces)
+        hook = self._get_tensor_2d_async
+        buffer.move_pieces("get_tensor_2d_async", reading, tensor, raw, pieces, hook, self)
 
     def cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         """Queue a copy from another backend to this one, ordered after the work queued on both.

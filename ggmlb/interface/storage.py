@@ -13,6 +13,10 @@ from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.interface.observe import Access
+    from ggmlb.interface.queue import Queue
     from ggmlb.tensor import Tensor
 
 
@@ -99,11 +103,8 @@ class Storage(Freeable):
 
         Source: ggml_backend_tensor_set_2d.
         """
-        raw, pieces = as_bytes(data), Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        if self.check_pieces(tensor, "set_tensor_2d", pieces, raw.size):
-            written = [writing(tensor, start, size) for start in pieces.starts()] if observers else []
-            with Action("set_tensor_2d", None, written) if observers else QUIET:
-                self._set_tensor_2d(tensor, raw, pieces)
+        pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
+        self.move_pieces("set_tensor_2d", writing, tensor, as_bytes(data), pieces, self._set_tensor_2d)
 
     def get_tensor_2d(
         self,
@@ -126,10 +127,7 @@ class Storage(Freeable):
         """
         raw = writable_bytes("get_tensor_2d", data)
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
-        if self.check_pieces(tensor, "get_tensor_2d", pieces, raw.size):
-            read = [reading(tensor, start, size) for start in pieces.starts()] if observers else []
-            with Action("get_tensor_2d", None, read) if observers else QUIET:
-                self._get_tensor_2d(tensor, raw, pieces)
+        self.move_pieces("get_tensor_2d", reading, tensor, raw, pieces, self._get_tensor_2d)
 
     def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         """Copy `src`, in any buffer, to `dst` in this one, if the device can do so directly.
@@ -169,14 +167,29 @@ class Storage(Freeable):
             )
         return n
 
-    def check_pieces(self, tensor: Tensor, call: str, pieces: Pieces, n_data: int) -> bool:
-        """Check a strided transfer against the ends of the tensor, and of data of `n_data` bytes.
+    def move_pieces(
+        self,
+        call: str,
+        access: Callable[[Tensor, int, int], Access],
+        tensor: Tensor,
+        data: Bytes,
+        pieces: Pieces,
+        hook: Callable[[Tensor, Bytes, Pieces], None],
+        stream: Queue | None = None,
+    ) -> None:
+        """Let `hook` do a strided transfer of a tensor in this buffer, at once or on a stream.
 
-        Returns:
-            Whether there is anything to move.
+        Args:
+            call: The public method, for errors and observers.
+            access: What it does with each piece of the tensor: `reading` or `writing`.
+            tensor: A tensor in this buffer.
+            data: The host's side, flat.
+            pieces: What is moved.
+            hook: Moves it; not called where there is nothing to move.
+            stream: Where it is queued; `None` if it is done when `hook` returns.
 
         Raises:
-            BoundsError: A piece ends beyond one of them.
+            BoundsError: A piece ends beyond the tensor or the data.
             FreedError: The buffer was freed.
         """
         self.check_alive(call)
@@ -185,14 +198,19 @@ class Storage(Freeable):
                 f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
             )
         if not pieces.n:
-            return False
-        self.check_range(tensor, call, pieces.offset, (pieces.n - 1) * pieces.stride_tensor + pieces.size)
-        needed = (pieces.n - 1) * pieces.stride_data + pieces.size
-        if needed > n_data:
+            return
+        last = pieces.n - 1
+        self.check_range(tensor, call, pieces.offset, last * pieces.stride_tensor + pieces.size)
+        needed = last * pieces.stride_data + pieces.size
+        if needed > data.size:
             raise BoundsError(
-                f"{call} on {tensor.describe()}: the data has {n_data} bytes, {needed} are needed"
+                f"{call} on {tensor.describe()}: the data has {data.size} bytes, {needed} are needed"
             )
-        return pieces.size > 0
+        if pieces.size:
+            moved = [access(tensor, start, pieces.size) for start in pieces.starts()] if observers else []
+            used = None if stream is None else data
+            with Action(call, stream, moved, data=used) if observers else QUIET:
+                hook(tensor, data, pieces)
 
     # -- hooks ---------------------------------------------------------------------------------
 
