@@ -9,6 +9,7 @@ Exit status: 0 done; 1 one of our errors, told in one line (`--debug` shows the 
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_devices:  # the one command that tells what to install must not need anything
             from ggmlb.cli import plain
 
-            plain.devices(args[1:])
+            try:
+                plain.devices(args[1:])
+                sys.stdout.flush()
+            except BrokenPipeError:  # `| head`; the interpreter must not meet it again when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 1
         what = "the rest of the command line" if is_devices else "the command line"
         needs = f"{what} needs the package {missing.name!r}; install it with"
         print(f"ggmlb: {needs}: pip install 'ggmlb[cli]'", file=sys.stderr)

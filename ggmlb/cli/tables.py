@@ -32,13 +32,14 @@ def print_results(out: Console, results: Sequence[Result], verbose: bool = False
         cases = list(group)
         if mode == "perf":
             _print_perf(out, device, cases)
+            if verbose:
+                _print_cases(out, [r for r in cases if r.outcome is Outcome.SKIPPED])
         elif verbose or mode == "behaviour":
             _print_cases(out, cases)
         else:
             _print_families(out, device, mode, cases)
         _print_failures(out, cases)
-        if mode != "perf":
-            _print_reasons(out, cases)
+        _print_reasons(out, cases)
         _print_sum(out, device, mode, cases)
 
 
@@ -79,29 +80,50 @@ def _print_cases(out: Console, cases: Sequence[Result]) -> None:
 
 
 def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
+    from rich import box
     from rich.table import Table
 
     is_wide = out.width >= WIDE
-    table = Table(title=f"{device}, mode perf", title_justify="left")
-    table.add_column("Op", style="bold", no_wrap=True)
-    for name in ("Time", "GB/s", "GFLOP/s"):
+    # On 80 columns there is no room for lines between cells: a name is folded there, and never a figure.
+    table = Table(
+        title=f"{device}, mode perf",
+        title_justify="left",
+        box=box.HEAVY_HEAD if is_wide else box.SIMPLE_HEAD,
+        padding=(0, 1) if is_wide else 0,
+        show_edge=is_wide,
+    )
+    table.add_column("Op", style="bold", overflow="fold")
+    for name in ("Time", "GB/s", "GFLOP/s", "Of its limit"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("Of its limit", no_wrap=True)
     if is_wide:
         table.add_column("Operands")
-    for r in cases:
-        cells = _perf_cells(r)
-        table.add_row(*(cells if is_wide else cells[:-1]), style=None if r.time_s else "dim")
-    out.print(table)
+    measured = [r for r in cases if r.outcome is Outcome.PASSED and r.time_s is not None]
+    for memory, group in groupby(measured, lambda r: str(r.facts["memory"])):
+        if memory:
+            table.add_row(f"weights in {memory}:", style="dim")
+        for r in group:
+            cells = _perf_cells(r, memory)
+            table.add_row(*(cells if is_wide else cells[:-1]))
+    if measured:
+        out.print(table)
+    for limits in dict.fromkeys(_limits(r) for r in measured):
+        out.print(limits, style="dim", markup=False, soft_wrap=True)
 
 
-def _perf_cells(r: Result) -> tuple[str, ...]:
-    if r.outcome is not Outcome.PASSED or r.time_s is None:
-        return r.id, r.outcome.value, "", "", "", r.reason
+def _perf_cells(r: Result, memory: str) -> tuple[str, ...]:
     f = r.facts
+    name = f"  {r.id.removesuffix(f' in {memory}')}" if memory else r.id
     rate = three_digits(f["gflop_s"]) if f["gflop_s"] else "-"
-    share = f"{f['percent_of_limit']:4.0f} % of {f['limit']}"
-    return r.id, microseconds(r.time_s), three_digits(f["gb_s"]), rate, share, f["size"]
+    share = f"{f['percent_of_limit']:.0f} % of {f['limit']:7}"
+    return name, microseconds(r.time_s or 0), three_digits(f["gb_s"]), rate, share, f["size"]
+
+
+def _limits(r: Result) -> str:
+    f = r.facts
+    told = [f"copy {three_digits(f['copy_gb_s'])} GB/s"] if f["copy_gb_s"] else []
+    if f["product_gflop_s"]:
+        told.append(f"product {three_digits(f['product_gflop_s'])} GFLOP/s ({f['product_type']} weights)")
+    return f"Measured limits: {', '.join(told) or 'none'}"
 
 
 def _print_failures(out: Console, cases: Sequence[Result]) -> None:

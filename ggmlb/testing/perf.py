@@ -1,6 +1,7 @@
 """Mode `perf`: time, bandwidth and rate of ops, beside what the device's own memory and products reach.
 
-Sizes are those of a language model's layer on a GPU, and a quarter of that along an edge on a CPU. An op's
+Sizes are those of a language model's layer on a GPU, and a quarter of that along an edge on a CPU; weights
+of products of one column are twice as wide and four times as high, so that caches do not hold them. An op's
 limit is the time that its bytes take at the copy's bandwidth, or its arithmetic at the product's rate,
 whichever is longer.
 """
@@ -8,7 +9,8 @@ whichever is longer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from time import perf_counter
@@ -21,8 +23,10 @@ from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, DeviceType, Op
-from ggmlb.errors import AllocationError
+from ggmlb.errors import AllocationError, ArgumentError, DTypeError, ShapeError
 from ggmlb.graph import Graph
+from ggmlb.testing.devices import weight_memories
+from ggmlb.testing.placing import alloc_weight
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ BATCHES: Final = 5
 """Measurements, of which the median counts."""
 BUDGET_S: Final = 3.0
 """An op that takes longer is measured once."""
+PRODUCTS: Final = (F32, F16, DType.Q8_0, DType.Q4_0)
+"""Types of weights, the fastest of whose products is a limit: short integers may beat floats."""
 PATTERN_ROWS: Final = 16
 """Rows of different values in a leaf; larger ones repeat them, because quantising takes long."""
 
@@ -51,11 +57,22 @@ class PerfCase:
         op: Its function.
         id: Op, types, and what sets it apart; its sizes depend on the device.
         build: Makes the op's node from a context and a scale: 4 on GPUs, 1 on CPUs.
+        memory: Where the op's first operand lies: a kind of memory for weights, or the device's own if empty.
     """
 
     op: str
     id: str
     build: Callable[[Context, int], Tensor]
+    memory: str = ""
+
+    @property
+    def ops(self) -> frozenset[str]:
+        """The names by which it can be chosen."""
+        return frozenset({self.op})
+
+    def within(self, memory: str) -> PerfCase:
+        """Return the same case with the op's first operand, a weight, in another kind of memory."""
+        return replace(self, id=f"{self.id} in {memory}", memory=memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +81,16 @@ class Rates:
 
     Attributes:
         copy_gb_s: Bytes read and written by a copy in its memory [GB/s].
-        product_gflop_s: The fastest dense product, by type [GFLOP/s].
+        product_gflop_s: A square product, by the type of its weights [GFLOP/s].
     """
 
     copy_gb_s: float
     product_gflop_s: dict[str, float]
 
     @property
-    def best_gflop_s(self) -> float:
-        """The best of all types."""
-        return max(self.product_gflop_s.values(), default=0.0)
+    def best(self) -> tuple[str, float]:
+        """The type of the fastest product, and its rate [GFLOP/s]; `("", 0.0)` if the device has none."""
+        return max(self.product_gflop_s.items(), key=lambda of: of[1], default=("", 0.0))
 
 
 def _t(c: Context, dtype: DType, *ne: int) -> Tensor:
@@ -81,8 +98,10 @@ def _t(c: Context, dtype: DType, *ne: int) -> Tensor:
 
 
 def _mul_mat(dtype: DType, n: int) -> PerfCase:
+    k, m = (1024, 1024) if n > 1 else (2048, 4096)
+
     def build(c: Context, s: int) -> Tensor:
-        return c.mul_mat(_t(c, dtype, 1024 * s, 1024 * s), _t(c, F32, 1024 * s, n))
+        return c.mul_mat(_t(c, dtype, k * s, m * s), _t(c, F32, k * s, n))
 
     return PerfCase("mul_mat", f"mul_mat({dtype.name.lower()},f32;n={n})", build)
 
@@ -183,40 +202,57 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
     """Time a case on a device."""
     ctx = Context()
     node = case.build(ctx, scale_of(device))
-    why = device.declines(node)
-    if why is not None:
-        return Result("perf", device.name, case.op, case.id, Outcome.SKIPPED, f"not supported: {why}")
     try:
-        took = time_node(device, ctx, node)
+        took, why = _time(device, ctx, node, case.memory)
     except AllocationError as error:
-        return Result("perf", device.name, case.op, case.id, Outcome.SKIPPED, f"no room: {error}")
+        took, why = None, f"no room: {error}"
     except Exception as error:
         told = f"it raised {type(error).__name__}: {' '.join(str(error).split())}"
         return Result("perf", device.name, case.op, case.id, Outcome.FAILED, told)
+    if took is None:
+        return Result("perf", device.name, case.op, case.id, Outcome.SKIPPED, why)
     moved, work = moved_nbytes(node), flops(node)
+    best, best_gflop_s = rates.best
     limits = {"copy": moved / rates.copy_gb_s / 1e9 if rates.copy_gb_s else 0.0}
-    if work and rates.best_gflop_s:
-        limits["product"] = work / rates.best_gflop_s / 1e9
+    if work and best_gflop_s:
+        limits["product"] = work / best_gflop_s / 1e9
     limit = max(limits, key=limits.__getitem__)
     facts: dict[str, Any] = {
+        "memory": case.memory,
         "size": ", ".join(_size(s) for s in node.src if s is not None),
         "gb_s": moved / took / 1e9,
         "gflop_s": work / took / 1e9 if work else None,
         "limit": limit,
         "percent_of_limit": 100 * limits[limit] / took,
+        "copy_gb_s": rates.copy_gb_s,
+        "product_gflop_s": best_gflop_s,
+        "product_type": best,
     }
     return Result("perf", device.name, case.op, case.id, Outcome.PASSED, "", None, took, facts)
 
 
+def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[float | None, str]:
+    """Return the time of a node whose weight may lie elsewhere [s], or why it cannot be measured."""
+    with ExitStack() as stack:
+        if memory:
+            (buft,) = (b for b in weight_memories(device) if b.name == memory)
+            try:
+                stack.enter_context(alloc_weight(node, buft))
+            except (ArgumentError, DTypeError, ShapeError) as error:
+                return None, f"not supported: {error}"
+        why = device.declines(node)
+        return (None, f"not supported: {why}") if why else (time_node(device, ctx, node), "")
+
+
 def measure_rates(device: Device) -> Rates:
-    """Measure the copy and the dense products that other ops are held against."""
+    """Measure the copy and the products that other ops are held against."""
     scale = scale_of(device)
     ctx = Context()
     n = (1 << 22) * scale * scale
     copy = ctx.cpy(ctx.new_tensor(F32, (n,)), ctx.new_tensor(F32, (n,)))
     took = time_or_none(device, ctx, copy)
     products = {}
-    for dtype in (F32, F16):
+    for dtype in PRODUCTS:
         ctx = Context()
         edge = 1024 * scale
         node = ctx.mul_mat(ctx.new_tensor(dtype, (edge, edge)), ctx.new_tensor(F32, (edge, edge)))

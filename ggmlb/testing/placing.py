@@ -99,13 +99,10 @@ class WeightMemory:
             Error: The memory does not take the weight: `ArgumentError`, `DTypeError`, `ShapeError`.
         """
         self._free_weight()
-        operand = built.graph.nodes[-1].src[0]
-        assert operand is not None
-        weight = operand.view_src or operand
-        self._weight = alloc_tensors([weight], self._buft)
-        self._weight.usage = BufferUsage.WEIGHTS
+        node = built.graph.nodes[-1]
+        self._weight = alloc_weight(node, self._buft)
         image = self._rest.place(built)
-        image.kept.append(weight)
+        image.kept.append(weight_of(node))
         return image
 
     def free(self) -> None:
@@ -116,3 +113,22 @@ class WeightMemory:
         if self._weight is not None:
             self._weight.free()
         self._weight = None
+
+
+def weight_of(node: Tensor) -> Tensor:
+    """Return the first operand of an op, or what it is a view of."""
+    operand = node.src[0]
+    assert operand is not None
+    return operand.view_src or operand
+
+
+def alloc_weight(node: Tensor, buft: BufferType) -> Buffer:
+    """Place the weight of an op, and nothing else.
+
+    Raises:
+        AllocationError: There is no room.
+        Error: The memory does not take the weight: `ArgumentError`, `DTypeError`, `ShapeError`.
+    """
+    buffer = alloc_tensors([weight_of(node)], buft)
+    buffer.usage = BufferUsage.WEIGHTS
+    return buffer

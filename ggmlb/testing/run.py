@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MODES: Final = ("test", "support", "perf", "behaviour")
 
 WITH_WEIGHTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
-"""Families whose first operand is tried in every kind of memory that a device has for weights; not all
-such memory takes part in each, but none may lie about it."""
+"""Families whose first operand is tried in every kind of memory that a device has for weights, but in mode
+`behaviour`; not all such memory takes part in each, but none may lie about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Task:
 def tasks(device: Device, selection: Selection) -> list[Task]:
     """Return what a selection means on a device, in the table's order."""
     found = []
-    with_weights = WITH_WEIGHTS if selection.mode in ("test", "support") else ()
+    with_weights = WITH_WEIGHTS if selection.mode != "behaviour" else ()
     memories = [buft.name for buft in weight_memories(device)] if with_weights else []
     for family in _names(selection.mode):
         for memory in ("", *memories) if family in with_weights else ("",):
@@ -95,14 +95,17 @@ def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, fr
     """Yield the ids of a family, each with the names of ops by which it can be chosen."""
     if mode == "behaviour":
         yield from ((name, frozenset({name})) for name in CHECKS[family])
-    elif mode == "perf":
-        yield from ((case.id, frozenset({case.op})) for case in perf.CASES if case.op == family)
     else:
-        yield from ((case.id, case.ops) for case in _cases(family, memory))
+        cases = _perf_cases if mode == "perf" else _cases
+        yield from ((case.id, case.ops) for case in cases(family, memory))
 
 
 def _cases(family: str, memory: str) -> Iterator[KitCase]:
     return (case.within(memory) if memory else case for case in cases_of(family))
+
+
+def _perf_cases(family: str, memory: str) -> Iterator[perf.PerfCase]:
+    return (case.within(memory) if memory else case for case in perf.CASES if case.op == family)
 
 
 def known_ops(mode: str) -> set[str]:
@@ -150,8 +153,9 @@ class Runner:
             rates = self._rates.get(device.name)
             if rates is None:
                 rates = self._rates[device.name] = perf.measure_rates(device)
-            by_id = {case.id: case for case in perf.CASES}
-            yield from (perf.measure(device, by_id[i], rates) for i in task.ids)
+            chosen = set(task.ids)
+            cases = _perf_cases(task.family, task.memory)
+            yield from (perf.measure(device, case, rates) for case in cases if case.id in chosen)
         else:
             bench = self._bench(device)
             run = bench.support if task.mode == "support" else bench.test
@@ -198,19 +202,22 @@ def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
             for task in work:
                 yield from runner.run(task)
         return
-    left = list(work)
+    left, alone = list(work), False
     while left:
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            pending = [(task, pool.submit(_in_process, task)) for task in left]
-            for done, (task, future) in enumerate(pending, 1):
-                try:
+        with ProcessPoolExecutor(1 if alone else jobs, get_context("spawn")) as pool:
+            futures = (pool.submit(_in_process, task) for task in tuple(left))
+            try:
+                for future in futures if alone else tuple(futures):
                     yield from future.result()
-                except BrokenProcessPool:
-                    yield from _crashed(task)
-                    left = left[done:]
-                    break
-            else:
-                left = []
+                    left.pop(0)
+            except BrokenProcessPool:  # of several that ran, nobody knows whose it was: once more, one by one
+                if alone:
+                    yield from _crashed(left.pop(0))
+                alone = not alone
+    if alone:
+        why = f"a worker process ended while {jobs} shared the work, and none did alone: too little memory?"
+        first = work[0]
+        yield Result(first.mode, first.device, "processes", "worker processes", Outcome.FAILED, why)
 
 
 _of_process: list[Runner] = []
@@ -224,6 +231,6 @@ def _in_process(task: Task) -> list[Result]:
 
 
 def _crashed(task: Task) -> Iterator[Result]:
-    why = "a worker process ended while it or another family ran: a crash in the backend? Try it with -j 1"
+    why = "the worker process ended while the cases of this family ran, alone: a crash in the backend?"
     for name in task.ids:
         yield Result(task.mode, task.device, task.family, name, Outcome.FAILED, why)

@@ -83,6 +83,14 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "CPU " in done.stdout and "pip install 'ggmlb[opencl]'" in done.stdout
     assert "pip install 'ggmlb[cli]'" in done.stderr
+    # Nor does it mind a reader that has seen enough, as `| head` has.
+    read, write = os.pipe()
+    os.close(read)
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "ggmlb", "devices"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=env, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
     told = json.loads(run("devices", "--json", PYTHONPATH=path).stdout)
     assert "OpenCL" in {missing["name"] for missing in told["unavailable"]}
 

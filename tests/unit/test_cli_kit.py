@@ -14,10 +14,12 @@ import pytest
 
 from ggmlb.cli import main
 from ggmlb.testing import perf
+from ggmlb.testing.results import Outcome, Result
 
 ROOT = Path(__file__).parents[2]
 
 BROKEN = """
+import os
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.enums import Op
@@ -29,7 +31,9 @@ class Stream(CpuBackend):
             if node.op is Op.SQR and node.nbytes:
                 node.buffer.base[node.offset + node.nbytes] ^= 1
             if node.op is Op.LOG:
-                import os
+                os._exit(3)
+            if node.op is Op.COS and not os.path.exists(os.environ["GGMLB_TEST_ONCE"]):
+                open(os.environ["GGMLB_TEST_ONCE"], "w").close()
                 os._exit(3)
         return status
 
@@ -92,6 +96,16 @@ def test_a_crash_ends_its_family_only(broken: dict[str, str]) -> None:
     assert "a crash in the backend?" in told["results"][2]["reason"]
 
 
+def test_a_crash_that_does_not_come_again_is_a_failure_too(broken: dict[str, str], tmp_path: Path) -> None:
+    once = {**broken, "GGMLB_TEST_ONCE": str(tmp_path / "once")}
+    done = run("test", "-d", "Broken0", "-o", "cos,abs", "--limit", "1", "-j", "2", "--json", **once)
+    assert done.returncode == 1
+    *ran, last = json.loads(done.stdout)["results"]
+    assert [(r["family"], r["outcome"]) for r in ran] == [("abs", "passed"), ("cos", "passed")]
+    assert (last["id"], last["outcome"]) == ("worker processes", "failed")
+    assert "while 2 shared the work" in last["reason"]
+
+
 @pytest.mark.parametrize(
     ("args", "status", "told"),
     [
@@ -142,6 +156,41 @@ def test_perf_as_csv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert float(row["time_s"]) > 0
     assert float(row["gb_s"]) > 0
     assert row["limit"] == "copy"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_figure_of_perf_is_cut(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from ggmlb.cli.tables import print_results
+
+    facts = {
+        "size": "f32[4096,4096], f32[4096,512]",
+        "gb_s": 1234.4,
+        "gflop_s": 123456.7,
+        "limit": "product",
+        "percent_of_limit": 101.2,
+        "copy_gb_s": 2345.6,
+        "product_gflop_s": 234567.8,
+        "product_type": "f16",
+    }
+    passed, took_s = Outcome.PASSED, 123.4e-6
+    results = [
+        Result("perf", "Some0", of.op, of.id, passed, "", None, took_s, {**facts, "memory": of.memory})
+        for case in perf.CASES
+        for of in (case, case.within("Some0_Repacked"))
+    ]
+    why = "not supported: no kernel for SUM"
+    results.append(Result("perf", "Some0", "sum", "sum(f32)", Outcome.SKIPPED, why))
+    print_results(Console(width=width, highlight=False), results)
+    told = capsys.readouterr().out.splitlines()
+    rows = [line for line in told if "% of product" in line]
+    assert len(rows) == 2 * len(perf.CASES)
+    assert all("123.4 us" in row and "1,234" in row and "123,457" in row for row in rows)
+    assert not any("…" in line for line in told)
+    assert "copy 2,346 GB/s, product 234,568 GFLOP/s (f16 weights)" in "\n".join(told)
+    assert max(map(len, told)) <= width
+    assert f"1 skipped: {why}" in "\n".join(told)
 
 
 def test_ids_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,42 @@ def test_perf_measures(monkeypatch):
     assert result.facts["limit"] == "product"
 
 
+def test_perf_measures_products_with_weights_in_memory_made_for_them(monkeypatch):
+    from ggmlb.testing import perf
+
+    placed = []
+
+    def time_node(device, ctx, node):
+        weight = node.src[0].buffer
+        placed.append(weight and weight.buft.name)
+        return real(device, ctx, node)
+
+    real = perf.time_node
+    monkeypatch.setattr(perf, "BATCH_S", 0.0)
+    monkeypatch.setattr(perf, "time_node", time_node)
+    cpu = device_by_name("CPU")
+    work = tasks(cpu, Selection("perf", ("mul_mat",), r"q[48]_0,f32;n=8\)"))
+    assert [task.memory for task in work] == ["", "CPU_F32"]
+    with Runner([cpu]) as runner:
+        runner._rates["CPU"] = perf.Rates(1.0, {"f32": 1.0, "q8_0": 2.0})
+        results = [r for task in work for r in runner.run(task)]
+    names = [f"mul_mat({t},f32;n=8){where}" for where in ("", " in CPU_F32") for t in ("q4_0", "q8_0")]
+    assert [(r.id, r.outcome) for r in results] == [(name, Outcome.PASSED) for name in names]
+    assert placed == [None, None, "CPU_F32", "CPU_F32"]
+    assert results[3].facts["memory"] == "CPU_F32"
+    assert results[3].facts["product_type"] == "q8_0"
+
+
+def test_perf_skips_what_a_memory_does_not_take():
+    from ggmlb.testing import perf
+
+    cpu = device_by_name("CPU")
+    (case,) = (c for c in perf.CASES if c.id == "get_rows(f16)")
+    result = perf.measure(cpu, case.within("CPU_F32"), perf.Rates(1.0, {}))
+    assert result.outcome is Outcome.SKIPPED
+    assert "CPU_F32" in result.reason
+
+
 def test_meta_devices_have_names():
     assert device_names("CPU, Meta(CPU,CPU) ,OpenCL0+CPU,") == ["CPU", "Meta(CPU,CPU)", "OpenCL0+CPU"]
     for name in ("Meta(CPU,CPU)", "meta(cpu, cpu)", "CPU+CPU"):
