@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
+
+    from ggmlb import Backend
 
 # Compiled kernels and their messages stay out of the way: a build log is not a warning of ours.
 os.environ.setdefault("PYOPENCL_COMPILER_OUTPUT", "0")
@@ -23,6 +25,16 @@ os.environ.pop("COLUMNS", None)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
+
+
+@pytest.fixture
+def cpu() -> Iterator[Backend]:
+    """A stream on the CPU, of two threads wherever the tests run."""
+    import ggmlb
+
+    with ggmlb.init_by_name("CPU", {"n_threads": 2}) as backend:
+        yield backend
+
 
 # A machine of a GPU CI may have NumPy, CuPy and pytest, and nothing else: what needs a package that is not
 # there is skipped, and says which. Where all are there, as in our own CI, nothing is skipped by this.

@@ -7,15 +7,8 @@ from golden import CASES, POISON
 
 from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.array import tiling
-from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import Status
-
-
-@pytest.fixture(scope="module")
-def cpu():
-    with backend_reg().devices[0].init_backend() as backend:
-        yield backend
 
 
 def check(built):

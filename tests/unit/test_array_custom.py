@@ -18,12 +18,6 @@ from ggmlb.ops.custom import N_TASKS_MAX
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 
 
-@pytest.fixture(scope="module")
-def cpu():
-    with backend_reg().devices[0].init_backend({"n_threads": 2}) as backend:
-        yield backend
-
-
 class TestCustom:
     def test_arguments(self, cpu):
         calls = []

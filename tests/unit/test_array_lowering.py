@@ -8,7 +8,6 @@ import pytest
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.array.rules import FLOAT, Rules, RuleTable, operands
 from ggmlb.backends.array.workspace import Workspace
-from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.casts import CpuCasts
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
@@ -19,12 +18,6 @@ from ggmlb.errors import BackendError, UnsupportedOpError
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_alloc
 from ggmlb.registry import cpu_buffer_from_ptr
-
-
-@pytest.fixture
-def cpu():
-    with backend_reg().devices[0].init_backend() as backend:
-        yield backend
 
 
 def bytes_for(n):

@@ -24,12 +24,6 @@ from ggmlb.errors import BackendError
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 
 
-@pytest.fixture(scope="module")
-def cpu():
-    with backend_reg().devices[0].init_backend({"n_threads": 2}) as backend:
-        yield backend
-
-
 def test_every_op_that_can_be_built_has_a_rule():
     # ggml_flash_attn_back itself ends the process, so that no graph can hold one.
     without = {op for op in Op if op not in NO_OPS and op not in reference.by_op}

@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 from array_program import Program, close
 
-from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.dtypes import DType
 
 I32 = DType.I32
-
-
-@pytest.fixture(scope="module")
-def cpu():
-    with backend_reg().devices[0].init_backend({"n_threads": 2}) as backend:
-        yield backend
 
 
 def states_of(flat, n_outputs, kept, shape):

@@ -24,18 +24,11 @@ from ggmlb import (
     compare_graph_backend,
     cpu_buffer_type,
     graph_copy,
-    init_by_name,
 )
 from ggmlb.testing.fake import FakeReg
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@pytest.fixture
-def cpu() -> Iterator[Backend]:
-    with init_by_name("CPU") as backend:
-        yield backend
 
 
 @pytest.fixture

@@ -24,12 +24,6 @@ REG = backend_reg()
 DEVICE = REG.devices[0]
 
 
-@pytest.fixture
-def cpu():
-    with DEVICE.init_backend() as backend:
-        yield backend
-
-
 class TestDevice:
     def test_facts(self):
         props = DEVICE.props

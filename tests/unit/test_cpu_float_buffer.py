@@ -16,12 +16,6 @@ K, M, N = 256, 48, 5
 
 
 @pytest.fixture
-def cpu():
-    with ggmlb.init_by_name("CPU") as backend:
-        yield backend
-
-
-@pytest.fixture
 def buft(cpu):
     (found,) = cpu.device.reg.get_proc_address("ggml_backend_dev_get_extra_bufts")(cpu.device)
     return found
