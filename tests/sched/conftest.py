@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from chain import Chain, new_weight
 
 import ggmlb
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
 from ggmlb.registry import init_by_name
 from ggmlb.testing.fake import FakeReg
 
@@ -46,12 +43,11 @@ class Bench:
 
     def weight(self, backend: Backend, *ne: int, name: str = "w") -> Tensor:
         """Place a random float32 weight in the memory of a backend."""
-        ctx = Context()
-        tensor = ctx.new_tensor(DType.F32, ne, name=name)
-        buffer = self.stack.enter_context(alloc_ctx_tensors(ctx, backend))
-        buffer.usage = BufferUsage.WEIGHTS
-        tensor.set_array(self.random.standard_normal(tensor.shape, np.float32))
-        return tensor
+        return new_weight(self.stack, backend, *ne, name=name, random=self.random)
+
+    def chain(self, n_layers: int = 4) -> Chain:
+        """Return layers whose weights lie on the fake GPUs by turns."""
+        return Chain(self.stack, [self.gpu0, self.gpu1], n_layers)
 
 
 @pytest.fixture

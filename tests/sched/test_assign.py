@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from chain import new_input
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
@@ -21,17 +22,13 @@ if TYPE_CHECKING:
 F32 = DType.F32
 
 
-def inputs(ctx: Context, *ne: int, name: str = "x") -> Tensor:
-    return ctx.set_input(ctx.new_tensor(F32, ne, name=name))
-
-
 def causes(sched: Scheduler) -> dict[str, tuple[str, Cause]]:
     return {p.node: (p.device, p.cause) for p in sched.placement}
 
 
 def test_nodes_run_where_their_weights_are_and_the_rest_follows(bench):
     ctx = Context()
-    x = inputs(ctx, 8, 2)
+    x = new_input(ctx, 8, 2)
     a = ctx.set_name(ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), x), "a")
     b = ctx.set_name(ctx.silu(a), "b")
     c = ctx.set_name(ctx.mul_mat(bench.weight(bench.gpu1, 8, 8), b), "c")
@@ -51,7 +48,7 @@ def test_nodes_run_where_their_weights_are_and_the_rest_follows(bench):
 
 def test_without_weights_the_first_neighbours_decide_and_inputs_stay_on_the_last_backend(bench):
     ctx = Context()
-    x = inputs(ctx, 4)
+    x = new_input(ctx, 4)
     y = ctx.scale(ctx.silu(x), 3.0)
     with Scheduler(bench.backends) as sched:
         sched.split_graph(Graph().build_forward_expand(y))
@@ -63,7 +60,7 @@ def test_without_weights_the_first_neighbours_decide_and_inputs_stay_on_the_last
 def test_a_device_that_declines_an_op_hands_it_on_and_the_reason_is_kept(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "no kernel for silu" if t.op is Op.UNARY else None))
     ctx = Context()
-    x = inputs(ctx, 8, 2)
+    x = new_input(ctx, 8, 2)
     a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), x)
     b = ctx.set_name(ctx.silu(a), "b")
     c = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), b)
@@ -79,7 +76,7 @@ def test_a_device_that_declines_an_op_hands_it_on_and_the_reason_is_kept(make_be
 def test_an_op_that_nobody_runs_names_every_refusal(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "fakes decline all"))
     ctx = Context()
-    y = ctx.set_name(ctx.silu(inputs(ctx, 4)), "y")
+    y = ctx.set_name(ctx.silu(new_input(ctx, 4)), "y")
     with Scheduler([bench.gpu0, bench.gpu1]) as sched:
         with pytest.raises(
             UnsupportedOpError, match=r"no device can run SILU f32\[4\] \(node 'y'\)"
@@ -91,7 +88,7 @@ def test_an_op_that_nobody_runs_names_every_refusal(make_bench):
 
 def test_a_users_wish_is_followed_and_survives_reserve_and_reset(bench):
     ctx = Context()
-    y = ctx.scale(ctx.silu(inputs(ctx, 4)), 3.0)
+    y = ctx.scale(ctx.silu(new_input(ctx, 4)), 3.0)
     graph = Graph().build_forward_expand(y)
     with Scheduler(bench.backends) as sched:
         sched.set_tensor_backend(y, bench.gpu1)
@@ -110,7 +107,7 @@ def test_a_users_wish_is_followed_and_survives_reserve_and_reset(bench):
 def test_a_wish_that_cannot_be_followed_warns_or_if_strict_raises(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "no silu" if t.op is Op.UNARY else None))
     ctx = Context()
-    y = ctx.silu(inputs(ctx, 4))
+    y = ctx.silu(new_input(ctx, 4))
     graph = Graph().build_forward_expand(y)
     with Scheduler(bench.backends) as sched:
         sched.set_tensor_backend(y, bench.gpu0)
@@ -126,7 +123,7 @@ def test_a_wish_that_cannot_be_followed_warns_or_if_strict_raises(make_bench):
 def test_a_weight_whose_device_declines_the_op_warns_or_if_strict_raises(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "no product" if t.op is Op.MUL_MAT else None))
     ctx = Context()
-    y = ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), inputs(ctx, 4, 2))
+    y = ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), new_input(ctx, 4, 2))
     graph = Graph().build_forward_expand(y)
     with Scheduler(bench.backends) as sched:
         with pytest.warns(RuntimeWarning, match="Fake0, which holds its weight: no product"):
@@ -141,7 +138,7 @@ def test_a_weight_whose_device_declines_the_op_warns_or_if_strict_raises(make_be
 
 def test_views_follow_their_source(bench):
     ctx = Context()
-    a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), inputs(ctx, 8, 2))
+    a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), new_input(ctx, 8, 2))
     v = ctx.view_1d(a, 8, 32)
     y = ctx.mul_mat(bench.weight(bench.gpu1, 8, 8), v)
     with Scheduler(bench.backends) as sched:
@@ -154,9 +151,9 @@ def test_a_node_that_writes_into_a_tensor_runs_where_the_tensor_is(make_bench):
     # ggml lets the write happen on the other device, where it never reaches the tensor.
     bench = make_bench(FakeReg(2, declines=lambda t: "no scale" if t.op is Op.SCALE else None))
     ctx = Context()
-    x = inputs(ctx, 4, 3)
+    x = new_input(ctx, 4, 3)
     base = ctx.set_name(ctx.scale(x, 2.0), "base")  # on the CPU: the fakes decline it
-    rows = inputs(ctx, 4, 1, name="rows")
+    rows = new_input(ctx, 4, 1, name="rows")
     where = ctx.set_input(ctx.new_tensor(DType.I64, (1,), name="where"))
     written = ctx.set_rows(base, rows, where)
     y = ctx.set_output(ctx.mul_mat(bench.weight(bench.gpu0, 4, 4), written))
@@ -183,7 +180,7 @@ def test_a_node_that_writes_into_a_tensor_runs_where_the_tensor_is(make_bench):
 def test_a_tensor_moves_to_the_device_that_can_also_write_into_it(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "no scale" if t.op is Op.SCALE else None))
     ctx = Context()
-    x = inputs(ctx, 4)
+    x = new_input(ctx, 4)
     base = ctx.silu(x)
     y = ctx.set_output(ctx.scale_inplace(base, 3.0))
     graph = Graph().build_forward_expand(y)
@@ -204,7 +201,7 @@ def test_a_write_into_memory_whose_device_declines_it_is_an_error(make_bench):
     bench = make_bench(FakeReg(2, declines=declines))
     ctx = Context()
     cache = bench.weight(bench.gpu0, 4, 8, name="cache")
-    rows = inputs(ctx, 4, 1, name="rows")
+    rows = new_input(ctx, 4, 1, name="rows")
     where = ctx.set_input(ctx.new_tensor(DType.I64, (1,), name="where"))
     y = ctx.set_rows(cache, rows, where)
     with (
@@ -219,7 +216,7 @@ def test_a_device_may_take_an_op_although_its_weights_are_in_host_memory(make_be
     bench = make_bench(FakeReg(2))
     monkeypatch.setattr(type(bench.gpu0.device), "offload_op", lambda self, op: op.op is Op.MUL_MAT)
     ctx = Context()
-    y = ctx.mul_mat(bench.weight(bench.cpu, 8, 8), inputs(ctx, 8, 2))
+    y = ctx.mul_mat(bench.weight(bench.cpu, 8, 8), new_input(ctx, 8, 2))
     with Scheduler(bench.backends, op_offload=offload) as sched:
         sched.split_graph(Graph().build_forward_expand(y))
         assert sched.placement[0].device == ("Fake0" if offload else "CPU")
@@ -230,7 +227,7 @@ def test_two_backends_of_the_same_memory_the_higher_priority_takes_what_it_runs(
     bench = make_bench(FakeReg(2))
     other = bench.stack.enter_context(bench.gpu0.device.init_backend())
     ctx = Context()
-    y = ctx.silu(ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), inputs(ctx, 8, 2)))
+    y = ctx.silu(ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), new_input(ctx, 8, 2)))
     with Scheduler([other, bench.gpu0, bench.cpu]) as sched:
         sched.set_tensor_backend(y, bench.gpu0)
         sched.split_graph(Graph().build_forward_expand(y))
@@ -252,7 +249,7 @@ def test_the_backend_list_is_checked():
 
 def test_a_status_is_returned(bench):
     ctx = Context()
-    x = inputs(ctx, 4)
+    x = new_input(ctx, 4)
     graph = Graph().build_forward_expand(ctx.scale(x, 2.0))
     with Scheduler(bench.backends) as sched:
         sched.alloc_graph(graph)
