@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -12,35 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from golden import CASES
 
 import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
 from ggmlb.backends.cuda import CudaReg
-from ggmlb.meta import MIRRORED, split_by
+from ggmlb.meta import MIRRORED
 from ggmlb.meta.reduce import Communicator
 from ggmlb.testing.devices import dealt_by_chance
-from ggmlb.testing.fake import FakeDevice, FakeReg
-from ggmlb.testing.programs import load_cases
+from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.run import Runner, Selection, tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.testing.programs import Case
 
 ROOT = Path(__file__).parents[2]
-CASES = load_cases(ROOT / "tests/golden/programs")
-
-
-@pytest.fixture(scope="module")
-def cpu() -> ggmlb.Device:
-    return ggmlb.device_by_name("CPU")
+CPU = ggmlb.device_by_name("CPU")
 
 
 @pytest.mark.parametrize("n_devices", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_devices: int, cpu: Any) -> None:
-    device = ggmlb.meta_device([cpu] * n_devices, lambda t: dealt_by_chance(t, n_devices, case.id))
+def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_devices: int) -> None:
+    device = ggmlb.meta_device([CPU] * n_devices, lambda t: dealt_by_chance(t, n_devices, case.id))
     leafs = Context()
     built = case.build(leafs=leafs)
     with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
@@ -105,150 +97,13 @@ def test_it_behaves_as_a_device(state: str) -> None:
     assert sum(r.outcome.ran for r in results) > 20
 
 
-# -- memory ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(
-    params=[
-        SplitState(SplitAxis.AXIS_0, ((32, 64, 0), (0, 32, 32))),
-        SplitState(SplitAxis.AXIS_1, ((2, 1, 2),)),
-        SplitState(SplitAxis.AXIS_2, ((1, 1, 1),)),
-        MIRRORED,
-    ],
-    ids=str,
-)
-def placed(request: pytest.FixtureRequest, cpu: ggmlb.Device) -> Iterator[tuple[ggmlb.Tensor, SplitState]]:
-    device = ggmlb.meta_device([cpu] * 3, lambda t: request.param)
-    ctx = Context()
-    tensor = ctx.new_tensor("q8_0", (160, 5, 3), "w")
-    with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type):
-        yield tensor, request.param
-
-
-def test_bytes_go_to_their_devices_and_come_back(placed: tuple[ggmlb.Tensor, SplitState]) -> None:
-    tensor, state = placed
-    data = np.random.default_rng(0).integers(0, 256, tensor.nbytes, np.uint8)
-    tensor.set(data)
-    np.testing.assert_array_equal(tensor.get(), data)
-    buffer = tensor.buffer
-    assert isinstance(buffer, ggmlb.MetaBuffer)
-    held = [own.nbytes for own in buffer.slices(tensor)]
-    assert sum(held) == (tensor.nbytes if state.is_cut else 3 * tensor.nbytes)
-
-
-def test_a_part_is_written_and_the_rest_stays(placed: tuple[ggmlb.Tensor, SplitState]) -> None:
-    tensor, _ = placed
-    expected = np.zeros(tensor.nbytes, np.uint8)
-    tensor.memset(0)
-    tensor.set(np.full(100, 7, np.uint8), 333)
-    expected[333:433] = 7
-    tensor.memset(9, 1000, 50)
-    expected[1000:1050] = 9
-    np.testing.assert_array_equal(tensor.get(), expected)
-    np.testing.assert_array_equal(tensor.get(300, 200), expected[300:500])
-
-
-def test_weights_take_their_slices_memory_only(cpu: ggmlb.Device) -> None:
-    ctx = Context()
-    weights = [ctx.new_tensor("f32", (64, 128), f"w{i}") for i in range(8)]
-    device = ggmlb.meta_device([cpu] * 4, lambda t: SplitState(SplitAxis.AXIS_1, (split_evenly(128, 4),)))
-    with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type) as buffer:
-        assert isinstance(buffer, ggmlb.MetaBuffer)
-        assert [part.size for part in buffer.parts] == [sum(w.nbytes for w in weights) // 4] * 4
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_when_a_device_lacks_room_the_others_give_theirs_back(which: int) -> None:
-    reg = FakeReg(0)
-    devices = [FakeDevice(reg, i, lambda op: None, 100 if i == which else 1 << 20) for i in range(3)]
-    device = ggmlb.meta_device(devices, lambda t: SplitState(SplitAxis.AXIS_1, (split_evenly(64, 3),)))
-    ctx = Context()
-    tensor = ctx.new_tensor("f32", (64, 64), "w")
-    free = [d.memory[0] for d in devices]
-    for allocate in (
-        lambda: ggmlb.alloc_ctx_tensors(ctx, device.buffer_type),
-        lambda: device.buffer_type.alloc_buffer(1 << 14),
-    ):
-        with pytest.raises(ggmlb.AllocationError):
-            allocate()
-        gc.collect()
-        assert [d.memory[0] for d in devices] == free
-    assert tensor.buffer is None
-
-
-def test_slices_fill_their_buffer(cpu: ggmlb.Device) -> None:
-    ctx = Context()
-    ctx.new_tensor("f32", (8, 8), "w")
-    device = ggmlb.meta_device([cpu] * 2, lambda t: SplitState(SplitAxis.AXIS_1, ((1, 7),)))
-    with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type) as buffer:
-        with pytest.raises(ggmlb.ArgumentError, match="they fill it"):
-            ggmlb.tensor_alloc(buffer, Context().new_tensor("f32", (8,)), 0)
-        buffer.reset()
-        with pytest.raises(ggmlb.BoundsError):
-            ggmlb.tensor_alloc(buffer, Context().new_tensor("f32", (32,)), 0)
-        ggmlb.tensor_alloc(buffer, Context().new_tensor("f32", (8,)), 0)
-
-
-def test_results_in_the_memory_of_weights_follow_their_operands(cpu: ggmlb.Device) -> None:
-    """Leafs are dealt out as the user says; nodes that are placed with them as the ops say."""
-    states = {"x": SplitState(SplitAxis.AXIS_0, ((1, 7),)), "b": SplitState(SplitAxis.AXIS_0, ((6, 2),))}
-    device = ggmlb.meta_device([cpu] * 2, lambda t: states[t.name])
-    ctx = Context()
-    x, b = ctx.new_tensor("f32", (8, 3), "x"), ctx.new_tensor("f32", (8, 3), "b")
-    y, z = ctx.sqr(x), ctx.add(ctx.sqr(x), b)
-    values = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
-    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(ctx, meta):
-        x.set_array(values[0])
-        b.set_array(values[1])
-        meta.graph_compute(Graph().build_forward_expand(y, z))
-        assert device.state(y) == states["x"]
-        np.testing.assert_array_equal(y.to_numpy(), values[0] ** 2)
-        np.testing.assert_allclose(z.to_numpy(), values[0] ** 2 + values[1], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("state", "match"),
-    [
-        (SplitState(SplitAxis.AXIS_1, ((2, 2),)), "add up to 4, ne\\[1\\] is 5"),
-        (SplitState(SplitAxis.AXIS_1, ((1, 2, 2),)), "an extent for each of 2 devices"),
-        (SplitState(SplitAxis.AXIS_0, ((40, 120),)), "cuts blocks of Q8_0"),
-        (SplitState(SplitAxis.PARTIAL), "PARTIAL"),
-        (SplitState(SplitAxis.AXIS_1), "an extent for each"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused(state: SplitState, match: str, cpu: ggmlb.Device) -> None:
-    ctx = Context()
-    tensor = ctx.new_tensor("q8_0", (160, 5), "w")
-    device = ggmlb.meta_device([cpu] * 2, lambda t: state)
-    with pytest.raises(ggmlb.ArgumentError, match=match):
-        ggmlb.alloc_ctx_tensors(ctx, device.buffer_type)
-    assert tensor.buffer is None
-
-
-def test_devices_that_make_no_meta_device(cpu: ggmlb.Device) -> None:
-    device = ggmlb.meta_device([cpu], lambda t: MIRRORED)
-    for devices in ([], [cpu] * 17, [device]):
-        with pytest.raises(ggmlb.ArgumentError, match="meta_device"):
-            ggmlb.meta_device(devices, lambda t: MIRRORED)
-
-
-def test_proportions() -> None:
-    assert split_by(100, [3, 1]) == (75, 25)
-    assert split_by(96, [1, 1, 1], 32) == (32, 32, 32)
-    assert split_by(64, [1, 0, 3], 16) == (16, 0, 48)
-    assert sum(split_evenly(13, 5)) == 13
-    for wrong in (lambda: split_evenly(33, 2, 32), lambda: split_by(8, [0, 0]), lambda: split_by(8, [-1, 2])):
-        with pytest.raises(ggmlb.ArgumentError, match="dealt out"):
-            wrong()
-
-
 # -- computing ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 9])
-def test_sums_are_the_same_bits_on_every_device(n: int, cpu: ggmlb.Device) -> None:
+def test_sums_are_the_same_bits_on_every_device(n: int) -> None:
     rng = np.random.default_rng(n)
-    backends = [cpu.init_backend() for _ in range(n)]
+    backends = [CPU.init_backend() for _ in range(n)]
     for has in ([True] * n, [j != 0 for j in range(n)], [j == n - 1 for j in range(n)]):
         if not any(has):
             continue
@@ -265,9 +120,9 @@ def test_sums_are_the_same_bits_on_every_device(n: int, cpu: ggmlb.Device) -> No
         backend.free()
 
 
-def test_a_gathered_tensor_is_gathered_anew_after_it_was_written(cpu: ggmlb.Device) -> None:
+def test_a_gathered_tensor_is_gathered_anew_after_it_was_written() -> None:
     """An op without a rule reads a cache whole; then rows go to the slices; then it is read again."""
-    device = ggmlb.meta_device([cpu] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
+    device = ggmlb.meta_device([CPU] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
     leafs, ctx = Context(), Context()
     cache = leafs.new_tensor("f32", (8, 4), "cache")
     before = ctx.set_output(ctx.cont(ctx.roll(cache, 1, 0, 0, 0)))
@@ -293,10 +148,10 @@ def test_a_gathered_tensor_is_gathered_anew_after_it_was_written(cpu: ggmlb.Devi
         allocator.free()
 
 
-def test_a_result_of_nothing_is_a_result(cpu: ggmlb.Device) -> None:
+def test_a_result_of_nothing_is_a_result() -> None:
     """Sums of empty rows are 0, and what is joined to nothing stays, though one operand is empty."""
     rows_cut = SplitState(SplitAxis.AXIS_1, ((1, 2),))
-    device = ggmlb.meta_device([cpu] * 2, lambda t: rows_cut if t.name == "x" else MIRRORED)
+    device = ggmlb.meta_device([CPU] * 2, lambda t: rows_cut if t.name == "x" else MIRRORED)
     ctx = Context()
     empty, x = ctx.new_tensor("f32", (0, 3), "empty"), ctx.new_tensor("f32", (5, 3), "x")
     rows, joined = ctx.sum_rows(empty), ctx.concat(empty, x, 0)
@@ -309,10 +164,10 @@ def test_a_result_of_nothing_is_a_result(cpu: ggmlb.Device) -> None:
         np.testing.assert_array_equal(joined.to_numpy(), values)
 
 
-def test_alibi_is_not_cut_through_heads(cpu: ggmlb.Device) -> None:
+def test_alibi_is_not_cut_through_heads() -> None:
     """A device with heads 4 to 7 would count them 0 to 3, and take their slopes."""
     heads = SplitState(SplitAxis.AXIS_2, ((4, 4),))
-    device = ggmlb.meta_device([cpu] * 2, lambda t: heads if t.name == "x" else MIRRORED)
+    device = ggmlb.meta_device([CPU] * 2, lambda t: heads if t.name == "x" else MIRRORED)
     rng = np.random.default_rng(0)
     scores, bias = rng.normal(size=(8, 3, 6)).astype("f4"), rng.normal(size=(3, 6)).astype("f2")
     reference = Context()
@@ -331,8 +186,8 @@ def test_alibi_is_not_cut_through_heads(cpu: ggmlb.Device) -> None:
         np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-5)
 
 
-def test_an_abort_between_stages(cpu: ggmlb.Device) -> None:
-    device = ggmlb.meta_device([cpu] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
+def test_an_abort_between_stages() -> None:
+    device = ggmlb.meta_device([CPU] * 2, lambda t: SplitState(SplitAxis.AXIS_0, (split_evenly(t.ne[0], 2),)))
     leafs, ctx = Context(), Context()
     w = leafs.new_tensor("f32", (8, 4), "w")
     x = ctx.new_tensor("f32", (8, 1), "x")
@@ -351,7 +206,7 @@ def test_an_abort_between_stages(cpu: ggmlb.Device) -> None:
         assert meta.graph_compute(graph) is ggmlb.Status.SUCCESS
 
 
-def test_beside_other_backends_in_a_scheduler(cpu: ggmlb.Device) -> None:
+def test_beside_other_backends_in_a_scheduler() -> None:
     """Weights on the meta device, inputs on the CPU, and an op that a wish leaves to the CPU."""
     rng = np.random.default_rng(0)
     values = {"w1": rng.normal(size=(64, 32)).astype("f4"), "w2": rng.normal(size=(32, 64)).astype("f4")}
@@ -361,7 +216,7 @@ def test_beside_other_backends_in_a_scheduler(cpu: ggmlb.Device) -> None:
         "w2": SplitState(SplitAxis.AXIS_0, ((40, 24),)),
     }
     opencl = ggmlb.device_by_name("OpenCL0")
-    for devices in ([cpu, cpu], [cpu, opencl], [opencl, opencl]):
+    for devices in ([CPU, CPU], [CPU, opencl], [opencl, opencl]):
         device = ggmlb.meta_device(devices, lambda t: states[t.name])
         leafs, ctx = Context(), Context()
         w = {name: leafs.new_tensor(DType.F32, v.shape[::-1], name) for name, v in values.items()}
@@ -373,7 +228,7 @@ def test_beside_other_backends_in_a_scheduler(cpu: ggmlb.Device) -> None:
         expected = (2 * np.maximum(x_values @ values["w1"].T, 0)) @ values["w2"].T + x_values
         with (
             device.init_backend() as meta,
-            cpu.init_backend() as host,
+            CPU.init_backend() as host,
             ggmlb.alloc_ctx_tensors(leafs, meta) as buffer,
             ggmlb.Scheduler([meta, host]) as scheduler,
         ):

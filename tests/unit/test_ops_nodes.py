@@ -10,7 +10,7 @@ from operands import call, operand
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
-from ggmlb.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, TriType, UnaryOp
+from ggmlb.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, TriType, UnaryOp
 from ggmlb.graph import Graph
 from ggmlb.ops import PARAMS
 from ggmlb.ops.custom import N_TASKS_MAX
@@ -357,3 +357,10 @@ def test_optimiser_steps_write_into_the_weights():
     for node in (adam, sgd):
         assert node.view_src is node.src[0]
         assert node.ne == (4, 3, 1, 1)
+
+
+def test_enum_arguments_may_be_plain_numbers():
+    ctx = Context()
+    a = ctx.new_tensor("f32", (4,))
+    assert ctx.argsort(a, 1).params == {"order": SortOrder.DESC}
+    assert type(ctx.unary(a, 10).params["op"]) is UnaryOp

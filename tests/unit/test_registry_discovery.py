@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from textwrap import dedent
+from typing import TYPE_CHECKING
 
 import pytest
+from backend_files import GOOD, registry_of
 
 from ggmlb.errors import BackendBroken, BackendUnavailable, RegistryError
 from ggmlb.interface import API_VERSION
 from ggmlb.registry import Registry, discovery
-from ggmlb.registry.candidate import Candidate
 
-GOOD = """
-    from stub_backend import StubReg
-    {extra}
-    def backend_reg():
-        return StubReg("{name}")
-"""
+if TYPE_CHECKING:
+    from backend_files import Write
 
-Write = Callable[..., Candidate]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write a backend module that can be imported, and return its candidate."""
-    monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-
-    def write(
-        module: str, name: str = "Echo", source: str = GOOD, extra: str = "", called: str = ""
-    ) -> Candidate:
-        (tmp_path / f"{module}.py").write_text(dedent(source).format(name=name, extra=extra))
-        return Candidate(
-            called or name, f"{module}:backend_reg", (called or name).casefold(), f"{module} 1.0"
-        )
-
-    yield write
-    for module in set(sys.modules) - before:
-        del sys.modules[module]
-
-
-def registry_of(*candidates: Candidate) -> Registry:
-    return Registry(lambda: candidates)
+    from ggmlb.registry.candidate import Candidate
 
 
 # -- laziness --------------------------------------------------------------------------------------
 
 
-def test_only_the_backend_of_a_name_is_imported(write: Write) -> None:
-    registry = registry_of(write("mod_echo", "Echo"), write("mod_other", "Other"))
+def test_only_the_backend_of_a_name_is_imported(write_backend: Write) -> None:
+    registry = registry_of(write_backend("mod_echo", "Echo"), write_backend("mod_other", "Other"))
     assert registry.device_by_name("ECHO0").name == "Echo0"
     assert registry.reg_by_name("echo").name == "Echo"
     assert "mod_echo" in sys.modules
@@ -61,15 +33,17 @@ def test_only_the_backend_of_a_name_is_imported(write: Write) -> None:
     assert "mod_other" in sys.modules
 
 
-def test_a_backend_whose_name_was_not_foreseen_is_found(write: Write) -> None:
-    registry = registry_of(write("mod_echo", "Echo"), write("mod_other", "Other", called="unforeseen"))
+def test_a_backend_whose_name_was_not_foreseen_is_found(write_backend: Write) -> None:
+    registry = registry_of(
+        write_backend("mod_echo", "Echo"), write_backend("mod_other", "Other", called="unforeseen")
+    )
     assert registry.device_by_name("Other0").name == "Other0"
     assert registry.reg_by_name("other").name == "Other"
 
 
-def test_candidates_are_asked_for_once(write: Write) -> None:
+def test_candidates_are_asked_for_once(write_backend: Write) -> None:
     asked = []
-    echo = write("mod_echo")
+    echo = write_backend("mod_echo")
 
     def discover() -> list[Candidate]:
         asked.append(1)
@@ -85,8 +59,8 @@ def test_candidates_are_asked_for_once(write: Write) -> None:
     assert len(registry.devices()) == 1
 
 
-def test_threads_import_a_backend_once(write: Write) -> None:
-    registry = registry_of(write("mod_echo", extra="import time; time.sleep(0.05)"))
+def test_threads_import_a_backend_once(write_backend: Write) -> None:
+    registry = registry_of(write_backend("mod_echo", extra="import time; time.sleep(0.05)"))
     with ThreadPoolExecutor(8) as pool:
         devices = list(pool.map(registry.device_by_name, ["Echo0"] * 8))
     assert all(device is devices[0] for device in devices)
@@ -168,9 +142,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", ABSENT)
-def test_absent(write: Write, case: str) -> None:
+def test_absent(write_backend: Write, case: str) -> None:
     source, why = ABSENT[case]
-    registry = registry_of(write("mod_bad", "Bad", source), write("mod_good", "Good"))
+    registry = registry_of(write_backend("mod_bad", "Bad", source), write_backend("mod_good", "Good"))
     (told,) = registry.unavailable()
     assert (told.name, told.kind) == ("Bad", "absent")
     with pytest.raises(BackendUnavailable, match=f"the Bad backend cannot be used: .*{why}"):
@@ -188,9 +162,9 @@ def test_absent(write: Write, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken(write: Write, case: str) -> None:
+def test_broken(write_backend: Write, case: str) -> None:
     source, why = BROKEN[case]
-    registry = registry_of(write("mod_bad", "Bad", source), write("mod_good", "Good"))
+    registry = registry_of(write_backend("mod_bad", "Bad", source), write_backend("mod_good", "Good"))
     (told,) = registry.unavailable()
     assert (told.name, told.kind) == ("Bad", "broken")
     assert [d.name for d in registry.devices()] == ["Good0"]  # listing goes on
@@ -205,17 +179,17 @@ def test_broken(write: Write, case: str) -> None:
         registry.load("mod_bad")
 
 
-def test_load_shows_where_a_backend_fails(write: Write) -> None:
-    write("mod_bad", source="    1 / 0")
+def test_load_shows_where_a_backend_fails(write_backend: Write) -> None:
+    write_backend("mod_bad", source="    1 / 0")
     with pytest.raises(BackendBroken) as told:
         registry_of().load("mod_bad")
     assert isinstance(told.value.__cause__, ZeroDivisionError)
 
 
-def test_load_all_looks_again_at_what_failed(write: Write) -> None:
-    registry = registry_of(write("mod_late", "Late", "    import no_such_library"))
+def test_load_all_looks_again_at_what_failed(write_backend: Write) -> None:
+    registry = registry_of(write_backend("mod_late", "Late", "    import no_such_library"))
     assert [u.name for u in registry.unavailable()] == ["Late"]
-    write("mod_late", "Late")
+    write_backend("mod_late", "Late")
     assert [reg.name for reg in registry.load_all()] == ["Late"]
     assert registry.unavailable() == []
 
@@ -223,12 +197,12 @@ def test_load_all_looks_again_at_what_failed(write: Write) -> None:
 # -- variants and duplicates -----------------------------------------------------------------------
 
 
-def test_the_highest_score_of_a_name_is_taken(write: Write) -> None:
+def test_the_highest_score_of_a_name_is_taken(write_backend: Write) -> None:
     registry = registry_of(
-        write("mod_none", extra="score = lambda: 0"),
-        write("mod_plain"),  # scores 1
-        write("mod_fast", extra="score = lambda: 2.5"),
-        write("mod_slow", extra="score = lambda: 0.5"),
+        write_backend("mod_none", extra="score = lambda: 0"),
+        write_backend("mod_plain"),  # scores 1
+        write_backend("mod_fast", extra="score = lambda: 2.5"),
+        write_backend("mod_slow", extra="score = lambda: 0.5"),
     )
     reg = registry.reg_by_name("Echo")
     assert type(reg).__name__ == "StubReg"
@@ -237,27 +211,27 @@ def test_the_highest_score_of_a_name_is_taken(write: Write) -> None:
     assert [(u.kind, u.name) for u in registry.unavailable()] == [("absent", "Echo")]
 
 
-def test_equal_scores_are_duplicates(write: Write) -> None:
-    registry = registry_of(write("mod_one"), write("mod_two"))
+def test_equal_scores_are_duplicates(write_backend: Write) -> None:
+    registry = registry_of(write_backend("mod_one"), write_backend("mod_two"))
     with pytest.raises(
         BackendBroken, match=r"2 backends are named 'Echo': mod_one.* and mod_two.*; remove one"
     ):
         registry.reg_by_name("Echo")
 
 
-def test_two_backends_under_different_names_may_not_give_the_same(write: Write) -> None:
-    registry = registry_of(write("mod_one", called="one"), write("mod_two", called="two"))
+def test_two_backends_under_different_names_may_not_give_the_same(write_backend: Write) -> None:
+    registry = registry_of(write_backend("mod_one", called="one"), write_backend("mod_two", called="two"))
     assert len(registry.regs()) == 1
     (told,) = registry.unavailable()
     assert told.kind == "broken"
     assert "'Echo' is registered" in told.reason
 
 
-def test_an_installed_name_is_reserved_before_it_is_imported(write: Write) -> None:
+def test_an_installed_name_is_reserved_before_it_is_imported(write_backend: Write) -> None:
     from stub_backend import StubReg
 
-    registry = registry_of(write("mod_echo"))
-    write("mod_mine")
+    registry = registry_of(write_backend("mod_echo"))
+    write_backend("mod_mine")
     for add in (lambda: registry.register(StubReg("ECHO")), lambda: registry.load("mod_mine")):
         with pytest.raises(RegistryError, match=r"'Echo' is installed \(mod_echo 1.0\); unload it first"):
             add()
@@ -268,125 +242,12 @@ def test_an_installed_name_is_reserved_before_it_is_imported(write: Write) -> No
     assert registry.regs() == [mine]
 
 
-def test_unloaded_stays_out_until_load_all(write: Write) -> None:
-    registry = registry_of(write("mod_echo"))
+def test_unloaded_stays_out_until_load_all(write_backend: Write) -> None:
+    registry = registry_of(write_backend("mod_echo"))
     registry.unload(registry.reg_by_name("Echo"))
     assert registry.devices() == []
     registry.load_all()
     assert [d.name for d in registry.devices()] == ["Echo0"]
-
-
-# -- load ------------------------------------------------------------------------------------------
-
-
-def test_load_a_module(write: Write) -> None:
-    write("mod_echo")
-    registry = registry_of()
-    reg = registry.load("mod_echo")
-    assert reg.name == "Echo"
-    assert registry.load("mod_echo:backend_reg") is reg
-    assert registry.regs() == [reg]
-    with pytest.raises(BackendBroken, match="no_such_module:backend_reg fails to load: ModuleNotFoundError"):
-        registry.load("no_such_module")
-
-
-def test_load_what_was_discovered_returns_it(write: Write) -> None:
-    registry = registry_of(write("mod_echo"))
-    reg = registry.load("mod_echo")
-    assert registry.regs() == [reg]
-    assert registry.reg_by_name("echo") is reg
-
-
-def test_load_a_file_once(write: Write, tmp_path: Path) -> None:
-    write("mod_echo")
-    registry = registry_of()
-    reg = registry.load(tmp_path / "mod_echo.py")
-    assert registry.load(str(tmp_path / "mod_echo.py")) is reg
-    assert registry.load(str(tmp_path / "." / "mod_echo.py")) is reg
-    assert "mod_echo" not in sys.modules  # under a name of its own: it shadows nothing
-    with pytest.raises(RegistryError, match=r"no backend at '.*nope.py'"):
-        registry.load(tmp_path / "nope.py")
-
-
-def test_load_a_package_folder_with_imports_of_its_own(tmp_path: Path) -> None:
-    package = tmp_path / "ggmlb_echo"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .part import backend_reg\n")
-    (package / "part.py").write_text(dedent(GOOD).format(name="Echo", extra=""))
-    assert registry_of().load(package).name == "Echo"
-    (package / "__init__.py").write_text("from .missing import backend_reg\n")
-    for module in [m for m in sys.modules if m.startswith("ggmlb_loaded_ggmlb_echo")]:
-        del sys.modules[module]
-    with pytest.raises(BackendBroken, match=r"ModuleNotFoundError: .*\.missing"):
-        registry_of().load(package)
-
-
-# -- folders and the environment -------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three variants of Echo, another backend, one that is broken, and files that are no backends."""
-    root = tmp_path / "backends"
-    (root / "ggmlb_other").mkdir(parents=True)
-    files = {
-        "ggmlb_echo.py": ("Echo", ""),
-        "echo-fast.py": ("Echo", "score = lambda: 7"),
-        "echo-never.py": ("Echo", "score = lambda: 0"),
-        "ggmlb_other/__init__.py": ("Other", ""),
-        "bad.py": ("Bad", "1 / 0"),
-        "_hidden.py": ("Hidden", ""),
-    }
-    for file, (name, extra) in files.items():
-        (root / file).write_text(dedent(GOOD).format(name=name, extra=extra))
-    (root / "setup.py").write_text("raise SystemExit('this must not run')\n")
-    (root / "notes.txt").write_text("backend_reg\n")
-    return root
-
-
-def test_load_all_from_path(folder: Path) -> None:
-    registry = registry_of()
-    regs = registry.load_all_from_path(folder)
-    assert sorted(reg.name for reg in regs) == ["Echo", "Other"]
-    assert registry.load(folder / "echo-fast.py") is registry.reg_by_name("Echo")
-    assert [(u.name, u.kind) for u in registry.unavailable()] == [("bad", "broken"), ("echo", "absent")]
-    assert registry.load_all_from_path(folder / "ggmlb_other") == []
-    with pytest.raises(RegistryError, match=r"no folder '.*nope'"):
-        registry.load_all_from_path(folder / "nope")
-
-
-def test_a_folder_adds_to_what_is_there(write: Write, folder: Path) -> None:
-    registry = registry_of(write("mod_other", "Other"))
-    assert [reg.name for reg in registry.load_all_from_path(folder)] == ["Echo"]
-    assert ("Other", "broken") in [(u.name, u.kind) for u in registry.unavailable()]
-
-
-@pytest.mark.parametrize("what", ["", "echo-fast.py", "ggmlb_other"])
-def test_the_environment_names_a_file_or_a_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    monkeypatch.setenv("GGMLB_BACKEND_PATH", str(folder / what))
-    registry = Registry()
-    names = [reg.name for reg in registry.regs()]
-    assert "CPU" in names
-    expected = {"": {"Echo", "Other"}, "echo-fast.py": {"Echo"}, "ggmlb_other": {"Other"}}[what]
-    assert {"Echo", "Other"} & set(names) == expected
-
-
-def test_the_environment_is_not_imported_to_find_the_cpu(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GGMLB_BACKEND_PATH", str(folder))
-    Registry().device_by_name("CPU")
-    assert not [m for m in sys.modules if m.startswith("ggmlb_loaded_bad")]
-
-
-def test_a_wrong_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGMLB_BACKEND_PATH", str(tmp_path / "nope"))
-    with pytest.raises(
-        RegistryError, match=r"GGMLB_BACKEND_PATH is '.*nope': there is no such file or folder"
-    ):
-        Registry().device_by_name("CPU")
 
 
 # -- the real thing --------------------------------------------------------------------------------

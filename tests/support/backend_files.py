@@ -1,0 +1,31 @@
+"""Files that are backends, for tests of the registry."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+from typing import TYPE_CHECKING
+
+from ggmlb.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ggmlb.registry.candidate import Candidate
+
+    Write = Callable[..., Candidate]
+
+GOOD = """
+    from stub_backend import StubReg
+    {extra}
+    def backend_reg():
+        return StubReg("{name}")
+"""
+
+
+def source_of(name: str, extra: str = "", source: str = GOOD) -> str:
+    """The text of a backend of one device, with more lines before it."""
+    return dedent(source).format(name=name, extra=extra)
+
+
+def registry_of(*candidates: Candidate) -> Registry:
+    return Registry(lambda: candidates)
