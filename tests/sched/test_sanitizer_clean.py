@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import cycle
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from golden import CASES
 
 import ggmlb
 from ggmlb import Scheduler
 from ggmlb.enums import NO_OPS
 from ggmlb.models import BertEmbedder
 from ggmlb.testing.fake import FakeReg
-from ggmlb.testing.programs import Case, load_cases
 
-CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
+if TYPE_CHECKING:
+    from ggmlb.testing.programs import Case
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from ggmlb import Backend, Device, Graph
 
-CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
+FOLDER = Path(__file__).parents[1] / "golden/programs"
+CASES = load_cases(FOLDER)
 FAMILIES = sorted({case.family for case in CASES})
 POISON = 0xFF
 """NaN in every float type, so that an element that is not written shows."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from cuda_emulator import EmulationError, Memory, build, compiler
 from cuda_emulator.runner import Runner, place
+from golden import CASES as GOLDEN
 
 from ggmlb import Context, DType, Graph, init_by_name
 from ggmlb.backends.cuda.gemm import Gemm
@@ -24,7 +24,6 @@ from ggmlb.backends.cuda.kernels import place as place_scratch
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.kernels import Kernel, Launch, Mem, Param, Scratch, Target, declines, kernels
 from ggmlb.kernels.launch import launch
-from ggmlb.testing.programs import load_cases
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +38,7 @@ CARD = Target(False, 132, 128)
 OWN = set(kernels(PACKAGE))
 FAMILIES = ("mul_mat", "mul_mat_id", "flash_attn")
 ALIKE = ("-n1", "-bcast")
-CASES = {case.id: case for case in load_cases(Path(__file__).parents[1] / "golden/programs")}
+CASES = {case.id: case for case in GOLDEN}
 
 
 def lowered(built: Built) -> list[Step]:

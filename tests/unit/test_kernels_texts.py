@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from golden import CASES
 
 import ggmlb.kernels
 from ggmlb import Context, DType, Graph
@@ -14,11 +15,9 @@ from ggmlb.errors import BackendBroken
 from ggmlb.kernels import Mem, Target, declines, families, kernels, lower, source
 from ggmlb.kernels.launch import flattened, row_length
 from ggmlb.kernels.source import _param
-from ggmlb.testing.programs import load_cases
 
 FOLDER = Path(ggmlb.kernels.__file__).parent
 GPU, CPU = Target(False, 2, 128), Target(True, 2, 1)
-CASES = load_cases(Path(__file__).parents[1] / "golden/programs")
 
 
 def claimed_launches(target: Target) -> list[ggmlb.kernels.Launch]:

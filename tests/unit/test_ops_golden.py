@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from golden import CASES
 
 from ggmlb.context import Context
 from ggmlb.enums import NO_OPS, Op, TensorFlag
 from ggmlb.ops import PARAMS
-from ggmlb.testing.programs import load_cases
 
 HERE = Path(__file__).parent
-CASES = load_cases(HERE.parent / "golden" / "programs")
 MORE_PARAMS = {"XIELU": {"alpha_n", "alpha_p", "beta", "eps"}, "SWIGLU_OAI": {"alpha", "limit"}}
 
 

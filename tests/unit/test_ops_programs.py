@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden import CASES as GOLDEN
+from golden import FOLDER
 
 import ggmlb
 from ggmlb.alloc import alloc_ctx_tensors
@@ -18,8 +20,7 @@ from ggmlb.enums import Op, RopeType, ScaleFlag, ScaleMode, TensorFlag
 from ggmlb.errors import ArgumentError
 from ggmlb.testing.programs import Archive, Case, Spec, Step, compare_bytes, load_cases
 
-FOLDER = Path(__file__).parent.parent / "golden" / "programs"
-CASES = {case.id: case for case in load_cases(FOLDER)}
+CASES = {case.id: case for case in GOLDEN}
 
 
 def make(out, *, nmse=1e-6, rule="", dtype=DType.F32, leafs=(), steps=()):
