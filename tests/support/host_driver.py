@@ -1,70 +1,43 @@
 """CUDA's driver played by the host: the CUDA backend's plans, arguments and order of work, with no card.
 
-Memory is host memory, poisoned when it is allocated and when it is freed. Streams are lists of work that runs
-only when something waits for it, so that a wait that was forgotten shows as poison. Kernels are the portable
-texts, run by PoCL from the very argument blocks that the backend packed for CUDA: what is computed is
-computed. What only a card can tell (the CUDA compiler's code, real asynchrony, capture as CUDA does it)
-is not played.
+Memory (`host_memory`) is poisoned when it is allocated and when it is freed. Streams are lists of work that
+runs only when something waits for it, so that a wait that was forgotten shows as poison. Kernels are the
+portable texts, run by PoCL from the very argument blocks that the backend packed for CUDA: what is computed
+is computed. What only a card can tell (the CUDA compiler's code, real asynchrony, capture as CUDA does it) is
+not played.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import itertools
-import threading
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from host_kernels import PortableKernels, run_cuda
 from host_libraries import HostCollective, QueuedBlas
+from host_memory import HostMemory
 from host_streams import HostError, HostStream, Op, Point
 
 from ggmlb.backends.cuda.arguments import layout
-from ggmlb.backends.cuda.driver import Driver, Facts, Way, address_of
+from ggmlb.backends.cuda.driver import Way
 from ggmlb.errors import BackendUnavailable
 from ggmlb.kernels.source import PORTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ggmlb.backends.cuda.driver import Call, Collective
-    from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
 
-POISON = 0xFF
-ALIGNMENT = 256
 
-
-@dataclass(slots=True)
-class Allocation:
-    array: Bytes
-    device: int
-    cl_buffer: Any
-
-
-class Owned(np.ndarray[Any, Any]):
-    """An array that keeps the owner of its memory."""
-
-    owner: object
-
-
-def aligned(nbytes: int) -> Bytes:
-    """Poisoned memory that begins at a multiple of `ALIGNMENT`."""
-    whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
-    start = -address_of(whole) % ALIGNMENT
-    return whole[start : start + nbytes]
-
-
-class HostDriver(Driver):
+class HostDriver(HostMemory):
     """`n_devices` cards with `capacity` bytes each.
 
     Attributes:
         log: The names of all that was queued, in order.
         counts: How often graphs were captured, updated and launched.
-        fail: Names of calls that fail from now on.
         peers: Whether devices reach each other's memory.
         eager: Devices whose work runs at once, not as late as it may.
     """
@@ -74,74 +47,17 @@ class HostDriver(Driver):
 
     def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
         self._kernels = PortableKernels()
+        super().__init__(n_devices, capacity, capability, self._kernels.buffer)
         self._blas = QueuedBlas(self)
-        self._n, self._capacity, self._capability = n_devices, capacity, capability
         self._ids = itertools.count(1)
-        self._local = threading.local()
-        self._allocations: dict[int, Allocation] = {}
-        self._graveyard: list[Allocation] = []
         self.streams: dict[int, HostStream] = {}
         self._events: dict[int, Point] = {}
         self._graphs: dict[int, list[Op]] = {}
         self._execs: dict[int, list[Op]] = {}
-        self.registered: set[int] = set()
         self.log: list[str] = []
         self.counts = {"capture": 0, "instantiate": 0, "update": 0, "replay": 0, "trim": 0}
-        self.fail: set[str] = set()
         self.peers = True
         self.eager: set[int] = set()
-
-    def _check(self, call: str, status: int = 1) -> None:
-        if call in self.fail:
-            raise HostError(f"{call} fails, as the test asked", status)
-
-    # -- devices -------------------------------------------------------------------------------
-
-    def device_count(self) -> int:
-        return self._n
-
-    def facts(self, device: int) -> Facts:
-        return Facts("Host", f"0000:0{device}:00.0", self._capability, 2, False)
-
-    @contextmanager
-    def on(self, device: int) -> Iterator[None]:
-        before = self._current_device
-        self._local.device = device
-        try:
-            yield
-        finally:
-            self._local.device = before
-
-    @property
-    def _current_device(self) -> int | None:
-        return getattr(self._local, "device", None)
-
-    def _device(self) -> int:
-        device = self._current_device
-        assert device is not None, "called outside on(device)"
-        return device
-
-    def memory_info(self, device: int) -> tuple[int, int]:
-        return self._capacity - self.used(device), self._capacity
-
-    def used(self, device: int = 0) -> int:
-        return sum(a.array.size for a in self._allocations.values() if a.device == device)
-
-    def is_out_of_memory(self, error: Exception) -> bool:
-        return isinstance(error, HostError) and error.status == 2
-
-    # -- memory --------------------------------------------------------------------------------
-
-    def malloc(self, nbytes: int) -> int:
-        device = self._device()
-        assert nbytes > 0
-        self._check("malloc", 2)
-        if self.used(device) + nbytes > self._capacity:
-            raise HostError("out of memory", 2)
-        array = aligned(nbytes)
-        address = address_of(array)
-        self._allocations[address] = Allocation(array, device, self._kernels.buffer(array))
-        return address
 
     def free(self, address: int) -> None:
         for stream in self.streams.values():
@@ -149,47 +65,10 @@ class HostDriver(Driver):
                 assert not any(self._find(a)[0] == address for a in op.addresses), (
                     f"memory freed while {op.name} is queued with it"
                 )
-        gone = self._allocations.pop(address)
-        gone.array[...] = POISON
-        self._graveyard = [*self._graveyard[-20:], gone]
-
-    def device_of(self, address: int) -> int:
-        return self._allocations[self._find(address)[0]].device
-
-    def _find(self, address: int) -> tuple[int, int]:
-        """Return an allocation's base, and how far into it an address is."""
-        bases = sorted(self._allocations)
-        base = bases[bisect.bisect_right(bases, address) - 1] if bases else 0
-        if base not in self._allocations or not 0 <= address - base < self._allocations[base].array.size:
-            raise HostError(f"an illegal memory access at {address:#x}", 700)
-        return base, address - base
+        super().free(address)
 
     def trim(self) -> None:
         self.counts["trim"] += 1
-
-    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        array = self._allocations[address].array.view(Owned)
-        array.owner = owner
-        return array
-
-    def view(
-        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
-    ) -> Any:
-        return Owned(shape, dtype, base, offset, strides)
-
-    def array_address(self, array: Any) -> int:
-        return address_of(array)
-
-    def pinned(self, nbytes: int) -> Bytes:
-        self._check("pinned", 2)
-        return aligned(nbytes)
-
-    def register(self, array: Bytes) -> None:
-        self._check("register")
-        self.registered.add(address_of(array))
-
-    def unregister(self, array: Bytes) -> None:
-        self.registered.remove(address_of(array))
 
     # -- streams and events --------------------------------------------------------------------
 
