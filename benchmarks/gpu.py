@@ -20,8 +20,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from decode import Sizes
 from embed import english_sentences
-from gpu_decode import Decoder, Sizes
+from gpu_decode import Decoder
 from gpu_measure import FILLING, Bench, RawCopies, Torch, machine
 from report import RESULTS, Table, save
 
@@ -291,17 +292,15 @@ def sentences(run: Run) -> None:
 
 def decode(run: Run) -> None:
     tiny = run.bench.smoke
-    q4 = DType.Q4_0
-    sizes = Sizes(2, 256, 512, 4, 2, 64, 64, q4) if tiny else Sizes(47, 2048, 5632, 32, 8, 64, 1024, q4)
+    sizes = Sizes(2, 256, 512, 4, 2, 64, 64) if tiny else Sizes(47, 2048, 5632, 32, 8, 64, 1024)
     backend = run.bench.backend
-    whole = Decoder(sizes, apart=False)
-    assert whole.result is not None
+    whole = Decoder(sizes, DType.Q4_0, apart=False)
     graph = Graph().build_forward_expand(whole.result)
     with alloc_ctx_tensors(whole.ctx, backend) as buffer:
         buffer.clear(FILLING)
         whole.fill()
         step = run.bench.seconds(lambda: backend.graph_compute_async(graph))
-    apart = Decoder(sizes, apart=True)
+    apart = Decoder(sizes, DType.Q4_0, apart=True)
     kernels = 0.0
     with alloc_ctx_tensors(apart.ctx, backend) as buffer:
         buffer.clear(FILLING)
