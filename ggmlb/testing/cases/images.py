@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import OpPool, ScaleFlag, ScaleMode
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, LOPSIDED, PADDED, PLAIN, Program, family
 from ggmlb.testing.cases.elementwise import tolerance
 
+if TYPE_CHECKING:
+    from ggmlb.dtypes import DType
+
 Numbers = tuple[int, ...]
+
+POSITIVE: Any = {"low": 0.1, "high": 1.0}
+"""Values of which no result can cancel, however few it is the sum of."""
+
+
+def _values(kernel: DType) -> Any:
+    """Values for a convolution: ggml rounds the data to the kernel's type."""
+    return LOPSIDED if kernel is F32 else POSITIVE
 
 
 def _geometry(p: Program, rank: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
@@ -79,10 +91,10 @@ def _conv_1d(name: str, p: Program) -> None:
     p.nmse = 1e-5
     depthwise = "dw" in name
     kernel = p.leaf(
-        F16, (*k, 1 if depthwise else channels, channels if depthwise else p.int(1, 4)), **LOPSIDED
+        F16, (*k, 1 if depthwise else channels, channels if depthwise else p.int(1, 4)), **POSITIVE
     )
     # A batch comes out of ggml's conv_1d in the wrong order.
-    p.out(name, kernel, p.leaf(F32, (*n, channels), **LOPSIDED), *s, *q, *d)
+    p.out(name, kernel, p.leaf(F32, (*n, channels), **POSITIVE), *s, *q, *d)
 
 
 for _name in ("conv_1d", "conv_1d_dw"):
@@ -93,9 +105,9 @@ def _conv_2d(name: str, p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
     channels, dtype = p.int(1, 5), p.one_of(F32, F16)
     p.nmse = 1e-5
-    kernel = p.leaf(dtype, (*k, channels, p.int(1, 5)), **LOPSIDED)
+    kernel = p.leaf(dtype, (*k, channels, p.int(1, 5)), **_values(dtype))
     layouts = ANY if name == "conv_2d_direct" else ()
-    p.out(name, kernel, p.operand(F32, (*n, channels, p.int(1, 3)), *layouts, **LOPSIDED), *s, *q, *d)
+    p.out(name, kernel, p.operand(F32, (*n, channels, p.int(1, 3)), *layouts, **_values(dtype)), *s, *q, *d)
 
 
 for _name in ("conv_2d", "conv_2d_direct"):
@@ -107,8 +119,8 @@ def conv_2d_dw(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
     channels = p.int(1, 5)
     p.nmse = 1e-5
-    kernel = p.leaf(F16, (*k, 1, channels), **LOPSIDED)
-    p.out("conv_2d_dw", kernel, p.leaf(F32, (*n, channels, p.int(1, 3)), **LOPSIDED), *s, *q, *d)
+    kernel = p.leaf(F16, (*k, 1, channels), **POSITIVE)
+    p.out("conv_2d_dw", kernel, p.leaf(F32, (*n, channels, p.int(1, 3)), **POSITIVE), *s, *q, *d)
 
 
 @family("conv_2d_dw_direct")
@@ -116,7 +128,7 @@ def conv_2d_dw_direct(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
     channels, batch = p.int(2, 9), p.int(1, 3)
     p.nmse = 1e-6
-    if p.bool():
+    if p.bool() or n == (1, 1):  # ggml takes the kernel of an image of one place to be packed
         kernel, data = p.leaf(F32, (*k, 1, channels)), p.leaf(F32, (*n, channels, batch))
     else:  # channels innermost
         kernel = p.step("permute", p.leaf(F32, (channels, 1, *k)), 3, 2, 0, 1)
@@ -128,8 +140,8 @@ def _conv_3d(name: str, p: Program) -> None:
     n, k, s, q, d = _geometry(p, 3)
     channels, out, batch, dtype = p.int(1, 3), p.int(1, 3), p.int(1, 2), p.one_of(F32, F16)
     p.nmse = 1e-5
-    kernel = p.leaf(dtype, (*k, channels * out), **LOPSIDED)
-    data = p.leaf(F32, (*n, channels * batch), **LOPSIDED)
+    kernel = p.leaf(dtype, (*k, channels * out), **_values(dtype))
+    data = p.leaf(F32, (*n, channels * batch), **_values(dtype))
     if name == "conv_3d":
         p.out(name, kernel, data, channels, *s, *q, *d)
     else:
@@ -144,8 +156,8 @@ for _name in ("conv_3d", "conv_3d_direct"):
 def conv_transpose_1d(p: Program) -> None:
     channels, dtype = p.int(1, 6), p.one_of(F32, F16)
     p.nmse = 1e-6 if dtype is F32 else 1e-5
-    kernel = p.operand(dtype, (p.int(1, 5), p.int(1, 5), channels), PLAIN, PADDED, **LOPSIDED)
-    data = p.operand(F32, (p.int(1, 12), channels), PLAIN, PADDED, **LOPSIDED)
+    kernel = p.operand(dtype, (p.int(1, 5), p.int(1, 5), channels), PLAIN, PADDED, **_values(dtype))
+    data = p.operand(F32, (p.int(1, 12), channels), PLAIN, PADDED, **_values(dtype))
     p.out("conv_transpose_1d", kernel, data, p.int(1, 4), 0, 1)
 
 
@@ -153,8 +165,8 @@ def conv_transpose_1d(p: Program) -> None:
 def conv_transpose_2d(p: Program) -> None:
     channels, dtype = p.int(1, 6), p.one_of(F32, F16)
     p.nmse = 1e-6 if dtype is F32 else 1e-5
-    kernel = p.leaf(dtype, (p.int(1, 4), p.int(1, 4), p.int(1, 5), channels), **LOPSIDED)
-    data = p.leaf(F32, (p.int(1, 7), p.int(1, 7), channels), **LOPSIDED)
+    kernel = p.leaf(dtype, (p.int(1, 4), p.int(1, 4), p.int(1, 5), channels), **_values(dtype))
+    data = p.leaf(F32, (p.int(1, 7), p.int(1, 7), channels), **_values(dtype))
     p.out("conv_transpose_2d_p0", kernel, data, p.int(1, 4))
 
 
