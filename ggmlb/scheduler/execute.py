@@ -43,12 +43,14 @@ class Executor:
     Attributes:
         n_copies: How many copies there are of what devices send each other.
         copy: Which of them the next computation uses.
+        is_busy: Whether a computation is being queued: a callback must not begin another.
     """
 
     def __init__(self, backends: Sequence[Backend], n_copies: int) -> None:
         self._backends = backends
         self.n_copies = n_copies
         self.copy = 0
+        self.is_busy = False
         self._is_async = [b.device.caps.async_ for b in backends]
         # Where a backend's queue stands: for others to wait for, and (by copy) when it has read the copies.
         self._marks: list[Event | None] = [
@@ -67,9 +69,11 @@ class Executor:
             `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
         """
         status = None
+        self.is_busy = True
         try:
             status = self._queue(program, callback)
         finally:
+            self.is_busy = False
             if status is not Status.SUCCESS:  # what was queued has no marks behind it, and may still run
                 for backend in self._backends:
                     with suppress(Error):

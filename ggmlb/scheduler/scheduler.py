@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
-from ggmlb.errors import ArgumentError, kind_of
+from ggmlb.errors import ArgumentError, GraphError, kind_of
 from ggmlb.graph import need_graph
 from ggmlb.interface import Backend
 from ggmlb.lifetime import Freeable
@@ -172,7 +172,8 @@ class Scheduler(Shown, Freeable):
         """Watch nodes as they are computed; `None` stops watching.
 
         The callback is asked `callback(node, True)` whether it wants a node's data. If it does, the
-        graph is computed up to the node and `callback(node, False)` is called; `False` stops.
+        graph is computed up to the node and `callback(node, False)` is called; `False` stops. It may read and
+        write tensors, but neither compute nor allocate with this scheduler.
 
         Source: ggml_backend_sched_set_eval_callback.
         """
@@ -187,7 +188,7 @@ class Scheduler(Shown, Freeable):
             UnsupportedOpError: No backend runs a node; the message holds what each one said.
             FreedError: A tensor lies in a freed buffer.
         """
-        self.check_alive("split_graph")
+        self._check_idle("split_graph")
         need_graph("Scheduler", graph)
         self._forget()
         signature = Signature(graph, self._user)
@@ -282,12 +283,13 @@ class Scheduler(Shown, Freeable):
         Computing the same graph again plans nothing anew. Inputs may be overwritten when this returns.
 
         Raises:
-            GraphError: The graph was allocated here, but its tensors were moved since.
+            GraphError: The graph was allocated here, but its tensors were moved since; or a callback of this
+                scheduler's computation asks for another.
             AllocationError, UnsupportedOpError: As `alloc_graph`.
 
         Source: ggml_backend_sched_graph_compute_async.
         """
-        self.check_alive("graph_compute")
+        self._check_idle("graph_compute")
         if graph is not self._graph or self._placed is None or len(graph.nodes) != self._n_nodes:
             self.alloc_graph(graph)
         program = self._need_program()
@@ -320,7 +322,7 @@ class Scheduler(Shown, Freeable):
         Raises:
             FreedError: It was freed before.
         """
-        self.check_alive("free")
+        self._check_idle("free")
         for backend in self._backends:
             if not backend.is_freed:
                 backend.synchronize()
@@ -342,6 +344,15 @@ class Scheduler(Shown, Freeable):
         self._placed = None
         self._program = None
         self._graph = None
+
+    def _check_idle(self, call: str) -> None:
+        """Refuse a call on a freed scheduler, and by a callback or another thread while it computes."""
+        self.check_alive(call)
+        if self._executor.is_busy:
+            raise GraphError(
+                f"{call}: this Scheduler is in the middle of a computation; give a callback that computes, "
+                "or another thread, a scheduler of its own"
+            )
 
     def _need_program(self) -> Program:
         assert self._program is not None

@@ -189,6 +189,41 @@ def test_the_eval_callback_sees_the_nodes_it_asks_for_and_can_stop(bench):
             np.testing.assert_allclose(seen[f"y{i}"], chain.expected(x, i + 1), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("call", ["graph_compute", "alloc_graph", "split_graph", "reserve", "reserve_size"])
+def test_a_callback_does_not_take_the_memory_from_under_its_computation(bench, call):
+    chain, small, other = Chain(bench), Chain(bench, 2), Chain(bench, width=4)
+    x = np.random.default_rng(6).standard_normal((3, 8)).astype(np.float32)
+    refused = []
+
+    def callback(node: Tensor, ask: bool) -> bool:
+        if not ask and node.name == "y1":
+            for again in (chain, small):
+                with pytest.raises(GraphError, match="in the middle of a computation") as error:
+                    getattr(sched, call)(again.graph)
+                refused.append(error)
+            with pytest.raises(GraphError, match="free: this Scheduler is in the middle"):
+                sched.free()
+            with Scheduler(bench.backends) as another:
+                another.graph_compute(other.graph)
+        return True
+
+    def compute() -> None:
+        chain.x.set_array(x)
+        sched.graph_compute(chain.graph)
+        np.testing.assert_allclose(chain.y.to_numpy(), chain.expected(x), rtol=2e-5, atol=1e-6)
+
+    with Scheduler(bench.backends) as sched:
+        sched.alloc_graph(chain.graph)
+        sched.set_eval_callback(callback)
+        compute()
+        assert len(refused) == 2
+        sched.set_eval_callback(lambda node, ask: 1 // 0 > 0)
+        with pytest.raises(ZeroDivisionError):
+            compute()
+        sched.set_eval_callback(None)
+        compute()
+
+
 def test_an_input_on_the_way_through_a_view_of_another_device(bench):
     ctx = Context()
     x = new_input(ctx, 8, 4)
