@@ -43,6 +43,8 @@ def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
 
 def _on_host(array: Any) -> Any:
     """Return host arrays as NumPy's, by way of DLPack where they speak it, and others as they are."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise _masked(array)
     if isinstance(array, np.ndarray):
         return array
     if hasattr(array, "__dlpack_device__"):
@@ -80,7 +82,7 @@ class _OnCuda:
         self.owner = array
         interface = self.__cuda_array_interface__ = array.__cuda_array_interface__
         if interface.get("mask") is not None:
-            raise ArgumentError(f"from_array: {_kind(array)} has a mask; tensors have none, so fill it first")
+            raise _masked(array)
         own = getattr(array, "dtype", None)  # bfloat16 has no code in the interface
         self.dtype = own if isinstance(own, np.dtype) else np.dtype(interface["typestr"])
         self.shape = tuple(interface["shape"])
@@ -88,6 +90,10 @@ class _OnCuda:
         steps = [self.dtype.itemsize * math.prod(self.shape[i + 1 :]) for i in range(self.ndim)]
         self.strides = tuple(interface.get("strides") or steps)
         self.read_only = bool(interface["data"][1])
+
+
+def _masked(array: Any) -> ArgumentError:
+    return ArgumentError(f"from_array: {_kind(array)} has a mask; tensors have none, so fill it first")
 
 
 def _of_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

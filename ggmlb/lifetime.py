@@ -1,19 +1,30 @@
-"""Freeable: what holds memory, a stream or an event until it is freed."""
+"""What stands for a piece of a device: there is one of it, and some of it is held until it is freed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import FreedError
+from ggmlb.errors import ArgumentError, FreedError, kind_of
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import NoReturn, SupportsIndex
 
     from typing_extensions import Self
 
 
-class Freeable(ABC):
+class Unique:
+    """Something of this process and its devices: a copy would be another that only looks the same."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ArgumentError(
+            f"{kind_of(self)} belongs to this process and its devices; neither it nor tensors that lie there "
+            "can be copied or pickled; to_numpy() gives values that can, set_array() takes them"
+        )
+
+
+class Freeable(Unique, ABC):
     """Something that holds what `free` gives back. A context manager: leaving it frees it.
 
     Attributes:

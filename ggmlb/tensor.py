@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ggmlb import dtypes
 from ggmlb.enums import Op
-from ggmlb.errors import DTypeError, NotAllocatedError, ShapeError
+from ggmlb.errors import ArgumentError, DTypeError, NotAllocatedError, ShapeError
 from ggmlb.exchange import ArrayProtocols
 
 if TYPE_CHECKING:
@@ -233,6 +233,7 @@ class Tensor(ArrayProtocols):
             NotAllocatedError: The tensor is in no buffer.
             ShapeError: The array has another shape.
             DTypeError: The tensor's type cannot be written, or the array holds no real numbers.
+            ArgumentError: The array has a mask.
         """
         self._placed("set_array")
         array = self._numbers(array)
@@ -257,7 +258,14 @@ class Tensor(ArrayProtocols):
             found = np.asarray(array)
         except ValueError as error:
             raise ShapeError(f"set_array on {self.describe()}: {error}") from None
-        if found.dtype.kind not in "biufV":  # V: bfloat16 and its like
+        if isinstance(array, np.ma.MaskedArray):
+            raise ArgumentError(
+                f"set_array on {self.describe()}: the array has a mask; tensors have none, so fill it first"
+            )
+        is_number = found.dtype.kind in "biuf" or (  # V: bfloat16 and its like, but records too
+            found.dtype.kind == "V" and not issubclass(found.dtype.type, np.void)
+        )
+        if not is_number:
             raise DTypeError(
                 f"set_array on {self.describe()}: the array holds {found.dtype}; give real numbers"
             )

@@ -105,11 +105,17 @@ class Backend(Queue):
         return plan if plan.is_valid_for(graph) else self.graph_plan_create(graph)
 
     def graph_plan_compute(self, plan: GraphPlan) -> Status:
-        """Queue the steps of a plan (ggml_backend_graph_plan_compute)."""
+        """Queue the steps of a plan (ggml_backend_graph_plan_compute).
+
+        Raises:
+            FreedError: A buffer that the plan uses was freed.
+        """
         self._check_plan(plan, "graph_plan_compute")
         if not observers:
+            plan.check_memory()
             return self._compute(plan)
         with Action("graph_plan_compute", self, plan=plan):
+            plan.check_memory()  # observers first: a sanitizer has more to say
             return self._compute(plan)
 
     def graph_plan_free(self, plan: GraphPlan) -> None:

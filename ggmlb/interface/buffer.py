@@ -135,10 +135,11 @@ class Buffer(Storage):
         A quantised tensor is seen as rows of bytes. See `Tensor.as_array`.
 
         Raises:
-            ArgumentError: The memory has no array library, or stores the tensor in another layout.
+            ArgumentError: The memory has no array library, or stores the tensor in another layout; or the
+                tensor lies elsewhere.
             FreedError: The buffer was freed.
         """
-        self.check_alive("as_array")
+        self.check_holds(tensor, "as_array")
         if self.stored_layout(tensor) != (tensor.dtype, tensor.nb):
             raise ArgumentError(
                 f"as_array on {tensor.describe()}: {self.name} memory keeps it in another type or layout; "

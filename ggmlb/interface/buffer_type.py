@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.errors import AllocationError, ArgumentError
 from ggmlb.interface.observe import Action, observers
+from ggmlb.lifetime import Unique
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 
-class BufferType(ABC):
+class BufferType(Unique, ABC):
     """A kind of memory that a device can use (ggml_backend_buffer_type).
 
     Attributes:

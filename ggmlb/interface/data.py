@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -47,20 +48,36 @@ class Pieces(NamedTuple):
             yield data[i * self.stride_data :][: self.size], start
 
 
+def whole_bytes(call: str, tensor: Tensor, number: object) -> int:
+    """Return a caller's number of bytes, of any integer type, as Python's.
+
+    Raises:
+        ArgumentError: It is not a whole number.
+    """
+    try:
+        return index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(
+            f"{call} on {tensor.describe()}: {number!r} is no offset, size, count or stride; give whole "
+            "numbers of bytes"
+        ) from None
+
+
 def as_bytes(data: Source) -> Bytes:
     """View data as a flat uint8 array, copying only what is not contiguous.
 
     Raises:
-        ArgumentError: It has no bytes of its own, as lists and texts.
+        ArgumentError: It has no bytes of its own, as lists, texts and objects.
     """
-    if isinstance(data, (bytes, bytearray, memoryview)):
+    if isinstance(data, (bytes, bytearray)):
         return np.frombuffer(data, np.uint8)
-    if isinstance(data, (list, tuple, str)) or getattr(data, "dtype", None) == np.object_:
+    array = None if isinstance(data, (list, tuple, str)) else np.ascontiguousarray(data)
+    if array is None or array.dtype.hasobject:
         raise ArgumentError(
             f"{kind_of(data)} has no bytes of its own; give bytes or an array of numbers, or let set_array "
             "convert"
         )
-    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8)
 
 
 def first_bytes(call: str, tensor: Tensor, data: Source, size: int | None) -> Bytes:
@@ -79,9 +96,10 @@ def writable_bytes(call: str, data: npt.NDArray[Any]) -> Bytes:
     """View a caller's array as flat bytes to be filled.
 
     Raises:
-        ArgumentError: It is not a writable C-contiguous NumPy array.
+        ArgumentError: It is not a writable C-contiguous NumPy array, or holds objects.
     """
-    if not isinstance(data, np.ndarray) or not data.flags.c_contiguous or not data.flags.writeable:
+    fits = isinstance(data, np.ndarray) and data.flags.c_contiguous and data.flags.writeable
+    if not fits or data.dtype.hasobject:
         raise ArgumentError(f"{call}: the data is filled in place; give a writable C-contiguous NumPy array")
     return data.reshape(-1).view(np.uint8)
 
@@ -90,8 +108,8 @@ def host_bytes(array: npt.NDArray[Any], call: str) -> npt.NDArray[np.uint8]:
     """View an array's own memory as flat bytes, for `buffer_from_host_ptr`.
 
     Raises:
-        ArgumentError: It is not a C-contiguous NumPy array.
+        ArgumentError: It is not a C-contiguous NumPy array, or holds objects.
     """
-    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous:
+    if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.dtype.hasobject:
         raise ArgumentError(f"{call}: give a C-contiguous NumPy array, whose memory can be used as it lies")
     return array.reshape(-1).view(np.uint8)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendError, readable_size
+from ggmlb.lifetime import Unique
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ class DeviceProps:
     caps: Caps
 
 
-class Device(ABC):
+class Device(Unique, ABC):
     """A processor with memory (ggml_backend_device)."""
 
     @property
@@ -229,7 +230,7 @@ def memory_bar(props: DeviceProps) -> str:
     return bar(1 - free / total, f"{readable_size(free)} free of {readable_size(total)}")
 
 
-class BackendReg(ABC):
+class BackendReg(Unique, ABC):
     """A backend as it is registered: its name, and the devices it found (ggml_backend_reg).
 
     Attributes:

@@ -18,21 +18,34 @@ class GraphPlan:
     """A graph lowered for one backend: steps with their arrays and arguments bound.
 
     A plan stays valid while its tensors stay where they are and keep their parameters; while the placement
-    clock stands still, that needs no look at them. It holds the tensors, not the graph, so that a backend's
-    cache of plans does not keep graphs alive.
+    clock stands still, that needs no look at them. It holds the tensors, but neither the graph nor the
+    backend: a backend's cache of plans keeps no graphs alive, and no backend that was dropped.
 
     Attributes:
-        backend: The backend that made it, and alone can run it.
         nodes: The nodes it computes.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
-        self.backend = backend
+        self._backend = weakref.ref(backend)
         self.nodes = tuple(graph.nodes)
         self._graph = weakref.ref(graph)
         self._checked_at = placement_clock.now
         self._binding = binding(self.nodes)
+        self._memory = {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
+        self._alive_at = -1
         self.is_freed = False
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that made it, and alone can run it.
+
+        Raises:
+            FreedError: It is gone.
+        """
+        backend = self._backend()
+        if backend is None:
+            raise FreedError("the backend of this plan is gone; keep the backend as long as its plans")
+        return backend
 
     def is_valid_for(self, graph: Graph) -> bool:
         """Whether computing the plan computes the graph as it is now.
@@ -51,6 +64,22 @@ class GraphPlan:
             return False
         self._checked_at, self._graph = now, weakref.ref(graph)
         return True
+
+    def check_memory(self) -> None:
+        """Refuse to compute in memory that was freed; while the placement clock stands still, none was.
+
+        Raises:
+            FreedError: A buffer that the plan uses was freed.
+        """
+        now = placement_clock.now
+        if self._alive_at != now:
+            for buffer in self._memory:
+                if buffer is not None and buffer.is_freed:
+                    raise FreedError(
+                        f"graph_plan_compute: a {buffer.name} buffer of the plan was freed; place its "
+                        "tensors again, and make another plan"
+                    )
+            self._alive_at = now
 
 
 def binding(nodes: tuple[Tensor, ...]) -> list[Any]:

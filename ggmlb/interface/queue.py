@@ -62,8 +62,8 @@ class Queue(Freeable):
         """
         buffer = self._transfer_buffer(tensor, "set_tensor_async")
         raw = first_bytes("set_tensor_async", tensor, data, size)
-        buffer.check_range(tensor, "set_tensor_async", offset, raw.size)
-        if n := raw.size:
+        offset, n = buffer.check_range(tensor, "set_tensor_async", offset, raw.size)
+        if n:
             written = [writing(tensor, offset, n)] if observers else []
             with Action("set_tensor_async", self, written, data=raw) if observers else QUIET:
                 self._set_tensor_async(tensor, raw, offset)
@@ -82,8 +82,8 @@ class Queue(Freeable):
         """
         buffer = self._transfer_buffer(tensor, "get_tensor_async")
         raw = writable_bytes("get_tensor_async", data)
-        buffer.check_range(tensor, "get_tensor_async", offset, raw.size)
-        if n := raw.size:
+        offset, n = buffer.check_range(tensor, "get_tensor_async", offset, raw.size)
+        if n:
             read = [reading(tensor, offset, n)] if observers else []
             with Action("get_tensor_async", self, read, data=raw) if observers else QUIET:
                 self._get_tensor_async(tensor, raw, offset)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggmlb.errors import ArgumentError, BoundsError
-from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, writable_bytes
+from ggmlb.interface.data import (
+    Bytes,
+    Pieces,
+    Source,
+    as_bytes,
+    first_bytes,
+    whole_bytes,
+    writable_bytes,
+)
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
 
@@ -45,8 +53,8 @@ class Storage(Freeable):
         Source: ggml_backend_tensor_set.
         """
         raw = first_bytes("set_tensor", tensor, data, size)
-        self.check_range(tensor, "set_tensor", offset, raw.size)
-        if n := raw.size:
+        offset, n = self.check_range(tensor, "set_tensor", offset, raw.size)
+        if n:
             with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
                 self._set_tensor(tensor, raw, offset)
 
@@ -64,7 +72,7 @@ class Storage(Freeable):
 
         Source: ggml_backend_tensor_get.
         """
-        n = self.check_range(tensor, "get_tensor", offset, size)
+        offset, n = self.check_range(tensor, "get_tensor", offset, size)
         out = np.empty(n, np.uint8)
         if n:
             with Action("get_tensor", None, [reading(tensor, offset, n)]) if observers else QUIET:
@@ -79,7 +87,7 @@ class Storage(Freeable):
             BoundsError: The bytes end beyond the tensor.
             FreedError: The buffer was freed.
         """
-        n = self.check_range(tensor, "memset_tensor", offset, size)
+        offset, n = self.check_range(tensor, "memset_tensor", offset, size)
         check_byte("memset_tensor", value)
         if n:
             with Action("memset_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
@@ -146,26 +154,41 @@ class Storage(Freeable):
 
     # -- checks --------------------------------------------------------------------------------
 
-    def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> int:
-        """Return the number of bytes meant, after checking that they lie in the tensor.
+    def check_holds(self, tensor: Tensor, call: str) -> None:
+        """Refuse a call with a tensor that does not lie here: its offset means nothing in this memory.
 
         Raises:
-            ArgumentError: They are no whole numbers.
-            BoundsError: They do not.
+            ArgumentError: It lies in another buffer, or in none.
             FreedError: The buffer was freed.
         """
         self.check_alive(call)
-        n = tensor.nbytes - offset if size is None else size
-        if type(offset + n) is float:
+        if tensor.buffer is not self:
+            where = "no buffer yet" if tensor.buffer is None else f"another buffer, {tensor.buffer!r}"
             raise ArgumentError(
-                f"{call} on {tensor.describe()}: offset {offset} and size {n} must be whole numbers of bytes"
+                f"{call} on {tensor.describe()}: the tensor lies in {where}; call its own methods, which "
+                "find its buffer"
             )
+
+    def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
+        """Return the offset and the number of bytes meant, after checking that they lie in the tensor.
+
+        Raises:
+            ArgumentError: They are no whole numbers, or the tensor lies elsewhere.
+            BoundsError: They do not.
+            FreedError: The buffer was freed.
+        """
+        self.check_holds(tensor, call)
+        if type(offset) is not int:
+            offset = whole_bytes(call, tensor, offset)
+        n = tensor.nbytes - offset if size is None else size
+        if type(n) is not int:
+            n = whole_bytes(call, tensor, n)
         if offset < 0 or n < 0 or offset + n > tensor.nbytes:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: bytes {offset} to {offset + n} asked for, "
                 f"but the tensor has {tensor.nbytes}"
             )
-        return n
+        return offset, n
 
     def move_pieces(
         self,
@@ -189,10 +212,12 @@ class Storage(Freeable):
             stream: Where it is queued; `None` if it is done when `hook` returns.
 
         Raises:
+            ArgumentError: A number is no whole one, or the tensor lies elsewhere.
             BoundsError: A piece ends beyond the tensor or the data.
             FreedError: The buffer was freed.
         """
-        self.check_alive(call)
+        self.check_holds(tensor, call)
+        pieces = Pieces(*(whole_bytes(call, tensor, number) for number in pieces))
         if min(pieces) < 0:
             raise BoundsError(
                 f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
@@ -240,5 +265,5 @@ class Storage(Freeable):
 
 def check_byte(call: str, value: int) -> None:
     """Raise an ArgumentError unless the value is a byte."""
-    if not 0 <= value <= 255:
-        raise ArgumentError(f"{call}: the value is {value}; give a byte, 0 to 255")
+    if not hasattr(value, "__index__") or not 0 <= value <= 255:
+        raise ArgumentError(f"{call}: the value is {value!r}; give a byte, 0 to 255")

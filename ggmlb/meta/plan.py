@@ -48,7 +48,7 @@ class MetaPlan(GraphPlan):
         self.stages: list[Stage] = []
         self._reductions: list[AllReduce] = []
         self._gathers: list[Gather] = []
-        self._backend = backend
+        self._meta = backend
         try:
             _Dealer(backend, self, graph).run()
         except BaseException:
@@ -67,18 +67,18 @@ class MetaPlan(GraphPlan):
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
         """Make a sum that belongs to the plan."""
-        self._reductions.append(self._backend.communicator.sum_of(parts, has_part))
+        self._reductions.append(self._meta.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 
     def gather(self, root: Tensor) -> Gather:
         """Make room for a whole tensor on each device."""
-        self._gathers.append(Gather(self._backend, root))
+        self._gathers.append(Gather(self._meta, root))
         return self._gathers[-1]
 
     def release(self) -> None:
         """Free the devices' plans, and the memory that belongs to this one."""
         for stage in self.stages:
-            for backend, own in zip(self._backend.backends, stage.plans, strict=True):
+            for backend, own in zip(self._meta.backends, stage.plans, strict=True):
                 if own is not None and not backend.is_freed:
                     backend.graph_plan_free(own)
         self.stages = []

@@ -69,7 +69,8 @@ class Lowering(ABC):
                     self._workspace.restart()
                 self._rule(node).lower(self, node)
         self._flush()
-        return self._steps, self._counts
+        steps, self._steps = self._steps, []  # which may call this lowering: a cycle would hold the memory
+        return steps, self._counts
 
     def _rule(self, node: Tensor) -> Rule:
         found = self.table.find(node)

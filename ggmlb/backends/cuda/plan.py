@@ -10,7 +10,7 @@ from ggmlb.backends.cuda.graphs import Segment
 from ggmlb.backends.cuda.lowering import lower
 from ggmlb.backends.cuda.work import Binder
 from ggmlb.enums import Status
-from ggmlb.errors import BackendError, FreedError
+from ggmlb.errors import BackendError
 from ggmlb.interface import GraphPlan
 
 if TYPE_CHECKING:
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 class CudaPlan(GraphPlan):
     """The steps of a graph, bound to addresses.
 
-    A captured graph keeps nothing alive: the plan owns every buffer that its steps use, and refuses to run
-    once one of them was freed. Steps read positions, row numbers and the like from tensors, so nothing that
-    changes from run to run is part of them.
+    A captured graph keeps nothing alive: the plan owns every buffer that its steps use. Steps read positions,
+    row numbers and the like from tensors, so nothing that changes from run to run is part of them.
 
     Attributes:
         parts: The steps by node.
@@ -33,7 +32,11 @@ class CudaPlan(GraphPlan):
         buffers: What they use.
     """
 
-    backend: CudaBackend
+    if TYPE_CHECKING:
+
+        @property
+        def backend(self) -> CudaBackend:
+            """As `GraphPlan.backend`."""
 
     def __init__(self, backend: CudaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
@@ -63,12 +66,6 @@ class CudaPlan(GraphPlan):
         if run:
             segments.append(Segment(driver, idle, run))
         return segments
-
-    def check_buffers(self) -> None:
-        """Raise a FreedError if a buffer that the steps use was freed."""
-        for buffer in self.buffers:
-            if buffer.is_freed:
-                raise FreedError(f"graph_plan_compute: a {buffer.name} buffer of the plan was freed")
 
     def run(self) -> Status:
         """Queue the steps.

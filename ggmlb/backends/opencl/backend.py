@@ -84,7 +84,6 @@ class OpenClBackend(Backend):
 
     def _compute(self, plan: GraphPlan) -> Status:
         plan = cast("OpenClPlan", plan)
-        plan.check_buffers()
         with cl_errors(f"queue a graph on {self.name}"):
             try:
                 status, last = self._queue_steps(plan)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.errors import FreedError
 from ggmlb.fusion import Group, fuse
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.kernels import Launch, Mem, lower, lower_group, packed_args
@@ -75,12 +74,6 @@ class OpenClPlan(GraphPlan):
     def name_of(self, step: int) -> str:
         """Return what a step does, for a timeline."""
         return f"{self.steps[step][0].function_name}: {self.results[step].describe()}"
-
-    def check_buffers(self) -> None:
-        """Raise a FreedError if a buffer that the steps use was freed."""
-        for buffer in self.buffers:
-            if buffer.is_freed:
-                raise FreedError(f"graph_plan_compute: a {buffer.name} buffer of the plan was freed")
 
     def release(self) -> None:
         """Give the kernel objects back."""

@@ -75,7 +75,8 @@ class Steps:
         self.errors = np.zeros(8, np.int64)
         self.kept: list[Any] = []
         self.shares = False
-        self._backend = backend
+        self._scratch = backend.scratch
+        self._for_activations = backend.activations
         self._bases: dict[int, int] = {}
         self._activations: tuple[Any, ...] | None = None
         self._activation_range = (0, 0)
@@ -98,7 +99,7 @@ class Steps:
 
     def scratch(self, nbytes: int) -> int:
         """Return the address of memory that is the node's own while its steps run."""
-        memory = self._backend.scratch.take((nbytes,), np.uint8)
+        memory = self._scratch.take((nbytes,), np.uint8)
         self.kept.append(memory)
         return int(memory.ctypes.data)
 
@@ -109,7 +110,7 @@ class Steps:
 
     def begin(self, node: Tensor) -> None:
         """Note which node the following steps compute."""
-        self._backend.scratch.restart()
+        self._scratch.restart()
         if self._activations is not None:
             start = self.address(node)
             low, high = self._activation_range
@@ -122,8 +123,8 @@ class Steps:
         key = (address, tensor.ne, tensor.nb, tensor.dtype, nbytes)
         if self._activations is not None and self._activations[0] == key:
             return self._activations[1], True
-        self._backend.activations.restart()
-        memory = self._backend.activations.take((nbytes,), np.uint8)
+        self._for_activations.restart()
+        memory = self._for_activations.take((nbytes,), np.uint8)
         self.kept.append(memory)
         self._activations = (key, int(memory.ctypes.data))
         self._activation_range = (address, address + tensor.nbytes)
