@@ -191,7 +191,7 @@ def test_the_eval_callback_sees_the_nodes_it_asks_for_and_can_stop(bench):
 
 @pytest.mark.parametrize("call", ["graph_compute", "alloc_graph", "split_graph", "reserve", "reserve_size"])
 def test_a_callback_does_not_take_the_memory_from_under_its_computation(bench, call):
-    chain, small, other = Chain(bench), Chain(bench, 2), Chain(bench, width=4)
+    chain, small, other = bench.chain(), bench.chain(2), bench.chain(3)
     x = np.random.default_rng(6).standard_normal((3, 8)).astype(np.float32)
     refused = []
 
