@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.alloc.numbering import Numbering
 from ggmlb.context import Context
-from ggmlb.enums import VIEW_OPS, Status
+from ggmlb.enums import VIEW_OPS, Op, Status
 from ggmlb.errors import ArgumentError
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_copy
 from ggmlb.lifetime import Freeable
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ggmlb.interface import Backend
+    from ggmlb.tensor import Tensor
 
 
 class GraphCopy(Freeable):
@@ -37,11 +38,10 @@ class GraphCopy(Freeable):
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
+        self._twins = _twins(graph)
         self.ctx = Context()
-        self._twins: dict[Tensor, Tensor] = {}
-        nodes = [self._twin(tensor) for tensor in graph.nodes]
-        leafs = [self._twin(tensor) for tensor in graph.leafs]
-        self.graph = Graph(nodes, leafs)
+        self.ctx.tensors += self._twins.values()
+        self.graph = Graph((self._twins[t] for t in graph.nodes), (self._twins[t] for t in graph.leafs))
         self.buffer = alloc_ctx_tensors(self.ctx, backend)
         try:
             for tensor, twin in self._twins.items():
@@ -50,27 +50,6 @@ class GraphCopy(Freeable):
         except BaseException:
             self.free()
             raise
-
-    def _twin(self, tensor: Tensor) -> Tensor:
-        """Return the tensor's copy, made with those of all that it depends on."""
-        twin = self._twins.get(tensor)
-        if twin is None:
-            src = tuple(None if s is None else self._twin(s) for s in tensor.src)
-            view_src = None if tensor.view_src is None else self._twin(tensor.view_src)
-            twin = self._twins[tensor] = Tensor(
-                tensor.dtype,
-                tensor.ne,
-                tensor.nb,
-                op=tensor.op,
-                src=src,
-                params=tensor.params,
-                view_src=view_src,
-                view_offs=tensor.view_offs,
-                name=tensor.name,
-            )
-            twin.flags = tensor.flags
-            self.ctx.tensors.append(twin)
-        return twin
 
     def __getitem__(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor of the original graph."""
@@ -85,6 +64,18 @@ class GraphCopy(Freeable):
         self.check_alive("free")
         self.is_freed = True
         self.buffer.free()
+
+
+def _twins(graph: Graph) -> dict[Tensor, Tensor]:
+    """Copy the tensors of a graph without their data; what other parts of its whole compute become leafs."""
+    twins = {tensor: tensor.reading((), None) for tensor in Numbering(graph).tensors}
+    for tensor, twin in twins.items():
+        twin.op, twin.params, twin.buffer = Op.NONE, dict(tensor.params), None
+        twin.view_src = None if tensor.view_src is None else twins[tensor.view_src]
+    for node in graph.nodes:
+        twins[node].op = node.op
+        twins[node].src = tuple(None if s is None else twins[s] for s in node.src)
+    return twins
 
 
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:

@@ -82,6 +82,16 @@ def test_a_copy_of_a_part_brings_what_it_reads(cpu: Backend, program: Program) -
         np.testing.assert_array_equal(copy[named["t"]].to_numpy(), named["t"].to_numpy())
 
 
+def test_a_part_of_a_long_graph_is_copied_alone(cpu: Backend) -> None:
+    ctx = Context()
+    y = ctx.new_tensor(DType.F32, 4)
+    for _ in range(3000):
+        y = ctx.neg(y)
+    graph = Graph().build_forward_expand(y)
+    with alloc_ctx_tensors(ctx, cpu), graph_copy(cpu, graph.view(2990, 3000)) as copy:
+        assert len(copy.ctx) == 11
+
+
 def test_an_unplaced_graph_cannot_be_copied(cpu: Backend) -> None:
     ctx = Context()
     graph = Graph().build_forward_expand(ctx.sqr(ctx.new_tensor(DType.F32, (4,), "x")))
