@@ -25,10 +25,12 @@ class DType(IntEnum):
     Attributes:
         block_size: Elements per block (1 for plain types).
         type_size: Bytes per block.
+        is_quantized: Whether elements share blocks (ggml_is_quantized).
     """
 
     block_size: int
     type_size: int
+    is_quantized: bool
 
     def __new__(cls, value: int, block_size: int, type_size: int) -> DType:
         """Make a member of ggml's number and its traits."""
@@ -36,6 +38,7 @@ class DType(IntEnum):
         member._value_ = value
         member.block_size = block_size
         member.type_size = type_size
+        member.is_quantized = block_size > 1
         return member
 
     F32 = 0, 1, 4
@@ -73,11 +76,6 @@ class DType(IntEnum):
     NVFP4 = 40, 64, 36
     Q1_0 = 41, 128, 18
     Q2_0 = 42, 64, 18
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether elements share blocks (ggml_is_quantized)."""
-        return self.block_size > 1
 
     @property
     def numpy(self) -> np.dtype[Any]:

@@ -125,7 +125,7 @@ class Tensor(ArrayProtocols):
     @property
     def sources(self) -> tuple[Tensor, ...]:
         """The operands that are there."""
-        return tuple(s for s in self.src if s is not None)
+        return tuple([s for s in self.src if s is not None])
 
     @property
     def n_elements(self) -> int:

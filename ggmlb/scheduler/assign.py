@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.enums import BufferUsage, Op, TensorFlag
 from ggmlb.errors import GraphError, UnsupportedOpError
 from ggmlb.scheduler.rules import Cause
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ggmlb.scheduler.signature import Signature
     from ggmlb.tensor import Tensor
 
-
-_ROPE, _WEIGHTS = Op.ROPE, BufferUsage.WEIGHTS  # looked up once: that costs more than a test
+# The causes of many tensors, looked up once: before Python 3.12, that costs as much as ten other steps.
+_PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW
 
 UNKNOWN = -1
 """Backend index of what has none yet."""
@@ -39,6 +39,7 @@ class Assignment:
         ids: Backend index of each tensor; 0 is the highest priority.
         causes: Why, of each tensor.
         backends, bufts, separate: As the rules say.
+        roots: As the signature says.
 
     Raises:
         UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
@@ -51,23 +52,25 @@ class Assignment:
         self._op_offload = rules.op_offload
         self._strict = rules.strict
         n = len(signature.tensors)
-        self.ids = [UNKNOWN] * n
-        self.causes: list[Cause | None] = [None] * n
-        self._tensors, self._ops, self._buffers = signature.tensors, signature.ops, signature.buffers
-        self._signature, self._bases, self._wishes = signature, signature.bases, signature.wishes
+        self.ids: list[int] = []
+        self.causes: list[Cause | None] = []
+        self.roots = signature.roots
+        self._signature = signature
+        self._tensors, self._computes = signature.tensors, signature.computes
+        self._bases, self._buffers, self._wishes = signature.bases, signature.buffers, signature.wishes
         self._last = len(backends) - 1
         self._declines = [b.device.declines for b in backends]
         self._supported: list[list[bool | None]] = [[None] * n for _ in backends]
         self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
         self._holders: dict[int, tuple[int, ...]] = {}
 
-        nodes = signature.nodes
-        work = [i for i in nodes if self._ops[i] not in NO_OPS]
+        work = signature.work
         self._from_places(signature)
+        self._from_weights(work)
         self._expand(work)
         self._upgrade_or_best(work)
         self._keep_writers_home(work)
-        self._rest(nodes, (*signature.listed[: signature.n_leafs], *signature.unlisted))
+        self._rest(signature.nodes, (*signature.listed[: signature.n_leafs], *signature.unlisted))
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -94,18 +97,13 @@ class Assignment:
             known = self._holders[id(buft)] = tuple(b for b in range(n) if self.supports_buft(b, buft))
         return known
 
-    def root(self, i: int) -> int:
-        """The tensor in whose memory a tensor lies: itself, if it is no view."""
-        base = self._bases[i]
-        return i if base < 0 else base
-
     def _sources(self, node: int) -> list[int]:
         """Numbers of the sources that are there."""
-        return [s for s in self._signature.reads[node] if s >= 0]
+        return [s for s in self._signature.reads(node) if s >= 0]
 
     def readable(self, i: int, b: int) -> bool:
         """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
-        root = self.root(i)
+        root = self.roots[i]
         buffer = self._buffers[root]
         if buffer is not None:
             return self.supports_buft(b, buffer.buft)
@@ -125,38 +123,22 @@ class Assignment:
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
     def _from_places(self, signature: Signature) -> None:
-        ids, causes, bases, buffers = self.ids, self.causes, self._bases, self._buffers
+        buffers = self._buffers
+        owners = {buffer: self._owner_of_leafs(buffer) for buffer in {*buffers}}
+        self.ids = ids = [owners[buffers[root]] for root in self.roots]
+        self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
         for i, wanted in self._wishes.items():
             if self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
-        outside, placed = set(signature.outside), Cause.PLACED
-        owners: dict[Buffer | None, int] = {}
-        for i in (*signature.outside, *[i for i in signature.views if bases[i] in outside]):
-            if ids[i] >= 0:
-                continue
-            base = bases[i]
-            buffer = buffers[i if base < 0 else base]
-            if self._ops[i] not in NO_OPS:
-                ids[i] = self._owner_of_placed(i)
-            elif buffer in owners:
-                ids[i] = owners[buffer]
-            else:
-                ids[i] = owners[buffer] = self._owner_of_placed(i)
-            causes[i] = placed
+        for i, computes in enumerate(self._computes):
+            if computes and causes[i] is _PLACED:
+                ids[i] = self._owner_of_result(i)
         for i in signature.flagged:
             if ids[i] < 0 and signature.flags[i] & TensorFlag.INPUT:
                 self._set(i, self._last, Cause.INPUT)
-        lying = [(i, buffers[i]) for i in (*signature.outside, *signature.views)]
-        weights = {i: b for i, b in lying if b is not None and b.usage is _WEIGHTS}
-        done = UNKNOWN
-        for node, src in zip(signature.readers, signature.sources, strict=True):
-            if src in weights and node != done:
-                done = node  # the first weight of a node decides
-                if ids[node] < 0:
-                    self._from_weight(node, weights[src])
 
     def _honour(self, i: int, wanted: int) -> bool:
-        if self._ops[i] in NO_OPS or self.supports(wanted, i):
+        if not self._computes[i] or self.supports(wanted, i):
             return True
         self._leaves(i, wanted, "the user asked for")
         return False
@@ -172,43 +154,60 @@ class Assignment:
             raise UnsupportedOpError(message, reasons={name: why or ""})
         warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
 
-    def _owner_of_placed(self, i: int) -> int:
-        buffer = self._buffers[self.root(i)]
+    def _owner_of_leafs(self, buffer: Buffer | None) -> int:
+        if buffer is None:
+            return UNKNOWN
+        # Memory of a device outside this scheduler is read through host memory.
+        return next(iter(self.holders(buffer.buft)), self._last)
+
+    def _owner_of_result(self, i: int) -> int:
+        buffer, tensor = self._buffers[self.roots[i]], self._tensors[i]
         assert buffer is not None
-        leaf = self._ops[i] in NO_OPS
         for b in self.holders(buffer.buft):
-            if leaf or self.supports(b, i):
+            if self.supports(b, i):
                 return b
-        if leaf:  # memory of a device outside this scheduler: read through host memory
-            return self._last
-        tensor = self._tensors[i]
         raise UnsupportedOpError(
             f"{tensor.describe()} lies in a {buffer.name} buffer, and no backend both uses that memory and "
             f"runs the op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
             reasons=self.reasons(tensor),
         )
 
-    def _from_weight(self, node: int, buffer: Buffer) -> None:
-        # The frequency factors of rope are too small to choose a backend by.
-        if self._ops[node] is _ROPE:
-            return
-        holders = self.holders(buffer.buft)
-        for owner in holders:
-            if self.supports(owner, node):
-                offload = self._op_offload and owner == self._last and buffer.is_host
-                above = self._offloads_to(node) if offload else None
-                self.ids[node] = owner if above is None else above
-                self.causes[node] = Cause.WEIGHT if above is None else Cause.OFFLOAD
-                return
-        if holders:
-            self._leaves(node, holders[0], "holds its weight")
+    def _from_weights(self, work: list[int]) -> None:
+        """Let ops run where their weights are; of several weights, the first decides."""
+        ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._signature.ops, Op.ROPE
+        weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
+        # Who can use a buffer, and whether another may find its weights worth copying.
+        may_offload = self._op_offload and self._last > 0
+        homes: dict[Buffer | None, tuple[Sequence[int], bool]]
+        homes = {b: (self.holders(b.buft), may_offload and b.is_host) for b in weights}
+        for node in work:
+            if ids[node] >= 0:
+                continue
+            for src in tensors[node].src:
+                if src is not None and src.buffer in homes:
+                    break
+            else:
+                continue
+            if ops[node] is rope:  # its frequency factors are too small to choose a backend by
+                continue
+            holders, is_offered = homes[src.buffer]
+            for owner in holders:
+                if self.supports(owner, node):
+                    ids[node] = owner
+                    causes[node] = _WEIGHT
+                    if is_offered and owner == self._last:
+                        self._offload(node)
+                    break
+            else:
+                if holders:
+                    self._leaves(node, holders[0], "holds its weight")
 
-    def _offloads_to(self, node: int) -> int | None:
-        """Return the first device that finds it worth copying the node's weights out of host memory."""
+    def _offload(self, node: int) -> None:
+        """Give a node to the first device that finds it worth copying its weights out of host memory."""
         for b in range(self._last):
             if self.supports(b, node) and self.backends[b].offload_op(self._tensors[node]):
-                return b
-        return None
+                self._set(node, b, Cause.OFFLOAD)
+                return
 
     # -- pass 2: neighbours --------------------------------------------------------------------
 
@@ -226,7 +225,7 @@ class Assignment:
             self._sweep(work[::-1], UNKNOWN)
 
     def _sweep(self, work: list[int], skip: int) -> None:
-        ids, causes, neighbour = self.ids, self.causes, Cause.NEIGHBOUR
+        ids, causes = self.ids, self.causes
         current = UNKNOWN
         for node in work:
             known = ids[node]
@@ -234,7 +233,7 @@ class Assignment:
                 current = UNKNOWN if known == skip else known
             elif current >= 0 and self.supports(current, node):
                 ids[node] = current
-                causes[node] = neighbour
+                causes[node] = _NEIGHBOUR
 
     # -- pass 3: better places -----------------------------------------------------------------
 
@@ -291,7 +290,7 @@ class Assignment:
     def _common_home(self, base: int, nodes: list[int], home: int) -> int:
         """Return a backend that runs a tensor's op and all nodes that write into the tensor."""
         if self._buffers[base] is None:
-            group = nodes if self._ops[base] in NO_OPS else [base, *nodes]
+            group = [base, *nodes] if self._computes[base] else nodes
             for b in range(len(self.backends)):
                 if all(self.supports(b, n) for n in group):
                     return b
@@ -325,27 +324,27 @@ class Assignment:
             current, base = ids[node], bases[node]
             if current < 0 and base >= 0 and ids[base] >= 0:
                 current = ids[base]
-                self._set(node, current, Cause.VIEW)
-            if current < 0 and self._ops[node] not in NO_OPS:
+                self._set(node, current, _VIEW)
+            if current < 0 and self._computes[node]:
                 current = self._first(node)
             for src in self._sources(node) if is_open else ():
                 if ids[src] >= 0:
                     continue
                 root = bases[src]
                 if root >= 0 and ids[root] >= 0:
-                    self._set(src, ids[root], Cause.VIEW)
+                    self._set(src, ids[root], _VIEW)
                 elif current >= 0:
                     self._set(src, current, Cause.USED)
                     if root >= 0:
                         self._set(root, current, Cause.USED)
             if current < 0:  # a view, whose source has just been given a backend, or a lone leaf
-                self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, Cause.VIEW)
+                self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, _VIEW)
                 if base >= 0 and ids[base] < 0:
                     self._set(base, ids[node], Cause.USED)
         for node in self._wishes:
             base = bases[node]
-            if base >= 0 and ids[node] != ids[base] and self._ops[node] in NO_OPS:
-                self._set(node, ids[base], Cause.VIEW)  # whatever was asked for
+            if base >= 0 and ids[node] != ids[base] and not self._computes[node]:
+                self._set(node, ids[base], _VIEW)  # whatever was asked for
 
     def _first(self, node: int) -> int:
         for b in range(len(self.backends)):

@@ -8,10 +8,11 @@ do; so do those of the next graph of the same topology.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.alloc.topology import Topology
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.enums import Op
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend
 from ggmlb.tensor import Tensor
@@ -47,8 +48,6 @@ class Image:
         self._tensors = list(signature.tensors)
         self._flags = list(signature.flags)
         self._bases = list(signature.bases)
-        # Where they differ from the signature's: readers of copies, copies, marks.
-        self._reads: dict[int, Sequence[int]] = {}
         self._twins: dict[int, Tensor | None] = {-1: None}
         self._graph: Graph | None = None
         self._leafs = list(signature.listed[: signature.n_leafs])
@@ -62,7 +61,7 @@ class Image:
 
     def _list(self, split: Split) -> None:
         """List what a split copies and computes, in order; let its nodes read the copies."""
-        reads, bases, nodes = self._reads, self._bases, self._nodes
+        bases, nodes = self._bases, self._nodes
         nodes += split.view_numbers
         for item in split.inputs:
             item.image = self
@@ -74,15 +73,17 @@ class Image:
             else:
                 self._leafs += copies
             for reader in item.readers:
-                reads[reader] = [copies[0] if s == i else s for s in self._sources(reader)]
+                for edge in range(self._begins[reader], self._ends[reader]):
+                    if self._sources[edge] == i:
+                        self._sources[edge] = copies[0]
             # A view without an op: it only keeps the source from being reused before it is copied.
             nodes.append(
                 self._add(self._tensors[i], self.ids[i], i if bases[i] < 0 else bases[i], [i], flags=0)
             )
         ordered = self._ordered(split)
         nodes += ordered
-        ops, n = self.signature.ops, len(self.signature.tensors)
-        split.order = [i for i in ordered if i < n and ops[i] not in NO_OPS]
+        computes, n = self.signature.computes, len(self.signature.tensors)
+        split.order = [i for i in ordered if i < n and computes[i]]
 
     def _add(
         self, tensor: Tensor, b: int, base: int = -1, reads: Sequence[int] = (), flags: int | None = None
@@ -91,16 +92,33 @@ class Image:
         self._tensors.append(tensor)
         self._flags.append(tensor.flags if flags is None else flags)
         self._bases.append(base)
-        self._reads[number] = reads
         self.ids.append(b)
+        self._begins.append(len(self._sources))
+        self._sources += reads
+        self._ends.append(len(self._sources))
         return number
 
-    def _sources(self, i: int) -> Sequence[int]:
-        reads = self._reads if i in self._reads else self.signature.reads
-        if i in reads:
-            return reads[i]
-        # What another graph computes is a leaf here, its op notwithstanding.
-        return [self._bases[i]] if self._bases[i] >= 0 else []
+    @cached_property
+    def _sources(self) -> list[int]:
+        """The numbers of all sources; what a node reads is a part of them."""
+        return list(self.signature.sources)
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Where each node's part begins, by number; -1 for what is a leaf, its op notwithstanding."""
+        return list(self.signature.spans[0])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each node's part ends, by number."""
+        return list(self.signature.spans[1])
+
+    def _reads(self, i: int) -> Sequence[int]:
+        """Return what a tensor reads: its base, if another graph computes it."""
+        begin, base = self._begins[i], self._bases[i]
+        if begin >= 0:
+            return self._sources[begin : self._ends[i]]
+        return [base] if base >= 0 else []
 
     def _ordered(self, split: Split) -> Sequence[int]:
         """Return a split's nodes in the order that its backend wants."""
@@ -120,10 +138,8 @@ class Image:
     def _topology(self) -> Topology:
         signature, nodes = self.signature, self._nodes
         sources, n_sources = signature.sources, signature.n_sources
-        if self._reads or nodes != [*signature.nodes]:
-            reads = {**signature.reads, **self._reads}
-            sources = [s for i in nodes for s in reads[i]]
-            n_sources = [len(reads[i]) for i in nodes]
+        if nodes != [*signature.nodes]:
+            sources, n_sources = self._edges_of(nodes)
         extra = range(len(signature.tensors), len(self._tensors))
         return Topology(
             tensors=self._tensors,
@@ -140,6 +156,19 @@ class Image:
             outside=signature.outside,
         )
 
+    def _edges_of(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the sources of nodes, one node after another, and how many each has."""
+        begins, ends = self._begins, self._ends
+        sources: list[int] = []
+        begin = end = 0
+        for i in nodes:
+            if begins[i] != end:  # else its part follows that of the node before
+                sources += self._sources[begin:end]
+                begin = begins[i]
+            end = ends[i]
+        sources += self._sources[begin:end]
+        return sources, [ends[i] - begins[i] for i in nodes]
+
     # -- tensors -------------------------------------------------------------------------------
 
     def twin(self, i: int) -> Tensor:
@@ -154,11 +183,11 @@ class Image:
         signature, twins = self.signature, self._twins
         base = self._bases[i]
         if i >= len(signature.tensors):
-            twin = _view_of(self.twin(self._reads[i][0]))
+            twin = _view_of(self.twin(self._reads(i)[0]))
         elif base < 0 and signature.ops[i] is _NONE and signature.buffers[i] is not None:
             twin = signature.tensors[i]
         else:
-            reads = self._sources(i)
+            reads = self._reads(i)
             try:
                 src, view_src = tuple([twins[s] for s in reads]), twins[base]
             except KeyError:

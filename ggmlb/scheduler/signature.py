@@ -7,14 +7,14 @@ before in all but identity. Two graphs of equal signatures are computed by the s
 from __future__ import annotations
 
 from functools import cached_property
-from itertools import accumulate, chain, repeat
+from itertools import accumulate
 from math import copysign
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.alloc.numbering import Numbering
 from ggmlb.alloc.topology import PLACE_FLAGS, check_freed
-from ggmlb.enums import BufferUsage
+from ggmlb.enums import NO_OPS, BufferUsage
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Signature(Numbering):
         params: The op's parameters, by number.
         buffers: Buffer of the user's in which each tensor lies, by number; `None` for what has no place.
         outside: Numbers of the tensors, no views, that lie in a buffer of the user's: weights, caches.
-        places: Tensor, buffer, its usage, and offset of each of `outside`.
+        places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
         wishes: Backend index of the tensors whose backend the user asked for, by number.
         zeros: Number, name and sign of the kept parameters that are zero, once compared: 0.0 equals -0.0.
 
@@ -64,14 +64,13 @@ class Signature(Numbering):
         self.zeros: list[tuple[int, str, float]] | None = None
         self.buffers: list[Buffer | None] = [t.buffer for t in tensors]
         self.outside: list[int] = []
-        self.places: list[Any] = []
+        self.places: tuple[Any, ...] = ()
         self._find_outside()
 
     def _find_outside(self) -> None:
         tensors, buffers = self.tensors, self.buffers
-        there = set(buffers)
-        there.discard(None)
-        ours = {b for b in there if b is not None and b.usage is BufferUsage.COMPUTE}
+        there = {b for b in set(buffers) if b is not None}
+        ours = {b for b in there if b.usage is BufferUsage.COMPUTE}
         if ours:
             for i, buffer in enumerate(buffers):
                 if buffer in ours:
@@ -82,11 +81,10 @@ class Signature(Numbering):
             return
         bases = self.bases
         self.outside = [i for i, buffer in enumerate(buffers) if buffer is not None and bases[i] < 0]
-        for i in self.outside:
-            tensor, buffer = tensors[i], buffers[i]
-            assert buffer is not None
-            self.places += (tensor, buffer, buffer.usage, tensor.offset)
-        if any(b is not None and b.is_freed for b in there):
+        placed = [tensors[i] for i in self.outside]
+        where = [buffers[i] for i in self.outside], [t.offset for t in placed]
+        self.places = (placed, *where, {b: b.usage for b in there})
+        if any(b.is_freed for b in there):
             self.check_freed()
 
     def check_freed(self) -> None:
@@ -95,16 +93,34 @@ class Signature(Numbering):
             check_freed(self.tensors[i])
 
     @cached_property
-    def readers(self) -> list[int]:
-        """Number of the node that reads each of `sources`."""
-        return list(chain.from_iterable(map(repeat, self.nodes, self.n_sources)))
+    def computes(self) -> list[bool]:
+        """Whether an op computes each tensor, by number: neither a leaf nor a view of what is there."""
+        return [op not in NO_OPS for op in self.ops]
 
     @cached_property
-    def reads(self) -> Mapping[int, Sequence[int]]:
-        """Numbers of the sources of each node, by its number; -1 for an absent one."""
-        sources, ends = tuple(self.sources), accumulate(self.n_sources)
-        parts = [sources[end - n : end] for n, end in zip(self.n_sources, ends, strict=True)]
-        return dict(zip(self.nodes, parts, strict=True))
+    def work(self) -> list[int]:
+        """Numbers of the nodes that compute something, in order."""
+        computes = self.computes
+        return [i for i in self.nodes if computes[i]]
+
+    @cached_property
+    def roots(self) -> list[int]:
+        """Number of the tensor in whose memory each tensor lies, by number: its own, if it is no view."""
+        return [i if base < 0 else base for i, base in enumerate(self.bases)]
+
+    @cached_property
+    def spans(self) -> tuple[list[int], list[int]]:
+        """Where each node's part of `sources` begins, and where it ends, by number; -1 for no node."""
+        begins, ends = [-1] * len(self.tensors), [-1] * len(self.tensors)
+        for node, n, end in zip(self.nodes, self.n_sources, accumulate(self.n_sources), strict=True):
+            begins[node] = end - n
+            ends[node] = end
+        return begins, ends
+
+    def reads(self, node: int) -> Sequence[int]:
+        """Return the numbers of a node's sources; -1 for an absent one."""
+        begins, ends = self.spans
+        return self.sources[begins[node] : ends[node]]
 
     @cached_property
     def flagged(self) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.enums import BufferUsage, Op, TensorFlag
 from ggmlb.scheduler.assign import UNKNOWN
 from ggmlb.tensor import Tensor
 
@@ -169,8 +169,7 @@ class Cut:
         flagged = [i for i in signature.flagged if signature.flags[i] & TensorFlag.INPUT]
         self._inputs = {i for i in flagged if signature.bases[i] < 0}
         ids, backends = assignment.ids, assignment.backends
-        work = (i for i in signature.nodes if signature.ops[i] not in NO_OPS)
-        first = next((ids[i] for i in work), len(backends) - 1)
+        first = next((ids[i] for i in signature.work), len(backends) - 1)
         self.splits.append(Split(backends[first], first))
         if len({*ids} - {UNKNOWN}) > 1:
             self._cut()
@@ -182,18 +181,21 @@ class Cut:
     def _cut(self) -> None:
         signature, assignment = self._signature, self._assignment
         ids, backends = assignment.ids, assignment.backends
-        ops, bases, reads = signature.ops, signature.bases, signature.reads
+        computes, bases, edges = signature.computes, signature.bases, signature.sources
+        begins, ends = signature.spans
         inputs = self._inputs.union([i for i in signature.views if bases[i] in self._inputs])
-        # Nodes that may read what lies elsewhere, or what the user writes.
-        edges = zip(signature.readers, signature.sources, strict=True)
-        watched = {i for i, src in edges if ids[src] != ids[i] or src in inputs}
         split = self.splits[0]
         for node in signature.nodes:
             b = ids[node]
-            if ops[node] in NO_OPS:
+            if not computes[node]:
                 (split.numbers if b == split.backend_id else split.view_numbers).append(node)
                 continue
-            sources = reads[node] if node in watched else ()
+            sources: Sequence[int] = edges[begins[node] : ends[node]]
+            for src in sources:
+                if ids[src] != b or src in inputs:
+                    break
+            else:  # it reads nothing that lies elsewhere, or that the user writes
+                sources = ()
             copied = self._copied[b]
             if b != split.backend_id or (sources and self._wants_new_split(sources, split)):
                 split = Split(backends[b], b)
@@ -206,12 +208,12 @@ class Cut:
                 elif src in inputs:
                     split.reads_user_input = True
             split.numbers.append(node)
-        weights = [i for s in self.splits for i in s.inputs if self._is_weight(assignment.root(i.number))]
+        weights = [i for s in self.splits for i in s.inputs if self._is_weight(assignment.roots[i.number])]
         if weights:
-            written = {bases[i] for i in signature.views if ops[i] not in NO_OPS}
+            written = {bases[i] for i in signature.views if computes[i]}
             for item in weights:
-                root = assignment.root(item.number)
-                item.is_constant = ops[root] is Op.NONE and root not in written
+                root = assignment.roots[item.number]
+                item.is_constant = signature.ops[root] is Op.NONE and root not in written
                 item.has_experts = item.is_constant and self._has_experts(item)
 
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
@@ -255,7 +257,7 @@ class Cut:
 
         What comes from the host, or from the user, is queued on the device that reads it.
         """
-        root = self._assignment.root(src)
+        root = self._assignment.roots[src]
         if self._signature.buffers[root] is not None or root in self._inputs:
             return False
         both = (self._assignment.backends[owner], self._assignment.backends[b])
@@ -267,7 +269,7 @@ class Cut:
         if len(item.readers) > 1 or buffer is None or not buffer.is_host:
             return False
         (reader,) = item.readers
-        sources = self._signature.reads[reader]
+        sources = self._signature.reads(reader)
         is_first = sources[0] == item.number and item.number not in sources[1:]
         return is_first and self._signature.ops[reader] is Op.MUL_MAT_ID
 
@@ -290,18 +292,19 @@ class Cut:
 
     def _add_written(self, shared: list[list[bool]]) -> None:
         """Add the backends that keep apart, but touch memory of the user's that one of them writes."""
-        root, buffers, ops = self._assignment.root, self._signature.buffers, self._signature.ops
+        signature = self._signature
+        roots, buffers = signature.roots, signature.buffers
         touched: dict[int, set[int]] = {}
         written: set[int] = set()
         for split in self.splits:
             for node in split.numbers:
-                if ops[node] in NO_OPS:
+                if not signature.computes[node]:
                     continue
-                for i in {root(i) for i in (node, *self._signature.reads[node]) if i >= 0}:
+                for i in {roots[i] for i in (node, *signature.reads(node)) if i >= 0}:
                     if buffers[i] is not None:
                         touched.setdefault(i, set()).add(split.backend_id)
-                if buffers[root(node)] is not None:
-                    written.add(root(node))
+                if buffers[roots[node]] is not None:
+                    written.add(roots[node])
         for i in written:
             for a in touched[i]:
                 for b in touched[i] - {a}:

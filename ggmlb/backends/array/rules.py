@@ -71,6 +71,8 @@ class RuleTable:
         self._by_op: dict[Op, tuple[Rule, ...]] = {
             op: tuple(s.by_op[op] for s in sets if op in s.by_op) for op in Op if op not in NO_OPS
         }
+        self._conditions = {op: tuple(r.conditions for r in rules) for op, rules in self._by_op.items()}
+        self._conditions.update(dict.fromkeys(NO_OPS, ((),)))  # what computes nothing meets all of none
 
     def find(self, node: Tensor) -> Rule | str:
         """Return the first rule that takes the node, or why even the last does not."""
@@ -87,12 +89,10 @@ class RuleTable:
 
         As `find`, without its calls: a scheduler asks this of every node.
         """
-        if node.op in NO_OPS:
-            return None
         casts = self.casts
         why: str | None = ""
-        for candidate in self._by_op[node.op]:
-            for condition in candidate.conditions:
+        for conditions in self._conditions[node.op]:
+            for condition in conditions:
                 why = condition(node, casts)
                 if why is not None:
                     break
