@@ -55,7 +55,16 @@ class Arena:
         return address
 
     def _grow(self, size: int) -> int:
-        """Take the bytes from the end of the chunk that then grows least; a new one if none has room."""
+        tops = self._tops
+        chunk = 0 if len(tops) == 1 and tops[0] + size <= self._limit else self._chunk_for(size)
+        offset = tops[chunk]
+        top = tops[chunk] = offset + size
+        if top > self.peaks[chunk]:
+            self.peaks[chunk] = top
+        return chunk << CHUNK_BITS | offset
+
+    def _chunk_for(self, size: int) -> int:
+        """Return the chunk that grows least by so many bytes at its end; a new one if none has room."""
         best, best_spare = -1, 0
         for chunk, top in enumerate(self._tops):
             if top + size > self._limit:
@@ -67,11 +76,7 @@ class Arena:
             best = len(self._tops)
             self._tops.append(0)
             self.peaks.append(0)
-        offset = self._tops[best]
-        top = self._tops[best] = offset + size
-        if top > self.peaks[best]:
-            self.peaks[best] = top
-        return best << CHUNK_BITS | offset
+        return best
 
     def free(self, address: int, size: int) -> None:
         """Take back `size` bytes at an address."""

@@ -145,7 +145,7 @@ def make_plan(
         last[roots[i]] = never
 
     arenas = [Arena(limit) for limit in limits]
-    addresses = [-1] * n
+    addresses: dict[int, int] = {}
     early = [i for i in flagged if flags[i] & _PLACED_EARLY]
     for i in (*topology.listed[:n_leafs], *topology.unlisted, *early):
         if waiting[i]:
@@ -158,8 +158,8 @@ def make_plan(
         start, end = end, end + n_reads
         if waiting[node]:
             waiting[node] = False
-            memory, size = memories[node], sizes[node]
-            for operand in sources[start : start + INPLACE_OPERANDS.get(ops[node], 0)]:
+            memory, size, op = memories[node], sizes[node], ops[node]
+            for operand in sources[start : start + INPLACE_OPERANDS[op]] if op in INPLACE_OPERANDS else ():
                 if (
                     last[operand] < end
                     and memories[operand] == memory
@@ -180,8 +180,7 @@ def make_plan(
                 last[root] = never
                 arenas[memories[root]].free(addresses[root], sizes[root])
 
-    owned = [i for i, address in enumerate(addresses) if address >= 0]
-    placed = [addresses[i] for i in owned]
+    owned, placed = list(addresses), addresses.values()
     return Plan(
         key=topology.key,
         buffer_ids=buffer_ids,

@@ -15,6 +15,7 @@ from ggmlb.alloc.topology import Topology
 from ggmlb.enums import Op
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend
+from ggmlb.scheduler.assign import UNKNOWN
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Image:
     def __init__(self, signature: Signature, assignment: Assignment, cut: Cut) -> None:
         self.signature = signature
         last = len(assignment.backends) - 1
-        self.ids = [last if b < 0 else b for b in assignment.ids]
+        self.ids = list(assignment.ids)
+        if UNKNOWN in self.ids:
+            self.ids = [last if b < 0 else b for b in self.ids]
         self.buffers: list[Buffer | None] = []
         self.offsets: list[int] = []
         self._tensors = list(signature.tensors)

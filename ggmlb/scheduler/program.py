@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import BufferUsage
@@ -132,7 +133,7 @@ class Program:
         n = len(self.signature.tensors)
         self.buffers, self.offsets = buffers[:n], offsets[:n]
         own = {b for b in {*self.buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
-        self._owned = [i for i, buffer in enumerate(self.buffers) if buffer in own]
+        self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
         if not allocator.keeps_places():
             allocator.prepare(image.twins())
 

@@ -106,7 +106,10 @@ class Signature(Numbering):
     @cached_property
     def roots(self) -> list[int]:
         """Number of the tensor in whose memory each tensor lies, by number: its own, if it is no view."""
-        return [i if base < 0 else base for i, base in enumerate(self.bases)]
+        roots = list(range(len(self.tensors)))
+        for i in self.views:
+            roots[i] = self.bases[i]
+        return roots
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int]]:
@@ -125,7 +128,8 @@ class Signature(Numbering):
     @cached_property
     def flagged(self) -> list[int]:
         """Numbers of the tensors with flags that matter to where they lie."""
-        return [i for i, flags in enumerate(self.flags) if flags & PLACE_FLAGS]
+        matter = {flags for flags in {*self.flags} if flags & PLACE_FLAGS}
+        return [i for i, flags in enumerate(self.flags) if flags in matter]
 
     def keep(self) -> None:
         """Hold on to the parameters as they are now, whatever becomes of the tensors."""

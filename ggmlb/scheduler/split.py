@@ -184,18 +184,23 @@ class Cut:
         computes, bases, edges = signature.computes, signature.bases, signature.sources
         begins, ends = signature.spans
         inputs = self._inputs.union([i for i in signature.views if bases[i] in self._inputs])
+        # Where each tensor is at hand, by number: what the user writes is nowhere.
+        places = list(ids)
+        for i in inputs:
+            places[i] = UNKNOWN
         split = self.splits[0]
         for node in signature.nodes:
             b = ids[node]
             if not computes[node]:
                 (split.numbers if b == split.backend_id else split.view_numbers).append(node)
                 continue
-            sources: Sequence[int] = edges[begins[node] : ends[node]]
+            sources = edges[begins[node] : ends[node]]
             for src in sources:
-                if ids[src] != b or src in inputs:
+                if places[src] != b:
+                    sources = [s for s in sources if places[s] != b]
                     break
-            else:  # it reads nothing that lies elsewhere, or that the user writes
-                sources = ()
+            else:
+                sources = []
             copied = self._copied[b]
             if b != split.backend_id or (sources and self._wants_new_split(sources, split)):
                 split = Split(backends[b], b)

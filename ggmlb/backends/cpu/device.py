@@ -103,7 +103,10 @@ class CpuDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""
-        return TABLE.declines(op) or self._float_buffer_type.declines(op)
+        why = TABLE.declines(op)
+        if why is None and self._float_buffer_type.is_used:
+            return self._float_buffer_type.declines(op)
+        return why
 
     def supports_buft(self, buft: BufferType) -> bool:
         """Any host memory, of other devices too, and the extra buffer types."""

@@ -34,11 +34,14 @@ class FloatBufferType(BufferType):
     """Host memory in which each element of a weight takes four bytes.
 
     Tensors in it are contiguous, and written by whole rows. They are read by products only.
+
+    Attributes:
+        is_used: Whether a buffer was ever allocated.
     """
 
     def __init__(self, device: CpuDevice) -> None:
         super().__init__(device, "CPU_F32", ALIGNMENT)
-        self._used = False
+        self.is_used = False
 
     def alloc_size(self, tensor: Tensor) -> int:
         """Four bytes an element."""
@@ -46,8 +49,6 @@ class FloatBufferType(BufferType):
 
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
-        if not self._used:
-            return None
         for i, src in enumerate(node.src):
             if src is not None and src.buffer is not None and src.buffer.buft is self:
                 if i or node.op not in WEIGHT_OPS:
@@ -57,7 +58,7 @@ class FloatBufferType(BufferType):
         return None
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
-        self._used = True
+        self.is_used = True
         return FloatBuffer(self, allocate(self, nbytes))
 
 
