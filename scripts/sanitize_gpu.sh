@@ -11,5 +11,7 @@ for tool; do
     echo "== compute-sanitizer --tool $tool"
     compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 --target-processes application-only \
         "${PYTHON:-python3}" -m pytest -q -x -m "gpu and not slow" --timeout 0 -p no:cacheprovider \
-        tests/conformance/test_cuda_golden.py tests/gpu/test_card_driver.py -k "not overlap and not slow_stream"
+        -W default::UserWarning -W default::DeprecationWarning -W default::FutureWarning \
+        tests/conformance/test_golden.py tests/gpu/test_card_driver.py \
+        -k "not overlap and not slow_stream and not do_not_wait"
 done

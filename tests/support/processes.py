@@ -27,7 +27,8 @@ def scaled(backend, factor=2.0):
 def start(code: str, **env: str) -> subprocess.Popen[str]:
     """Start a Python program that prints "done" where all went well."""
     # What Python and array libraries warn of is not what these programs are about.
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **env}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    settings = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **env}
     # Python 3.12 warns of a fork beside threads; programs that fork do so on purpose.
     warnings = ("-W", "error::ResourceWarning", "-W", "ignore:This process:DeprecationWarning")
     return subprocess.Popen(

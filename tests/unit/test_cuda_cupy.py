@@ -1,20 +1,42 @@
-"""What the real driver calls is in CuPy, and takes what it is given. Needs CuPy, not a card."""
+"""What is asked of CuPy is in CuPy, and takes what it is given. Needs CuPy, not a card."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from typing import Any
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
 
 from ggmlb.backends.cuda import CudaReg, cupy_driver  # noqa: E402
-from ggmlb.errors import BackendUnavailable  # noqa: E402
+from ggmlb.backends.cuda.driver import Driver, Way  # noqa: E402
+from ggmlb.errors import BackendError, BackendUnavailable  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parents[2]
+PLAYED = ROOT / "tests/support/played/cupy"
 NAMES = {"rt": cupy_driver.rt, "cu": cupy_driver.cu, "cupy": cupy}
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # where there is no NCCL
+    from cupy.cuda import nccl  # noqa: F401
+USERS = [
+    "ggmlb/backends/cuda/cupy_driver.py",
+    "tests/support/gpus.py",
+    "scripts/test_gpu.py",
+    "benchmarks/gpu_measure.py",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/gpu").glob("test_*.py"))),
+]
+
+no_card = pytest.mark.skipif(cupy.cuda.is_available(), reason="there is a card")
 
 
 def found(node: ast.AST) -> Any:
@@ -27,27 +49,189 @@ def found(node: ast.AST) -> Any:
     return None
 
 
-def test_calls_fit_their_signatures() -> None:
-    n_checked = 0
-    for node in ast.walk(ast.parse(inspect.getsource(cupy_driver))):
-        found(node)  # raises where there is no such name
-        if not isinstance(node, ast.Call):
+def parameters(thing: Any) -> list[inspect.Parameter] | None:
+    """Return what a function or class of CuPy takes, by its own word or its docstring's; None if untold."""
+    try:
+        return [p for p in inspect.signature(thing).parameters.values() if p.name not in ("self", "cls")]
+    except (TypeError, ValueError):
+        pass
+    line = (getattr(thing, "__doc__", "") or "").strip().split("\n")[0]
+    told = re.match(r"\w+(?:\.\w+)*\((.*?)\)( ->.*)?$", line)
+    if told is None:
+        return None
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parts = [p.split("=") for p in told[1].split(", ") if p not in ("", "*", "\\\\*", "/", "self")]
+    return [
+        inspect.Parameter(p[0].split()[-1], kind, default=p[1] if len(p) > 1 else inspect.Parameter.empty)
+        for p in parts
+    ]
+
+
+@pytest.mark.parametrize("file", USERS)
+def test_names_are_there_and_calls_fit_them(file: str) -> None:
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        thing = found(node.func) if isinstance(node, ast.Call) else found(node)  # raises if there is none
+        if not isinstance(node, ast.Call) or (told := parameters(thing)) is None:
             continue
-        signature = re.match(
-            r"\w+\((.*?)\)( ->.*)?$", (getattr(found(node.func), "__doc__", "") or "").split("\n")[0]
-        )
-        if signature is None:
+        if any(p.kind is p.VAR_POSITIONAL for p in told) or any(
+            isinstance(a, ast.Starred) for a in node.args
+        ):
             continue
-        parameters = [p for p in signature[1].split(", ") if p]
-        required = sum("=" not in p for p in parameters)
+        required = sum(p.default is p.empty for p in told)
         n_given = len(node.args) + len(node.keywords)
-        assert required <= n_given <= len(parameters), ast.unparse(node)
-        n_checked += 1
-    assert n_checked > 30
+        assert required <= n_given <= len(told), ast.unparse(node)
+        assert {k.arg for k in node.keywords} <= {p.name for p in told}, ast.unparse(node)
 
 
+def played(file: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a module of the played CuPy defines by its name in CuPy, with its parameters."""
+    module = ".".join(["cupy", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+    for node in ast.parse((PLAYED / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield f"{module}.{node.name}", node.args
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield f"{module}.{node.name}", None
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+                    yield f"{module}.{node.name}.{part.name}", part.args
+
+
+HELPERS = {"cupy.cuda.raw"}
+"""What the played CuPy has for itself."""
+
+
+@pytest.mark.parametrize(
+    "file", [str(p.relative_to(PLAYED)) for p in PLAYED.rglob("*.py") if p.name != "_host.py"]
+)
+def test_the_played_cupy_promises_nothing_that_cupy_has_not(file: str) -> None:
+    for name, args in played(file):
+        if name in HELPERS or ("nccl" in name and not cupy.cuda.nccl.available):
+            continue
+        thing: Any = cupy
+        for part in name.split(".")[1:]:
+            thing = getattr(thing, part)
+        told = parameters(thing) if isinstance(args, ast.arguments) else None
+        if told is None or any(p.kind is p.VAR_POSITIONAL for p in told):
+            continue
+        ours = [a.arg for a in (*args.args, *args.kwonlyargs) if a.arg not in ("self", "cls")]
+        assert [p.name for p in told][: len(ours)] == ours, name
+
+
+@pytest.mark.parametrize("module", ["runtime", "nccl"])
+def test_the_played_constants_are_cupys(module: str) -> None:
+    real = getattr(cupy.cuda, module)
+    if not getattr(real, "available", True):
+        pytest.skip("there is no NCCL")
+    text = (PLAYED / f"cuda/{module}.py").read_text(encoding="utf-8")
+    told = re.search(r"^# Constants of CuPy's.\n((?:\w+ = \d+\n)+)", text, re.M)
+    assert told is not None
+    for line in told[1].splitlines():
+        name, value = line.split(" = ")
+        assert getattr(real, name) == int(value), name
+
+
+def calls(driver: Driver) -> dict[str, Callable[[], object]]:
+    """Return a call of each method that asks CUDA for something, with numbers as the backend gives them."""
+    p, host = 1 << 40, np.zeros(64, np.uint8)
+    return {
+        "facts": lambda: driver.facts(0),
+        "on": lambda: driver.on(0).__enter__(),
+        "memory_info": lambda: driver.memory_info(0),
+        "malloc": lambda: driver.malloc(100),
+        "free": lambda: driver.free(p),
+        "trim": driver.trim,
+        "device_of": lambda: driver.device_of(p),
+        "pinned": lambda: driver.pinned(100),
+        "register": lambda: driver.register(host),
+        "unregister": lambda: driver.unregister(host),
+        "stream_new": driver.stream_new,
+        "stream_free": lambda: driver.stream_free(p),
+        "stream_synchronize": lambda: driver.stream_synchronize(p),
+        "stream_wait": lambda: driver.stream_wait(p, p),
+        "event_new": lambda: driver.event_new(timed=True),
+        "event_free": lambda: driver.event_free(p),
+        "event_record": lambda: driver.event_record(p, p),
+        "event_done": lambda: driver.event_done(p),
+        "event_synchronize": lambda: driver.event_synchronize(p),
+        "event_elapsed": lambda: driver.event_elapsed(p, p),
+        "copy": lambda: driver.copy(p, p, 100, Way.TO_DEVICE, p),
+        "copy_2d": lambda: driver.copy_2d(p, 10, p, 10, 5, 3, Way.TO_HOST, p),
+        "copy_peer": lambda: driver.copy_peer(p, 0, p, 1, 5, p),
+        "enable_peer": lambda: driver.enable_peer(0, 1),
+        "fill": lambda: driver.fill(p, 255, 10, p),
+        "capture_begin": lambda: driver.capture_begin(p),
+        "capture_end": lambda: driver.capture_end(p),
+        "graph_free": lambda: driver.graph_free(p),
+        "exec_new": lambda: driver.exec_new(p),
+        "exec_launch": lambda: driver.exec_launch(p, p),
+        "exec_free": lambda: driver.exec_free(p),
+    }
+
+
+WITHOUT_CUDA = {"array", "array_address", "current", "device_count", "is_out_of_memory", "view"}
+"""Methods that ask CUDA for nothing, or are tested below."""
+OF_OTHER_LIBRARIES = {"bind", "blas", "collective", "exec_update"}
+
+
+@no_card
+def test_cupys_bindings_take_the_arguments_and_fail_for_want_of_a_driver_only() -> None:
+    driver = cupy_driver.CupyDriver()
+    todo = calls(driver)
+    assert todo.keys() | WITHOUT_CUDA | OF_OTHER_LIBRARIES == Driver.__abstractmethods__
+    for what, do in todo.items():
+        with pytest.raises(cupy_driver.rt.CUDARuntimeError) as raised:
+            do()
+        assert raised.value.status == 35, what  # cudaErrorInsufficientDriver
+
+
+def test_arrays_lie_where_they_should() -> None:
+    driver = cupy_driver.CupyDriver()
+    owner = object()
+    base = driver.array(1 << 40, 100, 0, owner)
+    assert (base.shape, base.dtype, driver.array_address(base)) == ((100,), np.uint8, 1 << 40)
+    view = driver.view(base, (2, 3), np.dtype(np.float32), 8, (16, 4))
+    assert (view.shape, view.strides, driver.array_address(view)) == ((2, 3), (16, 4), (1 << 40) + 8)
+    assert view.data.mem._owner is owner
+    stream = driver.current(1 << 41, 0)
+    assert stream.ptr == 1 << 41
+
+
+def test_an_argument_block_is_found_where_the_driver_looks_for_it() -> None:
+    packet = cupy_driver._Packet(b"abc")
+    assert list(packet._extra)[::2] == [1, 2, None]  # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
+    assert packet.address % 8 == 0
+
+
+@no_card
+def test_what_the_compiler_says_becomes_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ggmlb import Context, DType
+    from ggmlb.kernels import Target, lower
+
+    driver, ctx = cupy_driver.CupyDriver(), Context()
+    (launch, *_) = lower(ctx.relu(ctx.new_tensor(DType.F32, (4,))), Target(False, 2, 128))
+    monkeypatch.setattr(driver, "on", lambda device: memoryview(b""))
+    log = "map.cu(3): warning: odd\nmap.cu(7): error: identifier is undefined"
+    for capability, error, advice in (
+        (90, cupy_driver.CompileException(log, "", "map.cu", ()), "9.0: map.cu.7.: error: identifier"),
+        (70, cupy_driver.CompileException("nvrtc: error: invalid value", "", "", ()), "compiles from 7.5"),
+        (90, RuntimeError("Failed to find CUDA headers"), r"cupy-cuda13x\[ctk\]"),
+    ):
+        facts = cupy_driver.Facts("", "", capability, 1, False)
+        monkeypatch.setattr(driver, "facts", lambda device, facts=facts: facts)
+
+        class Module:
+            def __init__(self, error: Exception = error, **_: Any) -> None:
+                self.error = error
+
+            def get_function(self, name: str) -> Any:
+                raise self.error
+
+        monkeypatch.setattr(cupy, "RawModule", Module)
+        with pytest.raises(BackendError, match=advice):
+            driver.prepare([launch], 0)
+
+
+@no_card
 def test_without_a_card_it_is_unavailable_with_the_reason() -> None:
-    if cupy.cuda.is_available():
-        pytest.skip("there is a card")
     with pytest.raises(BackendUnavailable, match="driver"):
         _ = CudaReg().devices

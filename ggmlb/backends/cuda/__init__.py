@@ -22,10 +22,18 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'ggmlb[cuda]'"
 
 NO_CARD = {
+    34: "only a stub of the NVIDIA driver is installed; install the driver",  # cudaErrorStubLibrary
     35: "the NVIDIA driver is missing or too old for this CuPy's CUDA",  # cudaErrorInsufficientDriver
     100: "the NVIDIA driver sees no card; CUDA_VISIBLE_DEVICES may hide it",  # cudaErrorNoDevice
 }
 """What cudaGetDeviceCount says where there is nothing to use."""
+
+BROKEN = {
+    46: "another process has the card for itself (nvidia-smi shows which)",  # cudaErrorDevicesUnavailable
+    802: "is nvidia-fabricmanager running?",  # cudaErrorSystemNotReady
+    803: "the driver's parts are of two versions; restart the machine",  # cudaErrorSystemDriverMismatch
+}
+"""What to do about other failures."""
 
 
 class CudaReg(BackendReg):
@@ -56,7 +64,10 @@ class CudaReg(BackendReg):
             n = count_devices(driver)
             from ggmlb.backends.cuda.device import CudaDevice
 
-            self._devices = tuple(CudaDevice(self, driver, i) for i in range(n))
+            try:
+                self._devices = tuple(CudaDevice(self, driver, i) for i in range(n))
+            except driver.errors as error:
+                raise BackendBroken(_failing(error)) from error
         return self._devices
 
     @property
@@ -104,11 +115,16 @@ def count_devices(driver: Driver) -> int:
     except driver.errors as error:
         why = NO_CARD.get(getattr(error, "status", 0))
         if why is None:
-            raise BackendBroken(f"CUDA fails to start: {error}") from error
+            raise BackendBroken(_failing(error)) from error
         raise BackendUnavailable(f"{why} ({error})") from error
     if not n:
         raise BackendUnavailable(NO_CARD[100])
     return n
+
+
+def _failing(error: Exception) -> str:
+    advice = BROKEN.get(getattr(error, "status", 0), "")
+    return f"CUDA fails to start: {error}" + (f"; {advice}" if advice else "")
 
 
 @cache

@@ -106,8 +106,11 @@ class CudaBackend(Backend):
         plan = cast("CudaPlan", plan)
         self.device.check_process(f"compute on {self.name}")
         self._last_plan = plan
-        with self.device.on():
-            return plan.run()
+        try:
+            with self.device.on():
+                return plan.run()
+        except self._driver.errors as error:
+            raise BackendError(self._late(error)) from None
 
     def _plan_free(self, plan: GraphPlan) -> None:
         if self._last_plan is plan:
@@ -247,11 +250,11 @@ class CudaBackend(Backend):
         try:
             with self.device.on():
                 self.stream.synchronize()
+            self._last_plan = None
+            self._drop_held(is_idle=True)
+            self.device.memory_pool.sweep()
         except self._driver.errors as error:
             raise BackendError(self._late(error)) from None
-        self._last_plan = None
-        self._drop_held(is_idle=True)
-        self.device.memory_pool.sweep()
 
     def _late(self, error: Exception) -> str:
         """Word an error of work that was queued before: CUDA does not say of which."""
@@ -266,10 +269,10 @@ class CudaBackend(Backend):
     def _free(self) -> None:
         self._last_plan = None
         self.helpers.free()
-        self.idle_graphs.close()
         blas, self._blas = self._blas, None
-        if blas is not None:
-            with self.device.on():
-                blas[0].close()
         with cuda_errors(self._driver, f"close the stream of {self.name}"):
+            self.idle_graphs.close()
+            if blas is not None:
+                with self.device.on():
+                    blas[0].close()
             self.stream.free()

@@ -157,8 +157,8 @@ class CudaBuffer(Buffer):
         """Queue a transfer after what uses the buffers, and wait for it."""
         device = self.device
         device.check_process(call)
-        stream = device.transfers
         with cuda_errors(device.driver, call), device.on():
+            stream = device.transfers
             for buffer in (self, *others):
                 stream.wait_for(list(buffer.streams))
             queue(stream.handle)

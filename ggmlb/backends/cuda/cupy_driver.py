@@ -11,6 +11,8 @@ import cupy
 import numpy as np
 from cupy.cuda import driver as cu
 from cupy.cuda import runtime as rt
+from cupy.cuda.compiler import CompileException
+from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb import progress
 from ggmlb.backends.cuda.cublas import library
@@ -27,15 +29,19 @@ if TYPE_CHECKING:
     from ggmlb.kernels import Launch
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
+NOT_READY = 600
 PEER_ALREADY_ENABLED = 704
 REGISTER_PORTABLE, REGISTER_READ_ONLY = 1, 8
+
+OLDEST = 75
+"""The compute capability, times ten, from which CUDA 13 compiles."""
 
 
 class CupyDriver(Driver):
     """CUDA through CuPy."""
 
     xp = cupy
-    errors = (rt.CUDARuntimeError, cu.CUDADriverError)
+    errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
     def __init__(self) -> None:
         self._functions: dict[Hashable, Any] = {}
@@ -53,7 +59,8 @@ class CupyDriver(Driver):
         props = rt.getDeviceProperties(device)
         return Facts(
             props["name"].decode(),
-            rt.deviceGetPCIBusId(device).lower(),
+            # CuPy's deviceGetPCIBusId has no room for domains beyond four digits.
+            f"{props['pciDomainID']:04x}:{props['pciBusID']:02x}:{props['pciDeviceID']:02x}.0",
             10 * props["major"] + props["minor"],
             props["multiProcessorCount"],
             bool(props.get("integrated", 0)),
@@ -70,8 +77,8 @@ class CupyDriver(Driver):
         return int(free), int(total)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether the status says so; runtime and driver have the same number for it."""
-        return getattr(error, "status", None) == OUT_OF_MEMORY
+        """Whether the status says so, the same in runtime and driver; or it is of CuPy's pool, with none."""
+        return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -155,8 +162,11 @@ class CupyDriver(Driver):
         rt.eventRecord(event, stream)
 
     def event_done(self, event: int) -> bool:
-        """Ask without waiting."""
-        return bool(rt.eventQuery(event) == 0)
+        """Ask without waiting; CuPy hands errors of the work before it over as they are."""
+        status = rt.eventQuery(event)
+        if status not in (0, NOT_READY):
+            raise rt.CUDARuntimeError(status)
+        return bool(status == 0)
 
     def event_synchronize(self, event: int) -> None:
         """Wait for it."""
@@ -227,11 +237,33 @@ class CupyDriver(Driver):
     def _function(self, launch: Launch, device: int) -> int:
         key = _key(launch, device)
         if key not in self._functions:
+            name = launch.kernel.name
             with self.on(device):
-                code = text(launch.kernel, launch.defines, launch.wg)
-                module = cupy.RawModule(code=code, options=OPTIONS, backend="nvrtc")
-                self._functions[key] = module.get_function(launch.kernel.name).kernel
+                module = cupy.RawModule(
+                    code=text(launch.kernel, launch.defines, launch.wg), options=OPTIONS, backend="nvrtc"
+                )
+                try:
+                    self._functions[key] = module.get_function(name).kernel
+                except self.errors:
+                    raise
+                except Exception as error:  # the compiler's, or of what looks for it and for CUDA's headers
+                    raise BackendError(self._uncompiled(name, device, error)) from error
         return int(self._functions[key].ptr)
+
+    def _uncompiled(self, name: str, device: int, error: Exception) -> str:
+        """Word why a kernel could not be compiled, and what to do."""
+        capability = self.facts(device).capability
+        lines = str(error).strip().splitlines()
+        why = next((line.strip() for line in lines if "error" in line.lower()), lines[0] if lines else "")
+        advice = "report it with CUPY_DUMP_CUDA_SOURCE_ON_ERROR=1"
+        if capability < OLDEST:
+            advice = f"CUDA 13 compiles from {OLDEST // 10}.{OLDEST % 10} on; use another device"
+        elif not isinstance(error, CompileException):
+            advice = "pip install 'cupy-cuda13x[ctk]' brings the compiler"
+        return (
+            f"kernel {name} cannot be compiled for CUDA{device}, of compute capability "
+            f"{capability // 10}.{capability % 10}: {why or type(error).__name__}; {advice}"
+        )
 
     def blas(self) -> Any:
         """From where CuPy has it."""

@@ -193,10 +193,11 @@ class CudaDevice(Device):
         address, driver = interface["data"][0], self.driver
         if not address:
             return CudaBuffer(self._buffer_type, 0, 0, array), 0
-        if driver.device_of(address) != self.index:
-            return None
-        if interface.get("stream"):
-            with self.on():
+        self.check_process(f"use an array's memory on {self.name}")
+        with cuda_errors(driver, f"use an array's memory on {self.name}"), self.on():
+            if driver.device_of(address) != self.index:
+                return None
+            if interface.get("stream"):
                 driver.stream_synchronize(interface["stream"])
         # Kernels ask how offsets are aligned, and take it that buffers are.
         offset = address % ALIGNMENT

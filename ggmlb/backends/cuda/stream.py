@@ -89,5 +89,6 @@ class CudaEvent(Event):
             device.driver.event_synchronize(self.handle)
 
     def _free(self) -> None:
-        with self.device.on():
-            self.device.driver.event_free(self.handle)
+        device = self.device
+        with cuda_errors(device.driver, f"free an event of {device.name}"), device.on():
+            device.driver.event_free(self.handle)

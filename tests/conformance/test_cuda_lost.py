@@ -1,0 +1,114 @@
+"""A card that is lost: whatever is asked of it then is answered by our error, and none of CUDA's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from gpus import first, scaled
+
+from ggmlb import BackendError
+from ggmlb.backends.cuda import CudaReg
+from ggmlb.backends.cuda.driver import Driver
+from ggmlb.errors import BackendBroken
+from ggmlb.interface import tensor_copy, tensor_copy_async
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HARMLESS = {"array", "array_address", "bind", "is_out_of_memory", "view"}
+"""Calls that ask CUDA for nothing."""
+
+
+def lose(driver: Any) -> None:
+    """Let every call of CUDA fail, as after a kernel that read beyond all memory."""
+    from host_streams import HostError
+
+    def fails(*_: Any) -> Any:
+        raise HostError("an illegal memory access was encountered", 700)
+
+    for name in Driver.__abstractmethods__ - HARMLESS:
+        setattr(driver, name, fails)
+
+
+def actions(device: Any) -> dict[str, Callable[[], object]]:
+    """Return what a user may do with a device that worked until now."""
+    stream, other = device.init_backend(), device.init_backend()
+    a, y, graph = scaled(stream)
+    b, _, _ = scaled(other)
+    _, _, new = scaled(stream, 3.0)
+    event, out = device.event_new(), np.zeros(1000, np.float32)
+    a.set(out)
+    for _ in range(2):
+        stream.graph_compute(graph)
+    stream.event_record(event)
+    assert y.buffer is not None
+    freed = device.buffer_type.alloc_buffer(256)
+    host = np.zeros(4096, np.uint8)
+    return {
+        "set": lambda: a.set(out),
+        "get": y.get,
+        "memset": lambda: a.memset(0),
+        "set_async": lambda: stream.set_tensor_async(a, out),
+        "get_async": lambda: stream.get_tensor_async(y, out),
+        "copy": lambda: tensor_copy(a, b),
+        "copy_async": lambda: tensor_copy_async(stream, other, a, b),
+        "compute": lambda: stream.graph_compute(graph),
+        "plan": lambda: stream.graph_plan_compute(stream.graph_plan_create(new)),
+        "record": lambda: stream.event_record(event),
+        "wait": lambda: other.event_wait(event),
+        "event synchronize": event.synchronize,
+        "event_new": device.event_new,
+        "free an event": event.free,
+        "clear": y.buffer.clear,
+        "free and allocate": lambda: (freed.free(), device.buffer_type.alloc_buffer(256)),
+        "memory": lambda: device.memory,
+        "description": lambda: device.description,
+        "init_backend": device.init_backend,
+        "buffer_from_host_ptr": lambda: device.buffer_from_host_ptr(host),
+        "synchronize": stream.synchronize,
+        "free": other.free,
+    }
+
+
+def test_a_lost_card_is_told_by_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GGMLB_CUDA_REGISTER_HOST", raising=False)
+    device = first("played")
+    todo = actions(device)
+    lose(device.driver)
+    for what, do in todo.items():
+        with pytest.raises(BackendError) as raised:
+            do()
+        assert type(raised.value).__module__ == "ggmlb.errors", what
+
+
+def test_host_memory_is_given_without_the_card() -> None:
+    device = first("played")
+    lose(device.driver)
+    assert not device.host_buffer_type.alloc_buffer(4096).is_pinned
+    device.host_buffer_type.alloc_buffer(4096).free()
+
+
+@pytest.mark.parametrize(("status", "why"), [(700, "illegal memory"), (802, "fabricmanager")])
+def test_a_card_that_cannot_be_asked_is_a_broken_backend(status: int, why: str) -> None:
+    from host_driver import HostDriver
+    from host_streams import HostError
+
+    class Silent(HostDriver):
+        def facts(self, device: int) -> Any:
+            raise HostError("an illegal memory access", status)
+
+    with pytest.raises(BackendBroken, match=why):
+        _ = CudaReg(Silent()).devices
+
+
+def test_an_array_on_a_lost_card_is_refused() -> None:
+    device = first("played")
+    lose(device.driver)
+
+    class Array:
+        __cuda_array_interface__ = {"data": (1 << 40, False), "stream": 1}  # noqa: RUF012
+
+    with pytest.raises(BackendError, match="use an array's memory on CUDA0"):
+        device.adopt(Array())

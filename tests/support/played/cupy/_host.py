@@ -1,0 +1,68 @@
+"""What the played CuPy stands on: one played driver for the process, and libraries by their files' names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from host_driver import HostDriver
+from host_streams import HostError, Op
+
+from ggmlb.backends.cuda.kernels import PACKAGE
+from ggmlb.kernels import kernels, source
+
+if TYPE_CHECKING:
+    from ggmlb.kernels import Defines, Kernel
+
+__all__ = ["FUNCTIONS", "HOST", "HostError", "Op", "function_of"]
+
+HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
+
+FUNCTIONS: dict[int, tuple[Kernel, Defines, int]] = {}
+"""What a function's handle stands for."""
+
+_KERNELS = kernels() | kernels(PACKAGE)
+_HANDLES: dict[tuple[str, str], int] = {}
+
+
+def function_of(code: str, name: str) -> Any:
+    """Return a kernel of a text as CuPy does; it is built with the macros before the kernel's own text."""
+    handle = _HANDLES.setdefault((code, name), 0xF000 + len(_HANDLES))
+    if handle not in FUNCTIONS:
+        kernel = _KERNELS[name]
+        own = source(kernel, "cuda")
+        assert code.endswith(own), f"the text of {name} is not the kernel's"
+        lines = code[: -len(own)].splitlines()
+        macros = [line.removeprefix("#define ").split(" ", 1) for line in lines]
+        *defines, (wg, size) = [(key, value) for key, value in macros]
+        assert wg == "WG"
+        FUNCTIONS[handle] = kernel, tuple(defines), int(size)
+    return SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
+
+
+class LibCuda:
+    """What CuPy does not bind."""
+
+    @staticmethod
+    def cuGraphExecUpdate_v2(executable: Any, graph: Any, outcome: Any) -> int:
+        return 0 if HOST.exec_update(executable.value, graph.value) else 910
+
+
+_load = ctypes.CDLL
+
+
+def _played(name: Any, *args: Any, **options: Any) -> Any:
+    is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("ggmlb.")
+    file = Path(name).name if is_ours and isinstance(name, str) else ""
+    if file.startswith("libcuda.so"):
+        return LibCuda
+    return HOST.blas() if file.startswith("libcublas.so") else _load(name, *args, **options)
+
+
+ctypes.CDLL = _played  # type: ignore[assignment,misc]

@@ -1,0 +1,5 @@
+"""The error of CuPy's pool."""
+
+
+class OutOfMemoryError(MemoryError):
+    pass
