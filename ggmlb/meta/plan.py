@@ -79,7 +79,7 @@ class MetaPlan(GraphPlan):
         """Free the devices' plans, and the memory that belongs to this one."""
         for stage in self.stages:
             for backend, own in zip(self._meta.backends, stage.plans, strict=True):
-                if own is not None and not backend.is_freed:
+                if own is not None:
                     backend.graph_plan_free(own)
         self.stages = []
         for reduction in self._reductions:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import accumulate
 from math import copysign
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.alloc.numbering import Numbering
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from ggmlb.graph import Graph
     from ggmlb.interface import Buffer
     from ggmlb.tensor import Tensor
-
-_buffer = attrgetter("buffer")
 
 
 class Signature(Numbering):

@@ -162,6 +162,19 @@ def test_bytes_come_back(split: Callable[..., BufferType], dtype: DType) -> None
         assert (w.get() == 3).all()
 
 
+def test_each_of_several_weights_has_pieces_of_its_own(split: Callable[..., BufferType]) -> None:
+    ctx = Context()
+    weights = [ctx.new_tensor(DType.F32, (N, n_rows)) for n_rows in (200, 130, 7)]
+    with alloc_ctx_tensors(ctx, split(0, (3, 1))):
+        data = [np.random.default_rng(w.ne[1]).standard_normal(w.shape, np.float32) for w in weights]
+        for w, values in zip(weights, data, strict=True):
+            w.set_array(values)
+        for w, values in zip(weights, data, strict=True):
+            assert np.array_equal(w.to_numpy(), values)
+        last = Context().view_2d(weights[1], N, 30, weights[1].nb[1], 100 * weights[1].nb[1])
+        assert np.array_equal(last.to_numpy(), data[1][100:])
+
+
 def test_what_is_declined(reg: BackendReg, split: Callable[..., BufferType], stream: Backend) -> None:
     main, other = reg.devices[:2]
     buft = split(0, (1, 1))

@@ -136,6 +136,19 @@ def test_a_weight_whose_device_declines_the_op_warns_or_if_strict_raises(make_be
         sched.split_graph(graph)
 
 
+def test_a_view_alone_takes_its_source_along(bench):
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(F32, 8, "x"))
+    y = ctx.new_tensor(F32, 8, "y")
+    left, right = ctx.view_1d(x, 4, 16), ctx.view_1d(y, 4, 16)
+    with Scheduler(bench.backends) as sched:
+        sched.alloc_graph(Graph([left, right]))  # with leafs that nobody listed
+        for leaf in (x, y):
+            leaf.set_array(np.arange(8))
+            assert sched.get_tensor_backend(leaf) is bench.cpu
+        assert left.to_numpy().tolist() == right.to_numpy().tolist() == [4, 5, 6, 7]
+
+
 def test_views_follow_their_source(bench):
     ctx = Context()
     a = ctx.mul_mat(bench.weight(bench.gpu0, 8, 8), new_input(ctx, 8, 2))

@@ -325,6 +325,13 @@ def test_the_kind_of_memory_is_chosen_per_tensor() -> None:
         assert all(t.buffer is not None and t.buffer.usage is BufferUsage.COMPUTE for t in (x, y, a, b))
 
 
+def test_the_kind_of_memory_of_a_view_does_not_matter_where_there_is_one() -> None:
+    ctx = Context()
+    graph = graph_of(ctx.cont(ctx.view_1d(ctx.cont(f32(ctx)), 8)))
+    with GraphAllocator(memory()) as allocator:
+        assert allocator.reserve_n_size(graph, [0, 99, 0], [0]) == allocator.reserve_n_size(graph)
+
+
 @pytest.mark.parametrize(
     ("node_ids", "leaf_ids", "match"),
     [

@@ -12,6 +12,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, DType, Tensor
+from ggmlb.exchange import spanned, spanned_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ def test_an_array_and_its_tensor_share_memory(dtype: Any) -> None:
     array = numbers(dtype)
     tensor = Context().from_array(array, copy=False, name="a")
     assert (tensor.ne, tensor.name, tensor.dtype.numpy) == ((4, 3, 1, 1), "a", array.dtype)
+    assert tensor.nb == Context().new_tensor(tensor.dtype, tensor.ne).nb
     array[1, 2] = 100
     assert tensor.to_numpy()[1, 2] == 100
     tensor.memset(0)
@@ -50,6 +52,36 @@ def test_a_strided_array_is_shared_as_it_lies(view: Callable[[Array], Array]) ->
     array[...] += 1
     np.testing.assert_array_equal(tensor.to_numpy().reshape(array.shape), array)
     np.testing.assert_array_equal(np.asarray(tensor).reshape(array.shape), array)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 4), (3, 1), (1, 1), (2, 1, 4), (1, 2, 1, 3)])
+def test_extents_of_one_have_the_strides_of_a_new_tensor(shape: tuple[int, ...]) -> None:
+    tensor = Context().from_array(numbers("f4", *shape), copy=False)
+    assert tensor.nb == Context().new_tensor("f32", shape[::-1]).nb
+    assert not tensor.is_transposed()
+
+
+class Elsewhere:
+    """An array on some device, by nothing but DLPack: NumPy cannot read it."""
+
+    dtype, shape, strides, ndim = np.dtype("f4"), (2, 3), (12, 4), 2
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (4, 0)
+
+
+def test_an_array_on_an_unknown_device_is_not_fetched_unasked() -> None:
+    with pytest.raises(ggmlb.ArgumentError, match="lies on a device; copy it to the host first"):
+        Context().from_array(Elsewhere())
+    with pytest.raises(ggmlb.ArgumentError, match=r"no device can use the memory of .*Elsewhere"):
+        Context().from_array(Elsewhere(), copy=False)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 0), (2, 3), (1, 1)])
+def test_how_far_an_array_reaches(shape: tuple[int, ...]) -> None:
+    array = np.ones((8, 8), "f4")[: shape[0], : shape[1]] if shape else np.float32(1).reshape(())
+    assert spanned_bytes(array) == spanned(array).size
+    assert bool(spanned_bytes(array)) == bool(array.size)
 
 
 def test_ops_compute_on_shared_memory() -> None:
@@ -183,6 +215,8 @@ def test_blocks_are_not_passed_off_as_numbers() -> None:
     tensor = Context().from_array(np.zeros((2, 64), "f4"), "q4_0")
     assert tensor.as_array().shape == (2, 36)
     assert tensor.as_array().dtype == np.uint8
+    batch = Context().from_array(np.zeros((3, 2, 64), "f4"), "q4_0")
+    assert batch.as_array().shape == (3, 2, 36)
     for see in (np.asarray, np.from_dlpack):
         with pytest.raises(ggmlb.DTypeError, match="blocks"):
             see(tensor)

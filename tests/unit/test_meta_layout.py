@@ -119,6 +119,29 @@ def test_what_cuts_through_parts_is_refused() -> None:
     assert dealt(rows, 0, ((192, 192),), (192, 7, 1, 1), (8, 1536, 10752, 10752)) is None  # every second one
 
 
+def test_blocks_are_dealt_out_as_elements_are() -> None:
+    """A cut through rows of blocks, with every reach of the view: within a row, and over rows."""
+    dtype, root_ne, state = DType.Q8_0, (128, 6, 1, 1), SplitState(SplitAxis.AXIS_0, ((64, 64),))
+    nb = contiguous_nb(dtype, root_ne)
+    block = dtype.type_size
+
+    def parts(ne: Four, nb: Four, offset: int = 0) -> Any:
+        found = slices_of_view(dtype, root_ne, state, ne, nb, offset)
+        return None if found is None else (str(found.state), [tuple(s) for s in found.slices])
+
+    own = contiguous_nb(dtype, (64, 6, 1, 1))
+    assert parts((128, 3, 1, 1), nb, 2 * nb[1]) == (
+        "axis 0: 64|64",
+        [((64, 3, 1, 1), contiguous_nb(dtype, (64, 3, 1, 1)), 2 * own[1])] * 2,
+    )
+    heads = (nb[0], 2 * block, nb[1], nb[2])  # of 64 values, one on each device
+    state_of_heads, slices = parts((64, 2, 6, 1), heads)
+    assert state_of_heads == "axis 1: 1|1"
+    assert [s[0] for s in slices] == [(64, 1, 6, 1)] * 2
+    assert [s[1][2] for s in slices] == [own[1]] * 2
+    assert parts((96, 6, 1, 1), nb) is None, "it ends within a part"
+
+
 def test_rows_of_one_block() -> None:
     state = SplitState(SplitAxis.AXIS_0, ((256, 0),))
     nb = contiguous_nb(DType.Q4_K, (256, 3, 1, 1))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+import ggmlb
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.graph import Graph
@@ -36,3 +38,15 @@ def test_a_plan_is_not_taken_for_another_graph_of_as_many_nodes() -> None:
         cpu.graph_plan_compute(cpu.graph_plan_update(plan, Graph().build_forward_expand(z)))
         cpu.synchronize()
         assert z.to_numpy().tolist() == [3 * i for i in range(8)]
+
+
+def test_a_plan_is_freed_once_and_by_its_own_stream() -> None:
+    with init_by_name("CPU") as cpu, init_by_name("CPU") as other:
+        plan = cpu.graph_plan_create(Graph())
+        for call in (other.graph_plan_free, other.graph_plan_compute):
+            with pytest.raises(ggmlb.GraphError, match="belongs to another backend"):
+                call(plan)
+        cpu.graph_plan_free(plan)
+        for call in (cpu.graph_plan_free, cpu.graph_plan_compute):
+            with pytest.raises(ggmlb.FreedError, match="the plan was freed"):
+                call(plan)

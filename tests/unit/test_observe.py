@@ -1,0 +1,106 @@
+"""What observers are told: the bytes that each transfer touches, and nothing of what moves none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import Context
+from ggmlb.interface import observe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ggmlb.interface.observe import Action
+
+
+class Notes(observe.Observer):
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[tuple[int, int, bool]], bool]] = []
+
+    def end(self, action: Action) -> None:
+        accesses = [(a.start, a.stop, a.is_write) for a in action.accesses()]
+        self.told.append((action.name, accesses, action.stream is not None))
+
+
+@pytest.fixture
+def notes() -> Iterator[Notes]:
+    notes = Notes()
+    observe.start(notes)
+    yield notes
+    observe.stop(notes)
+
+
+DATA = np.zeros(64, np.uint8)
+
+# What is called; the bytes of the tensor that it touches; whether it writes, and whether it is queued.
+CALLS: dict[str, tuple[Any, list[tuple[int, int]], bool, bool]] = {
+    "set_tensor": (lambda t, k, d: t.set(d[:8], 4), [(4, 12)], True, False),
+    "get_tensor": (lambda t, k, d: t.get(4, 8), [(4, 12)], False, False),
+    "memset_tensor": (lambda t, k, d: t.memset(1, 4, 8), [(4, 12)], True, False),
+    "set_tensor_2d": (
+        lambda t, k, d: t.buffer.set_tensor_2d(t, d, 2, 3, 2, 10, 5), [(2, 5), (12, 15)], True, False,
+    ),
+    "get_tensor_2d": (
+        lambda t, k, d: t.buffer.get_tensor_2d(t, d, 2, 3, 2, 10, 5), [(2, 5), (12, 15)], False, False,
+    ),
+    "set_tensor_async": (lambda t, k, d: k.set_tensor_async(t, d, 4, 8), [(4, 12)], True, True),
+    "get_tensor_async": (lambda t, k, d: k.get_tensor_async(t, d[:8], 4), [(4, 12)], False, True),
+    "set_tensor_2d_async": (
+        lambda t, k, d: k.set_tensor_2d_async(t, d, 2, 3, 2, 10, 5), [(2, 5), (12, 15)], True, True,
+    ),
+    "get_tensor_2d_async": (
+        lambda t, k, d: k.get_tensor_2d_async(t, d, 2, 3, 2, 10, 5), [(2, 5), (12, 15)], False, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_transfer_tells_which_bytes_it_touches(notes: Notes, name: str) -> None:
+    call, spans, is_write, is_queued = CALLS[name]
+    ctx = Context()
+    _, t = ctx.new_tensor("i8", 64), ctx.new_tensor("i8", 64)
+    with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu):
+        notes.told.clear()
+        call(t, cpu, DATA.copy())
+        told = list(notes.told)
+    expected = [(t.offset + start, t.offset + stop, is_write) for start, stop in spans]
+    assert t.offset
+    assert told == [(name, expected, is_queued)]
+
+
+@pytest.mark.parametrize(("size", "n"), [(0, 3), (3, 0)])
+def test_nothing_is_told_of_no_bytes(notes: Notes, size: int, n: int) -> None:
+    ctx = Context()
+    t = ctx.new_tensor("i8", 64)
+    with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu) as buffer:
+        notes.told.clear()
+        for transfer in (
+            buffer.set_tensor_2d, buffer.get_tensor_2d, cpu.set_tensor_2d_async, cpu.get_tensor_2d_async,
+        ):  # fmt: skip
+            transfer(t, DATA.copy(), 0, size, n, 4, 4)
+        t.set(b"", 64)
+        t.memset(1, 64)
+        assert t.get(64).size == 0
+        cpu.set_tensor_async(t, b"")
+        assert notes.told == []
+
+
+def test_strided_transfers_on_a_stream_move_what_those_at_once_do() -> None:
+    ctx = Context()
+    t = ctx.new_tensor("i8", 64)
+    data, out = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    expected = np.zeros(64, np.uint8)
+    expected[2:5], expected[12:15], expected[22:25] = data[:3], data[5:8], data[10:13]
+    with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu):
+        t.memset(0)
+        cpu.set_tensor_2d_async(t, data, 2, 3, 3, 10, 5)
+        cpu.synchronize()
+        assert np.array_equal(t.get(), expected)
+        cpu.get_tensor_2d_async(t, out, 2, 3, 3, 10, 5)
+        cpu.synchronize()
+        assert [out[i : i + 3].tolist() for i in (0, 5, 10)] == [data[i : i + 3].tolist() for i in (0, 5, 10)]
+        assert out.sum() == sum(data[i : i + 3].sum() for i in (0, 5, 10))
