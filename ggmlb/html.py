@@ -5,7 +5,8 @@ Colours are those of the page, more or less transparent; nothing is loaded, and 
 
 from __future__ import annotations
 
-from html import escape
+import html
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,15 @@ _CELL = f"text-align:left;padding:.15em .8em .15em 0;vertical-align:top;{_LINE}"
 _SHELL = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.9em;line-height:1.45"
 MAX_ROWS = 30
 """Rows of a table before the rest is counted."""
+
+
+_NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+"""Characters that no XML may hold, or no file."""
+
+
+def escape(text: str) -> str:
+    """Return any text as it stands in HTML and SVG."""
+    return html.escape(_NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 class Raw(str):

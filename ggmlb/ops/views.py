@@ -6,6 +6,7 @@ strides and `view_offs` of the node say all.
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, NoReturn
 
 from ggmlb.enums import Op
@@ -30,6 +31,7 @@ class ViewOps(OpBase):
             ShapeError: `ne0` is negative or not a whole number of blocks.
             BoundsError: The view begins or ends outside the memory of `a`.
         """
+        ne0, offset = _whole("view_1d", ne0, offset)
         row = a.dtype.type_size * (ne0 // a.dtype.block_size)
         return self._window("view_1d", a, (ne0, 1, 1, 1), (a.dtype.type_size, row, row, row), offset)
 
@@ -40,6 +42,7 @@ class ViewOps(OpBase):
             ShapeError: An extent or stride is negative, or `ne0` is not a whole number of blocks.
             BoundsError: The view begins or ends outside the memory of `a`.
         """
+        ne0, ne1, nb1, offset = _whole("view_2d", ne0, ne1, nb1, offset)
         nb2 = nb1 * ne1
         return self._window("view_2d", a, (ne0, ne1, 1, 1), (a.dtype.type_size, nb1, nb2, nb2), offset)
 
@@ -50,6 +53,7 @@ class ViewOps(OpBase):
             ShapeError: An extent or stride is negative, or `ne0` is not a whole number of blocks.
             BoundsError: The view begins or ends outside the memory of `a`.
         """
+        ne0, ne1, ne2, nb1, nb2, offset = _whole("view_3d", ne0, ne1, ne2, nb1, nb2, offset)
         nb = (a.dtype.type_size, nb1, nb2, nb2 * ne2)
         return self._window("view_3d", a, (ne0, ne1, ne2, 1), nb, offset)
 
@@ -71,8 +75,8 @@ class ViewOps(OpBase):
             ShapeError: An extent or stride is negative, or `ne0` is not a whole number of blocks.
             BoundsError: The view begins or ends outside the memory of `a`.
         """
-        nb = (a.dtype.type_size, nb1, nb2, nb3)
-        return self._window("view_4d", a, (ne0, ne1, ne2, ne3), nb, offset)
+        n0, n1, n2, n3, nb1, nb2, nb3, offset = _whole("view_4d", ne0, ne1, ne2, ne3, nb1, nb2, nb3, offset)
+        return self._window("view_4d", a, (n0, n1, n2, n3), (a.dtype.type_size, nb1, nb2, nb3), offset)
 
     def _window(self, fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int) -> Tensor:
         if (ne[0] | ne[1] | ne[2] | ne[3] | nb[1] | nb[2] | nb[3]) < 0:
@@ -114,7 +118,8 @@ class ViewOps(OpBase):
     def _reshape(self, fn: str, a: Tensor, ne: Ne) -> Tensor:
         if not a.is_contiguous():
             fail_contiguous(fn, "a", a)
-        old = a.ne
+        n0, n1, n2, n3 = _whole(fn, *ne)
+        ne, old = (n0, n1, n2, n3), a.ne
         if ne[0] * ne[1] * ne[2] * ne[3] != old[0] * old[1] * old[2] * old[3] or min(ne) < 0:
             fail_shape(fn, f"ne {list(ne)} must have as many elements as a, {a.n_elements}", a)
         return self._view(a, ne, None, 0, Op.RESHAPE, suffix="reshaped")
@@ -152,6 +157,23 @@ class ViewOps(OpBase):
             Op.TRANSPOSE,
             suffix="transposed",
         )
+
+
+def _whole(fn: str, *numbers: int) -> tuple[int, ...]:
+    """Return extents, strides and offset as Python's integers: NumPy's wrap around, of 32 bits at 2 GiB.
+
+    Raises:
+        ArgumentError: One is no whole number.
+    """
+    for number in numbers:
+        if type(number) is not int:
+            break
+    else:
+        return numbers
+    try:
+        return tuple(map(index, numbers))
+    except TypeError:
+        fail_arg(fn, f"the numbers are {numbers}; extents, strides and offsets of a view must be whole")
 
 
 def _fail_bounds(fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int, root: Tensor) -> NoReturn:

@@ -7,11 +7,11 @@ edges would not: splits stand in the order in which they run, nodes in the order
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import readable_size
+from ggmlb.html import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ggmlb import Context, DType, Graph, GraphError, Scheduler
+from ggmlb.html import card, pre
 from ggmlb.scheduler.draw import COLOURS, MAX_ROWS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -83,6 +84,13 @@ def test_any_name(picture, name):
     svg, dot, _ = picture(name=name)
     assert any(name[:20] in t for t in texts(svg))
     assert name.replace("\\", "\\\\").replace('"', '\\"') in dot
+
+
+@pytest.mark.parametrize("name", ["\0", "\x1b[31mred", "\ud800", "\ufffe"])
+def test_what_no_file_may_hold_is_replaced(picture, name):
+    svg, _, _ = picture(name=f"before {name}")  # which was parsed
+    assert any("before \N{REPLACEMENT CHARACTER}" in t for t in texts(svg))
+    assert card(name, {"fact": name}, pre(name)).count("\N{REPLACEMENT CHARACTER}") == 3
 
 
 def test_a_long_split_is_shortened(picture):

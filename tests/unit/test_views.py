@@ -207,3 +207,31 @@ def test_cont_and_dup_are_contiguous(ne, dtype):
         assert copy.is_contiguous()
         assert copy.view_src is None
         assert copy.n_elements == view.n_elements
+
+
+NARROW = {
+    "view_1d": lambda c, a, n, at: c.view_1d(a, n(3), at),
+    "view_2d": lambda c, a, n, at: c.view_2d(a, n(3), n(2), n(a.nb[1]), at),
+    "view_3d": lambda c, a, n, at: c.view_3d(a, n(3), n(2), n(1), n(a.nb[1]), n(a.nb[2]), at),
+    "view_4d": lambda c, a, n, at: c.view_4d(a, n(3), n(2), n(1), n(1), n(a.nb[1]), n(a.nb[2]), a.nb[3], at),
+    "reshape_2d": lambda c, a, n, at: c.reshape_2d(a, n(1 << 16), n(1 << 16)),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_numpys_integers_do_not_wrap_around(name):
+    ctx = Context()
+    a = ctx.new_tensor("f32", (1 << 12, 1 << 12, 1 << 8))
+    view = NARROW[name](ctx, a, np.int32, np.int64(a.nbytes - a.nb[1] * 2))
+    same = NARROW[name](ctx, a, int, a.nbytes - a.nb[1] * 2)
+    assert (view.ne, view.nb, view.view_offs) == (same.ne, same.nb, same.view_offs)
+    assert {type(n) for n in (*view.ne, *view.nb, view.view_offs, view.nbytes)} == {int}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_view_has_whole_numbers(name):
+    ctx = Context()
+    a = ctx.new_tensor("f32", (1 << 12, 1 << 12, 1 << 8))
+    with pytest.raises(ArgumentError, match="must be whole"):
+        NARROW[name](ctx, a, float, 0.0)
+    assert len(ctx) == 1
