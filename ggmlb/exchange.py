@@ -31,7 +31,8 @@ class ArrayProtocols:
         def describe(self) -> str:
             """As `Tensor.describe`."""
 
-        def _placed(self, call: str) -> Buffer: ...
+        def placed(self, call: str) -> Buffer:
+            """As `Tensor.placed`."""
 
     def as_array(self) -> Any:
         """Return the tensor's memory as an array of the device's library, without a copy.
@@ -45,7 +46,7 @@ class ArrayProtocols:
             ArgumentError: The memory has no array library, or stores the tensor in another layout.
             FreedError: The buffer was freed.
         """
-        return self._placed("as_array").as_array(self)  # type: ignore[arg-type]
+        return self.placed("as_array").as_array(self)  # type: ignore[arg-type]
 
     def _values(self, call: str) -> Any:
         """As `as_array`, for another library, which may read at once; elements must be numbers."""
@@ -54,10 +55,10 @@ class ArrayProtocols:
                 f"{call} of {self.describe()}: its memory holds blocks, not numbers; "
                 "to_numpy() dequantises a copy, as_array() shows the bytes"
             )
-        return self._placed(call).exported(self, call)  # type: ignore[arg-type]
+        return self.placed(call).exported(self, call)  # type: ignore[arg-type]
 
     def _host_values(self, call: str) -> Any:
-        buffer = self._placed(call)
+        buffer = self.placed(call)
         if not buffer.is_host:
             raise ArgumentError(
                 f"{call} of {self.describe()}: it lies in {buffer.name} memory, and is not copied "

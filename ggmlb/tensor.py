@@ -206,7 +206,7 @@ class Tensor(ArrayProtocols):
             NotAllocatedError: The tensor is in no buffer.
             BoundsError: The bytes end beyond the tensor.
         """
-        self._placed("set").set_tensor(self, data, offset)
+        self.placed("set").set_tensor(self, data, offset)
 
     def get(self, offset: int = 0, size: int | None = None) -> npt.NDArray[np.uint8]:
         """Return a copy of `size` raw bytes from a byte `offset` on (ggml_backend_tensor_get).
@@ -215,7 +215,7 @@ class Tensor(ArrayProtocols):
             NotAllocatedError: The tensor is in no buffer.
             BoundsError: The bytes end beyond the tensor.
         """
-        return self._placed("get").get_tensor(self, offset, size)
+        return self.placed("get").get_tensor(self, offset, size)
 
     def memset(self, value: int, offset: int = 0, size: int | None = None) -> None:
         """Set `size` bytes from `offset` on to `value` (ggml_backend_tensor_memset).
@@ -224,7 +224,7 @@ class Tensor(ArrayProtocols):
             NotAllocatedError: The tensor is in no buffer.
             BoundsError: The bytes end beyond the tensor.
         """
-        self._placed("memset").memset_tensor(self, value, offset, size)
+        self.placed("memset").memset_tensor(self, value, offset, size)
 
     def set_array(self, array: npt.ArrayLike) -> None:
         """Write a NumPy array of `shape` (or one that only differs by ones), converting or quantising.
@@ -235,7 +235,7 @@ class Tensor(ArrayProtocols):
             DTypeError: The tensor's type cannot be written, or the array holds no real numbers.
             ArgumentError: The array has a mask.
         """
-        self._placed("set_array")
+        self.placed("set_array")
         array = self._numbers(array)
         full = self.ne[::-1]
         if array.shape != self.shape and (
@@ -301,7 +301,12 @@ class Tensor(ArrayProtocols):
 
         tensor_copy(self, dst)
 
-    def _placed(self, call: str) -> Buffer:
+    def placed(self, call: str) -> Buffer:
+        """Return the buffer that the tensor lies in, for a call that needs its data.
+
+        Raises:
+            NotAllocatedError: It is in none; the message names the call.
+        """
         if self.buffer is None:
             raise NotAllocatedError(
                 f"{call} on {self.describe()}: the tensor is in no buffer yet; place it with "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.errors import BackendError, GraphError, NotAllocatedError
+from ggmlb.errors import BackendError, GraphError
 from ggmlb.interface.data import Pieces, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
@@ -248,9 +248,7 @@ class Queue(Freeable):
 
     def _transfer_buffer(self, tensor: Tensor, call: str) -> Buffer:
         self.check_alive(call)
-        if tensor.buffer is None:
-            raise NotAllocatedError(f"{call} on {tensor.describe()}: the tensor is in no buffer yet")
-        return tensor.buffer
+        return tensor.placed(call)
 
     # -- hooks ---------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
             f"cannot copy {src.describe()} with strides {src.nb} to {dst.describe()} with strides {dst.nb}: "
             "type, ne and nb must be equal; use Context.cpy to convert"
         )
-    src_buffer, dst_buffer = _placed(src), _placed(dst)
+    src_buffer, dst_buffer = src.placed("tensor_copy"), dst.placed("tensor_copy")
     src_buffer.check_range(src, "tensor_copy", 0, None)
     dst_buffer.check_range(dst, "tensor_copy", 0, None)
     if not src.nbytes:
@@ -127,17 +127,11 @@ def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, d
         return
     if not same_layout(src, dst):
         raise ShapeError(f"cannot copy {src.describe()} to {dst.describe()}: type, ne and nb must be equal")
-    _placed(src).check_range(src, "tensor_copy_async", 0, None)
-    _placed(dst).check_range(dst, "tensor_copy_async", 0, None)
+    for tensor in (src, dst):
+        tensor.placed("tensor_copy_async").check_range(tensor, "tensor_copy_async", 0, None)
     if not src.nbytes or backend_dst.cpy_tensor_async(backend_src, src, dst):
         return
     backend_src.synchronize()
     if backend_dst is not backend_src:
         backend_dst.synchronize()
     tensor_copy(src, dst)
-
-
-def _placed(tensor: Tensor) -> Buffer:
-    if tensor.buffer is None:
-        raise NotAllocatedError(f"copy: {tensor.describe()} is in no buffer yet")
-    return tensor.buffer
