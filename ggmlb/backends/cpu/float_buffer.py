@@ -7,7 +7,7 @@ BLAS, which reads it faster so, for four bytes an element. It is one of the CPU'
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import BackendError, BoundsError, DTypeError, ShapeError
 from ggmlb.interface import Buffer, BufferType
-from ggmlb.interface.host import ALIGNMENT, allocate
+from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
@@ -62,17 +62,8 @@ class FloatBufferType(BufferType):
         return FloatBuffer(self, allocate(self, nbytes))
 
 
-class FloatBuffer(Buffer):
+class FloatBuffer(HostBuffer):
     """Weights as float32 in host memory."""
-
-    def __init__(self, buft: FloatBufferType, memory: Bytes) -> None:
-        super().__init__(buft, memory.size)
-        self._base = memory
-
-    @property
-    def base(self) -> Any:
-        """The memory as a flat uint8 array."""
-        return self._base
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
         """Float32, each matrix transposed."""
@@ -120,8 +111,5 @@ class FloatBuffer(Buffer):
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
         self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
 
-    def _clear(self, value: int) -> None:
-        self._base[:] = value
-
-    def _free(self) -> None:
-        self._base = np.empty(0, np.uint8)
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        return False  # the values have to be converted
