@@ -133,8 +133,7 @@ class Graph:
         lines = ["digraph ggmlb {", '  node [shape=box, fontname="sans-serif", style=filled];']
         for tensor, ident in ids.items():
             colour = "#ffe9a8" if tensor.op is Op.NONE else "#d7e8ff"
-            label = tensor.describe().replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(f'  {ident} [label="{label}", fillcolor="{colour}"];')
+            lines.append(f'  {ident} [label="{dot_quoted(tensor.describe())}", fillcolor="{colour}"];')
         for tensor, ident in ids.items():
             lines += [f"  {ids[s]} -> {ident};" for s in tensor.src if s is not None and s in ids]
         return "\n".join([*lines, "}"])
@@ -162,6 +161,11 @@ class Graph:
             for i, n in enumerate(self.nodes)
         ]
         return card(repr(self)[1:-1], {}, table(("", "op", "name", "type", "ne", "operands"), rows))
+
+
+def dot_quoted(text: str) -> str:
+    """Return a text as it stands between quotes in Graphviz's DOT language."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _named(tensors: Sequence[Tensor | None]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _LINE = "border-bottom:1px solid rgba(128,128,128,.3)"
 _CELL = f"text-align:left;padding:.15em .8em .15em 0;vertical-align:top;{_LINE}"
 _SHELL = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.9em;line-height:1.45"
+LINES: Final = ("#2f6db5", "#c0731a", "#3f8f35", "#98408a", "#20837f", "#b53a3a")
+"""Colours of devices in pictures, readable on light and on dark pages; they repeat."""
+
 MAX_ROWS = 30
 """Rows of a table before the rest is counted."""
 

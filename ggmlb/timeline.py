@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ggmlb.html import escape
+from ggmlb.html import LINES, escape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     Event = Mapping[str, Any]
 
-COLOURS: Final = ("#8a8f98", "#2f6db5", "#c0731a", "#3f8f35", "#98408a", "#20837f", "#b53a3a")
-"""Of each process, the host first; readable on light and on dark pages."""
+COLOURS: Final = ("#8a8f98", *LINES)
+"""Of each process, the host first."""
 
 WIDTH: Final = 760
 LABEL: Final = 190

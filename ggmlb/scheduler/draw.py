@@ -7,11 +7,13 @@ edges would not: splits stand in the order in which they run, nodes in the order
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import readable_size
-from ggmlb.html import escape
+from ggmlb.graph import dot_quoted
+from ggmlb.html import LINES, escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,15 +23,8 @@ if TYPE_CHECKING:
     from ggmlb.scheduler.split import Split
     from ggmlb.tensor import Tensor
 
-COLOURS: Final = (
-    ("#dbe9fb", "#2f6db5"),
-    ("#fde7c8", "#c0731a"),
-    ("#dff2d8", "#3f8f35"),
-    ("#f3dcef", "#98408a"),
-    ("#d8f1f0", "#20837f"),
-    ("#f9dada", "#b53a3a"),
-)
-"""Fill and line of each device, by its priority; they repeat."""
+FILLS: Final = ("#dbe9fb", "#fde7c8", "#dff2d8", "#f3dcef", "#d8f1f0", "#f9dada")
+"""What boxes are filled with, by the device's priority: pale tones of `LINES`."""
 
 ROW: Final = 17
 CHAR: Final = 6.7
@@ -45,7 +40,8 @@ MAX_ROWS: Final = 30
 def colours(backends: Sequence[Backend]) -> dict[Backend, tuple[str, str]]:
     """Return fill and line of each backend; backends of one device share them."""
     devices = list(dict.fromkeys(b.device for b in backends))
-    return {b: COLOURS[devices.index(b.device) % len(COLOURS)] for b in backends}
+    paints = dict(zip(devices, cycle(zip(FILLS, LINES, strict=True)), strict=False))
+    return {b: paints[b.device] for b in backends}
 
 
 # -- DOT -------------------------------------------------------------------------------------------
@@ -58,15 +54,15 @@ def to_dot(graph: Graph, backends: Sequence[Backend], splits: Sequence[Split]) -
     lines = ["digraph ggmlb {", '  node [shape=box, fontname="sans-serif", style=filled, fillcolor=white];']
     for leaf in graph.leafs:
         lines.append(
-            f'  {ids[leaf]} [label="{_quoted(leaf.describe())}", shape=ellipse, fillcolor="#eeeeee"];'
+            f'  {ids[leaf]} [label="{dot_quoted(leaf.describe())}", shape=ellipse, fillcolor="#eeeeee"];'
         )
     for i, split in enumerate(splits):
         fill, line = paint[split.backend]
         lines += [
             f"  subgraph cluster_{i} {{",
-            f'    label="split {i} on {_quoted(split.backend.name)}"; style="filled,rounded";',
+            f'    label="split {i} on {dot_quoted(split.backend.name)}"; style="filled,rounded";',
             f'    fillcolor="{fill}"; color="{line}";',
-            *(f'    {ids[n]} [label="{_quoted(n.describe())}"];' for n in (*split.nodes, *split.views)),
+            *(f'    {ids[n]} [label="{dot_quoted(n.describe())}"];' for n in (*split.nodes, *split.views)),
             "  }",
         ]
     copied: dict[tuple[Backend, Tensor], None] = {}
@@ -81,10 +77,6 @@ def to_dot(graph: Graph, backends: Sequence[Backend], splits: Sequence[Split]) -
                     style = f' [color="{line}", penwidth=2, label="{size}"]' if crossing else ""
                     lines.append(f"  {ids[src]} -> {ids[node]}{style};")
     return "\n".join([*lines, "}"])
-
-
-def _quoted(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 # -- SVG -------------------------------------------------------------------------------------------

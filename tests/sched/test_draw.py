@@ -8,7 +8,7 @@ import pytest
 
 from ggmlb import Context, DType, Graph, GraphError, Scheduler
 from ggmlb.html import card, pre
-from ggmlb.scheduler.draw import COLOURS, MAX_ROWS
+from ggmlb.scheduler.draw import FILLS, MAX_ROWS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -48,13 +48,13 @@ def texts(svg: ElementTree.Element) -> list[str]:
 def test_a_box_for_each_split_in_its_devices_colour(picture):
     svg, dot, _ = picture()
     boxes = [r for r in svg.iter(f"{SVG}rect") if r.get("rx")]
-    assert [b.get("fill") for b in boxes] == [COLOURS[0][0], COLOURS[1][0]]
+    assert [b.get("fill") for b in boxes] == list(FILLS[:2])
     assert boxes[0].get("x") != boxes[1].get("x")
     assert float(boxes[1].get("y")) > float(boxes[0].get("y")) + float(boxes[0].get("height"))
     assert [line.split('"')[1] for line in dot.splitlines() if "split " in line] == [
         "split 0 on Fake0", "split 1 on Fake1",
     ]  # fmt: skip
-    assert [dot.count(f'fillcolor="{fill}"') for fill, _ in COLOURS[:3]] == [1, 1, 0]
+    assert [dot.count(f'fillcolor="{fill}"') for fill in FILLS[:3]] == [1, 1, 0]
 
 
 def test_copies_are_curves_between_lanes(picture):
