@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.errors import BackendError, readable_size
+from ggmlb.errors import ArgumentError, BackendError, readable_size
 from ggmlb.lifetime import Unique
 
 if TYPE_CHECKING:
@@ -126,6 +126,19 @@ class Device(Unique, ABC):
             ArgumentError: The backend does not know a parameter.
             BackendError: The device cannot be opened.
         """
+
+    def check_params(self, params: Mapping[str, Any] | None, *known: str) -> dict[str, Any]:
+        """Return the settings given to `init_backend`, of which the backend knows these.
+
+        Raises:
+            ArgumentError: There is another.
+        """
+        given = dict(params or {})
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            takes = f"known: {', '.join(known)}" if known else "it takes none"
+            raise ArgumentError(f"{self.name}: unknown parameters {unknown}; {takes}")
+        return given
 
     @property
     @abstractmethod

@@ -15,7 +15,6 @@ from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.lowering import TABLE
 from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError
 from ggmlb.exchange import spanned
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
@@ -77,10 +76,7 @@ class CpuDevice(Device):
         Raises:
             ArgumentError: An unknown parameter, or less than one thread.
         """
-        params = dict(params or {})
-        n_threads = params.pop("n_threads", None)
-        if params:
-            raise ArgumentError(f"CPU: unknown parameters {sorted(params)}; known: n_threads")
+        n_threads = self.check_params(params, "n_threads").get("n_threads")
         backend = CpuBackend(self, n_cpus())
         if n_threads is not None:
             backend.set_n_threads(n_threads)

@@ -14,7 +14,7 @@ from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.enums import DeviceType, Op
-from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable, readable_size
+from ggmlb.errors import BackendError, BackendUnavailable, readable_size
 from ggmlb.exchange import spanned_bytes
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
@@ -148,8 +148,7 @@ class CudaDevice(Device):
             ArgumentError: A parameter was given.
             BackendError: The stream cannot be made.
         """
-        if params:
-            raise ArgumentError(f"{self.name}: unknown parameters {sorted(params)}; it takes none")
+        self.check_params(params)
         self.check_process(f"open a stream on {self.name}")
         return CudaBackend(self)
 

@@ -12,7 +12,6 @@ from ggmlb.backends.numba.llvm.library import library
 from ggmlb.backends.numba.lowering import declines
 from ggmlb.backends.numba.repacked_buffer import RepackedBufferType
 from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError
 from ggmlb.interface import Caps, Device
 from ggmlb.process import n_cpus
 
@@ -73,11 +72,9 @@ class NumbaDevice(Device):
         Raises:
             ArgumentError: An unknown parameter, less than one thread, or what the processor cannot run.
         """
-        params = dict(params or {})
-        n_threads, simd = params.pop("n_threads", None), params.pop("simd", None)
-        if params:
-            raise ArgumentError(f"Numba: unknown parameters {sorted(params)}; known: n_threads, simd")
-        return NumbaBackend(self, n_cpus() if n_threads is None else n_threads, library(simd))
+        params = self.check_params(params, "n_threads", "simd")
+        n_threads = params.get("n_threads")
+        return NumbaBackend(self, n_cpus() if n_threads is None else n_threads, library(params.get("simd")))
 
     @property
     def buffer_type(self) -> BufferType:

@@ -110,10 +110,8 @@ class OpenClDevice(Device):
             ArgumentError: An unknown parameter or work split.
             BackendError: The queue cannot be made.
         """
-        params = dict(params or {})
-        split = params.pop("work_split", "cpu" if self.is_cpu else "gpu")
-        if params:
-            raise ArgumentError(f"{self.name}: unknown parameters {sorted(params)}; known: work_split")
+        params = self.check_params(params, "work_split")
+        split = params.get("work_split", "cpu" if self.is_cpu else "gpu")
         if split not in ("cpu", "gpu"):
             raise ArgumentError(f"{self.name}: work_split is {split!r}; give 'cpu' or 'gpu'")
         with cl_errors(f"open a queue on {self.name}"):
