@@ -49,14 +49,12 @@ def _on_host(array: Any) -> Any:
         return array
     if hasattr(array, "__dlpack_device__"):
         if array.__dlpack_device__()[0] != DL_CPU:
-            return _OnCuda(array) if hasattr(array, "__cuda_array_interface__") else array
+            return _OnCuda(array) if _is_on_cuda(array) else array
         try:
             return np.from_dlpack(array)
         except (BufferError, RuntimeError) as error:
-            raise ArgumentError(
-                f"from_array: {_kind(array)} gives no access to its memory: {error}"
-            ) from error
-    if hasattr(array, "__cuda_array_interface__"):
+            raise _no_access(array, error) from error
+    if _is_on_cuda(array):
         return _OnCuda(array)
     if all(hasattr(array, name) for name in ("dtype", "shape", "strides")) and not hasattr(
         array, "__array__"
@@ -65,6 +63,17 @@ def _on_host(array: Any) -> Any:
     if hasattr(array, "__array__") or hasattr(array, "__array_interface__"):
         return np.asarray(array)
     return _of_numbers(np.asarray(array))
+
+
+def _is_on_cuda(array: Any) -> bool:
+    try:
+        return hasattr(array, "__cuda_array_interface__")
+    except RuntimeError as error:  # PyTorch's, of a tensor that requires its gradient
+        raise _no_access(array, error) from error
+
+
+def _no_access(array: Any, error: Exception) -> ArgumentError:
+    return ArgumentError(f"from_array: {_kind(array)} gives no access to its memory: {error}")
 
 
 class _OnCuda:

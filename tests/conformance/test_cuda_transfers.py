@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from gpus import CUDA, device_fixture, hold_up, leaf
+from gpus import CUDA, device_fixture, hold_up, leaf, scaled
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import MAX_HELD
@@ -175,6 +175,22 @@ def test_a_tensor_is_an_array_of_the_devices_library(stream: CudaBackend) -> Non
         del array, host
         gc.collect()
         assert stream.device.memory[0] >= used + size
+
+
+@pytest.mark.parametrize("protocol", ["__dlpack__", "__cuda_array_interface__"])
+def test_memory_handed_to_another_library_can_be_read_at_once(stream: CudaBackend, protocol: str) -> None:
+    a, y, graph = scaled(stream)
+    a.set(np.ones(1000, np.float32))
+    stream.graph_compute(graph)
+    hold_up(stream, 50)
+    stream.graph_compute_async(graph)
+    event = stream.device.event_new()
+    stream.event_record(event)
+    assert not stream.device.driver.event_done(event.handle)
+    handed = getattr(y, protocol, None)  # the played driver's library has no interface of CUDA's
+    if callable(handed):
+        handed()
+    assert stream.device.driver.event_done(event.handle)
 
 
 class Lent:

@@ -47,3 +47,19 @@ def test_other_libraries_read_a_tensors_memory(card: CudaDevice) -> None:
         assert np.array_equal(torch.from_dlpack(tensor).cpu().numpy(), tensor.to_numpy())
         with pytest.raises(ggmlb.ArgumentError, match="to_numpy"):
             np.asarray(tensor)
+
+
+def test_pytorchs_tensors_and_ours_share_memory(card: CudaDevice) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    theirs = torch.arange(12.0, device="cuda").reshape(3, 4)
+    tensor = Context().from_array(theirs.T, copy=False)
+    assert np.array_equal(tensor.to_numpy(), theirs.T.cpu().numpy())
+    theirs += 1
+    torch.cuda.synchronize()
+    assert np.array_equal(tensor.to_numpy(), theirs.T.cpu().numpy())
+    seen = torch.as_tensor(tensor.as_array(), device="cuda")
+    assert seen.data_ptr() == theirs.data_ptr()
+    with pytest.raises(ggmlb.ArgumentError, match="gives no access"):
+        Context().from_array(theirs.requires_grad_(), copy=False)

@@ -316,3 +316,18 @@ def test_from_dlpack_asks_for_what_it_is_named_for() -> None:
     assert Context().from_dlpack(array).to_numpy()[2, 3] == 11
     with pytest.raises(ggmlb.ArgumentError, match="no __dlpack__"):
         Context().from_dlpack([1, 2])
+
+
+def test_what_a_library_says_of_memory_on_cuda_becomes_our_error() -> None:
+    class Parameter:
+        """As PyTorch's tensor on a card that requires its gradient."""
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            raise RuntimeError("use var.detach()")
+
+    with pytest.raises(ggmlb.ArgumentError, match=r"gives no access to its memory: use var.detach"):
+        Context().from_array(Parameter())

@@ -82,6 +82,14 @@ class CudaBuffer(Buffer):
             self._array = driver.array(self.address, self.size, index, self._memory)
         return self._array
 
+    def exported(self, tensor: Tensor, call: str) -> Any:
+        """Wait for queued work first: the protocols promise memory that can be read at once."""
+        self.check_alive(call)
+        with cuda_errors(self.device.driver, f"{call} of {tensor.describe()}"), self.device.on():
+            for stream in [s for s in self.streams if s.handle]:
+                stream.synchronize()
+        return super().exported(tensor, call)
+
     def _as_array(
         self, tensor: Tensor, dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Any:
