@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
@@ -28,7 +29,8 @@ AbortCallback = Callable[[], bool]
 class Backend(Queue):
     """A stream of work on a device (ggml_backend).
 
-    It computes graphs; its transfers, events and times are those of a `Queue`.
+    It computes graphs; its transfers, events and times are those of a `Queue`. Threads that plan or compute
+    on it take turns, as steps share its scratch memory.
 
     Attributes:
         abort_callback: Asked between the steps of a graph, where the backend can stop
@@ -38,6 +40,7 @@ class Backend(Queue):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.abort_callback: AbortCallback | None = None
+        self._turns = RLock()
         self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
 
     # -- facts ---------------------------------------------------------------------------------
@@ -96,7 +99,7 @@ class Backend(Queue):
         self.check_alive("graph_plan_create")
         need_graph("graph_plan_create", graph)
         self._check_graph(graph)
-        with Action("graph_plan_create", self) if observers else QUIET:
+        with Action("graph_plan_create", self) if observers else QUIET, self._turns:
             return self._plan(graph)
 
     def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
@@ -113,10 +116,12 @@ class Backend(Queue):
         self._check_plan(plan, "graph_plan_compute")
         if not observers:
             plan.check_memory()
-            return self._compute(plan)
+            with self._turns:
+                return self._compute(plan)
         with Action("graph_plan_compute", self, plan=plan):
             plan.check_memory()  # observers first: a sanitizer has more to say
-            return self._compute(plan)
+            with self._turns:
+                return self._compute(plan)
 
     def graph_plan_free(self, plan: GraphPlan) -> None:
         """Release what the plan holds (ggml_backend_graph_plan_free)."""

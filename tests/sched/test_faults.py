@@ -7,6 +7,7 @@ the right result.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -225,3 +226,35 @@ def test_two_schedulers_in_two_threads(devices, stack):
             thread.join(60)
     assert not failed
     assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("device", ["CPU", "OpenCL0", "Numba"])
+def test_two_threads_may_compute_on_one_stream(device, stack):
+    """They take turns: what they plan and compute has the stream's scratch memory to itself."""
+    backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in (device, "CPU")]
+    weights, random = ggmlb.Context(), np.random.default_rng(0)
+    w, w2 = (weights.new_tensor(dtype, (256, 256)) for dtype in ("q4_0", "f16"))
+    stack.enter_context(ggmlb.alloc_ctx_tensors(weights, backends[0]))
+    for weight in (w, w2):
+        weight.set_array(random.normal(size=(256, 256)))
+
+    def results(seed: int, n: int) -> list[np.ndarray]:
+        c, x_values = ggmlb.Context(), np.random.default_rng(seed).normal(size=(32, 256))
+        x = y = c.set_input(c.new_tensor("f32", (256, 32)))
+        for _ in range(3):
+            y = c.rms_norm(c.mul_mat(w2, c.mul_mat(w, y)), 1e-5)
+        graph = ggmlb.Graph().build_forward_expand(c.set_output(y))
+        found = []
+        with Scheduler(backends) as sched:
+            for _ in range(n):
+                sched.alloc_graph(graph)
+                x.set_array(x_values)
+                sched.graph_compute(graph)
+                found.append(y.to_numpy())
+        return found
+
+    alone = [results(seed, 1)[0] for seed in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(results, seed, 10) for seed in range(2)]
+        for expected, found in zip(alone, both, strict=True):
+            assert all(np.array_equal(expected, y) for y in found.result(120))
