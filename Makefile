@@ -49,6 +49,7 @@ lint-cuda: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/alloc_peak.py
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/quants.py
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/opencl.py
