@@ -120,6 +120,19 @@ def test_what_it_cannot_do_is_said(cpu, buft):
             sched.graph_compute(graph)
 
 
+def test_a_view_is_read_only_where_it_is_the_whole_weight(cpu, buft):
+    values = np.random.default_rng(0).standard_normal((M, K), np.float32)
+    with weight(buft, DType.F32, K, M) as w:
+        w.set_array(values)
+        ctx = Context()
+        a, b = (ctx.set_input(ctx.new_tensor(DType.F32, (k, N))) for k in (K, K // 2))
+        x = np.ones((N, K), np.float32)
+        y = compute(cpu, ctx.mul_mat(ctx.reshape_2d(w, K, M), a), {a: x})
+        np.testing.assert_allclose(y, x @ values.T, rtol=1e-4, atol=1e-4)
+        with pytest.raises(UnsupportedOpError, match="give the product the weight itself"):
+            compute(cpu, ctx.mul_mat(ctx.reshape_2d(w, K // 2, 2 * M), b), {b: x[:, : K // 2]})
+
+
 def test_zero_memory_gives_zero_weights(cpu, buft):
     with weight(buft, DType.Q4_0, K, M) as w:
         w.buffer.clear(0)

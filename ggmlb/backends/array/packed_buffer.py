@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.enums import NO_OPS
 from ggmlb.interface import Buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from ggmlb.enums import Op
-    from ggmlb.interface import BufferType
     from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
@@ -66,14 +61,3 @@ class PackedBuffer(Buffer):
         size = self.group_nbytes(whole)
         start = tensor.offset - whole.offset + offset
         return whole, start, start // size * size, -(-(start + nbytes) // size) * size
-
-
-def misplaced(node: Tensor, buft: BufferType, readers: Collection[Op], who: str) -> str | None:
-    """Return why a node cannot use what lies in memory for weights: `who` may read `src0` there."""
-    if node.op in NO_OPS:
-        return None
-    for i, src in enumerate(node.src):
-        lies_there = src is not None and src.buffer is not None and src.buffer.buft is buft
-        if lies_there and (i or node.op not in readers):
-            return f"src{i} lies in {buft.name} memory, which only {who} read"
-    return None

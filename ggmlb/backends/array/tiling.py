@@ -92,13 +92,13 @@ class Stage:
         args = list(arrays)
         for i, cast in enumerate(self.casts):
             if cast is not None:
-                args[i] = _shaped(next(free), value_shape(tile[i]))
+                args[i] = shaped(next(free), value_shape(tile[i]))
                 if i:
                     steps.append(partial(cast, args[i], arrays[i]))
         args += [self.lw.bind(view) for view in self.whole]
         if self.n_scratch:
             shape = value_shape(tile[self.like])
-            args += [_shaped(next(free), shape) for _ in range(self.n_scratch)]
+            args += [shaped(next(free), shape) for _ in range(self.n_scratch)]
         steps.append(partial(self.kernel, *args))
         store = self.casts[0]
         if store is not None:
@@ -199,7 +199,8 @@ def _meet(a: list[Range], b: list[Range]) -> bool:
     return any(a[i][1] > b[i + 1][0] or b[i][1] > a[i + 1][0] for i in range(len(a) - 1))
 
 
-def _shaped(flat: Array, shape: tuple[int, ...]) -> Array:
+def shaped(flat: Array, shape: tuple[int, ...]) -> Array:
+    """The first elements of flat scratch, in that shape."""
     return flat[: prod(shape)].reshape(shape)
 
 

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ggmlb import dtypes
+from ggmlb.backends.array.weight_memory import misplaced, weight_in
 from ggmlb.dtypes import DType
-from ggmlb.enums import Op
 from ggmlb.errors import BackendError, BoundsError, DTypeError, ShapeError
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
+from ggmlb.tensor import same_layout
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
     from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Ne, Tensor
-
-WEIGHT_OPS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID})
-"""Ops that read a weight, their first operand, from here."""
 
 CHUNK: Final = 1 << 20
 """Values that are converted at a time."""
@@ -49,13 +47,10 @@ class FloatBufferType(BufferType):
 
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
-        for i, src in enumerate(node.src):
-            if src is not None and src.buffer is not None and src.buffer.buft is self:
-                if i or node.op not in WEIGHT_OPS:
-                    return f"src{i} lies in {self.name} memory, which only products read"
-                if not src.is_contiguous():
-                    return f"src0 lies in {self.name} memory, and is not contiguous"
-        return None
+        weight = weight_in(self, node)
+        if weight is not None and weight.view_src is not None and not same_layout(weight, weight.view_src):
+            return f"src0 is a view of a weight in {self.name} memory: give the product the weight itself"
+        return misplaced(self, node)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         self.is_used = True

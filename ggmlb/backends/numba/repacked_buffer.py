@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ggmlb.backends.array.packed_buffer import PackedBuffer, misplaced
+from ggmlb.backends.array.packed_buffer import PackedBuffer
+from ggmlb.backends.array.weight_memory import misplaced, weight_in
 from ggmlb.backends.numba.kernels.strip import BITS, FIELDS, ROWS
-from ggmlb.enums import Op
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from ggmlb.dtypes import DType
     from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
-
-WEIGHT_OPS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID})
-"""Ops that read a weight, their first operand, from here."""
 
 IN_STRIPS: Final = "_x16"
 """What it adds to the name of a type that it packs."""
@@ -44,10 +41,10 @@ class RepackedBufferType(BufferType):
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
         if not self._used:
             return None
-        src = node.src[0] if node.op in WEIGHT_OPS else None
-        if src is not None and src.buffer is not None and src.buffer.buft is self and not _is_whole(src):
+        weight = weight_in(self, node)
+        if weight is not None and not _is_whole(weight):
             return f"src0 is a part of a weight in {self.name} memory: give the product the whole weight"
-        return misplaced(node, self, WEIGHT_OPS, "products")
+        return misplaced(self, node)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         self._used = True

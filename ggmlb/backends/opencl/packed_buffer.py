@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ggmlb.backends.array.packed_buffer import PackedBuffer, misplaced
+from ggmlb.backends.array.packed_buffer import PackedBuffer
+from ggmlb.backends.array.weight_memory import PRODUCTS, misplaced, weight_in
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.data import Bytes
     from ggmlb.tensor import Tensor
 
-WEIGHT_OPS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID, Op.GET_ROWS})
+READERS: Final = PRODUCTS | {Op.GET_ROWS}
 """Ops that read a weight, their first operand, from here."""
 
 SCALE_SIZES: Final = {DType.Q4_0: 2, DType.Q8_0: 2}
@@ -42,11 +43,10 @@ class OpenClPackedBufferType(OpenClBufferType):
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
         if not self._used:
             return None
-        src = node.src[0] if node.op in WEIGHT_OPS else None
-        lies_here = src is not None and src.buffer is not None and src.buffer.buft is self
-        if src is not None and lies_here and not (src.is_contiguous() and _begins_a_group(src)):
+        weight = weight_in(self, node, READERS)
+        if weight is not None and not (weight.is_contiguous() and _begins_a_group(weight)):
             return f"src0 lies in {self.name} memory, and is no run of whole rows"
-        return misplaced(node, self, WEIGHT_OPS, "products and get_rows")
+        return misplaced(self, node, READERS, "products and get_rows")
 
     def _buffer(self, memory: object, nbytes: int) -> OpenClBuffer:
         self._used = True

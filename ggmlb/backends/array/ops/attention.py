@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ from ggmlb.backends.array.ops.softmax import alibi_slopes
 from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.products import is_ready
 from ggmlb.backends.array.rules import F32, FLOAT, VALUE, operands, rule
-from ggmlb.backends.array.tiling import value_shape
+from ggmlb.backends.array.tiling import shaped, value_shape
 from ggmlb.backends.array.views import View, broadcast, cuts
 from ggmlb.enums import Op
 
@@ -108,7 +107,7 @@ class _Attention:
 
     def _load(self, steps: list[Step], values: Array, view: View) -> Array:
         """Append the reading of a view into scratch, and return that."""
-        values = _shaped(values, value_shape(view))
+        values = shaped(values, value_shape(view))
         load = self.lw.casts.load(view.type) or self.lw.casts.copy
         steps.append(partial(load, values, self.lw.bind(view)))
         return values
@@ -128,9 +127,9 @@ class _Attention:
         grid, flat = (*outer, self.group, rows[1]), (*outer, self.group * rows[1])
         n_kv, dk, dv = k.shape[-2], k.shape[-1], v.shape[-1]
         q = self._load(steps, scratch.q, part(self.q))
-        logits, out = _shaped(scratch.logits, (*grid, n_kv)), _shaped(scratch.out, (*grid, dv))
+        logits, out = shaped(scratch.logits, (*grid, n_kv)), shaped(scratch.out, (*grid, dv))
         bias = None if self.mask is None else self._load(steps, scratch.bias, _once(part(self.mask)))
-        scaled = _shaped(scratch.scaled, (*grid, n_kv)) if self.slopes is not None else None
+        scaled = shaped(scratch.scaled, (*grid, n_kv)) if self.slopes is not None else None
         slopes, sinks, y = of_heads(self.slopes), of_heads(self.sinks), lw.bind(part(self.y))
         factor, softcap = self.scale / (self.softcap or 1), self.softcap
 
@@ -177,8 +176,3 @@ def _once(view: View) -> View:
     """The view without its repetitions, which broadcasting brings back."""
     shape = tuple(1 if stride == 0 else n for n, stride in zip(view.shape, view.strides, strict=True))
     return view.reshaped(shape, view.strides)
-
-
-def _shaped(scratch: Array, shape: tuple[int, ...]) -> Array:
-    """The first elements of flat scratch, in that shape."""
-    return scratch[: prod(shape)].reshape(shape)
