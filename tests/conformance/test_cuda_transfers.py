@@ -281,6 +281,26 @@ def test_a_callers_memory_is_pinned_where_it_is_allowed(
     assert again.is_pinned
 
 
+def test_a_callers_memory_stays_pinned_while_a_transfer_uses_it(
+    device: CudaDevice, stream: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGMLB_CUDA_REGISTER_HOST", "1")
+    memory, t = np.arange(1000, dtype=np.float32), leaf(stream)
+    first, second = (device.buffer_from_host_ptr(memory) for _ in range(2))
+    hold_up(stream)
+    stream.set_tensor_async(t, first.base)
+    del first
+    gc.collect()
+    assert device.registrations._arrays, "a transfer and another buffer use it"
+    del second
+    gc.collect()
+    assert device.registrations._arrays, "a transfer uses it"
+    stream.synchronize()
+    gc.collect()
+    assert not device.registrations._arrays
+    assert np.array_equal(t.to_numpy(), memory)
+
+
 def test_what_fills_memory_of_another_library_is_waited_for(device: CudaDevice, stream: CudaBackend) -> None:
     lender = leaf(stream)
     lender.memset(0)

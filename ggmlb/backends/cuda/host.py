@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ggmlb import env
 from ggmlb.backends.cuda.buffer import ALIGNMENT
@@ -54,6 +57,7 @@ class Registrations:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._arrays: dict[int, Bytes] = {}
+        self._memories: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 
     def add(self, array: Bytes) -> bool:
         """Lock an array's pages; return whether the system let it.
@@ -80,9 +84,18 @@ class Registrations:
                 self._device.driver.unregister(array)
 
     def buffer(self, buft: CudaHostBufferType, array: Bytes) -> CudaHostBuffer:
-        """Use an array's memory as a host buffer, locked while the buffer lives if the system lets it."""
-        is_pinned = array.size > 0 and self.add(array)
-        buffer = CudaHostBuffer(buft, array, is_pinned=is_pinned)
-        if is_pinned:
-            weakref.finalize(buffer, self.remove, array.ctypes.data).atexit = False
-        return buffer
+        """Use an array's memory as a host buffer, locked if the system lets it.
+
+        It is unlocked when the buffer and all views of it are gone; a transfer under way holds one.
+        """
+        if not array.size or not self.add(array):
+            return CudaHostBuffer(buft, array, is_pinned=False)
+        address = array.ctypes.data
+        memory: Any = self._memories.get((address, array.size))
+        if memory is None:
+            memory = (ctypes.c_ubyte * array.size).from_address(address)
+            self._memories[address, array.size] = memory
+            weakref.finalize(memory, self.remove, address).atexit = False
+        seen: Bytes = np.frombuffer(memory, np.uint8)
+        seen.flags.writeable = array.flags.writeable
+        return CudaHostBuffer(buft, seen, is_pinned=True)
