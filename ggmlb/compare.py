@@ -167,7 +167,7 @@ def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Diff
     Each backend goes on with its own values, so a difference shows in later nodes too.
 
     Raises:
-        As `compare_graph_backend`.
+        Error: As `compare_graph_backend`.
     """
     found: list[Difference] = []
 

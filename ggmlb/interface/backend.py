@@ -136,7 +136,7 @@ class Backend(Queue):
             `Status.ABORTED` if the abort callback asked for it, else `Status.SUCCESS`.
 
         Raises:
-            As `graph_plan_create`.
+            Error: As `graph_plan_create`.
         """
         self.check_alive("graph_compute_async")
         need_graph("graph_compute", graph)

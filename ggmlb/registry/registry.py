@@ -236,7 +236,7 @@ class Registry:
             params: Settings that the backend defines.
 
         Raises:
-            As `device_by_name` and `Device.init_backend`.
+            Error: As `device_by_name` and `Device.init_backend`.
         """
         return self.device_by_name(name).init_backend(params)
 
@@ -244,7 +244,7 @@ class Registry:
         """Open a stream on the first device of a type (ggml_backend_init_by_type).
 
         Raises:
-            As `device_by_type` and `Device.init_backend`.
+            Error: As `device_by_type` and `Device.init_backend`.
         """
         return self.device_by_type(type).init_backend(params)
 

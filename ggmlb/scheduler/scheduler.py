@@ -271,7 +271,7 @@ class Scheduler(Shown, Freeable):
             `Status.ABORTED` if an abort or eval callback asked for it, else `Status.SUCCESS`.
 
         Raises:
-            As `graph_compute_async`.
+            Error: As `graph_compute_async`.
         """
         status = self.graph_compute_async(graph)
         self.synchronize()

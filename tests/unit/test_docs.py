@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -22,7 +23,7 @@ def blocks(page: str, language: str) -> list[str]:
     ("page", "program"),
     [
         (page, program)
-        for page in ("index.md", "getting-started.md", "debugging.md")
+        for page in ("index.md", "getting-started.md", "debugging.md", "conformance.md")
         for program in blocks(page, "python")
     ],
 )
@@ -42,6 +43,23 @@ def test_the_page_on_backends_is_the_backend_that_is_tested() -> None:
     typed_in = "\n\n\n".join(block.strip("\n") for block in blocks("backend.md", "python"))
     assert typed_in == module.strip("\n")
     assert blocks("backend.md", "toml") == [(package / "pyproject.toml").read_text()]
+
+
+def test_docstrings_name_what_they_tell_of() -> None:
+    """`make docs` is strict: an argument or error without its name is a warning there, and so a failure."""
+    wrong = []
+    for path in sorted((ROOT / "ggmlb").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                told = ast.get_docstring(node) or ""
+                for section in re.findall(
+                    r"^(?:Raises|Args|Attributes):\n((?:    .*\n?|\n(?=    ))+)", told, re.M
+                ):
+                    items = re.findall(r"^    (\S.*)$", section, re.M)
+                    wrong += [
+                        f"{path.name}: {item}" for item in items if not re.match(r"[\w*., |`\[\]]+: \S", item)
+                    ]
+    assert wrong == []
 
 
 SOURCES = "\n".join(path.read_text() for path in (ROOT / "ggmlb").rglob("*.py"))
