@@ -20,7 +20,14 @@ TYPES = (
 )  # fmt: skip
 ROWS = (1, 2, 4, 8, 64, 512)
 REPACKED = "Numba_Repacked"
-"""The device's own memory for weights; ggml's lie in plain memory."""
+"""The device's own memory for weights; ggml's lie in plain memory, but in parts that begin with `peer`."""
+PEERS = {
+    (1, "AMX"): ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"),
+    (1, "CPU_REPACK"): ("Q4_0", "Q4_K", "IQ4_NL"),
+    (512, "CPU_REPACK"): ("Q4_0", "Q4_K", "IQ4_NL"),
+}
+"""ggml's own memory for weights, which llama.cpp uses where it can: columns, its name, types that it takes.
+Products of several columns in AMX memory end in an illegal instruction on the machine of the figures."""
 FASTER = {(1, "Q4_0"), (1, "Q8_0"), (1, "Q4_K"), *((512, name) for name in TYPES)}
 """Products that should take 1/1.3 of ggml's time; all else at most as long."""
 
@@ -46,17 +53,24 @@ def _tiny(c: Any) -> Any:
     return x
 
 
-def _product(name: str, n: int, storage: str = "CPU") -> Case:
+def _product(name: str, n: int, storage: str = "CPU", peer: str = "CPU") -> Case:
     error = 1e-6 if name == "F32" else 1e-3
     build = partial(ops_cases._mul_mat, DType[name], n)
     target = 1.3 if (n, name) in FASTER else 1.0
     where = "" if storage == "CPU" else f", {storage}"
-    return Case("mul_mat", f"{name.lower()}, n = {n}{where}", build, target, error, storage)
+    if peer != "CPU":
+        where, target = f"{where} beside {peer}", None
+    what = f"{name.lower()}, n = {n}{where}"
+    return Case("mul_mat", what, build, target, error, storage, peer=peer)
 
 
 PARTS: dict[str, list[Case]] = {
     **{f"n{n}": [_product(name, n) for name in TYPES] for n in ROWS},
     **{f"r{n}": [_product(name, n, REPACKED) for name in TYPES] for n in ROWS},
+    **{
+        f"peer-{peer}-{n}": [_product(name, n, REPACKED, peer) for name in types]
+        for (n, peer), types in PEERS.items()
+    },
     "ops": [
         replace(case, target=1.0, storage="CPU")
         for case in ops_cases.CASES

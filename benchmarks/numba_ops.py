@@ -3,8 +3,9 @@
 As `ops.py` does it: two processes that take turns, with the same data and threads; results are compared
 before anything is measured. The column `ratio` is the median of the rounds' ratios of best calls. `GB/s` is
 the weight's or cache's bytes over our time; the machine's own reading speed is below the table, by a loop of
-vector loads over as many threads. Parts can be run apart, each in less than two minutes; the page holds
-what was last measured of each.
+vector loads over as many threads. ggml's weights lie in its plain memory, but where a row says "beside
+CPU_REPACK" or "beside AMX": these kinds of memory are to ggml what Numba_Repacked is here. Parts can be run
+apart, each in less than two minutes; the page holds what was last measured of each.
 
     python benchmarks/numba_ops.py [--rounds 3] [--threads 2] [--parts n1,n2,ops]
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +38,7 @@ class Case:
         storage: Name of the buffer type that has the leafs here.
         note: Why the ratio is what it is, where it is low.
         device: Name of the device that computes.
+        peer: Memory of ggml's that has the first leaf there.
     """
 
     op: str
@@ -47,6 +49,7 @@ class Case:
     storage: str = "CPU"
     note: str = ""
     device: str = "CPU"
+    peer: str = "CPU"
 
 
 class Library:
@@ -126,7 +129,11 @@ class Ggml(Library):
 
         super().__init__()
         self._ggml = ggml
-        self._ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=1 << 20, mem_buffer=None, no_alloc=True))
+        self._weights, self._ctx = (
+            ggml.ggml_init(ggml.ggml_init_params(mem_size=1 << 20, mem_buffer=None, no_alloc=True))
+            for _ in range(2)
+        )
+        self._peer = case.peer
         self._backend = ggml.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(self._backend, threads)
         self.result = case.build(self)
@@ -134,15 +141,25 @@ class Ggml(Library):
         ggml.ggml_build_forward_expand(self._graph, self.result)
         self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._ctx, self._backend)
         _use_huge_pages(ggml.ggml_backend_buffer_get_base(self._buffer), self._nbytes())
-        for tensor, data in self.data:
-            ctypes.memmove(tensor.contents.data, data, len(data))
+        self._weight = None
+        for i, (tensor, data) in enumerate(self.data):
+            if i == 0 and case.peer != "CPU":
+                buft = extra_bufts(ggml, self._backend)[case.peer]
+                self._weight = ggml.ggml_backend_alloc_ctx_tensors_from_buft(self._weights, buft)
+                ggml.ggml_backend_buffer_set_usage(self._weight, ggml.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+                ggml.ggml_backend_tensor_set(tensor, data, 0, len(data))
+                if not ggml.ggml_backend_supports_op(self._backend, self.result):
+                    raise RuntimeError(f"ggml does not compute '{case.what}' with weights in {case.peer}")
+            else:
+                ctypes.memmove(tensor.contents.data, data, len(data))
 
     def _nbytes(self) -> int:
         return int(self._ggml.ggml_backend_buffer_get_size(self._buffer))
 
     def new_tensor(self, dtype: DType, ne: tuple[int, ...]) -> Any:
         shape = (ctypes.c_int64 * 4)(*ne, *(1,) * (4 - len(ne)))
-        return self._ggml.ggml_new_tensor(self._ctx, int(dtype), 4, shape)
+        is_weight = self._peer != "CPU" and not self.data
+        return self._ggml.ggml_new_tensor(self._weights if is_weight else self._ctx, int(dtype), 4, shape)
 
     def __getattr__(self, name: str) -> Any:
         return partial(getattr(self._ggml, f"ggml_{name}"), self._ctx)
@@ -157,9 +174,25 @@ class Ggml(Library):
         return np.frombuffer(memory, dtype).copy()
 
     def close(self) -> None:
-        self._ggml.ggml_backend_buffer_free(self._buffer)
+        for buffer in (self._buffer, self._weight):
+            if buffer is not None:
+                self._ggml.ggml_backend_buffer_free(buffer)
         self._ggml.ggml_backend_free(self._backend)
         self._ggml.ggml_free(self._ctx)
+        self._ggml.ggml_free(self._weights)
+
+
+def extra_bufts(ggml: Any, backend: Any) -> dict[str, Any]:
+    """The kinds of memory that ggml's CPU has for weights, by name."""
+    device = ggml.ggml_backend_get_device(backend)
+    reg = ggml.ggml_backend_dev_backend_reg(device)
+    address = ggml.ggml_backend_reg_get_proc_address(reg, b"ggml_backend_dev_get_extra_bufts")
+    pointers = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(device)
+    found = {}
+    for i in itertools.count():
+        if not pointers[i]:
+            return found
+        found[ggml.ggml_backend_buft_name(pointers[i]).decode()] = pointers[i]
 
 
 def _use_huge_pages(address: int, nbytes: int) -> None:
