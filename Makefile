@@ -84,7 +84,7 @@ notebooks: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with its search: python3 -m http.server -d build/site"
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -15,6 +15,7 @@ from ggmlb.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks/results"
 
 
 def blocks(language: str) -> list[str]:
@@ -83,3 +84,19 @@ def test_make_targets_and_extras_exist() -> None:
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README))
 def test_links_lead_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
+
+
+def ratios(page: str) -> list[float]:
+    """The column `ratio` of a page of benchmarks/results."""
+    rows = [[cell.strip() for cell in line.split("|")] for line in (RESULTS / page).read_text().splitlines()]
+    column = next(row.index("ratio") for row in rows if "ratio" in row)
+    return [float(row[column]) for row in rows if len(row) > column and re.fullmatch(r"[\d.]+", row[column])]
+
+
+def test_figures_are_those_of_the_results() -> None:
+    """Whoever records anew corrects the README as well."""
+    numba, numpy = ratios("embed_numba_cpu.md"), ratios("embed.md")
+    assert f"{numba[0]:.1f} and {numba[1]:.1f} times as fast with the `Numba` device" in README
+    assert f"{numpy[0]:.1f} and {numpy[1]:.1f} times [with NumPy alone]" in README
+    decode = ratios("numba_decode.md")
+    assert README.count(f"{min(decode):.1f} to {max(decode):.1f} times") == 2
