@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 from ggmlb import registry
-from ggmlb.enums import DeviceType, TensorFlag
+from ggmlb.enums import DeviceType, Op, TensorFlag
 from ggmlb.errors import ArgumentError, did_you_mean, kind_of
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend
@@ -79,17 +79,18 @@ def evaluate(
 
 def _values(graph: Graph, inputs: Mapping[Tensor | str, npt.ArrayLike]) -> dict[Tensor, npt.ArrayLike]:
     """Find the leaf of each input, and the input of each leaf."""
-    by_name = {t.name: t for t in graph.leafs if t.name}
+    leafs = [*graph.leafs, *(t for t in graph.nodes if t.op is Op.NONE)]  # parameters count as nodes
+    by_name = {t.name: t for t in leafs if t.name}
     values: dict[Tensor, npt.ArrayLike] = {}
     for key, array in inputs.items():
-        if isinstance(key, Tensor) and key in graph.leafs:
+        if isinstance(key, Tensor) and key in leafs:
             values[key] = array
         elif isinstance(key, str) and key in by_name:
             values[by_name[key]] = array
         else:
             name = key if isinstance(key, str) else key.describe()
             raise ArgumentError(f"evaluate: no leaf {name!r} in the graph{did_you_mean(name, by_name)}")
-    missing = [t.describe() for t in graph.leafs if t.buffer is None and t not in values]
+    missing = [t.describe() for t in leafs if t.buffer is None and t not in values]
     if missing:
         raise ArgumentError(f"evaluate: no values for {', '.join(missing)}; give them in inputs=")
     return values

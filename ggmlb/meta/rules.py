@@ -211,8 +211,10 @@ def add_id(node: Tensor, states: States) -> Outcome | None:
 
 
 def optimizer_step(node: Tensor, states: States) -> Outcome | None:
-    """Element by element; what is written beside the result must be dealt out alike."""
-    return elementwise(node, states) if len(set(states[:-1])) == 1 and not states[-1].is_cut else None
+    """Element by element, but for the rates; all that is written must be dealt out alike."""
+    state, rates = states[0], states[-1]
+    is_alike = state.is_cut and not rates.is_cut and all(s == state for s in states[:-1])
+    return Outcome(state, (*states[:-1], MIRRORED)) if is_alike else None
 
 
 def _has(node: Tensor, i: int) -> bool:

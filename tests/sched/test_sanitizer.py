@@ -158,3 +158,18 @@ def test_bytes_that_nobody_wrote(bench):
         assert x.get(0, 16).any()
         with found("unwritten", "reads", "'x'", "never written"):
             x.to_numpy()
+        (y,) = placed(bench.gpu0, "y")
+        y.buffer.clear()
+        y.to_numpy()
+
+
+def test_of_memory_from_before_the_start_nobody_knows_who_wrote_it(bench):
+    ctx = Context()
+    x, y = ctx.new_tensor(F32, (8,), name="x"), Context().new_tensor(F32, (8,), name="y")
+    alloc_ctx_tensors(ctx, bench.gpu0)
+    with ggmlb.sanitize(unwritten=True):
+        x.to_numpy()
+        fresh = bench.gpu0.alloc_buffer(y.nbytes)
+        ggmlb.tensor_alloc(fresh, y, 0)
+        with found("unwritten", "reads", "'y'", "never written"):  # not a byte of it
+            y.to_numpy()

@@ -126,6 +126,7 @@ def test_the_old_memory_goes_before_the_new_comes() -> None:
 
 def test_what_a_failed_hook_was_preparing_is_not_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, x, y = model()
+    graph.build_forward_expand(view := Context().view_1d(x, 4))
 
     def prepare(buffer: TestBuffer, tensor: object) -> None:
         if tensor is y:
@@ -136,6 +137,7 @@ def test_what_a_failed_hook_was_preparing_is_not_placed(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             allocator.alloc_graph(graph)
         assert all(t.buffer is None for t in graph)
+        assert view in graph.nodes
         monkeypatch.undo()
         allocator.alloc_graph(graph)
         x.get()

@@ -51,6 +51,16 @@ def test_tensors_are_left_as_they_were(program: Any) -> None:
     assert all(t.buffer is None for t in results.values())
 
 
+def test_parameters_are_given_as_other_leafs_are() -> None:
+    ctx = Context()
+    x, grad, rate = (ctx.new_tensor("f32", n, name) for n, name in ((3, "x"), (3, "grad"), (2, "rate")))
+    step = ctx.opt_step_sgd(ctx.set_param(x), grad, rate)
+    values = {"x": [1, 2, 3], grad: [1, 1, 2], "rate": [0.5, 0]}
+    assert evaluate(step, values).tolist() == [0.5, 1.5, 2]
+    with pytest.raises(ggmlb.ArgumentError, match=r"no values for .*'x'"):
+        evaluate(step, {"grad": [1, 1, 2], "rate": [0.5, 0]})
+
+
 @pytest.mark.parametrize(
     ("inputs", "devices", "error", "match"),
     [

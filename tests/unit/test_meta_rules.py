@@ -37,6 +37,8 @@ PROGRAMS: dict[str, Program] = {
     "sum": (Context.sum_rows, {"x": (8, 6)}),
     "norm": (lambda c, x: c.rms_norm(x, 1e-5), {"x": (8, 6)}),
     "add": (Context.add, {"x": (8, 6), "y": (8, 1)}),
+    "add repeated": (Context.add, {"x": (8, 6), "y": (4, 3)}),
+    "step": (lambda c, x, g, p: c.opt_step_sgd(c.set_param(x), g, p), {"x": (8, 6), "g": (8, 6), "p": (2,)}),
 }
 
 # The program; the dimension along which each leaf is cut, mirrored if not named; sums and gathers.
@@ -73,6 +75,14 @@ CASES: list[tuple[str, dict[str, int], tuple[int, int]]] = [
     ("add", {"x": 0}, (0, 0)),
     ("add", {"x": 1}, (0, 0)),
     ("add", {"y": 0}, (0, 0)),
+    ("add repeated", {"y": 0}, (0, 1)),
+    ("add repeated", {"y": 1}, (0, 1)),
+    ("add repeated", {"x": 0}, (0, 1)),
+    ("step", {"x": 0, "g": 0}, (0, 0)),
+    ("step", {"x": 1, "g": 1}, (0, 0)),
+    ("step", {"x": 0}, (0, 1)),
+    ("step", {"x": 0, "g": 1}, (0, 2)),
+    ("step", {"x": 0, "g": 0, "p": 0}, (0, 3)),
 ]
 
 

@@ -11,6 +11,7 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError, BoundsError, ShapeError
+from ggmlb.tensor import Tensor
 
 A = (6, 5, 4, 3)  # f32: nb (4, 24, 120, 480), 1440 bytes
 
@@ -235,3 +236,18 @@ def test_a_view_has_whole_numbers(name):
     with pytest.raises(ArgumentError, match="must be whole"):
         NARROW[name](ctx, a, float, 0.0)
     assert len(ctx) == 1
+
+
+@pytest.mark.parametrize(
+    ("nb", "expected"),
+    [
+        ((4, 24, 120, 480), False),  # as a new tensor
+        ((16, 96, 4, 480), True),
+        ((80, 16, 4, 480), False),  # columns of rows
+        ((16, 16, 4, 480), False),
+        ((16, 96, 8, 480), False),  # every second channel
+        ((4, 96, 4, 480), False),
+    ],
+)
+def test_channels_are_contiguous_where_they_are_innermost(nb, expected):
+    assert Tensor(DType.F32, A, nb).is_contiguous_channels() == expected
