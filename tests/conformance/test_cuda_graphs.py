@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.errors import BackendError, BackendUnavailable, FreedError, UnsupportedOpError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.tensor import Tensor
 
@@ -181,24 +184,30 @@ def test_what_cannot_be_captured_runs_between_graphs(stream: CudaBackend) -> Non
     assert [s.is_captured for s in plan.segments] == [True, False, True]
 
 
-def test_a_step_that_fails_in_a_capture_leaves_the_stream_usable(
-    stream: CudaBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def second_step_raises(segment: Any, error: BaseException) -> Iterator[None]:
+    def fail(handle: int) -> None:
+        raise error
+
+    steps = segment.steps
+    segment.steps = [steps[0], steps[1]._replace(call=fail), *steps[2:]]
+    yield
+    segment.steps = steps
+
+
+def test_a_step_that_fails_in_a_capture_leaves_the_stream_usable(stream: CudaBackend) -> None:
     a, y, graph = chain(stream)
     a.set(ones())
     plan = plan_of(stream, graph)
     stream.graph_plan_compute(plan)
     segment = plan.segments[0]
-    steps = segment.steps
-    refusal = stream.device.driver.errors[0]
-
-    def refuse(handle: int) -> None:
-        raise refusal(900)
-
-    segment.steps = [steps[0], steps[1]._replace(call=refuse), *steps[2:]]
-    with pytest.warns(RuntimeWarning, match="not replayed"), pytest.raises(BackendError):
+    refusal = stream.device.driver.errors[0](900)
+    with (
+        second_step_raises(segment, refusal),
+        pytest.warns(RuntimeWarning, match="not replayed"),
+        pytest.raises(BackendError),
+    ):
         stream.graph_plan_compute(plan)  # the capture fails, and so does the step by itself
-    segment.steps = steps
     y.memset(0)
     stream.graph_plan_compute(plan)
     stream.synchronize()
@@ -217,15 +226,8 @@ def test_an_interruption_in_a_capture_leaves_the_stream_usable(stream: CudaBacke
     plan = plan_of(stream, graph)
     stream.graph_plan_compute(plan)
     segment = plan.segments[0]
-    steps = segment.steps
-
-    def interrupt(handle: int) -> None:
-        raise KeyboardInterrupt
-
-    segment.steps = [steps[0], steps[1]._replace(call=interrupt), *steps[2:]]
-    with pytest.raises(KeyboardInterrupt):
+    with second_step_raises(segment, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         stream.graph_plan_compute(plan)
-    segment.steps = steps
     y.memset(0)
     for _ in range(2):
         stream.graph_plan_compute(plan)

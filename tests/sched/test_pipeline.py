@@ -109,10 +109,10 @@ def test_nothing_runs_before_somebody_waits(bench):
         assert sum("computes" in call for call in bench.reg.calls) == 4 * N_BATCHES
 
 
-def test_a_device_goes_on_while_the_next_one_still_computes(bench):
-    # What the first device has to do for later batches must not need that the second has done anything.
+def computed_without_the_second(bench, *, parallel: bool) -> list[str]:
+    """Queue five micro-batches, let the first device go on alone; return who computed, in order."""
     layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
-    with Scheduler(bench.backends, parallel=True) as sched:
+    with Scheduler(bench.backends, parallel=parallel) as sched:
         graph, x, _ = layers.build()
         sched.alloc_graph(graph)
         for batch in batches()[:5]:
@@ -120,23 +120,17 @@ def test_a_device_goes_on_while_the_next_one_still_computes(bench):
             sched.graph_compute_async(graph)
         bench.reg.calls.clear()
         bench.gpu0.run_until(bench.gpu0.n_queued)
-        stages = [call.split()[0] for call in bench.reg.calls if "computes" in call]
-        # Four batches have copies of their own; what the fifth sends waits for the first to have been read.
-        assert stages == ["Fake0"] * 5 + ["Fake1"]
+        return [call.split()[0] for call in bench.reg.calls if "computes" in call]
+
+
+def test_a_device_goes_on_while_the_next_one_still_computes(bench):
+    # Four batches have copies of their own; what the fifth sends waits for the first to have been read.
+    assert computed_without_the_second(bench, parallel=True) == ["Fake0"] * 5 + ["Fake1"]
 
 
 def test_with_one_copy_the_first_device_waits_for_the_second(bench):
     # The instrument of the test above.
-    layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
-    with Scheduler(bench.backends) as sched:
-        graph, x, _ = layers.build()
-        sched.alloc_graph(graph)
-        for batch in batches()[:5]:
-            x.set_array(batch)
-            sched.graph_compute_async(graph)
-        bench.reg.calls.clear()
-        bench.gpu0.run_until(bench.gpu0.n_queued)
-        assert sum("Fake1 computes" in call for call in bench.reg.calls) >= 4
+    assert computed_without_the_second(bench, parallel=False).count("Fake1") >= 4
 
 
 def test_two_streams_of_one_device(bench):
