@@ -30,14 +30,13 @@ class Case(Program):
         limit: What keeps OpenCL from being faster.
     """
 
+    device: str = "OpenCL0"
     gbytes: float = 0.0
     gflop: float = 0.0
     limit: str = ""
 
 
 class OpenCl(Ggmlb):
-    device = "OpenCL0"
-
     def memories(self, device: Any) -> list[Any]:
         return [device.buffer_type, device.packed_buffer_type]  # on a CPU it is not offered by itself
 

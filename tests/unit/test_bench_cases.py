@@ -1,0 +1,27 @@
+"""The programs of the benchmarks run on the devices that they are meant for, and give what NumPy gives."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize("device", ["OpenCL0", "CPU", "Numba"])
+@pytest.mark.parametrize("op", ["rms_norm", "soft_max"])
+def test_a_program_gives_what_numpy_gives(op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    ours = importlib.import_module("opencl_cases" if device == "OpenCL0" else "ops_cases")
+    numpy = importlib.import_module("opencl_cases")
+    case = next(case for case in ours.CASES if (case.op, case.device) == (op, device))
+    values = []
+    for library in (ours.OpenCl if device == "OpenCL0" else ours.Ggmlb, numpy.Numpy):
+        program = library(case, 2)
+        program.run()
+        values.append(np.array(program.values()))
+        program.close()
+    np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6)
