@@ -24,6 +24,7 @@ LAYERS = (
     "process",
     "html",
     "env",
+    "disk_cache",
     "progress",
     "enums",
     "quants",

@@ -1,15 +1,12 @@
 """Compiled kernels: made when first needed, kept on disk, loaded once per process.
 
-A file holds the machine code of one kernel, after its SHA-256. It is named by a digest of all that it depends
-on: the processor, the LLVM, the source of the emitters, and the kernel's own name and parameters. Loading one
-takes no compiler.
+A file (`disk_cache`) holds the machine code of one kernel, which depends on the processor, the LLVM, the
+source of the emitters, and the kernel's own name and parameters. Loading one takes no compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -17,10 +14,9 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
 from llvmlite import binding, ir
 
-from ggmlb import env
+from ggmlb import disk_cache, env
 from ggmlb.backends.numba.llvm import host
 from ggmlb.backends.numba.llvm.emit import Kernel
 
@@ -31,8 +27,6 @@ if TYPE_CHECKING:
 
 Emit = Callable[..., None]
 """Writes a kernel: `emit(kernel, *params)`."""
-
-_DIGEST_NBYTES = 32
 
 _lock = RLock()
 
@@ -51,7 +45,7 @@ class Library:
         self._machine = target.machine()
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
         self._addresses: dict[Hashable, int] = {}
-        self._folder = _folder()
+        self._folder = disk_cache.folder("numba")
         self._salt = f"{target.key}|{binding.llvm_version_info}|{_sources()}"
 
     def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
@@ -75,13 +69,13 @@ class Library:
         digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
         symbol = f"ggmlb_{digest}"
         path = self._folder / f"{digest}.o"
-        code = _kept(path)
+        code = disk_cache.load(path)
         if code is None:
             if task is not None:
                 task.step(name)
             code = self.compile(emit, params, symbol)
             self.n_compiled += 1
-            _keep(path, code)
+            disk_cache.save(path, code)
         self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(symbol))
@@ -107,34 +101,6 @@ def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, 
     passes = binding.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(parsed, passes)
     return parsed
-
-
-def _folder() -> Path:
-    """The folder of compiled kernels; it need not exist."""
-    root = env.cache_dir()
-    return (Path(root) if root is not None else platformdirs.user_cache_path("ggmlb", False)) / "numba"
-
-
-def _kept(path: Path) -> bytes | None:
-    """Read a file that `_keep` wrote; `None` if there is none, or it is damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = data[:_DIGEST_NBYTES], data[_DIGEST_NBYTES:]
-    return code if sha256(code).digest() == digest else None
-
-
-def _keep(path: Path, code: bytes) -> None:
-    """Write a file whole or not at all: other processes may read it meanwhile."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(sha256(code).digest() + code)
-        os.replace(temporary, path)
-    except OSError:
-        return  # a folder that cannot be written costs compiling again, nothing else
 
 
 @cache
