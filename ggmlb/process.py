@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ggmlb.errors import BackendError
+from ggmlb.errors import ArgumentError, BackendError
 
 
 def n_cpus() -> int:
@@ -12,6 +12,17 @@ def n_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def checked_n_threads(n: int) -> int:
+    """Return a number of threads that a user asked for.
+
+    Raises:
+        ArgumentError: It is less than 1.
+    """
+    if n < 1:
+        raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
+    return n
 
 
 class ForkGuard:

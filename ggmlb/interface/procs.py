@@ -18,6 +18,15 @@ def set_abort_callback(backend: Backend, callback: AbortCallback | None) -> None
     backend.abort_callback = callback
 
 
+def set_n_threads(backend: Backend, n: int) -> None:
+    """Let a backend that has threads use `n` from now on (ggml_backend_set_n_threads_t).
+
+    Raises:
+        ArgumentError: `n` is less than 1.
+    """
+    backend.set_n_threads(n)  # type: ignore[attr-defined]
+
+
 def dev_get_extra_bufts(device: Device) -> list[BufferType]:
     """Return `Device.extra_bufts` (ggml_backend_dev_get_extra_bufts_t)."""
     return list(device.extra_bufts)

@@ -5,6 +5,7 @@ Bytes change places within groups only; a transfer that ends inside a group read
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
 class PackedBuffer(Buffer):
     """Converts weights on their way; mixed in before the buffer that moves bytes."""
 
+    @abstractmethod
     def group_nbytes(self, tensor: Tensor) -> int:
         """Bytes of a group of a weight that is packed; it begins with one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
         """Whole groups in this memory's order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
         """Whole groups as ggml has them: what `pack` was given."""
-        raise NotImplementedError
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if not self.packing(tensor):

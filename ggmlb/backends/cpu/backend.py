@@ -11,9 +11,9 @@ from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.backends.cpu.threads import Threads
-from ggmlb.errors import ArgumentError
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.interface.host import aligned_empty
+from ggmlb.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
@@ -52,8 +52,7 @@ class CpuBackend(Backend):
         Raises:
             ArgumentError: `n` is less than 1.
         """
-        if n < 1:
-            raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
+        n = checked_n_threads(n)
         self._threads.free()
         self._threads = Threads(n)
         self._plans.clear()

@@ -19,7 +19,7 @@ from ggmlb.exchange import spanned
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, HostBufferType
-from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
 from ggmlb.process import n_cpus
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class CpuReg(BackendReg):
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
         return {
-            "set_n_threads": CpuBackend.set_n_threads,
+            "set_n_threads": set_n_threads,
             "set_abort_callback": set_abort_callback,
             "get_features": _features,
             "dev_get_extra_bufts": dev_get_extra_bufts,

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendUnavailable
 from ggmlb.interface import BackendReg
-from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ggmlb.interface import Backend, Device
+    from ggmlb.interface import Device
 
 
 class NumbaReg(BackendReg):
@@ -54,7 +54,7 @@ class NumbaReg(BackendReg):
 
     def _procs(self) -> Mapping[str, Callable[..., Any]]:
         return {
-            "set_n_threads": _set_n_threads,
+            "set_n_threads": set_n_threads,
             "set_abort_callback": set_abort_callback,
             "get_features": _features,
             "dev_get_extra_bufts": dev_get_extra_bufts,
@@ -65,10 +65,6 @@ class NumbaReg(BackendReg):
 def backend_reg() -> NumbaReg:
     """Return the registration; the registry calls this."""
     return NumbaReg()
-
-
-def _set_n_threads(backend: Backend, n: int) -> None:
-    backend.set_n_threads(n)  # type: ignore[attr-defined]
 
 
 def _features(reg: BackendReg) -> list[tuple[str, str]]:

@@ -8,10 +8,10 @@ from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.numba.lowering import fused
 from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
-from ggmlb.errors import ArgumentError
 from ggmlb.fusion import gather
 from ggmlb.interface import Backend
 from ggmlb.interface.host import aligned_empty
+from ggmlb.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.llvm.library import Library
@@ -38,7 +38,7 @@ class NumbaBackend(Backend):
         self.library = library
         self.scratch = Workspace(aligned_empty)
         self.activations = Workspace(aligned_empty)
-        self.pool = Pool(_checked(n_threads), library)
+        self.pool = Pool(checked_n_threads(n_threads), library)
 
     @property
     def guid(self) -> str:
@@ -57,7 +57,7 @@ class NumbaBackend(Backend):
             ArgumentError: `n` is less than 1.
         """
         self.pool.free()
-        self.pool = Pool(_checked(n), self.library)
+        self.pool = Pool(checked_n_threads(n), self.library)
         self._plans.clear()
 
     def takes(self, group: Group) -> bool:
@@ -76,9 +76,3 @@ class NumbaBackend(Backend):
 
     def _free(self) -> None:
         self.pool.free()
-
-
-def _checked(n: int) -> int:
-    if n < 1:
-        raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
-    return n
