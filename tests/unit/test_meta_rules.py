@@ -30,6 +30,14 @@ PROGRAMS: dict[str, Program] = {
         lambda c, q, k, v, m: c.flash_attn_ext(q, k, v, m, 0.5, 0.0, 0.0),
         {"q": (4, 3, 8, 2), "k": (4, 5, 4, 2), "v": (4, 5, 4, 2), "m": (5, 3)},
     ),
+    "attention, masks of pairs": (
+        lambda c, q, k, v, m: c.flash_attn_ext(q, k, v, m, 0.5, 0.0, 0.0),
+        {"q": (4, 3, 8, 2), "k": (4, 5, 4, 2), "v": (4, 5, 4, 2), "m": (5, 3, 4)},
+    ),
+    "attention, masks of each": (
+        lambda c, q, k, v, m: c.flash_attn_ext(q, k, v, m, 0.5, 0.0, 0.0),
+        {"q": (4, 3, 8, 2), "k": (4, 5, 4, 2), "v": (4, 5, 4, 2), "m": (5, 3, 8, 2)},
+    ),
     "alibi": (
         lambda c, q, k, v, m: c.flash_attn_ext(q, k, v, m, 0.5, 8.0, 0.0),
         {"q": (4, 3, 8, 2), "k": (4, 5, 4, 2), "v": (4, 5, 4, 2), "m": (5, 3)},
@@ -66,6 +74,9 @@ CASES: list[tuple[str, dict[str, int], tuple[int, int]]] = [
     ("attention", {"k": 3}, (0, 0)),
     ("attention", {"q": 1}, (0, 1)),
     ("attention", {"m": 1}, (0, 1)),
+    ("attention, masks of pairs", {"q": 2}, (0, 1)),
+    ("attention, masks of each", {"q": 2}, (0, 0)),
+    ("attention, masks of each", {"q": 3, "m": 3}, (0, 0)),
     ("alibi", {"q": 2}, (0, 1)),
     ("alibi", {"q": 3}, (0, 0)),
     ("sum", {"x": 0}, (0, 1)),
@@ -121,6 +132,20 @@ def test_what_a_node_costs(name: str, cuts: dict[str, int], costs: tuple[int, in
             np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-3, atol=1e-3)
             assert (plan.n_reductions, plan.n_gathers) == costs
             meta.graph_plan_free(plan)
+
+
+@pytest.mark.parametrize("cuts", [{"y": 0}, {"y": 1}, {"x": 1, "y": 0}, {"x": 1, "y": 1}, {"x": 1}], ids=str)
+def test_a_result_whose_place_is_given_is_dealt_out_as_that_is(cuts: dict[str, int]) -> None:
+    device = ggmlb.meta_device([CPU] * 2, lambda t: halves(t, cuts[t.name]) if t.name in cuts else MIRRORED)
+    ctx, (x,), (values,) = leafs_of("sum")
+    y = ctx.set_name(ctx.sqr(x), "y")
+    with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(ctx, meta) as buffer:
+        buffer.clear(0xFF)
+        x.set_array(values)
+        for _ in range(2):
+            meta.graph_compute(Graph().build_forward_expand(y))
+            np.testing.assert_allclose(y.to_numpy(), values.astype("f4") ** 2)
+    assert device.state(Context().from_array(values)) == MIRRORED, "what lies elsewhere"
 
 
 def test_a_freed_plan_frees_those_of_its_devices() -> None:
