@@ -170,7 +170,7 @@ class _Dealer:
         root = node.view_src
         into = node if root is None else root
         by_wholes = False
-        if (root is not None or node in self._device.given) and not self._fits(node, into, result):
+        if root is not None and not self._fits(node, root, result):
             result, wants = rules.whole(wants)
             by_wholes = self._device.state(into).is_cut
         pairs = zip(node.src, wants, strict=True)
@@ -205,12 +205,10 @@ class _Dealer:
         if by_wholes and gathered is not None:
             self._close(partial(_deal_out, self._backend, root, gathered))
 
-    def _fits(self, node: Tensor, into: Tensor, result: SplitState) -> bool:
-        """Whether the result of a node whose memory is dealt out in a given way is dealt out like that."""
+    def _fits(self, node: Tensor, root: Tensor, result: SplitState) -> bool:
+        """Whether the result of a node that writes into another tensor is dealt out as that is."""
         state = self._device.state(node)
-        if result == PARTIAL and node is into:
-            return not state.is_cut
-        return result == state and (state.is_cut or not self._device.state(into).is_cut)
+        return result == state and (state.is_cut or not self._device.state(root).is_cut)
 
     def _places(self, node: Tensor) -> Slices:
         """Where the slices of a node lie."""

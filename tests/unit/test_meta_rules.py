@@ -86,6 +86,7 @@ CASES: list[tuple[str, dict[str, int], tuple[int, int]]] = [
     ("add", {"x": 0}, (0, 0)),
     ("add", {"x": 1}, (0, 0)),
     ("add", {"y": 0}, (0, 0)),
+    ("add", {"y": 1}, (0, 1)),
     ("add repeated", {"y": 0}, (0, 1)),
     ("add repeated", {"y": 1}, (0, 1)),
     ("add repeated", {"x": 0}, (0, 1)),
