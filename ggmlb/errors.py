@@ -141,6 +141,11 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error as one line of a report: `"ValueError: what it says"`."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names if it is short."""
     known = list(known)

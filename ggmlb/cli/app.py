@@ -9,7 +9,7 @@ import typer
 
 from ggmlb.cli import bench, compare, demo, devices, embed, ops, test
 from ggmlb.cli.frame import console
-from ggmlb.errors import Error
+from ggmlb.errors import Error, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ def run(args: Sequence[str]) -> int:
     except Exception as error:  # a fault of ours: the traceback is for those who ask for it
         if debug:
             raise
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        told = one_line(error)
         line = f"ggmlb: this should not happen: {told}; see the traceback with --debug, and please report it"
         console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
         return 1

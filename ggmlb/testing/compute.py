@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import NO_OPS, Status
-from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError
+from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError, one_line
 from ggmlb.lifetime import Freeable
 from ggmlb.registry import device_by_name
 from ggmlb.testing.devices import weight_memories
@@ -83,7 +83,7 @@ class Bench(Freeable):
         try:
             expected = _expected(self.reference, self._reference_memory, case)
         except Exception as error:
-            return Outcome.FAILED, f"the reference fails: {_told(error)}", None
+            return Outcome.FAILED, f"the reference fails: it raised {one_line(error)}", None
         wrong, nmse = "", None
         try:
             built = expected.build()
@@ -98,7 +98,7 @@ class Bench(Freeable):
                     wrong = f"{run}: {wrong}" if run else wrong
                     break
         except Exception as error:  # a backend may raise anything; the next case is tested all the same
-            return Outcome.FAILED, _told(error), None
+            return Outcome.FAILED, f"it raised {one_line(error)}", None
         return (Outcome.FAILED if wrong else Outcome.PASSED), wrong, nmse
 
     # -- support -------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Bench(Freeable):
         try:
             before = refusal(self.device, built)
         except Exception as error:
-            return failed, f"declines() must answer, but {_told(error)}", False
+            return failed, f"declines() must answer, but it raised {one_line(error)}", False
         wrong = _inconsistency(self.device, self.stream, built)
         if wrong:
             return failed, wrong, before is None
@@ -118,7 +118,7 @@ class Bench(Freeable):
                 return Outcome.SKIPPED, f"not supported: {why}", False
             image.upload()
         except Exception as error:
-            return failed, f"cannot be placed: {_told(error)}", before is None
+            return failed, f"cannot be placed: it raised {one_line(error)}", before is None
         after = refusal(self.device, built)
         if after != before and not case.memory:
             return failed, "the answer changes once the tensors lie in a buffer", before is None
@@ -131,8 +131,12 @@ class Bench(Freeable):
             return Outcome.PASSED, f"refused: {before}", False
         except Exception as error:
             if before is None:
-                return failed, f"it claims the op, then fails: {_told(error)}", True
-            return failed, f"it refuses the op, but not with an UnsupportedOpError: {_told(error)}", False
+                return failed, f"it claims the op, then fails: it raised {one_line(error)}", True
+            return (
+                failed,
+                f"it refuses the op, but not with an UnsupportedOpError: it raised {one_line(error)}",
+                False,
+            )
         if before is not None:
             return failed, f"it refuses the op ({before}), then computes it", False
         return Outcome.PASSED, "", True
@@ -197,8 +201,3 @@ def _compute(stream: Backend, image: Image) -> tuple[str, float | None]:
     reasons = [v.reason or "wrong" for v in verdicts.values() if not v.ok]
     trespass = image.trespass()
     return "; ".join([*reasons, *([trespass] if trespass else [])]), nmse
-
-
-def _told(error: Exception) -> str:
-    """Return an error in one line."""
-    return f"it raised {type(error).__name__}: {' '.join(str(error).split())}"

@@ -23,7 +23,7 @@ from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, DeviceType, Op
-from ggmlb.errors import AllocationError, ArgumentError, DTypeError, ShapeError
+from ggmlb.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
 from ggmlb.graph import Graph
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.placing import alloc_weight
@@ -207,7 +207,7 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
     except AllocationError as error:
         took, why = None, f"no room: {error}"
     except Exception as error:
-        told = f"it raised {type(error).__name__}: {' '.join(str(error).split())}"
+        told = f"it raised {one_line(error)}"
         return Result("perf", device.name, case.op, case.id, Outcome.FAILED, told)
     if took is None:
         return Result("perf", device.name, case.op, case.id, Outcome.SKIPPED, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from ggmlb.errors import one_line
 from ggmlb.testing.behaviour import memory, order, plans, transfers, weights
 from ggmlb.testing.behaviour.rig import CHECKS, Fault, NotApplicable, Rig
 from ggmlb.testing.results import Outcome, Result
@@ -26,13 +27,13 @@ def _outcome(device: Device, group: str, name: str) -> tuple[Outcome, str]:
     try:
         rig = Rig(device)
     except Exception as error:
-        return Outcome.FAILED, f"no stream can be opened: {_told(error)}"
+        return Outcome.FAILED, f"no stream can be opened: {one_line(error)}"
     outcome, reason = _checked(rig, group, name)
     try:
         rig.close()
     except Exception as error:
         if outcome is not Outcome.FAILED:
-            return Outcome.FAILED, f"what the check used cannot be freed: {_told(error)}"
+            return Outcome.FAILED, f"what the check used cannot be freed: {one_line(error)}"
     return outcome, reason
 
 
@@ -46,9 +47,4 @@ def _checked(rig: Rig, group: str, name: str) -> tuple[Outcome, str]:
     except Fault as fault:
         return Outcome.FAILED, f"{fault}. Promised: {promise}"
     except Exception as error:  # a backend may raise anything; the next check runs all the same
-        return Outcome.FAILED, f"it raised {_told(error)}. Promised: {promise}"
-
-
-def _told(error: Exception) -> str:
-    """Return an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Outcome.FAILED, f"it raised {one_line(error)}. Promised: {promise}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,12 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.errors import BoundsError
 from ggmlb.interface import tensor_alloc, tensor_copy
+from ggmlb.tensor import Tensor
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers
 from ggmlb.testing.guarded import poison
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 N = 1000
 PIECES = ((0, N), (0, 1), (1, 1), (3, 5), (127, 258), (N - 1, 1), (N - 7, 7))
@@ -23,19 +29,27 @@ def _bytes(n: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, n, np.uint8)
 
 
+def _expect_written(
+    rig: Rig, call: str, write: Callable[[Tensor], None], data: npt.NDArray[np.uint8], offset: int
+) -> None:
+    """Let a tensor among others be written, and compare all bytes of its buffer."""
+    _before, tensor, _after = rig.neighbours(N)
+    assert tensor.buffer is not None
+    whole = rig.over(tensor.buffer)
+    image = poison(whole.nbytes).copy()
+    whole.set(image)
+    write(tensor)
+    start = tensor.offset + offset
+    image[start : start + data.size] = data
+    expect_equal(whole.get(), image, f"the buffer after {call} of {data.size} bytes at {offset}")
+
+
 @check("transfers")
 def set_writes_its_bytes_only(rig: Rig) -> None:
     """`set_tensor` at any offset writes its bytes and no byte beside them."""
     for offset, size in PIECES:
-        _before, tensor, _after = rig.neighbours(N)
-        assert tensor.buffer is not None
-        whole = rig.over(tensor.buffer)
-        image = poison(whole.nbytes).copy()
-        whole.set(image)
         data = _bytes(size, offset)
-        tensor.set(data, offset)
-        image[tensor.offset + offset : tensor.offset + offset + size] = data
-        expect_equal(whole.get(), image, f"the buffer after set_tensor of {size} bytes at {offset}")
+        _expect_written(rig, "set_tensor", partial(Tensor.set, data=data, offset=offset), data, offset)
 
 
 @check("transfers")
@@ -52,14 +66,9 @@ def get_reads_from_its_offset(rig: Rig) -> None:
 def memset_writes_its_bytes_only(rig: Rig) -> None:
     """`memset_tensor` sets its bytes and no byte beside them."""
     for offset, size in PIECES:
-        _, tensor, _ = rig.neighbours(N)
-        assert tensor.buffer is not None
-        whole = rig.over(tensor.buffer)
-        image = poison(whole.nbytes).copy()
-        whole.set(image)
-        tensor.memset(0x5A, offset, size)
-        image[tensor.offset + offset : tensor.offset + offset + size] = 0x5A
-        expect_equal(whole.get(), image, f"the buffer after memset of {size} bytes at {offset}")
+        data = np.full(size, 0x5A, np.uint8)
+        memset = partial(Tensor.memset, value=0x5A, offset=offset, size=size)
+        _expect_written(rig, "memset", memset, data, offset)
 
 
 @check("transfers")
