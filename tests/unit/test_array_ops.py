@@ -222,6 +222,7 @@ EMPTY = {
     "pool of no channel": lambda p: p.ctx.pool_2d(p.leaf((4, 4, 0)), OpPool.AVG, 2, 2, 2, 2),
     "upscale of no image": lambda p: p.ctx.upscale(p.leaf((4, 4, 1, 0)), 2),
     "ssm_conv of no token": lambda p: p.ctx.ssm_conv(p.leaf((2, 4, 1)), p.leaf((3, 4))),
+    "ssm_conv of no tap": lambda p: p.ctx.ssm_conv(p.leaf((2, 4, 1)), p.leaf((0, 4))),
     "win_part of no channel": lambda p: p.ctx.win_part(p.leaf((0, 5, 5)), 2),
     "solve_tri of no column": lambda p: p.ctx.solve_tri(p.leaf((3, 3)), p.leaf((0, 3))),
     "timestep_embedding of no step": lambda p: p.ctx.timestep_embedding(p.leaf((0,)), 4),
@@ -237,7 +238,16 @@ def test_nothing_is_made_of_nothing(cpu, name):
     np.testing.assert_array_equal(got, kept)
 
 
-def test_circular_padding_of_nothing_is_declined():
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda ctx, rows: ctx.pad_circular(rows, 2),
+        lambda ctx, rows: ctx.argmax(rows),
+        lambda ctx, rows: ctx.cross_entropy_loss(rows, rows),
+    ],
+    ids=["pad_circular", "argmax", "cross_entropy_loss"],
+)
+def test_what_does_not_follow_from_nothing_is_declined(build):
     ctx = Context()
-    node = ctx.pad_circular(ctx.new_tensor(F32, (0, 3)), 2)
+    node = build(ctx, ctx.new_tensor(F32, (0, 3)))
     assert backend_reg().devices[0].declines(node) == "src0 has no elements to go on with"

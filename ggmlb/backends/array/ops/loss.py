@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.softmax import soft_max_rows
 from ggmlb.backends.array.ops.unary import EXP
-from ggmlb.backends.array.rules import FLOAT, operands, rule
+from ggmlb.backends.array.rules import FLOAT, has_elements, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ggmlb.tensor import Tensor
 
 
-@rule(Op.CROSS_ENTROPY_LOSS, operands(FLOAT, FLOAT))
+@rule(Op.CROSS_ENTROPY_LOSS, operands(FLOAT, FLOAT), has_elements)
 def cross_entropy_loss(lw: Lowering, t: Tensor) -> None:
     """`-sum(p log soft_max(x))` per row of logits `x` and probabilities `p`, the mean of all rows."""
     xp, (a, b) = lw.xp, t.sources

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 @rule(Op.SSM_CONV, operands(FLOAT, FLOAT, out=F32))
 def ssm_conv(lw: Lowering, t: Tensor) -> None:
     """`y[seq, token, i] = sum over taps of x[seq, i, token + tap] c[i, tap]`."""
+    if t.sources[1].is_empty:  # no taps
+        lw.emit(lw.array(t).fill, 0)
+        return
     x, c = (as_f32(lw, View.of(s)) for s in t.sources)
     y, (_, _, row, item), (_, _, c_row, c_item) = View.of(t), x.strides, c.strides
     factors = []
