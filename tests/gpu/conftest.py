@@ -40,14 +40,3 @@ def stream(card: CudaDevice) -> Iterator[CudaBackend]:
 def other(card: CudaDevice) -> Iterator[CudaBackend]:
     with card.init_backend() as backend:
         yield backend  # type: ignore[misc]
-
-
-@pytest.fixture(scope="session")
-def two_cards() -> tuple[CudaDevice, CudaDevice]:
-    """The first two cards."""
-    from ggmlb.backends.cuda import backend_reg
-
-    devices = backend_reg().devices
-    if len(devices) < 2:
-        pytest.skip("needs two cards")
-    return devices[0], devices[1]
