@@ -30,14 +30,17 @@ def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_
         "def test_second(): os._exit(1)\n"
         "def test_third(): pass\n"
     )
-    done = run("scripts/test_gpu.py", "-k", "test_some or test_card_arrays or test_facts", str(program))
+    chosen = "test_some or test_card_arrays or test_facts or test_cuda_graphs or strided_pieces or in_order"
+    done = run("scripts/test_gpu.py", "-k", chosen, str(program))
     assert done.returncode == 1
     assert re.search(r"^CUDA0: Host .*, 0000:00:00.0$", done.stdout, re.M)
     assert re.search(r"^FAILED .*test_first$", done.stdout, re.M)
     assert re.search(r"^FAILED .*test_second \(its process ended", done.stdout, re.M)
     assert "why" in done.stdout
     assert "characters ...]" in done.stdout
-    assert re.search(r"^[56] passed, 2 failed, [01] skipped in \d+ s$", done.stdout, re.M), done.stdout
+    told = re.search(r"^(\d+) passed, 2 failed, \d+ skipped in \d+ s$", done.stdout, re.M)
+    assert told, done.stdout
+    assert int(told[1]) > 25
 
 
 def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:

@@ -168,7 +168,18 @@ def eventElapsedTime(start: int, end: int) -> float:
     return HOST.event_elapsed(start, end) * 1e3
 
 
+def _check_way(dst: int, src: int, kind: int) -> None:
+    """Refuse a copy that goes another way than it says."""
+    to_device, from_device = ((pointerGetAttributes(address).type == 2) for address in (dst, src))
+    if (from_device, to_device) != (
+        kind in (Way.TO_HOST, Way.ON_DEVICE),
+        kind in (Way.TO_DEVICE, Way.ON_DEVICE),
+    ):
+        raise HostError(f"an invalid direction of a copy: {kind}", 21)
+
+
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    _check_way(dst, src, kind)
     with HOST.on(max(getDevice(), 0)):
         HOST.copy(dst, src, size, Way(kind), stream)
 
@@ -176,6 +187,7 @@ def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
 def memcpy2DAsync(
     dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
 ) -> None:
+    _check_way(dst, src, kind)
     HOST.copy_2d(dst, dpitch, src, spitch, width, height, Way(kind), stream)
 
 
