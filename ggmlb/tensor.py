@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ggmlb import dtypes
 from ggmlb.enums import Op
-from ggmlb.errors import ArgumentError, DTypeError, NotAllocatedError, ShapeError
-from ggmlb.exchange import ArrayProtocols
+from ggmlb.errors import NotAllocatedError, ShapeError
+from ggmlb.exchange import ArrayProtocols, real_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -236,7 +236,7 @@ class Tensor(ArrayProtocols):
             ArgumentError: The array has a mask.
         """
         self.placed("set_array")
-        array = self._numbers(array)
+        array = real_numbers(array, f"set_array on {self.describe()}")
         full = self.ne[::-1]
         if array.shape != self.shape and (
             array.size != self.n_elements or _squeezed(array.shape) != _squeezed(full)
@@ -252,24 +252,6 @@ class Tensor(ArrayProtocols):
         memory = self.get()
         self._strided(memory)[...] = blocks.view(self._item_dtype()).reshape(self._item_shape())
         self.set(memory)
-
-    def _numbers(self, array: npt.ArrayLike) -> npt.NDArray[Any]:
-        try:
-            found = np.asarray(array)
-        except ValueError as error:
-            raise ShapeError(f"set_array on {self.describe()}: {error}") from None
-        if isinstance(array, np.ma.MaskedArray):
-            raise ArgumentError(
-                f"set_array on {self.describe()}: the array has a mask; tensors have none, so fill it first"
-            )
-        is_number = found.dtype.kind in "biuf" or (  # V: bfloat16 and its like, but records too
-            found.dtype.kind == "V" and not issubclass(found.dtype.type, np.void)
-        )
-        if not is_number:
-            raise DTypeError(
-                f"set_array on {self.describe()}: the array holds {found.dtype}; give real numbers"
-            )
-        return found
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """Return the values as a new NumPy array of `shape`; quantised types become float32.

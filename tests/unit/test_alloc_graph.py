@@ -10,14 +10,15 @@ from alloc_support import N, f32, graph_of, memory, place
 from ggmlb.alloc import INPLACE_OPERANDS, GraphAllocator
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage, Op
-from ggmlb.errors import AllocationError, ArgumentError, GraphError
+from ggmlb.enums import Op
+from ggmlb.errors import AllocationError
 from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ggmlb.tensor import Tensor
 
 # -- who lies where --------------------------------------------------------------------------------
 
@@ -226,134 +227,6 @@ def test_tensors_without_bytes_have_a_place_and_take_nothing() -> None:
         assert empty.buffer is not None and empty.get().size == 0
         assert allocator.get_buffer_size() == 0
         allocator.alloc_graph(Graph())
-
-
-# -- what the scheduler hands over -----------------------------------------------------------------
-
-
-def test_copies_and_dependencies_of_splits() -> None:
-    """A copy is placed at the start of its split; a view without an op keeps what is copied until then."""
-    ctx = Context()
-    x = f32(ctx)
-    a = ctx.cont(x)
-    others = [ctx.cont(x)]
-    for _ in range(2):
-        others.append(ctx.cont(others[-1]))
-    needs_a = Tensor(a.dtype, a.ne, a.nb, src=(a,), view_src=a)
-    copy = Tensor(a.dtype, a.ne)
-    b = ctx.cont(copy)
-    after = [ctx.cont(b)]
-    after.append(ctx.cont(after[-1]))
-    graph = Graph([a, *others, needs_a, copy, b, *after], [x])
-    ids = [0] * 5 + [1] * 4
-    with GraphAllocator([memory(), memory()]) as allocator:
-        allocator.alloc_graph_n(graph, ids, [0])
-        assert a.offset not in {t.offset for t in others}
-        assert copy.buffer is b.buffer is not a.buffer
-        assert after[0].offset == copy.offset  # a copy dies like any tensor
-        assert allocator.get_buffer_size(0) == 3 * N
-        assert allocator.get_buffer_size(1) == 2 * N
-
-    # Without the dependency, `a` would be gone; after it, it is.
-    late = [ctx.cont(b), ctx.cont(b)]
-    graph = Graph([a, *others, needs_a, copy, b, *late], [x])
-    with GraphAllocator(memory()) as allocator:
-        allocator.alloc_graph(graph)
-        assert a.offset in {t.offset for t in (b, *late)}
-
-
-def test_a_tensor_may_be_leaf_and_node() -> None:
-    """As the copies of pipelined inputs are: leafs, so that they come first, and at each split."""
-    ctx = Context()
-    copy, x = f32(ctx), f32(ctx)
-    a = ctx.cont(ctx.cont(x))
-    b = ctx.add(a, copy)
-    graph = Graph([a.src[0], a, copy, b, copy], [copy, x])  # type: ignore[list-item]
-    with GraphAllocator([memory(), memory()]) as allocator:
-        allocator.alloc_graph_n(graph, [0, 0, 0, 0, 0], [1, 0])
-        assert copy.buffer is not x.buffer
-        size = allocator.get_buffer_size(1)
-        allocator.alloc_graph(graph)
-        assert (allocator.n_plans, allocator.n_reallocs) == (1, 1)
-        assert size == N
-
-
-def test_sources_that_are_not_listed_are_placed_like_leafs() -> None:
-    ctx = Context()
-    x, base = f32(ctx), f32(ctx)
-    view = ctx.view_tensor(base)  # a leaf; its base is in no list
-    a = ctx.cont(ctx.cont(x))
-    b = ctx.add(a, view)
-    graph = Graph([a.src[0], a, b], [view])  # type: ignore[list-item]
-    with GraphAllocator([memory(), memory()]) as allocator:
-        allocator.alloc_graph_n(graph, [0, 0, 0], [1])
-        assert x.buffer is a.buffer
-        assert x.offset != base.offset or x.buffer is not base.buffer
-        assert (view.buffer, view.offset) == (base.buffer, base.offset)
-        assert base.buffer is not x.buffer
-
-
-def test_nodes_out_of_order_are_refused() -> None:
-    ctx = Context()
-    a = ctx.cont(f32(ctx))
-    b = ctx.cont(a)
-    with GraphAllocator(memory()) as allocator, pytest.raises(GraphError, match=r"lists CONT .* before CONT"):
-        allocator.alloc_graph(Graph([b, a], [a.src[0]]))  # type: ignore[list-item]
-    assert a.buffer is b.buffer is None
-
-
-def test_the_kind_of_memory_is_chosen_per_tensor() -> None:
-    ctx = Context()
-    x, y = f32(ctx), f32(ctx)
-    a = ctx.cont(x)
-    view = ctx.view_1d(a, 8)
-    b = ctx.add(view, ctx.view_1d(y, 8))
-    graph = graph_of(b)
-    first, second = memory(), memory()
-    nodes = {a: 1, b: 0}
-    with GraphAllocator([first, second, first]) as allocator:
-        ids = [nodes.get(t, -1) for t in graph.nodes]  # views: it does not matter
-        leaf_ids = [2 if t is x else 1 for t in graph.leafs]
-        assert allocator.reserve_n_size(graph, ids, leaf_ids) == [N, 2 * N, 0]  # `b` where `x` was
-        assert first.n_calls == second.n_calls == 0
-        allocator.reserve_n(graph, ids, leaf_ids)
-        assert [t.buffer for t in (x, y, a, b)] == [None] * 4
-        allocator.alloc_graph(graph)
-        kinds = [t.buffer.buft for t in (x, y, a, view, b) if t.buffer is not None]
-        assert kinds == [first, second, second, second, first]
-        assert [allocator.get_buffer_size(i) for i in range(3)] == [N, 2 * N, 0]
-        assert all(t.buffer is not None and t.buffer.usage is BufferUsage.COMPUTE for t in (x, y, a, b))
-
-
-def test_the_kind_of_memory_of_a_view_does_not_matter_where_there_is_one() -> None:
-    ctx = Context()
-    graph = graph_of(ctx.cont(ctx.view_1d(ctx.cont(f32(ctx)), 8)))
-    with GraphAllocator(memory()) as allocator:
-        assert allocator.reserve_n_size(graph, [0, 99, 0], [0]) == allocator.reserve_n_size(graph)
-
-
-@pytest.mark.parametrize(
-    ("node_ids", "leaf_ids", "match"),
-    [
-        ([0], [0], "1 node buffer ids for 2 nodes"),
-        ([0, 0], [0, 0], "2 leaf buffer ids for 1 leafs"),
-        ([0, 2], None, "out of range"),
-        (None, [-1], "out of range"),
-    ],
-)
-def test_buffer_ids_that_do_not_fit_are_refused(
-    node_ids: list[int] | None, leaf_ids: list[int] | None, match: str
-) -> None:
-    ctx = Context()
-    graph = graph_of(ctx.cont(ctx.cont(f32(ctx))))
-    with GraphAllocator([memory(), memory()]) as allocator:
-        for call in (allocator.reserve_n, allocator.reserve_n_size, allocator.alloc_graph_n):
-            with pytest.raises(ArgumentError, match=match):
-                call(graph, node_ids, leaf_ids)
-        with pytest.raises(ArgumentError, match="there are 2 buffer types"):
-            allocator.get_buffer_size(2)
-    with pytest.raises(ArgumentError, match="at least one"):
-        GraphAllocator([])
 
 
 # -- limits, alignment, sizes ----------------------------------------------------------------------
