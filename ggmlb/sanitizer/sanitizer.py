@@ -288,4 +288,13 @@ def _caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{_as_read(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _as_read(file: str) -> str:
+    """Return a file's name as its reader knows it: a notebook's cell by its number, `"In[7]"`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = name_of(file) if name_of is not None else None
+    return cell[1] if cell else Path(file).name

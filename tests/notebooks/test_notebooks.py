@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from scripts.run_notebooks import run
@@ -15,7 +17,16 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
-    run(path)
+    assert said(run(path)) == said(nbformat.read(path, 4))
+
+
+def said(notebook: nbformat.NotebookNode) -> list[str]:
+    """What each cell prints, without figures, which are of the machine and the day."""
+    printed = [
+        "".join(output.text for output in cell.get("outputs", ()) if output.output_type == "stream")
+        for cell in notebook.cells
+    ]
+    return [re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d*)?(e-?\d+)?", "0", text)) for text in printed]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
