@@ -15,6 +15,7 @@ from ggmlb.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SMOOTH = " ".join(README.split())
 RESULTS = ROOT / "benchmarks/results"
 
 
@@ -98,5 +99,8 @@ def test_figures_are_those_of_the_results() -> None:
     numba, numpy = ratios("embed_numba_cpu.md"), ratios("embed.md")
     assert f"{numba[0]:.1f} and {numba[1]:.1f} times as fast with the `Numba` device" in README
     assert f"{numpy[0]:.1f} and {numpy[1]:.1f} times [with NumPy alone]" in README
+    own = ratios("numba_1.md")  # beside ggml's own memory: with one column, and with 512
+    assert f"is {min(own[:8]):.1f} to {max(own[:8]):.1f} times as fast with one column" in SMOOTH
+    assert f"{min(own[8:]):.1f} to {max(own[8:]):.1f} times with 512" in SMOOTH
     decode = ratios("numba_decode.md")
     assert README.count(f"{min(decode):.1f} to {max(decode):.1f} times") == 2
