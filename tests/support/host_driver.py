@@ -200,7 +200,11 @@ class HostDriver(HostMemory):
         if launch.kernel.package == PORTABLE:
             self._kernels.run(launch, block, self._cl_buffer)
         else:
-            run_cuda(launch, block)
+            run_cuda(launch, block, self._span)
+
+    def _span(self, address: int) -> tuple[int, int]:
+        base, _ = self._find(address)
+        return base, base + self._allocations[base].array.size
 
     def _cl_buffer(self, address: int) -> tuple[Any, int]:
         base, delta = self._find(address)

@@ -12,7 +12,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import pyopencl as cl
-from cuda_emulator import build
+from cuda_emulator import BACKWARD, build
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
 from ggmlb.kernels import packed_args, source
@@ -68,19 +68,21 @@ class PortableKernels:
         return self._kernels[key]
 
 
-def run_cuda(launch: Launch, block: bytes) -> None:
-    """Run the kernel as C++, its arguments read from where they lie in the block."""
+def run_cuda(launch: Launch, block: bytes, span: Callable[[int], tuple[int, int]]) -> None:
+    """Run the kernel as C++, its arguments read from where they lie in the block.
+
+    `span` gives where the allocation that an address lies in begins and ends.
+    """
     memory = ctypes.create_string_buffer(block, len(block))
-    pointers, offset = [], 0
+    pointers, spans, offset = [], [], 0
     for param in launch.kernel.params:
         for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq"):
             size = struct.calcsize(letter)
             offset = -(-offset // size) * size
             pointers.append(ctypes.addressof(memory) + offset)
+            if letter == "P":
+                spans.append(span(struct.unpack_from("P", block, offset)[0]))
             offset += size
     assert offset == len(block)
-    function = build(launch.kernel, launch.defines, launch.wg)
-    args = (ctypes.c_void_p * len(pointers))(*pointers)
     # The last threads go first: who relies on the first ones' work without a barrier does not find it.
-    why = function(args, launch.wg, (ctypes.c_int * 3)(*launch.groups), 1)
-    assert not why, f"{launch.kernel.name}: {why.decode()}"
+    build(launch.kernel, launch.defines, launch.wg).run(pointers, launch.groups, spans, BACKWARD)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from cuda_emulator import EmulationError, Memory, build, compiler
+from cuda_emulator import BACKWARD, FORWARD, EmulationError, Memory, build, compiler
 from cuda_emulator.runner import Runner, place
 from golden import CASES as GOLDEN
 
@@ -111,7 +111,7 @@ def run_beside_cpu(
     lw = Lowering(target, 90)
     for node in Graph().build_forward_expand(y).nodes:
         steps += lw.lower(node)
-    Runner().run(steps, backwards=True)
+    Runner().run(steps, order=BACKWARD)
     got = y.to_numpy().copy()
     Runner().run(steps)
     np.testing.assert_array_equal(y.to_numpy(), got, "the order of threads makes a difference")
@@ -286,7 +286,7 @@ def test_scratch_is_shared_between_steps_apart() -> None:
 
 FAULTS = {
     "barrier": ("if (LOCAL_ID < 5) BARRIER(); else WG_REDUCE_ADD(1.0f, s);", "others never reach"),
-    "outside": ("ST(d, d_ne0, 0, 0, 0, 1.0f);", "access outside of all tensors"),
+    "outside": ("ST(d, d_ne0, 0, 0, 0, 1.0f);", "outside of all tensors"),
     "misaligned": ("*(GLOBAL uint4 *)(d_buf + d_off + 4) = make_uint4(0, 0, 0, 0);", "misaligned access"),
     "shared": ("s[LOCAL_ID + d_ne0] = 1.0f;", "index out of bounds"),
 }  # fmt: skip
@@ -321,8 +321,8 @@ def test_a_missing_barrier_shows_in_the_other_order(monkeypatch: pytest.MonkeyPa
     for barrier in ("BARRIER();", ""):
         body = f"s[LOCAL_ID] = (float)LOCAL_ID; {barrier} ST(d, LOCAL_ID, 0, 0, 0, s[(LOCAL_ID + 1) % WG]);"
         found, d = planted(body, monkeypatch)
-        for backwards in (False, True):
-            Memory().run(found, backwards)
+        for order in (FORWARD, BACKWARD):
+            Memory().run(found, order)
             results.append(d.to_numpy().copy())
     np.testing.assert_array_equal(results[0], results[1])
     assert not np.array_equal(results[2], results[3], equal_nan=True)

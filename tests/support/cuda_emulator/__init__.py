@@ -3,8 +3,9 @@
     place(built.ctx)                        # in runner.py: tensors before forbidden pages
     Runner().run(lowering.lower(node))
 
-It shows that the arithmetic, the indices and the barriers of a text are right. It says nothing about speed,
-nor about what `ptx.h` does on a card.
+It shows that the arithmetic, the indices and the barriers of a text are right: the compiler tells the runtime of
+every access (accesses.h), which knows the bounds of all memory, and what orders threads. It says nothing about
+speed, nor about what `ptx.h` does on a card.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,18 +28,26 @@ import numpy as np
 from ggmlb.kernels import Mem, Scratch, assemble
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ggmlb.kernels import Kernel, Launch
 
 HERE = Path(__file__).parent
-HEADER = (HERE / "emulator.h").read_text()
+HEADER = '#include "emulator.h"\n'
 PTX = (HERE / "ptx.h").read_text()
 FORBIDDEN = 1 << 20
 """Bytes before and behind memory whose use ends a launch: a multiple of the page size."""
 TRAPS = "alignment,bounds,shift-exponent,integer-divide-by-zero"
-FLAGS = (
-    "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off",
-    "-U_FORTIFY_SOURCE", f"-fsanitize={TRAPS}", "-fsanitize-undefined-trap-on-error",
+COMMON = ("-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", f"-I{HERE}")
+RUNTIME = (*COMMON, "-O2")
+KERNELS = (
+    *COMMON, "-O1", "-g1", "-fno-exceptions", "-fwrapv", "-ffp-contract=off",
+    "-fsanitize=thread", f"-fsanitize={TRAPS}", "-fsanitize-undefined-trap-on-error",
+    "-nodefaultlibs", "-lm", "-lc",  # the runtime has what a thread sanitizer's library has
 )  # fmt: skip
+
+FORWARD, BACKWARD = 0, 1
+"""Orders in which a block's threads, and the blocks, have their turns; larger numbers are seeds of random ones."""
 
 
 class EmulationError(AssertionError):
@@ -69,33 +80,102 @@ def text(kernel: Kernel, defines: tuple[tuple[str, str], ...], wg: int) -> str:
 {macros}
 {body}
 static void one_thread(void **args) {{ emulator::call(&{kernel.name}, args); }}
-extern "C" const char *run(void **args, int wg, const int *groups, int backwards)
-{{ return emulator::launch(one_thread, args, wg, groups, backwards); }}
+extern "C" const char *run(void **args, int wg, const int *groups, unsigned order, const emulator::Span *spans)
+{{ return emulator::launch(&{kernel.name}, one_thread, args, wg, groups, order, spans); }}
 """
 
 
-@cache
-def build(kernel: Kernel, defines: tuple[tuple[str, str], ...], wg: int) -> Any:
-    """Return the function that runs a kernel; compiled once for all processes."""
-    code = text(kernel, defines, wg)
-    command = (compiler() or "g++", *FLAGS)
-    name = hashlib.sha256("\0".join((*command, code)).encode()).hexdigest()[:24]
-    library = _folder() / f"{kernel.name}-{name}.so"
+def _compiled(name: str, code: str, flags: tuple[str, ...], depends: str = "") -> Path:
+    """Return the library that a text compiles to; compiled once for all processes."""
+    command = (compiler() or "g++", *flags)
+    key = hashlib.sha256("\0".join((*command, code, depends)).encode()).hexdigest()[:24]
+    library = _folder() / f"{name}-{key}.so"
     if not library.exists():
-        new = library.with_suffix(f".{os.getpid()}.tmp")
+        new = library.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
         done = subprocess.run(
-            [*command, "-x", "c++", "-", "-o", str(new)],
+            [command[0], "-x", "c++", "-", "-o", str(new), *command[1:]],
             input=code,
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise EmulationError(f"{kernel.name} {dict(defines)} does not compile:\n{done.stderr[:4000]}")
+            raise EmulationError(f"{name} does not compile:\n{done.stderr[:4000]}")
         new.replace(library)
-    function = ctypes.CDLL(str(library)).run
-    function.restype = ctypes.c_char_p
-    return function
+    return library
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """Return the runtime, whose functions the kernels then find."""
+    headers = "".join((HERE / name).read_text() for name in ("runtime.h", "accesses.h"))
+    library = _compiled("runtime", (HERE / "runtime.cpp").read_text(), RUNTIME, headers)
+    return ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
+class Built:
+    """A kernel that can be run.
+
+    Args:
+        kernel: What it is; with `defines` and `wg`, as in a `Launch`.
+    """
+
+    def __init__(self, kernel: Kernel, defines: tuple[tuple[str, str], ...], wg: int) -> None:
+        self._code = text(kernel, defines, wg)
+        self._name, self._wg = f"{kernel.name} {dict(defines)}", wg
+        headers = "".join((HERE / name).read_text() for name in ("runtime.h", "emulator.h"))
+        self._path = _compiled(kernel.name, self._code, KERNELS, headers)
+        _runtime()
+        self._run = ctypes.CDLL(str(self._path)).run
+        self._run.restype = ctypes.c_char_p
+
+    def run(
+        self,
+        arguments: Sequence[int],
+        groups: tuple[int, int, int],
+        spans: Sequence[tuple[int, int]],
+        order: int = FORWARD,
+    ) -> None:
+        """Run it.
+
+        Args:
+            arguments: Where each argument lies.
+            groups: Blocks in each dimension.
+            spans: For each tensor, where the memory begins and ends that may be touched by way of it.
+            order: `FORWARD`, `BACKWARD`, or a random one.
+
+        Raises:
+            EmulationError: It did what it must not.
+        """
+        pointers = (ctypes.c_void_p * len(arguments))(*arguments)
+        flat = [x for span in spans for x in span]
+        why = self._run(
+            pointers, self._wg, (ctypes.c_int * 3)(*groups), order, (ctypes.c_uint64 * len(flat))(*flat)
+        )
+        if why:
+            raise EmulationError(f"{self._with_lines(why.decode())}\n  in {self._name}")
+
+    def _with_lines(self, why: str) -> str:
+        """Put lines of the text where the runtime gave places in the code: the innermost one first."""
+        lines = self._code.splitlines()
+
+        def quote(match: re.Match[str]) -> str:
+            found = subprocess.run(
+                ["addr2line", "-i", "-e", str(self._path), match[1]],
+                capture_output=True,
+                text=True,
+                check=False,
+            ).stdout
+            numbers = [int(n) for n in re.findall(r"<stdin>:(\d+)|\?\?:0", found) if n]
+            return "".join(f"\n    {lines[n - 1].strip()}" for n in numbers[:-1])
+
+        return re.sub(r" \[@(\w+)\]", quote, why)
+
+
+@cache
+def build(kernel: Kernel, defines: tuple[tuple[str, str], ...], wg: int) -> Built:
+    """Return a kernel, compiled once."""
+    return Built(kernel, defines, wg)
 
 
 class Memory:
@@ -104,38 +184,39 @@ class Memory:
     def __init__(self) -> None:
         self._scratch: dict[int, tuple[Scratch, Any]] = {}
 
-    def address(self, mem: Mem) -> int:
-        """Return where a mem begins; scratch is made when first asked for."""
+    def _array(self, mem: Mem) -> Any:
+        """Return the memory that a mem lies in; scratch is made when first asked for."""
         assert mem.buffer is not None
         if isinstance(mem.buffer, Scratch):
-            _, base = self._scratch.setdefault(id(mem.buffer), (mem.buffer, guarded(mem.buffer.nbytes)))
-        else:
-            base = mem.buffer.base
-        return int(base.ctypes.data) + mem.offset
+            return self._scratch.setdefault(id(mem.buffer), (mem.buffer, guarded(mem.buffer.nbytes)))[1]
+        return mem.buffer.base
 
-    def run(self, launch: Launch, backwards: bool = False) -> None:
+    def address(self, mem: Mem) -> int:
+        """Return where a mem begins."""
+        return int(self._array(mem).ctypes.data) + mem.offset
+
+    def run(self, launch: Launch, order: int = FORWARD) -> None:
         """Run a launch.
 
         Raises:
             EmulationError: The kernel does not compile, or did what it must not.
         """
         values: list[Any] = []
+        spans = []
         for param, arg in zip(launch.kernel.params, launch.args, strict=True):
             if isinstance(arg, Mem):
-                start = self.address(arg) - arg.offset
-                values += [ctypes.c_void_p(start), ctypes.c_int64(arg.offset)]
+                array = self._array(arg)
+                spans.append((array.ctypes.data, array.ctypes.data + array.size))
+                values += [ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(arg.offset)]
                 values += [*map(ctypes.c_int, arg.ne), *map(ctypes.c_int64, arg.nb)]
             else:
                 values.append(ctypes.c_int(arg) if param.kind == "int" else ctypes.c_float(arg))
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        function = build(launch.kernel, launch.defines, launch.wg)
-        why = function(pointers, launch.wg, (ctypes.c_int * 3)(*launch.groups), int(backwards))
-        if why:
-            raise EmulationError(f"{launch.kernel.name} {dict(launch.defines)}: {why.decode()}")
+        built = build(launch.kernel, launch.defines, launch.wg)
+        built.run([ctypes.addressof(v) for v in values], launch.groups, spans, order)
 
 
 def guarded(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return memory, filled with 0xff, that ends before forbidden pages, but for rounding up to 64 bytes."""
+    """Return memory, filled with 0xff, that begins at a multiple of 64 and ends close before forbidden pages."""
     import mmap
 
     page = mmap.PAGESIZE
@@ -148,6 +229,6 @@ def guarded(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if libc.mprotect(ctypes.c_void_p(whole.ctypes.data + start), FORBIDDEN, 0):
             raise OSError(ctypes.get_errno(), "mprotect")
     end = FORBIDDEN + inner
-    usable = whole[end - size : end]
+    usable = whole[end - size : end - size + nbytes]
     usable[:] = 0xFF
     return usable

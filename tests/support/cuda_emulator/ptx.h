@@ -14,7 +14,12 @@ DEVICE_FN ushort float_to_half_(float f)     /* to nearest, ties to even */
     if (a < 0x38800000u) return (ushort)(sign | (uint)(int)rintf(__uint_as_float(a)*16777216.0f));
     return (ushort)(sign | (a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13);
 }
-DEVICE_FN uint4 load16_once(const void *p) { return *(const uint4 *)p; }
+typedef uint whole_ __attribute__((vector_size(16)));      /* which the compiler does not read in parts */
+DEVICE_FN uint4 load16_once(const void *p)
+{
+    const whole_ w = *(const whole_ *)p;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
 DEVICE_FN float exp2_(float x) { return exp2f(x); }
 
 /* the two halves of row r from column c on, or of column c from row r on */
@@ -30,13 +35,12 @@ DEVICE_FN uint pick_(int matrix, int r, int c, bool down)
 }
 DEVICE_FN void load_matrices_(uint *r, const void *p, bool transposed)
 {
-    const uint4 whole_row = *(const uint4 *)p;      /* must be aligned, and there */
-    (void)whole_row;
+    if ((size_t)p % 16) __builtin_trap();
     memcpy(emulator::of_lane(emulator::lane()), &p, sizeof p);
-    emulator::warp_barrier(0xffffffffu);
+    emulator_warp_barrier(0xffffffffu, __COUNTER__, false);
     const int l = emulator::lane();
     for (int i = 0; i < 4; i++) r[i] = transposed ? pick_(i, 2*(l & 3), l/4, true) : pick_(i, l/4, 2*(l & 3), false);
-    emulator::warp_barrier(0xffffffffu);
+    emulator_warp_barrier(0xffffffffu, __COUNTER__, false);
 }
 DEVICE_FN void load_matrices(uint *r, const void *p) { load_matrices_(r, p, false); }
 DEVICE_FN void load_matrices_transposed(uint *r, const void *p) { load_matrices_(r, p, true); }
@@ -53,7 +57,7 @@ DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
     char *mine = (char *)emulator::of_lane(emulator::lane());
     memcpy(mine, a, 16);
     memcpy(mine + 16, b, 8);
-    emulator::warp_barrier(0xffffffffu);
+    emulator_warp_barrier(0xffffffffu, __COUNTER__, false);
     const int l = emulator::lane();
     float sum[4];
     for (int e = 0; e < 4; e++) {
@@ -65,29 +69,21 @@ DEVICE_FN void multiply_add(float *d, const uint *a, const uint *b)
             sum[e] += x*y;
         }
     }
-    emulator::warp_barrier(0xffffffffu);
+    emulator_warp_barrier(0xffffffffu, __COUNTER__, false);
     for (int e = 0; e < 4; e++) d[e] = sum[e];
 }
 
-/* copies arrive as late as they may */
-struct copy_ { void *to; uint4 value; int group; };
-static copy_ copies_[1024][256];
-static int n_copies_[1024], group_[1024];
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
 {
-    const int t = emulator::self;
-    *(volatile char *)to;
-    if (n_copies_[t] == 256) __builtin_trap();
-    copies_[t][n_copies_[t]++] = {to, valid ? *(const uint4 *)from : make_uint4(0, 0, 0, 0), group_[t]};
+    const uint4 value = valid ? load16_once(from) : make_uint4(0, 0, 0, 0);
+    emulator_copy_later(to, &value);
 }
-DEVICE_FN void copy_commit() { group_[emulator::self]++; }
-DEVICE_FN void copy_wait_but_one()
-{
-    const int t = emulator::self;
-    int left = 0;
-    for (int i = 0; i < n_copies_[t]; i++) {
-        if (copies_[t][i].group < group_[t] - 1) *(uint4 *)copies_[t][i].to = copies_[t][i].value;
-        else copies_[t][left++] = copies_[t][i];
-    }
-    n_copies_[t] = left;
-}
+DEVICE_FN void copy_commit() { emulator_copy_commit(); }
+DEVICE_FN void copy_wait_but_one() { emulator_copy_wait_but_one(); }
+
+/* a shared array that the emulator knows, with bytes around it that belong to nobody */
+#undef LOCAL_ARRAY
+#define LOCAL_ARRAY(T, name, n) \
+    static __attribute__((section("shared_memory"))) struct { T elements[n]; char nobody[256]; } name##_shared_; \
+    T (&name)[n] = name##_shared_.elements; \
+    emulator_declare(#name, name, sizeof name)

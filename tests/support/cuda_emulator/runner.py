@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuda_emulator import Memory, guarded
+from cuda_emulator import FORWARD, Memory, guarded
 from cuda_emulator.blas import HostBlas
 from ggmlb import cpu_buffer_from_ptr, tensor_alloc, view_init
 from ggmlb.backends.cuda.cublas import CuBlas
@@ -34,11 +34,11 @@ class Runner:
         self._tables.append(table)
         return int(table.ctypes.data)
 
-    def run(self, steps: Iterable[Step], backwards: bool = False) -> None:
+    def run(self, steps: Iterable[Step], order: int = FORWARD) -> None:
         """Run steps one after another."""
         for step in steps:
             if isinstance(step, Launch):
-                self.memory.run(step, backwards)
+                self.memory.run(step, order)
             else:
                 self.cublas.bind(step, self.memory.address, self.upload)(7)
 
