@@ -103,14 +103,14 @@ DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (fl
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
 
-/* every thread of the block gets the result; s: LOCAL float[WG] */
+/* every thread of the block gets the result, and finds what others wrote before it; s: LOCAL float[WG] */
 #define WARP_REDUCE_(OP) UNROLL for (int o_ = 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));
 #if WG == 1
 #define WG_REDUCE_(OP, ID) return x;
 #else
 #define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) if (WG > 32) { const int l_ = LOCAL_ID; __syncthreads(); \
     if ((l_ & 31) == 0) s[l_ >> 5] = x; __syncthreads(); \
-    x = (l_ & 31) < WG/32 ? s[l_ & 31] : (ID); WARP_REDUCE_(OP) } return x;
+    x = (l_ & 31) < WG/32 ? s[l_ & 31] : (ID); WARP_REDUCE_(OP) } else __syncwarp(); return x;
 #endif
 #define ADD_(a, b) ((a) + (b))
 DEVICE_FN float WG_REDUCE_ADD(float x, float *s) { WG_REDUCE_(ADD_, 0.0f) }

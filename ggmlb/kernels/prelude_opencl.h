@@ -109,7 +109,7 @@ DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q) { return MAKE_F8(LOOKUP_); 
 #endif
 DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
 
-/* every work-item of the group gets the result; s: LOCAL float[WG] */
+/* every work-item of the group gets the result, and finds what others wrote before it; s: LOCAL float[WG] */
 #if WG == 1
 #define WG_REDUCE_(OP) return x;
 #else

@@ -3,9 +3,9 @@
     place(built.ctx)                        # in runner.py: tensors before forbidden pages
     Runner().run(lowering.lower(node))
 
-It shows that the arithmetic, the indices and the barriers of a text are right: the compiler tells the runtime of
-every access (accesses.h), which knows the bounds of all memory, and what orders threads. It says nothing about
-speed, nor about what `ptx.h` does on a card.
+It shows that the arithmetic, the indices and the barriers of a text are right: the compiler tells the runtime
+of every access (accesses.h), which knows the bounds of all memory, and what orders threads. It says nothing
+about speed, nor about what `ptx.h` does on a card.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KERNELS = (
 )  # fmt: skip
 
 FORWARD, BACKWARD = 0, 1
-"""Orders in which a block's threads, and the blocks, have their turns; larger numbers are seeds of random ones."""
+"""Orders in which threads and blocks have their turns; larger numbers are seeds of random ones."""
 
 
 class EmulationError(AssertionError):
@@ -80,7 +80,8 @@ def text(kernel: Kernel, defines: tuple[tuple[str, str], ...], wg: int) -> str:
 {macros}
 {body}
 static void one_thread(void **args) {{ emulator::call(&{kernel.name}, args); }}
-extern "C" const char *run(void **args, int wg, const int *groups, unsigned order, const emulator::Span *spans)
+extern "C" const char *run(void **args, int wg, const int *groups, unsigned order,
+                           const emulator::Span *spans)
 {{ return emulator::launch(&{kernel.name}, one_thread, args, wg, groups, order, spans); }}
 """
 
@@ -166,8 +167,7 @@ class Built:
                 text=True,
                 check=False,
             ).stdout
-            numbers = [int(n) for n in re.findall(r"<stdin>:(\d+)|\?\?:0", found) if n]
-            return "".join(f"\n    {lines[n - 1].strip()}" for n in numbers[:-1])
+            return "".join(f"\n    {lines[int(n) - 1].strip()}" for n in re.findall(r"<stdin>:(\d+)", found))
 
         return re.sub(r" \[@(\w+)\]", quote, why)
 
@@ -216,7 +216,7 @@ class Memory:
 
 
 def guarded(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return memory, filled with 0xff, that begins at a multiple of 64 and ends close before forbidden pages."""
+    """Return memory, full of 0xff, that begins at a multiple of 64 and ends close before forbidden pages."""
     import mmap
 
     page = mmap.PAGESIZE

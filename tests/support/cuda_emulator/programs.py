@@ -1,0 +1,230 @@
+"""Small programs that reach every kernel with shared memory, or written for CUDA alone, on the emulator.
+
+Each compares with the CPU backend, or with what ggml computed; `PROGRAMS` has them by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from golden import CASES
+
+from cuda_emulator import BACKWARD, FORWARD
+from cuda_emulator.runner import Runner, place
+from ggmlb import Context, DType, Graph, init_by_name
+from ggmlb.backends.cuda.kernels import Lowering, products
+from ggmlb.enums import GluOp
+from ggmlb.kernels import Launch, Mem, Target, lower
+from ggmlb.kernels.lowering.matmul import Glu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ggmlb.backends.cuda.kernels import Step
+    from ggmlb.tensor import Tensor
+
+CARD = Target(False, 132, 128)
+
+
+def fill(ctx: Context, seed: int = 2) -> None:
+    """Place a context's tensors, and put random numbers into those that nobody computes."""
+    place(ctx)
+    rng = np.random.default_rng(seed)
+    for t in ctx.tensors:
+        if t.view_src is None and t.op.name == "NONE" and t.dtype is not DType.I32:
+            t.set_array(rng.standard_normal(t.shape, np.float32))
+
+
+def on_cpu(y: Tensor) -> np.ndarray:
+    """Return what the CPU backend computes, in the tensor's own memory."""
+    y.memset(0, 0, y.nbytes)
+    with init_by_name("CPU") as cpu:
+        cpu.graph_compute(Graph().build_forward_expand(y))
+    return y.to_numpy()
+
+
+def in_both_orders(steps: Iterable[Step], y: Tensor) -> np.ndarray:
+    """Return what steps compute, threads in either order."""
+    Runner().run(steps, order=BACKWARD)
+    got = y.to_numpy().copy()
+    y.memset(0xFF, 0, y.nbytes)
+    Runner().run(steps, order=FORWARD)
+    np.testing.assert_array_equal(y.to_numpy(), got, "the order of threads makes a difference")
+    return got
+
+
+def beside_cpu(
+    y: Tensor,
+    ctx: Context,
+    prepare: Callable[[], None] | None = None,
+    target: Target = CARD,
+    own: bool = True,
+) -> list[Step]:
+    """Compare a node with the CPU backend; return the steps: CUDA's `own`, or the portable ones."""
+    fill(ctx)
+    if prepare is not None:
+        prepare()
+    lw = Lowering(target, 90)
+    steps: list[Step] = [
+        step
+        for node in Graph().build_forward_expand(y).nodes
+        for step in (lw.lower(node) if own else lower(node, target))
+    ]
+    close(in_both_orders(steps, y), on_cpu(y))
+    return steps
+
+
+def close(got: np.ndarray, want: np.ndarray) -> None:
+    """Compare by the mean squared error: activations in 8 bits, and tensor cores, round."""
+    error = float(((got - want) ** 2).sum() / (want**2).sum())
+    assert error < 5e-4, error
+
+
+def product(dtype: DType, k: int, m: int, n: int, target: Target = CARD, more: int = 1) -> list[Step]:
+    """A product; `more`: matrices of b that meet one of a."""
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (k, m, 2 if more > 1 else 1)), ctx.new_tensor(DType.F32, (k, n, more))
+    return beside_cpu(ctx.mul_mat(w, x), ctx, target=target)
+
+
+def gated(dtype: DType, k: int, m: int, n: int, target: Target = CARD) -> list[Step]:
+    """Both products of a gated unit, in one kernel."""
+    ctx = Context()
+    a, g = (ctx.new_tensor(dtype, (k, m)) for _ in "ag")
+    x = ctx.new_tensor(DType.F32, (k, n))
+    y = ctx.geglu_split(ctx.mul_mat(a, x), ctx.mul_mat(g, x))
+    fill(ctx)
+    unit = Glu(Mem.of(g), None, GluOp.GEGLU, 0.0, 0.0)
+    steps = products._small(Lowering(target, 90), Mem.of(a), x, Mem.of(y), None, unit)
+    assert steps is not None
+    close(in_both_orders(steps, y), on_cpu(y))
+    return steps
+
+
+def portable_product(dtype: DType, k: int, m: int, n: int) -> list[Step]:
+    """A product by the portable kernels."""
+    ctx = Context()
+    y = ctx.mul_mat(ctx.new_tensor(dtype, (k, m)), ctx.new_tensor(DType.F32, (k, n)))
+    return beside_cpu(y, ctx, own=False)
+
+
+def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
+    """A product with one of three matrices for each row; most rows meet the first."""
+    ctx = Context()
+    w, x = ctx.new_tensor(dtype, (96, 70, 3)), ctx.new_tensor(DType.F32, (96, slots, tokens))
+    ids = ctx.new_tensor(DType.I32, (slots, tokens))
+    chosen = np.random.default_rng(3).integers(0, 3, ids.shape)
+    chosen[:, : tokens * 3 // 4] = 0
+    return beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), own=own)
+
+
+# d_k, d_v, queries, keys, heads, heads of keys, batches
+ATTENTION = {
+    "decode, shared keys": (128, 128, 1, 700, 8, 2, 1),
+    "decode, batches": (64, 64, 2, 130, 4, 4, 2),
+    "decode, big heads": (256, 256, 1, 200, 4, 1, 1),
+    "decode, other sizes": (96, 80, 3, 90, 2, 1, 1),
+    "prefill": (128, 128, 70, 150, 2, 1, 1),
+    "prefill, shared keys": (64, 64, 37, 100, 6, 2, 2),
+    "prefill, big heads": (256, 256, 40, 50, 1, 1, 1),
+}
+
+
+def attention(shape: str, kv: DType) -> list[Step]:
+    """With a mask that hides some keys, and all of them from one query; a soft cap, slopes and sinks."""
+    d_k, d_v, n_q, n_kv, heads, kv_heads, batches = ATTENTION[shape]
+    ctx = Context()
+    q = ctx.new_tensor(DType.F32, (d_k, n_q, heads, batches))
+    k = ctx.new_tensor(kv, (d_k, n_kv, kv_heads, batches))
+    v = ctx.new_tensor(kv, (d_v, n_kv, kv_heads, batches))
+    mask = ctx.new_tensor(DType.F16, (n_kv, n_q, 1, 1))
+    rich = kv is DType.F16
+    y = ctx.flash_attn_ext(q, k, v, mask, d_k**-0.5, 8.0 if rich else 0.0, 20.0 if rich else 0.0)
+    if rich:
+        ctx.flash_attn_ext_add_sinks(y, ctx.new_tensor(DType.F32, (heads,)))
+
+    def hide() -> None:
+        hidden = np.random.default_rng(5).random((n_q, n_kv)) < 0.3
+        hidden[-1] = n_q > 1
+        mask.set_array(np.where(hidden, -np.inf, 0.0))
+
+    return beside_cpu(y, ctx, hide)
+
+
+def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> list[Step]:
+    """A golden program by the portable kernels, or by CUDA's `own` where there are.
+
+    Args:
+        case_id: Which.
+        wg: Threads of a block, where kernels leave it open.
+        own: Whether CUDA's own kernels and cuBLAS may have a part.
+        groups: Where not 0, kernels that deal out rows get so many blocks: then each has several.
+    """
+    (case,) = (c for c in CASES if c.id == case_id)
+    built = case.build()
+    place(built.ctx)
+    target = replace(CARD, wg=wg)
+    lw = Lowering(target, 90)
+    steps: list[Step] = [
+        step for n in built.graph.nodes for step in (lw.lower(n) if own else lower(n, target))
+    ]
+    if groups:
+        steps = [
+            replace(s, groups=(min(groups, s.groups[0]), *s.groups[1:]))
+            if isinstance(s, Launch) and s.kernel.name in DEALS_OUT
+            else s
+            for s in steps
+        ]
+    built.upload()
+    Runner().run(steps, order=BACKWARD)
+    wrong = {name: v.reason for name, v in built.compare().items() if not v.ok}
+    assert not wrong, wrong
+    return steps
+
+
+DEALS_OUT = {
+    "argmax", "argsort", "cumsum", "flash_attn", "l2_norm", "layer_norm", "quantize_q8", "rms_norm",
+    "soft_max", "sum_rows", "top_k",
+}  # fmt: skip
+"""Kernels whose blocks take row after row."""
+
+SHARING = (
+    "argmax-0", "argsort-asc-0", "argsort-desc-1", "count_equal-0", "cumsum-0", "cumsum-1",
+    "flash_attn-f32-f32-4", "l2_norm-0", "norm-0", "norm-perm", "rms_norm-0", "soft_max-0",
+    "sum-0", "sum_rows-0", "top_k-0",
+)  # fmt: skip
+"""Golden programs that reach the portable kernels with shared memory."""
+
+FEW = Target(False, 1, 128)
+PROGRAMS: dict[str, Callable[[], list[Step]]] = {
+    **{f"{case}, 2 blocks": partial(golden, case, groups=2) for case in SHARING},
+    **{
+        f"{case}, a warp": partial(golden, case, wg=32, groups=2)
+        for case in ("flash_attn-f32-f32-4", "norm-0", "top_k-0")
+    },
+    "q4_0, four warps a row": partial(product, DType.Q4_0, 256 * 9, 7, 3),
+    "q6_k, four warps a row": partial(product, DType.Q6_K, 256 * 9, 7, 3),
+    "q4_0, tile after tile": partial(product, DType.Q4_0, 256 * 13, 20, 1, FEW),
+    "q8_0, batches": partial(product, DType.Q8_0, 1056, 40, 2, CARD, 4),
+    "f16, four warps a row": partial(product, DType.F16, 1320, 13, 5, CARD, 4),
+    "f32, four warps a row": partial(product, DType.F32, 1320, 13, 1),
+    "q4_0, gated": partial(gated, DType.Q4_0, 256 * 9, 7, 2),
+    "f16, gated": partial(gated, DType.F16, 1320, 13, 1),
+    "q4_0, experts": partial(experts, DType.Q4_0, 2, 3, True),
+    "f16, experts": partial(experts, DType.F16, 2, 3, True),
+    "portable f16, few columns": partial(portable_product, DType.F16, 1320, 5, 3),
+    "portable q4_0, tiles": partial(portable_product, DType.Q4_0, 96, 70, 67),
+    "portable f32, tiles and a rest": partial(portable_product, DType.F32, 69, 66, 9),
+    "portable q8_0, experts": partial(experts, DType.Q8_0, 2, 2, False),
+    "portable f16, experts' tiles": partial(experts, DType.F16, 2, 120, False),
+    "q4_0, by cuBLAS": partial(product, DType.Q4_0, 256, 19, 40, CARD, 4),
+    **{
+        f"attention, {shape}, {kv.name.lower()}": partial(attention, shape, kv)
+        for shape in ATTENTION
+        for kv in (DType.F16, DType.Q8_0)
+        if ATTENTION[shape][1] % kv.block_size == 0
+    },
+}
