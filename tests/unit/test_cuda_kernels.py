@@ -102,6 +102,27 @@ def test_long_rows_in_pieces(dtype: DType) -> None:
     assert dict(product.defines)["SPLIT"] == "4"
 
 
+def test_activations_in_8_bits() -> None:
+    """Numbers, steps and sums as activations_q8.h says, exactly."""
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.Q4_0, (288, 1)), ctx.new_tensor(DType.F32, (288, 3))
+    (quantize, _) = beside_cpu(ctx.mul_mat(w, x), ctx)
+    assert isinstance(quantize, Launch)
+    runner = Runner()
+    runner.run([quantize])
+    numbers, facts = (runner.memory.array(mem).reshape(3, -1) for mem in quantize.args[1:])  # type: ignore[arg-type]
+    steps, sums = facts.view(np.float32)[:, ::2], facts.view(np.int16).reshape(3, -1, 4)[:, :, 2:]
+    for piece in range(9):
+        part = x.to_numpy()[:, 32 * piece : 32 * piece + 32]
+        most = np.abs(part).max(axis=1, keepdims=True)
+        want = np.rint(part * (np.float32(127) / most)).astype(np.int8).reshape(3, 2, 16)
+        for half in range(2):
+            at = 256 * (piece // 8) + 128 * half + 16 * (piece % 8)
+            np.testing.assert_array_equal(numbers[:, at : at + 16].view(np.int8), want[:, half])
+        np.testing.assert_array_equal(sums[:, piece], want.sum(axis=2))
+        np.testing.assert_allclose(steps[:, piece], most[:, 0] / 127, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16], ids=str)
 def test_a_warp_takes_tile_after_tile(dtype: DType) -> None:
     ctx = Context()

@@ -184,7 +184,7 @@ class Memory:
     def __init__(self) -> None:
         self._scratch: dict[int, tuple[Scratch, Any]] = {}
 
-    def _array(self, mem: Mem) -> Any:
+    def array(self, mem: Mem) -> Any:
         """Return the memory that a mem lies in; scratch is made when first asked for."""
         assert mem.buffer is not None
         if isinstance(mem.buffer, Scratch):
@@ -193,7 +193,7 @@ class Memory:
 
     def address(self, mem: Mem) -> int:
         """Return where a mem begins."""
-        return int(self._array(mem).ctypes.data) + mem.offset
+        return int(self.array(mem).ctypes.data) + mem.offset
 
     def run(self, launch: Launch, order: int = FORWARD) -> None:
         """Run a launch.
@@ -205,7 +205,7 @@ class Memory:
         spans = []
         for param, arg in zip(launch.kernel.params, launch.args, strict=True):
             if isinstance(arg, Mem):
-                array = self._array(arg)
+                array = self.array(arg)
                 spans.append((array.ctypes.data, array.ctypes.data + array.size))
                 values += [ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(arg.offset)]
                 values += [*map(ctypes.c_int, arg.ne), *map(ctypes.c_int64, arg.nb)]

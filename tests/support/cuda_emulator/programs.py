@@ -104,7 +104,7 @@ def gated(dtype: DType, k: int, m: int, n: int, target: Target = CARD) -> list[S
     return steps
 
 
-def portable_product(dtype: DType, k: int, m: int, n: int) -> list[Step]:
+def portable(dtype: DType, k: int, m: int, n: int) -> list[Step]:
     """A product by the portable kernels."""
     ctx = Context()
     y = ctx.mul_mat(ctx.new_tensor(dtype, (k, m)), ctx.new_tensor(DType.F32, (k, n)))
@@ -117,23 +117,26 @@ def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
     w, x = ctx.new_tensor(dtype, (96, 70, 3)), ctx.new_tensor(DType.F32, (96, slots, tokens))
     ids = ctx.new_tensor(DType.I32, (slots, tokens))
     chosen = np.random.default_rng(3).integers(0, 3, ids.shape)
-    chosen[:, : tokens * 3 // 4] = 0
+    chosen[: tokens * 3 // 4] = 0
+    chosen[-1] = 2
     return beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), own=own)
 
 
 # d_k, d_v, queries, keys, heads, heads of keys, batches
 ATTENTION = {
-    "decode, shared keys": (128, 128, 1, 700, 8, 2, 1),
+    "decode, few keys": (64, 64, 1, 5, 4, 2, 1),
+    "decode, shared keys": (128, 128, 1, 720, 8, 2, 1),
     "decode, batches": (64, 64, 2, 130, 4, 4, 2),
     "decode, big heads": (256, 256, 1, 200, 4, 1, 1),
     "decode, other sizes": (96, 80, 3, 90, 2, 1, 1),
     "prefill": (128, 128, 70, 150, 2, 1, 1),
     "prefill, shared keys": (64, 64, 37, 100, 6, 2, 2),
     "prefill, big heads": (256, 256, 40, 50, 1, 1, 1),
+    "prefill, few keys": (64, 64, 21, 7, 1, 1, 1),
 }
 
 
-def attention(shape: str, kv: DType) -> list[Step]:
+def attention(shape: str, kv: DType, target: Target = CARD, own: bool = True) -> list[Step]:
     """With a mask that hides some keys, and all of them from one query; a soft cap, slopes and sinks."""
     d_k, d_v, n_q, n_kv, heads, kv_heads, batches = ATTENTION[shape]
     ctx = Context()
@@ -151,7 +154,7 @@ def attention(shape: str, kv: DType) -> list[Step]:
         hidden[-1] = n_q > 1
         mask.set_array(np.where(hidden, -np.inf, 0.0))
 
-    return beside_cpu(y, ctx, hide)
+    return beside_cpu(y, ctx, hide, target, own)
 
 
 def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> list[Step]:
@@ -203,7 +206,7 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     **{f"{case}, 2 blocks": partial(golden, case, groups=2) for case in SHARING},
     **{
         f"{case}, a warp": partial(golden, case, wg=32, groups=2)
-        for case in ("flash_attn-f32-f32-4", "norm-0", "top_k-0")
+        for case in ("argmax-0", "argsort-asc-0", "flash_attn-f32-f32-4", "norm-0", "top_k-0")
     },
     "q4_0, four warps a row": partial(product, DType.Q4_0, 256 * 9, 7, 3),
     "q6_k, four warps a row": partial(product, DType.Q6_K, 256 * 9, 7, 3),
@@ -211,15 +214,22 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "q8_0, batches": partial(product, DType.Q8_0, 1056, 40, 2, CARD, 4),
     "f16, four warps a row": partial(product, DType.F16, 1320, 13, 5, CARD, 4),
     "f32, four warps a row": partial(product, DType.F32, 1320, 13, 1),
+    "f16, short rows": partial(product, DType.F16, 64, 13, 2),
+    "bf16, gated": partial(gated, DType.BF16, 1320, 13, 2),
     "q4_0, gated": partial(gated, DType.Q4_0, 256 * 9, 7, 2),
     "f16, gated": partial(gated, DType.F16, 1320, 13, 1),
     "q4_0, experts": partial(experts, DType.Q4_0, 2, 3, True),
     "f16, experts": partial(experts, DType.F16, 2, 3, True),
-    "portable f16, few columns": partial(portable_product, DType.F16, 1320, 5, 3),
-    "portable q4_0, tiles": partial(portable_product, DType.Q4_0, 96, 70, 67),
-    "portable f32, tiles and a rest": partial(portable_product, DType.F32, 69, 66, 9),
+    "portable f16, few columns": partial(portable, DType.F16, 1320, 5, 3),
+    "portable f32, few columns and a rest": partial(portable, DType.F32, 69, 5, 3),
+    "portable q4_0, tiles": partial(portable, DType.Q4_0, 96, 70, 67),
+    "portable f32, tiles and a rest": partial(portable, DType.F32, 69, 66, 9),
     "portable q8_0, experts": partial(experts, DType.Q8_0, 2, 2, False),
-    "portable f16, experts' tiles": partial(experts, DType.F16, 2, 120, False),
+    "portable f16, experts' tiles": partial(experts, DType.F16, 2, 150, False),
+    **{
+        f"portable attention, {shape}": partial(attention, shape, DType.Q8_0, FEW, False)
+        for shape in ("decode, batches", "prefill, shared keys")
+    },
     "q4_0, by cuBLAS": partial(product, DType.Q4_0, 256, 19, 40, CARD, 4),
     **{
         f"attention, {shape}, {kv.name.lower()}": partial(attention, shape, kv)
