@@ -18,7 +18,7 @@ from cuda_emulator.runner import place
 from golden import CASES, FAMILIES
 
 from ggmlb import Context, DType
-from ggmlb.kernels import Kernel, Launch, Mem, Param, declines, kernels
+from ggmlb.kernels import Kernel, Mem, Param, declines, kernels
 from ggmlb.kernels.launch import launch
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")

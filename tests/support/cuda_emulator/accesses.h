@@ -13,7 +13,10 @@ struct Access {
 };
 /* What must be known of a byte: who wrote it last, and of those that read it the last one, the last one beside it in
    its warp, the last one of another warp of its block, and one of a block before. */
-struct Cell { Access write, read, beside, other_warp, other_block; };
+struct Cell {
+    Access write, read, beside, other_warp, other_block;
+    uint32_t may_be_read;                      /* by this block, though nothing wrote it */
+};
 const uint16_t FLYING = 0x8000;                /* with `thread`: a copy on its way */
 const size_t CELLS = (size_t)1 << 38, KEPT_CELLS = (size_t)1 << 28, MAX_VARIABLES = 32, MAX_AREAS = 64;
 
@@ -98,7 +101,7 @@ static inline void check_cells(Cell *cells, uint64_t a, size_t size, bool writes
         Cell &c = cells[i];
         if (unordered(c.write, oldest)) race(c.write, true, a + i, size, writes, pc);
         if (!writes) {
-            if (is_shared && c.write.block != block_serial) bad_access(a + i, size, false, pc, "that nothing has written");
+            if (is_shared && c.write.block != block_serial && c.may_be_read != block_serial) bad_access(a + i, size, false, pc, "that nothing has written");
             note_read(c, me, oldest);
             continue;
         }
@@ -187,6 +190,12 @@ void emulator_declare(const char *name, const void *at, size_t size)
     for (size_t i = 0; i < n_variables; i++) if (variables[i].begin == (uint64_t)at) return;
     if (n_variables == MAX_VARIABLES) abort();
     variables[n_variables++] = {name, (uint64_t)at, (uint64_t)at + size};
+}
+
+void emulator_may_be_read(const void *at, size_t size)
+{
+    using namespace emulator;
+    for (size_t i = 0; i < size; i++) shared_cells[(uint64_t)at - launched->shared.begin + i].may_be_read = block_serial;
 }
 
 #define PC ((uint64_t)__builtin_return_address(0) - 1)

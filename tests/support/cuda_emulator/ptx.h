@@ -87,3 +87,5 @@ DEVICE_FN void copy_wait_but_one() { emulator_copy_wait_but_one(); }
     static __attribute__((section("shared_memory"))) struct { T elements[n]; char nobody[256]; } name##_shared_; \
     T (&name)[n] = name##_shared_.elements; \
     emulator_declare(#name, name, sizeof name)
+#undef MAY_BE_READ
+#define MAY_BE_READ(x) emulator_may_be_read(&(x), sizeof (x));

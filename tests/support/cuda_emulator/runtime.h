@@ -34,6 +34,7 @@ extern emulator::Public emulator_public;
 void emulator_block_barrier(int site);
 void emulator_warp_barrier(unsigned mask, int site, bool orders);
 void emulator_declare(const char *name, const void *at, size_t size);
+void emulator_may_be_read(const void *at, size_t size);
 /* 16 bytes that arrive in shared memory at `wait_but_one`, as late as they may */
 void emulator_copy_later(void *to, const void *value);
 void emulator_copy_commit();
