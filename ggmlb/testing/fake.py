@@ -119,7 +119,8 @@ class FakeDevice(Device):
         return self._buft
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> FakeBackend:
-        """Open a stream."""
+        """Open a stream; there are no parameters."""
+        self.check_params(params)
         return FakeBackend(self)
 
     def declines(self, op: Tensor) -> str | None:

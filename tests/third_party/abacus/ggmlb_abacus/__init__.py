@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb import (
-    ArgumentError,
     Backend,
     BackendReg,
     Buffer,
@@ -102,8 +101,7 @@ class AbacusDevice(Device):
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
         """Open a stream; there are no parameters."""
-        if params:
-            raise ArgumentError(f"Abacus0 takes no parameters; given: {sorted(params)}")
+        self.check_params(params)
         return AbacusBackend(self)
 
     def supports_buft(self, buft: BufferType) -> bool:
