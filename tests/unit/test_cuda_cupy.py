@@ -16,6 +16,8 @@ cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x"
 
 from ggmlb.backends.cuda import CudaReg, cupy_driver  # noqa: E402
 from ggmlb.backends.cuda.driver import Driver, Way  # noqa: E402
+from ggmlb.backends.cuda.program import OPTIONS  # noqa: E402
+from ggmlb.dtypes import DType  # noqa: E402
 from ggmlb.errors import BackendError, BackendUnavailable  # noqa: E402
 
 if TYPE_CHECKING:
@@ -196,6 +198,33 @@ def test_arrays_lie_where_they_should() -> None:
     assert stream.ptr == 1 << 41
 
 
+@pytest.mark.parametrize("dtype", [t for t in DType if not t.is_quantized], ids=lambda t: t.name)
+def test_arrays_are_of_every_type_that_holds_numbers(dtype: DType) -> None:
+    driver, item = cupy_driver.CupyDriver(), dtype.numpy.itemsize
+    view = driver.view(driver.array(1 << 40, 100, 0, None), (3, 2), dtype.numpy, 8, (2 * item, item))
+    assert (view.dtype, view.strides) == (dtype.numpy, (2 * item, item))
+    empty = driver.view(driver.array(0, 0, 0, None), (0, 2), dtype.numpy, 0, (2 * item, item))
+    assert (empty.size, empty.dtype) == (0, dtype.numpy)
+
+
+def test_kernels_are_linted_with_the_options_that_cupy_adds() -> None:
+    from cupy._core import core
+    from cupy.cuda import compiler
+
+    try:
+        options = core.assemble_cupy_compiler_options(OPTIONS)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    text = (ROOT / "scripts/lint_cuda.py").read_text(encoding="utf-8")
+    (linted,) = re.findall(r"^OF_CUPY = (\(.*\))$", text, re.M)
+    linted = ast.literal_eval(linted)
+    assert {o.lstrip("-") for o in options if not o.startswith("-I")} <= {
+        o.lstrip("-") for o in (*OPTIONS, *linted)
+    }
+    of_compiler = inspect.getsource(compiler)
+    assert all(f"-{o}" in options or f"options += ('{o}',)" in of_compiler for o in linted)
+
+
 def test_an_argument_block_is_found_where_the_driver_looks_for_it() -> None:
     packet = cupy_driver._Packet(b"abc")
     assert list(packet._extra)[::2] == [1, 2, None]  # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
@@ -204,7 +233,7 @@ def test_an_argument_block_is_found_where_the_driver_looks_for_it() -> None:
 
 @no_card
 def test_what_the_compiler_says_becomes_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ggmlb import Context, DType
+    from ggmlb import Context
     from ggmlb.kernels import Target, lower
 
     driver, ctx = cupy_driver.CupyDriver(), Context()
