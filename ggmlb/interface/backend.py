@@ -181,9 +181,10 @@ class Backend(Queue):
             raise FreedError(f"{call}: the plan was freed")
 
     def _check_graph(self, graph: Graph) -> None:
+        usable: set[Buffer | None] = set()
         for node in graph.nodes:
             for tensor in (node, *node.src):
-                if tensor is None:
+                if tensor is None or tensor.buffer in usable:
                     continue
                 if tensor.buffer is None:
                     raise NotAllocatedError(
@@ -195,6 +196,7 @@ class Backend(Queue):
                         f"{self.name} cannot compute {node.describe()}: {tensor.describe()} lies in "
                         f"{tensor.buffer.name} memory, which it cannot use; let a Scheduler copy it"
                     )
+                usable.add(tensor.buffer)
             why = self.device.declines(node)
             if why is not None:
                 raise UnsupportedOpError(

@@ -20,6 +20,8 @@ CAST = 8
 Cast = Callable[[Array, Array], None]
 """`cast(dst, src)`."""
 
+_F32, _BF16 = DType.F32, DType.BF16  # looked up once: they are compared with for each operand of a graph
+
 
 class Casts:
     """Reads and writes tensor memory as float32; an array library may do some types better.
@@ -40,9 +42,9 @@ class Casts:
 
     def load(self, dtype: DType) -> Cast | None:
         """Return a function that fills float32 `dst` from `src`; of blocks, `src` is rows of bytes."""
-        if dtype == DType.F32:
+        if dtype is _F32:
             return None
-        if dtype == DType.BF16:
+        if dtype is _BF16:
             return self.load_bf16
         if dtype.is_quantized:
             return _Dequantize(dtype)
@@ -50,9 +52,9 @@ class Casts:
 
     def store(self, dtype: DType) -> Cast | None:
         """Return a function that fills `dst` from float32 `src`; of blocks, `dst` is rows of bytes."""
-        if dtype == DType.F32:
+        if dtype is _F32:
             return None
-        if dtype == DType.BF16:
+        if dtype is _BF16:
             return self.store_bf16
         if dtype.is_quantized:
             return _Quantize(dtype)
@@ -60,7 +62,7 @@ class Casts:
 
     def is_plain(self, *types: DType) -> bool:
         """Whether the library itself converts between these types."""
-        return not any(t.is_quantized or t == DType.BF16 for t in types)
+        return not any(t.is_quantized or t is _BF16 for t in types)
 
     def copy(self, dst: Array, src: Array) -> None:
         """Convert as C does: floats to integers towards zero."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -275,7 +274,6 @@ class Lowering(ABC):
         if 0 in out.shape:
             return
         views = aligned([out, *src], inner)
-        work *= max(prod(v.shape) for v in views)
         self._emit_stage(Stage(self, kernel, views, whole, inner, scratch, work, least, one_call, convert))
 
     def copy(self, dst: View, src: View) -> None:

@@ -39,7 +39,7 @@ class Stage:
         whole: Operands that every tile reads whole.
         inner: How many dimensions are never cut.
         n_scratch: How many scratch arrays the kernel wants; they are like the first source.
-        work: What the kernel does to all elements, in additions.
+        work: What the kernel does to an element, in additions.
         least: The least extent of a tile in the first dimension.
         one_call: Whether the kernel is one call of the library, however long.
         convert: Whether the kernel sees float32; else it sees the memory as it is.
@@ -64,17 +64,17 @@ class Stage:
         self.whole = whole
         self.inner = inner
         self.n_scratch = n_scratch
-        self.work = work
+        self.n_items = max([prod(v.shape) for v in views])
+        self.work = work * self.n_items
         self.least = least
         self.one_call = one_call
         self.n = views[0].shape[0]
-        self.n_items = max(prod(v.shape) for v in views)
         self.like = 1 if len(views) > 1 else 0
         self.casts: list[Cast | None] = [None] * len(views)
         if convert:
             self.casts = [lw.casts.load(v.type) for v in views]
             self.casts[0] = lw.casts.store(views[0].type)
-        self.n_slots = n_scratch + sum(cast is not None for cast in self.casts)
+        self.n_slots = n_scratch + len(self.casts) - self.casts.count(None)
 
     def n_workers(self) -> int:
         """Over how many threads to spread it, if it is by itself."""

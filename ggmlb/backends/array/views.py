@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ggmlb.tensor import Ne, Tensor
 
-_UINT16 = np.dtype(np.uint16)
+_ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}
 
 
 class Memory(Protocol):
@@ -66,7 +66,7 @@ class View(NamedTuple):
         if dtype.block_size > 1:
             shape = (*shape[:3], dtype.row_size(ne[0]))
             strides = (*strides[:3], 1)
-        return cls(buffer, dtype, _UINT16 if dtype == DType.BF16 else dtype.numpy, offset, shape, strides)
+        return _view(cls, (buffer, dtype, _ITEMS[dtype], offset, shape, strides))
 
     def reshaped(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
         """Return another window on the same memory, `offset` bytes further on."""
@@ -74,7 +74,7 @@ class View(NamedTuple):
 
     def transposed(self, *axes: int) -> View:
         """Return the view with its axes in another order, as `numpy.transpose`."""
-        return self.reshaped(tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes))
+        return self.reshaped(tuple([self.shape[a] for a in axes]), tuple([self.strides[a] for a in axes]))
 
     def cut(self, axis: int, start: int, count: int) -> View:
         """Return `count` items from `start` on along one axis."""
@@ -126,7 +126,7 @@ def broadcast(views: Sequence[View], inner: int = 0) -> list[View]:
     An extent of 1 repeats with stride 0. Where an extent divides the first view's (ggml's broadcasting),
     the dimension is split in two in all views. The last `inner` dimensions stay as they are.
     """
-    return _relaid(views, _broadcast(tuple((v.shape, v.strides) for v in views), inner))
+    return _relaid(views, _broadcast(_layouts(views), inner))
 
 
 def merged(views: Sequence[View], inner: int = 0) -> list[View]:
@@ -135,12 +135,25 @@ def merged(views: Sequence[View], inner: int = 0) -> list[View]:
     The views must agree in all extents but those of the last `inner` dimensions. At least one outer
     dimension remains.
     """
-    return _relaid(views, _merged(tuple((v.shape, v.strides) for v in views), inner))
+    return _relaid(views, _merged(_layouts(views), inner))
 
 
 def aligned(views: Sequence[View], inner: int = 0) -> list[View]:
     """Broadcast, then merge."""
-    return _relaid(views, _aligned(tuple((v.shape, v.strides) for v in views), inner))
+    return _relaid(views, _aligned(_layouts(views), inner))
+
+
+def grouped(views: Sequence[View]) -> list[View]:
+    """Make one matrix of all rows that meet the same weights: dimensions that the first view does not have.
+
+    The first is `[n3, n2, m, k]`; it repeats over the others, `[n3 r3, n2 r2, rows, columns]`. It is returned
+    as `[n3, n2, 1.., m, k]`, the others as `[n3, n2, .., rows, columns]`.
+    """
+    return _relaid(views, _grouped(_layouts(views)))
+
+
+def _layouts(views: Sequence[View]) -> Layouts:
+    return tuple([(v.shape, v.strides) for v in views])
 
 
 def _relaid(views: Sequence[View], layouts: Layouts) -> list[View]:
@@ -204,6 +217,22 @@ def _merged(layouts: Layouts, inner: int) -> Layouts:
         ((*shape, *layout[0][n_outer:]), (*s, *layout[1][n_outer:]))
         for layout, s in zip(layouts, strides, strict=True)
     )
+
+
+@lru_cache(1 << 14)
+def _grouped(layouts: Layouts) -> Layouts:
+    (shape, strides), *others = layouts
+    n3, n2 = shape[:2]
+    rows = []  # r3, r2, rows | columns, of each matrix
+    outer = []  # the steps from matrix to matrix
+    for (e3, e2, *extents), (s3, s2, *steps) in others:
+        r3, r2 = e3 // n3, e2 // n2
+        rows.append(((r3, r2, *extents), (s3, s2, *steps)))
+        outer.append((r3 * s3, r2 * s2))
+    joined = _merged(tuple(rows), 1)
+    n_extra = len(joined[0][0]) - 2
+    weight = (n3, n2, *(1,) * n_extra, *shape[2:]), (*strides[:2], *(0,) * n_extra, *strides[2:])
+    return (weight, *(((n3, n2, *e), (*o, *s)) for o, (e, s) in zip(outer, joined, strict=True)))
 
 
 def is_blas_matrix(view: View) -> bool:

@@ -12,6 +12,7 @@ from ggmlb.dtypes import DType
 if TYPE_CHECKING:
     from ggmlb.backends.array.workspace import Array
 
+_F16 = DType.F16  # looked up once
 _HALF_INF = 0x7C00
 _SHIFTED = np.int32(-0x70002000)  # 0x8FFFE000: the sign, and exponent and mantissa in their places
 _REBIAS = np.float32(2.0**112)
@@ -22,7 +23,7 @@ class CpuCasts(Casts):
 
     def load(self, dtype: DType) -> Cast | None:
         """Return a function that fills float32 `dst` from `src`."""
-        return self.load_f16 if dtype == DType.F16 else super().load(dtype)
+        return self.load_f16 if dtype is _F16 else super().load(dtype)
 
     def load_f16(self, dst: Array, src: Array) -> None:
         """Move the bits of each half into a float32, and correct the exponent by a product.

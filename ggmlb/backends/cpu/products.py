@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.backends.array.products import grouped, is_ready
-from ggmlb.backends.array.views import View, cuts
+from ggmlb.backends.array.products import is_ready
+from ggmlb.backends.array.views import View, cuts, grouped
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Step
@@ -44,7 +44,7 @@ WEIGHT_TILE_FEW = 1 << 20
 
 def product(lw: CpuLowering, y: View, a: View, b: View) -> None:
     """Emit `y = b @ a.T`; see `Lowering.product`."""
-    a, b, y = grouped(a, b, y)
+    a, b, y = grouped((a, b, y))
     rows, k, m = b.shape[-2], b.shape[-1], a.shape[-2]
     if not is_ready(a):
         _through_tiles(lw, y, a, b)

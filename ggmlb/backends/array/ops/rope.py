@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, floor, log, pi
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,13 @@ def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
 
 
 def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:
-    """By pair: the angle per unit of position, and which of the four positions counts."""
+    """By pair: the angle per unit of position, and which of the four positions counts; not to be changed."""
+    return _pair_angles(n_pairs, tuple(params.items()))
+
+
+@lru_cache(64)  # all layers of a model ask for the same
+def _pair_angles(n_pairs: int, items: tuple[tuple[str, Any], ...]) -> tuple[Array, Array]:
+    params = dict(items)
     pairs = np.arange(n_pairs)
     exponent: Array = pairs
     channel: Array = np.zeros(n_pairs, np.intp)
