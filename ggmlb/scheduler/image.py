@@ -9,7 +9,7 @@ do; so do those of the next graph of the same topology.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ggmlb.alloc.topology import Topology
 from ggmlb.enums import Op
@@ -118,10 +118,10 @@ class Image:
 
     def _reads(self, i: int) -> Sequence[int]:
         """Return what a tensor reads: its base, if another graph computes it."""
-        begin, base = self._begins[i], self._bases[i]
+        begin = self._begins[i]
         if begin >= 0:
             return self._sources[begin : self._ends[i]]
-        return [base] if base >= 0 else []
+        return [self._bases[i]] if self._bases[i] >= 0 else []
 
     def _ordered(self, split: Split) -> Sequence[int]:
         """Return a split's nodes in the order that its backend wants."""
@@ -211,13 +211,16 @@ class Image:
             for i in (*self._leafs, *self._nodes):
                 if i not in twins:
                     self._make(i)
-            self._graph = Graph([self.twin(i) for i in self._nodes], [self.twin(i) for i in self._leafs])
+            self._graph = Graph(self._made(self._nodes), self._made(self._leafs))
         return self._graph
+
+    def _made(self, numbers: Sequence[int]) -> list[Tensor]:
+        return cast("list[Tensor]", list(map(self._twins.__getitem__, numbers)))
 
     def graph_of(self, split: Split) -> Graph:
         """Return the graph that a split's backend computes."""
         whole = self.graph
-        graph = Graph([self.twin(i) for i in split.order])
+        graph = Graph(self._made(split.order))
         graph.whole = whole
         return graph
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.array.views import View, piece, tiles
+from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 """First address, and the one after the last."""
+
+_F32 = DType.F32  # looked up once
 
 LEAST_ITEMS = 1 << 14
 """Items per tile below which a stage is not worth cutting."""
@@ -72,7 +75,7 @@ class Stage:
         self.like = 1 if len(views) > 1 else 0
         self.casts: list[Cast | None] = [None] * len(views)
         if convert:
-            self.casts = [lw.casts.load(v.type) for v in views]
+            self.casts = [None if v.type is _F32 else lw.casts.load(v.type) for v in views]
             self.casts[0] = lw.casts.store(views[0].type)
         self.n_slots = n_scratch + len(self.casts) - self.casts.count(None)
 

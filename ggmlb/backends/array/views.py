@@ -157,7 +157,10 @@ def _layouts(views: Sequence[View]) -> Layouts:
 
 
 def _relaid(views: Sequence[View], layouts: Layouts) -> list[View]:
-    return [v.reshaped(shape, strides) for v, (shape, strides) in zip(views, layouts, strict=True)]
+    return [
+        _view(View, (buffer, dtype, item, offset, *layout))
+        for (buffer, dtype, item, offset, _, _), layout in zip(views, layouts, strict=True)
+    ]
 
 
 # Layouts are few and come again for every layer of a model, so what is worked out on them is kept.

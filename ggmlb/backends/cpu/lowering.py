@@ -49,7 +49,8 @@ class CpuLowering(Lowering):
 
     def bind(self, view: View) -> Array:
         """A NumPy array over the host buffer's memory."""
-        return np.ndarray(view.shape, view.item, view.buffer.base, view.offset, view.strides)
+        memory, _, item, offset, shape, strides = view
+        return np.ndarray(shape, item, memory.base, offset, strides)
 
     def address(self, view: View) -> int:
         """The address of the first item of a view."""

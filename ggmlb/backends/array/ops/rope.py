@@ -59,7 +59,7 @@ def _pair_angles(n_pairs: int, items: tuple[tuple[str, Any], ...]) -> tuple[Arra
                 exponent = sector - np.concatenate(([0], starts))[channel]
     angle = params["freq_base"] ** (-2.0 * exponent / params["n_dims"])
     mix = yarn_ramp(n_pairs, params) * params["ext_factor"] if params["ext_factor"] else 0.0
-    return (angle * (params["freq_scale"] * (1 - mix) + mix)).astype(np.float32), channel
+    return (angle * (params["freq_scale"] * (1 - mix) + mix)).astype(np.float32), channel.astype(np.int64)
 
 
 def _rope(lw: Lowering, t: Tensor, direction: float) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.rope import pair_angles
 from ggmlb.backends.array.ops.softmax import alibi_slopes
@@ -67,22 +65,6 @@ def _rope_declines(node: Tensor) -> str | None:
     return not_floats(a, node) or not_f32(factors) or not_in_rows(a, positions, factors, node)
 
 
-def _angles(params: dict[str, Any], n_pairs: int) -> tuple[Any, Any]:
-    """By pair, the angle per unit of position, and which position counts; kept, as models repeat them."""
-    key = tuple(sorted((k, v) for k, v in params.items() if k != "attn_factor"))
-    found = _known_angles.get(key)
-    if found is None:
-        angle, channel = pair_angles(n_pairs, params)
-        found = np.ascontiguousarray(angle, np.float32), np.ascontiguousarray(channel, np.int64)
-        if len(_known_angles) >= 64:
-            _known_angles.clear()
-        _known_angles[key] = found
-    return found
-
-
-_known_angles: dict[Any, tuple[Any, Any]] = {}
-
-
 def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
     """Emit the step that turns pairs; each token's heads become the row of `put` that it names, if given."""
     a, positions, factors = (*node.src, None)[:3]
@@ -94,7 +76,7 @@ def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
     if p["ext_factor"]:
         magnitude *= 1 + 0.1 * log(1 / p["freq_scale"])
     direction = 1.0 if node.op is Op.ROPE else -1.0
-    angle, channel = _angles(p, n_pairs)
+    angle, channel = pair_angles(n_pairs, p)
     width = next(w for w in (16, 8, 4, 2, 1) if n_pairs % w == 0)
     result: tuple[int, ...] = (steps.address(node), *node.nb[1:])
     places: tuple[int, ...] = ()
