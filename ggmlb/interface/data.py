@@ -84,10 +84,11 @@ def first_bytes(call: str, tensor: Tensor, data: Source, size: int | None) -> By
     """View the first `size` bytes of what is to be written into a tensor, by default all.
 
     Raises:
-        BoundsError: There are fewer.
+        ArgumentError: `size` is no whole number.
+        BoundsError: There are fewer, or `size` is negative.
     """
     raw = as_bytes(data)
-    if size is not None and raw.size < size:
+    if size is not None and not 0 <= (size := whole_bytes(call, tensor, size)) <= raw.size:
         raise BoundsError(f"{call} on {tensor.describe()}: {size} bytes asked for, the data has {raw.size}")
     return raw[:size]
 

@@ -64,6 +64,16 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     "objects in records": (lambda t: t.x.set(np.zeros(2, [("a", "O")])), Wrong, "has no bytes of its own"),
     "objects to fill": (lambda t: t.cpu.get_tensor_async(t.x, np.empty(1, object)), Wrong, "in place"),
     "objects as memory": (lambda t: ggmlb.cpu_buffer_from_ptr(np.empty(1, object)), Wrong, "C-contiguous"),
+    "fewer than no bytes": (
+        lambda t: t.buffer.set_tensor(t.x, b"1234", 0, -1),
+        ggmlb.BoundsError,
+        "-1 bytes asked for",
+    ),
+    "half of the bytes": (
+        lambda t: t.cpu.set_tensor_async(t.x, b"1234", 0, 0.5),
+        Wrong,
+        "give whole numbers of bytes",
+    ),
     "offset in words": (lambda t: t.x.set(b"1", "4"), Wrong, "'4' is no offset"),
     "half a byte, NumPy's": (lambda t: t.x.get(np.float64(4)), Wrong, "give whole numbers of bytes"),
     "half a piece": (lambda t: t.buffer.set_tensor_2d(t.x, b"123", 0, 1, 2, 1.5, 1), Wrong, "give whole"),
