@@ -39,8 +39,8 @@ def _print_table(found: Sequence[Found], missing: Sequence[Unavailable]) -> None
     table.add_column("Name", style="bold", no_wrap=True)
     table.add_column("Type", no_wrap=True)
     table.add_column("Memory free / total", justify="right", no_wrap=True)
-    table.add_column("Capabilities")
-    table.add_column("Description")
+    table.add_column("Capabilities", overflow="fold")
+    table.add_column("Description", overflow="fold")
     for _, props in found:
         caps = ", ".join(name for name, has in props.caps.as_dict().items() if has)
         cells = (props.name, props.type.value, plain.memory(props), caps or "-", props.description)

@@ -70,6 +70,14 @@ def test_debug_shows_the_traceback(args: list[str], tmp_path: Path) -> None:
     assert "RegistryError: GGMLB_BACKEND_PATH is" in done.stderr
 
 
+def test_nothing_is_cut_where_there_is_little_room() -> None:
+    for args in (["devices"], ["test", "-d", "CPU", "-o", "mul_mat", "--limit", "1"]):
+        done = run(*args, COLUMNS="80")
+        assert done.returncode == 0
+        assert "…" not in done.stdout
+        assert max(map(len, done.stdout.splitlines()[:4])) <= 80
+
+
 def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')\n")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
