@@ -114,7 +114,7 @@ def _perf_cells(r: Result, memory: str) -> tuple[str, ...]:
     f = r.facts
     name = f"  {r.id.removesuffix(f' in {memory}')}" if memory else r.id
     rate = three_digits(f["gflop_s"]) if f["gflop_s"] else "-"
-    share = f"{f['percent_of_limit']:.0f} % of {f['limit']:7}"
+    share = f"{f['percent_of_limit']:.0f} % of {f['limit']:7}" if f["limit"] else "-"
     return name, microseconds(r.time_s or 0), three_digits(f["gb_s"]), rate, share, f["size"]
 
 
@@ -123,7 +123,7 @@ def _limits(r: Result) -> str:
     told = [f"copy {three_digits(f['copy_gb_s'])} GB/s"] if f["copy_gb_s"] else []
     if f["product_gflop_s"]:
         told.append(f"product {three_digits(f['product_gflop_s'])} GFLOP/s ({f['product_type']} weights)")
-    return f"Measured limits: {', '.join(told) or 'none'}"
+    return f"Measured limits: {', '.join(told) or 'none, for it neither copies nor multiplies'}"
 
 
 def _print_failures(out: Console, cases: Sequence[Result]) -> None:

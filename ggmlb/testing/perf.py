@@ -213,20 +213,20 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
         return Result("perf", device.name, case.op, case.id, Outcome.SKIPPED, why)
     moved, work = moved_nbytes(node), flops(node)
     best, best_gflop_s = rates.best
-    limits = {"copy": moved / rates.copy_gb_s / 1e9 if rates.copy_gb_s else 0.0}
+    limits = {"copy": moved / rates.copy_gb_s / 1e9} if rates.copy_gb_s else {}
     if work and best_gflop_s:
         limits["product"] = work / best_gflop_s / 1e9
-    limit = max(limits, key=limits.__getitem__)
+    limit = max(limits, key=limits.__getitem__, default=None)
     facts: dict[str, Any] = {
         "memory": case.memory,
         "size": ", ".join(_size(s) for s in node.src if s is not None),
         "gb_s": moved / took / 1e9,
         "gflop_s": work / took / 1e9 if work else None,
         "limit": limit,
-        "percent_of_limit": 100 * limits[limit] / took,
-        "copy_gb_s": rates.copy_gb_s,
-        "product_gflop_s": best_gflop_s,
-        "product_type": best,
+        "percent_of_limit": 100 * limits[limit] / took if limit else None,
+        "copy_gb_s": rates.copy_gb_s or None,
+        "product_gflop_s": best_gflop_s or None,
+        "product_type": best or None,
     }
     return Result("perf", device.name, case.op, case.id, Outcome.PASSED, "", None, took, facts)
 

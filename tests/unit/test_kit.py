@@ -168,6 +168,21 @@ def test_perf_measures_products_with_weights_in_memory_made_for_them(monkeypatch
     assert results[3].facts["product_type"] == "q8_0"
 
 
+def test_perf_of_a_device_without_copy_or_product_has_no_limit(capsys):
+    from rich.console import Console
+
+    from ggmlb.cli.tables import print_results
+    from ggmlb.testing import perf
+
+    (case,) = (c for c in perf.CASES if c.id == "argmax(f32)")
+    result = perf.measure(device_by_name("CPU"), case, perf.Rates(0.0, {}))
+    assert (result.outcome, result.facts["limit"]) == (Outcome.PASSED, None)
+    print_results(Console(width=80, highlight=False), [result])
+    told = capsys.readouterr().out
+    assert "% of" not in told
+    assert "Measured limits: none" in told
+
+
 def test_perf_skips_what_a_memory_does_not_take():
     from ggmlb.testing import perf
 
