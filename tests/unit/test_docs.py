@@ -88,3 +88,12 @@ SHOWN = "\n".join(
 def test_messages_exist(message: str) -> None:
     pattern = ".{0,80}".join(map(re.escape, message.split("…")))
     assert re.search(pattern, SHOWN), message
+
+
+def test_links_between_pages_lead_to_a_heading() -> None:
+    for page in DOCS.glob("*.md"):
+        for target, anchor in re.findall(r"\]\(([\w-]*\.?m?d?)#([\w-]+)\)", page.read_text()):
+            text = (DOCS / (target or page.name)).read_text()
+            headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+            slugs = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings]
+            assert anchor in slugs, f"{page.name}: {target}#{anchor}"
