@@ -18,12 +18,12 @@ from ggmlb.scheduler.program import Program, Programs
 from ggmlb.scheduler.rules import Rules
 from ggmlb.scheduler.shown import Shown
 from ggmlb.scheduler.signature import Signature
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.enums import Status
     from ggmlb.graph import Graph
     from ggmlb.interface import BufferType
-    from ggmlb.tensor import Tensor
 
 
 class Scheduler(Shown, Freeable):
@@ -80,8 +80,8 @@ class Scheduler(Shown, Freeable):
                     f"a Scheduler takes backends, which are streams on devices, and not {kind_of(backend)}: "
                     "open one by init_by_name(name) or device.init_backend()"
                 )
-        if n_copies < 1:
-            raise ArgumentError(f"n_copies is {n_copies}; give 1 or more")
+        if not hasattr(n_copies, "__index__") or n_copies < 1:
+            raise ArgumentError(f"n_copies is {n_copies}; give a whole number, 1 or more")
         if bufts is not None and len(bufts) != len(backends):
             raise ArgumentError(f"{len(backends)} backends, but {len(bufts)} buffer types; give one for each")
         self._backends = tuple(backends)
@@ -148,10 +148,14 @@ class Scheduler(Shown, Freeable):
         where its source does: ask for the source's backend.
 
         Raises:
-            ArgumentError: The backend is not one of the scheduler's.
+            ArgumentError: The node is no tensor, or the backend is not one of the scheduler's.
 
         Source: ggml_backend_sched_set_tensor_backend.
         """
+        if not isinstance(node, Tensor):
+            raise ArgumentError(
+                f"set_tensor_backend: {kind_of(node)} is no tensor; graph.node(name) finds one"
+            )
         if backend is None:
             self._user.pop(node, None)
         else:
@@ -175,8 +179,13 @@ class Scheduler(Shown, Freeable):
         graph is computed up to the node and `callback(node, False)` is called; `False` stops. It may read and
         write tensors, but neither compute nor allocate with this scheduler.
 
+        Raises:
+            ArgumentError: It cannot be called.
+
         Source: ggml_backend_sched_set_eval_callback.
         """
+        if callback is not None and not callable(callback):
+            raise ArgumentError(f"set_eval_callback: {kind_of(callback)} cannot be called; give a function")
         self._callback = callback
 
     # -- planning ------------------------------------------------------------------------------
