@@ -155,12 +155,14 @@ class Assignment:
         warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
 
     def _owner_of_leafs(self, buffer: Buffer | None) -> int:
+        """Return the backend of what lies in a buffer and is not computed."""
         if buffer is None:
             return UNKNOWN
         # Memory of a device outside this scheduler is read through host memory.
         return next(iter(self.holders(buffer.buft)), self._last)
 
     def _owner_of_result(self, i: int) -> int:
+        """Return the backend of a result that is to lie in a buffer of the user's."""
         buffer, tensor = self._buffers[self.roots[i]], self._tensors[i]
         assert buffer is not None
         for b in self.holders(buffer.buft):
