@@ -37,7 +37,7 @@ HEADER = '#include "emulator.h"\n'
 PTX = (HERE / "ptx.h").read_text()
 FORBIDDEN = 1 << 20
 """Bytes before and behind memory whose use ends a launch: a multiple of the page size."""
-TRAPS = "alignment,bounds,shift-exponent,integer-divide-by-zero"
+TRAPS = "alignment,bounds,object-size,shift-exponent,integer-divide-by-zero"
 COMMON = ("-std=c++17", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", f"-I{HERE}")
 RUNTIME = (*COMMON, "-O2")
 KERNELS = (

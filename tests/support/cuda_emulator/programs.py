@@ -112,13 +112,13 @@ def portable(dtype: DType, k: int, m: int, n: int) -> list[Step]:
 
 
 def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
-    """A product with one of three matrices for each row; most rows meet the first."""
+    """A product with one of three matrices for each row; most rows meet the first, but not the first row."""
     ctx = Context()
     w, x = ctx.new_tensor(dtype, (96, 70, 3)), ctx.new_tensor(DType.F32, (96, slots, tokens))
     ids = ctx.new_tensor(DType.I32, (slots, tokens))
     chosen = np.random.default_rng(3).integers(0, 3, ids.shape)
     chosen[: tokens * 3 // 4] = 0
-    chosen[-1] = 2
+    chosen[-1], chosen[0, 0] = 2, 1
     return beside_cpu(ctx.mul_mat_id(w, x, ids), ctx, lambda: ids.set_array(chosen), own=own)
 
 
