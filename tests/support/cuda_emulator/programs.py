@@ -111,6 +111,12 @@ def portable(dtype: DType, k: int, m: int, n: int) -> list[Step]:
     return beside_cpu(y, ctx, own=False)
 
 
+def argmax(n: int) -> list[Step]:
+    """The largest of long rows."""
+    ctx = Context()
+    return beside_cpu(ctx.argmax(ctx.new_tensor(DType.F32, (n, 3))), ctx, own=False)
+
+
 def experts(dtype: DType, slots: int, tokens: int, own: bool) -> list[Step]:
     """A product with one of three matrices for each row; most rows meet the first, but not the first row."""
     ctx = Context()
@@ -220,6 +226,7 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "f16, gated": partial(gated, DType.F16, 1320, 13, 1),
     "q4_0, experts": partial(experts, DType.Q4_0, 2, 3, True),
     "f16, experts": partial(experts, DType.F16, 2, 3, True),
+    "argmax, long rows": partial(argmax, 1000),
     "portable f16, few columns": partial(portable, DType.F16, 1320, 5, 3),
     "portable f32, few columns and a rest": partial(portable, DType.F32, 69, 5, 3),
     "portable q4_0, tiles": partial(portable, DType.Q4_0, 96, 70, 67),
@@ -228,7 +235,7 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "portable f16, experts' tiles": partial(experts, DType.F16, 2, 150, False),
     **{
         f"portable attention, {shape}": partial(attention, shape, DType.Q8_0, FEW, False)
-        for shape in ("decode, batches", "prefill, shared keys")
+        for shape in ("decode, shared keys", "prefill, shared keys")
     },
     "q4_0, by cuBLAS": partial(product, DType.Q4_0, 256, 19, 40, CARD, 4),
     **{
