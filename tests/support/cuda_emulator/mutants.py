@@ -140,6 +140,6 @@ def found(mutant: Mutant) -> str | None:
             if any(text(*key) != right for key, right in kernels.items()):
                 try:
                     PROGRAMS[name]()
-                except AssertionError as error:
+                except (AssertionError, RuntimeWarning) as error:
                     return f"{name}: {error}"
     return None
