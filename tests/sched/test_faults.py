@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from chain import Chain
 import ggmlb
 from ggmlb import Scheduler, Status
 from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.backends.opencl import program
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
 
 if TYPE_CHECKING:
@@ -55,6 +57,13 @@ class Fault:
             return function(*args, **kwargs)
 
         self._monkeypatch.setattr(owner, name, failing)
+
+    def own_library(self, module: ModuleType, name: str) -> ModuleType:
+        """Give a module of ours a library of its own, so that what is planted there is met by nobody else."""
+        own = ModuleType(name)
+        own.__dict__.update(vars(getattr(module, name)))
+        self._monkeypatch.setattr(module, name, own)
+        return own
 
     def at(self, n: int) -> None:
         """Let the n-th call from now on fail; 0 for none."""
@@ -104,7 +113,8 @@ FAKE = {
 OPENCL = {
     "allocation": lambda f: f.plant(cl, "Buffer", lambda: cl.MemoryError("no room", -4)),
     "copy": lambda f: f.plant(cl, "enqueue_copy", opencl("a copy failed")),
-    "build": lambda f: f.plant(cl, "Kernel", opencl("a build failed")),
+    # PyOpenCL makes kernels itself, too, where it looks for attributes; so only ours fail.
+    "build": lambda f: f.plant(f.own_library(program, "cl"), "Kernel", opencl("a build failed")),
     "kernel": lambda f: f.plant(cl, "enqueue_nd_range_kernel", opencl("a kernel failed")),
 }
 
