@@ -5,7 +5,8 @@ little. The first computation includes what is left until then: plans, and the t
 of. "Rebuilt" is what a decoding program does for each token: the same graph made anew, of new tensors,
 allocated by the same scheduler. Computing it again is compared with calling the steps of the same plans
 directly; for ggml, with computing it on the backend without its scheduler. ggml runs through ggml-python,
-which adds what a call through ctypes costs where objects are built.
+which adds what a call through ctypes costs where objects are built. Times are medians, with the least in
+brackets: other work on a shared machine may double the median, and each row has its own moment.
 
     python benchmarks/scheduler.py [--rounds N]
 """
@@ -173,10 +174,12 @@ def report(
     over = statistics.median(a - b for a, b in zip(whole, kernels, strict=True))
     table.row(
         name, n, n_splits, f"{statistics.median(builds) / n * 1e6:.1f}",
-        f"{statistics.median(firsts) * 1e3:.2f}", f"{statistics.median(planned) * 1e3:.2f}",
-        f"{statistics.median(rebuilts) * 1e3:.2f}",
-        f"{statistics.median(whole) * 1e3:.2f}", f"{over / n * 1e6:.2f}",
+        in_ms(firsts), in_ms(planned), in_ms(rebuilts), in_ms(whole), f"{over / n * 1e6:.2f}",
     )  # fmt: skip
+
+
+def in_ms(times: list[float]) -> str:
+    return f"{statistics.median(times) * 1e3:.2f} ({min(times) * 1e3:.2f})"
 
 
 def measure_ggml(rounds: int, table: Table) -> None:
