@@ -144,7 +144,7 @@ def main() -> None:
         if cosine < LEAST_COSINE[name]:
             sys.exit(f"{name}: the least cosine to PyTorch's embeddings is {cosine:.7f}; nothing is written")
     ours, *peers = LIBRARIES
-    table = Table("batch", ours, "target", *(cell for name in peers for cell in (name, "ggmlb to it")))
+    table = Table("batch", ours, "target", *(cell for name in peers for cell in (name, f"ggmlb to {name}")))
     for batch, target in (NUMBA_TARGETS if "Numba" in args.devices else TARGETS).items():
         cells = [cell for name in peers for cell in (spread(rates[name, batch]), ratio(rates, name, batch))]
         table.row(batch, spread(rates[ours, batch]), f"{target:.1f} of PyTorch", *cells)
@@ -152,7 +152,7 @@ def main() -> None:
         sys.exit(f"other processes took {others:.0%} of the processors: nothing is written; try again later")
     about = f"""Sentence embeddings, all-MiniLM-L6-v2
 Sentences per second by `python benchmarks/embed.py`: median of {args.rounds} rounds, least and most in
-brackets; "ggmlb to it" is the median of the rounds' ratios. {args.threads} threads each; ggmlb runs on
+brackets; "ggmlb to" another is the median of the rounds' ratios. {args.threads} threads each; ggmlb runs on
 {args.devices}, with {args.weights or "float32"} matrices. Least cosine to PyTorch's embeddings: ggmlb
 {least["ggmlb"]:.7f}, ONNX Runtime {least["ONNX Runtime"]:.7f}. Other processes took {others:.1%} of the
 processors meanwhile.

@@ -87,20 +87,23 @@ def test_links_lead_somewhere(link: str) -> None:
     assert (ROOT / link).exists()
 
 
-def ratios(page: str) -> list[float]:
-    """The column `ratio` of a page of benchmarks/results."""
-    rows = [[cell.strip() for cell in line.split("|")] for line in (RESULTS / page).read_text().splitlines()]
-    column = next(row.index("ratio") for row in rows if "ratio" in row)
-    return [float(row[column]) for row in rows if len(row) > column and re.fullmatch(r"[\d.]+", row[column])]
+def ratios(page: str, column: str = "ratio", among: str = "") -> list[float]:
+    """The first such column of a page of benchmarks/results, of the rows that tell of something."""
+    lines = [line for line in (RESULTS / page).read_text().splitlines() if column in line or among in line]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    at = next(row.index(column) for row in rows if column in row)
+    return [float(row[at]) for row in rows if len(row) > at and re.fullmatch(r"[\d.]+", row[at])]
 
 
 def test_figures_are_those_of_the_results() -> None:
     """Whoever records anew corrects the README as well."""
-    numba, numpy = ratios("embed_numba_cpu.md"), ratios("embed.md")
-    assert f"{numba[0]:.1f} and {numba[1]:.1f} times as fast with the `Numba` device" in README
-    assert f"{numpy[0]:.1f} and {numpy[1]:.1f} times [with NumPy alone]" in README
-    own = ratios("numba_1.md")  # beside ggml's own memory: with one column, and with 512
-    assert f"is {min(own[:8]):.1f} to {max(own[:8]):.1f} times as fast with one column" in SMOOTH
-    assert f"{min(own[8:]):.1f} to {max(own[8:]):.1f} times with 512" in SMOOTH
+    for peer in ("PyTorch", "ONNX Runtime"):
+        numba, numpy = (ratios(page, f"ggmlb to {peer}") for page in ("embed_numba_cpu.md", "embed.md"))
+        (row,) = re.findall(rf"^\| .*{peer}.*MiniLM.*$", README, re.MULTILINE)
+        assert f"{numba[0]:.1f} and {numba[1]:.1f} times as fast with the `Numba` device" in row
+        assert f"{numpy[0]:.1f} and {numpy[1]:.1f} times [with NumPy alone]" in row
+    one, many = (ratios("numba.md", among=f"n = {n}, Numba_Repacked beside") for n in (1, 512))
+    assert f"is {min(one):.1f} to {max(one):.1f} times as fast with one column" in SMOOTH
+    assert f"{min(many):.1f} to {max(many):.1f} times with 512" in SMOOTH
     decode = ratios("numba_decode.md")
     assert README.count(f"{min(decode):.1f} to {max(decode):.1f} times") == 2
