@@ -81,7 +81,7 @@ class OpenClDevice(Device):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Total memory as the runtime tells it, and that less what ggmlb allocated [bytes]."""
+        """What ggmlb has not allocated of the total that the runtime tells, and that total [bytes]."""
         return self.ledger.free, self.ledger.total
 
     @property
