@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from threading import RLock
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
 from ggmlb.graph import need_graph
 from ggmlb.interface.observe import QUIET, Action, observers
 from ggmlb.interface.queue import Queue
+from ggmlb.interface.turns import Turns
 
 if TYPE_CHECKING:
     from ggmlb.enums import Status
@@ -30,7 +30,7 @@ class Backend(Queue):
     """A stream of work on a device (ggml_backend).
 
     It computes graphs; its transfers, events and times are those of a `Queue`. Threads that plan or compute
-    on it take turns, as steps share its scratch memory.
+    on it take turns, as steps share its scratch memory; functions that it calls must not do so (`Turns`).
 
     Attributes:
         abort_callback: Asked between the steps of a graph, where the backend can stop
@@ -40,7 +40,7 @@ class Backend(Queue):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self.abort_callback: AbortCallback | None = None
-        self._turns = RLock()
+        self._turns = Turns()
         self._plans: weakref.WeakKeyDictionary[Graph, GraphPlan] = weakref.WeakKeyDictionary()
 
     # -- facts ---------------------------------------------------------------------------------
@@ -95,12 +95,9 @@ class Backend(Queue):
             NotAllocatedError: A tensor of the graph is in no buffer.
             UnsupportedOpError: The device declines a node; the message says why.
             BackendError: A tensor lies in memory that the device cannot use.
+            GraphError: A function that this backend calls asked for it.
         """
-        self.check_alive("graph_plan_create")
-        need_graph("graph_plan_create", graph)
-        self._check_graph(graph)
-        with Action("graph_plan_create", self) if observers else QUIET, self._turns:
-            return self._plan(graph)
+        return self._turns.run(self, self._plan_part, graph)
 
     def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
         """Bind a plan to a graph of the same topology; returns a plan for it, the old one or a new one."""
@@ -112,22 +109,13 @@ class Backend(Queue):
 
         Raises:
             FreedError: A buffer that the plan uses was freed.
+            GraphError: A function that this backend calls asked for it.
         """
-        self._check_plan(plan, "graph_plan_compute")
-        if not observers:
-            plan.check_memory()
-            with self._turns:
-                return self._compute(plan)
-        with Action("graph_plan_compute", self, plan=plan):
-            plan.check_memory()  # observers first: a sanitizer has more to say
-            with self._turns:
-                return self._compute(plan)
+        return self._turns.run(self, self._compute_part, plan)
 
     def graph_plan_free(self, plan: GraphPlan) -> None:
         """Release what the plan holds (ggml_backend_graph_plan_free)."""
-        self._check_plan(plan, "graph_plan_free")
-        plan.is_freed = True
-        self._plan_free(plan)
+        self._turns.run(self, self._free_part, plan)
 
     def graph_compute_async(self, graph: Graph) -> Status:
         """Queue the computation of a graph, planning it on first sight (ggml_backend_graph_compute_async).
@@ -161,12 +149,9 @@ class Backend(Queue):
 
         Raises:
             FreedError: It was freed before.
+            GraphError: A function that this backend calls asked for it.
         """
-        self.check_alive("free")
-        self.synchronize()
-        self.is_freed = True
-        self._plans.clear()
-        self._free()
+        self._turns.run(self, Backend._close, self)
 
     def __repr__(self) -> str:
         return f"<Backend {self.name}{' (freed)' if self.is_freed else ''}>"
@@ -202,6 +187,37 @@ class Backend(Queue):
                 raise UnsupportedOpError(
                     f"{self.name} cannot run {node.describe()}: {why}", reasons={self.name: why}
                 )
+
+    # -- turns ---------------------------------------------------------------------------------
+    # Work that a thread does in its turn; a plan that has plans of its own stream inside it does it there.
+
+    def _plan_part(self, graph: Graph) -> GraphPlan:
+        self.check_alive("graph_plan_create")
+        need_graph("graph_plan_create", graph)
+        self._check_graph(graph)
+        with Action("graph_plan_create", self) if observers else QUIET:
+            return self._plan(graph)
+
+    def _compute_part(self, plan: GraphPlan) -> Status:
+        self._check_plan(plan, "graph_plan_compute")
+        if not observers:
+            plan.check_memory()
+            return self._compute(plan)
+        with Action("graph_plan_compute", self, plan=plan):
+            plan.check_memory()  # observers first: a sanitizer has more to say
+            return self._compute(plan)
+
+    def _free_part(self, plan: GraphPlan) -> None:
+        self._check_plan(plan, "graph_plan_free")
+        plan.is_freed = True
+        self._plan_free(plan)
+
+    def _close(self) -> None:
+        self.check_alive("free")
+        self.synchronize()
+        self.is_freed = True
+        self._plans.clear()
+        self._free()
 
     # -- hooks ---------------------------------------------------------------------------------
 

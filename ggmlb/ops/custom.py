@@ -10,6 +10,7 @@ Params: `fun`, `n_tasks` and `userdata`. The backend calls `fun` with NumPy arra
 
 BF16 arrives as ml_dtypes' bfloat16, a quantised operand as float32; a quantised result is declined. `ith` of
 `nth` is the share of the work that a call is to do, as in C; `nth` is at most `n_tasks`.
+A function may compute on any backend but the one that calls it, which is in the middle of a computation.
 """
 
 from __future__ import annotations

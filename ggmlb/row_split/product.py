@@ -129,13 +129,13 @@ class RowSplitProduct:
         for piece, there in zip(pieces, landed, strict=True):
             stream = helpers.on(piece.device, main)
             if stream is main:
-                self._own = main.graph_plan_create(_product(node, piece.rows, _at(b, b.ne), there))
+                self._own = main._plan_part(_product(node, piece.rows, _at(b, b.ne), there))
                 continue
             columns, result = Tensor(b.dtype, b.ne), _result(node, piece, None)
             helpers.place(piece.device, [columns, result])
             plan = stream.graph_plan_create(_product(node, piece.rows, columns, result))
             self._shares.append(_Share(stream, plan, columns, result, there))
-        self._spread = None if is_run else main.graph_plan_create(_spread(node, pieces, landed))
+        self._spread = None if is_run else main._plan_part(_spread(node, pieces, landed))
 
     def run(self) -> None:
         """Queue it on the main stream and the helpers."""
@@ -146,11 +146,11 @@ class RowSplitProduct:
                 tensor_copy_async(main, share.stream, self._b, share.columns)
                 share.stream.graph_plan_compute(share.plan)
             if self._own is not None:
-                main.graph_plan_compute(self._own)
+                main._compute_part(self._own)
             for share in self._shares:
                 tensor_copy_async(share.stream, main, share.result, share.landed)
             if self._spread is not None:
-                main.graph_plan_compute(self._spread)
+                main._compute_part(self._spread)
         finally:
             main.abort_callback = abort
 

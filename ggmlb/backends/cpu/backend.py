@@ -32,7 +32,7 @@ class CpuBackend(Backend):
     def __init__(self, device: CpuDevice, n_threads: int) -> None:
         super().__init__(device)
         self._workspace = Workspace(aligned_empty)
-        self._threads = Threads(n_threads)
+        self._threads = Threads(n_threads, self._turns)
 
     @property
     def guid(self) -> str:
@@ -51,10 +51,13 @@ class CpuBackend(Backend):
 
         Raises:
             ArgumentError: `n` is less than 1.
+            GraphError: A function that this backend calls asked for it.
         """
-        n = checked_n_threads(n)
+        self._turns.run(self, self._use_threads, checked_n_threads(n))
+
+    def _use_threads(self, n: int) -> None:
         self._threads.free()
-        self._threads = Threads(n)
+        self._threads = Threads(n, self._turns)
         self._plans.clear()
 
     def _plan(self, graph: Graph) -> GraphPlan:

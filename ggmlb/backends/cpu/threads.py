@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggmlb.interface.turns import Turns
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -20,10 +22,15 @@ class Threads:
 
     A pair of queues wakes a thread in about half the time that an executor of the standard library takes;
     the work is short enough for this to count.
+
+    Args:
+        n: Threads, the caller's included.
+        turns: Whoever has a turn there calls `run`.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, turns: Turns | None = None) -> None:
         self.n = n
+        self._turns = turns or Turns()
         self._begin()
 
     def run(self, lists: Sequence[Steps]) -> None:
@@ -37,12 +44,18 @@ class Threads:
         n = min(self.n, len(lists)) - 1
         self._start(n)
         rest = iter(lists)
+        failures: list[BaseException | None] = []
         try:
             for _ in range(n):
                 self._work.put(rest)
-            _run(rest)
-            failures = [self._done.get() for _ in range(n)]
-        except BaseException:  # an interrupt, or a failure here: the queues are out of step
+            try:
+                _run(rest)
+            except BaseException as error:
+                failures.append(error)
+                for _ in rest:  # no more is begun, but what others have begun still uses its memory
+                    pass
+            failures += [self._done.get() for _ in range(n)]
+        except BaseException:  # an interrupt: the queues are out of step
             self.free()
             raise
         for failure in failures:
@@ -63,12 +76,15 @@ class Threads:
 
     def _start(self, n: int) -> None:
         while self._n_started < n:
-            Thread(target=_serve, args=(self._work, self._done), name="ggmlb-cpu", daemon=True).start()
+            args = self._work, self._done, self._turns
+            Thread(target=_serve, args=args, name="ggmlb-cpu", daemon=True).start()
             self._n_started += 1
 
 
-def _serve(work: SimpleQueue[Iterator[Steps] | None], done: SimpleQueue[BaseException | None]) -> None:
-    with np.errstate(all="ignore"):  # the state is each thread's own
+def _serve(
+    work: SimpleQueue[Iterator[Steps] | None], done: SimpleQueue[BaseException | None], turns: Turns
+) -> None:
+    with turns.helped(), np.errstate(all="ignore"):  # the state is each thread's own
         while (lists := work.get()) is not None:
             try:
                 _run(lists)

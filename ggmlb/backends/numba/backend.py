@@ -55,9 +55,13 @@ class NumbaBackend(Backend):
 
         Raises:
             ArgumentError: `n` is less than 1.
+            GraphError: A function that this backend calls asked for it.
         """
+        self._turns.run(self, self._use_threads, checked_n_threads(n))
+
+    def _use_threads(self, n: int) -> None:
         self.pool.free()
-        self.pool = Pool(checked_n_threads(n), self.library)
+        self.pool = Pool(n, self.library)
         self._plans.clear()
 
     def takes(self, group: Group) -> bool:
