@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ggmlb.enums import NO_OPS
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
 from ggmlb.graph import need_graph
 from ggmlb.interface.observe import QUIET, Action, observers
@@ -94,7 +95,7 @@ class Backend(Queue):
         Raises:
             NotAllocatedError: A tensor of the graph is in no buffer.
             UnsupportedOpError: The device declines a node; the message says why.
-            BackendError: A tensor lies in memory that the device cannot use.
+            BackendError: A tensor lies in memory that the device cannot use, or a result in read-only memory.
             GraphError: A function that this backend calls asked for it.
         """
         return self._turns.run(self, self._plan_part, graph)
@@ -182,6 +183,8 @@ class Backend(Queue):
                         f"{tensor.buffer.name} memory, which it cannot use; let a Scheduler copy it"
                     )
                 usable.add(tensor.buffer)
+            if node.buffer is not None and node.buffer.is_read_only and node.op not in NO_OPS:
+                node.buffer.check_writable("graph_compute", node)
             why = self.device.declines(node)
             if why is not None:
                 raise UnsupportedOpError(

@@ -108,6 +108,7 @@ class Buffer(Storage):
         self.check_alive("clear")
         check_byte("clear", value)
         if self.size:
+            self.check_writable("clear")
             everything = [Access(self, 0, self.size, is_write=True, tensor=None)] if observers else []
             with Action("clear", None, everything) if observers else QUIET:
                 self._clear(value)

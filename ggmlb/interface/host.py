@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ggmlb.errors import BackendError
 from ggmlb.interface.buffer import Buffer
 from ggmlb.interface.buffer_type import BufferType
 
@@ -42,21 +41,6 @@ def allocate(buft: BufferType, nbytes: int) -> Bytes:
         raise buft.out_of_memory(nbytes, str(error)) from None
 
 
-def check_writable(memory: Bytes, buffer: Buffer, tensor: Tensor | None) -> None:
-    """Refuse to write into a tensor, or clear the buffer, where a caller's read-only memory lies.
-
-    Raises:
-        BackendError: The memory is read-only.
-    """
-    if memory.flags.writeable:
-        return
-    what = "clear" if tensor is None else f"write to {tensor.describe()}"
-    raise BackendError(
-        f"cannot {what}: the {buffer.name} buffer of {buffer.size:,} bytes lies over read-only host memory; "
-        "copy the data into a buffer of your own first"
-    )
-
-
 class HostBufferType(BufferType):
     """A kind of memory that NumPy reads and writes."""
 
@@ -78,6 +62,7 @@ class HostBuffer(Buffer):
     def __init__(self, buft: BufferType, memory: Bytes) -> None:
         super().__init__(buft, memory.size)
         self._base = memory
+        self.is_read_only = not memory.flags.writeable
 
     @property
     def base(self) -> Bytes:
@@ -86,7 +71,7 @@ class HostBuffer(Buffer):
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         start = tensor.offset + offset
-        self._writable(tensor)[start : start + data.size] = data
+        self._base[start : start + data.size] = data
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         start = tensor.offset + offset
@@ -94,21 +79,17 @@ class HostBuffer(Buffer):
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
         start = tensor.offset + offset
-        self._writable(tensor)[start : start + size] = value
+        self._base[start : start + size] = value
 
     def _clear(self, value: int) -> None:
-        self._writable()[:] = value
+        self._base[:] = value
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         if src.buffer is None or not src.buffer.is_host:
             return False
         source = src.buffer.base[src.offset : src.offset + src.nbytes]
-        self._writable(dst)[dst.offset : dst.offset + dst.nbytes] = source
+        self._base[dst.offset : dst.offset + dst.nbytes] = source
         return True
 
     def _free(self) -> None:
         self._base = np.empty(0, np.uint8)
-
-    def _writable(self, tensor: Tensor | None = None) -> Bytes:
-        check_writable(self._base, self, tensor)
-        return self._base

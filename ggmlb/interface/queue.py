@@ -64,6 +64,7 @@ class Queue(Freeable):
         raw = first_bytes("set_tensor_async", tensor, data, size)
         offset, n = buffer.check_range(tensor, "set_tensor_async", offset, raw.size)
         if n:
+            buffer.check_writable("set_tensor_async", tensor)
             written = [writing(tensor, offset, n)] if observers else []
             with Action("set_tensor_async", self, written, data=raw) if observers else QUIET:
                 self._set_tensor_async(tensor, raw, offset)
@@ -132,7 +133,7 @@ class Queue(Freeable):
 
         Source: cpy_tensor_async of ggml_backend_i.
         """
-        self.check_alive("cpy_tensor_async")
+        self._transfer_buffer(dst, "cpy_tensor_async").check_writable("cpy_tensor_async", dst)
         if not observers:
             return self._cpy_tensor_async(backend_src, src, dst)
         moved = [reading(src), writing(dst)]
@@ -151,7 +152,7 @@ class Queue(Freeable):
 
         Source: the copy that ggml's backends queue on the source's stream in cpy_tensor_async.
         """
-        self.check_alive("copy_on_stream")
+        self._transfer_buffer(dst, "copy_on_stream").check_writable("copy_on_stream", dst)
         if not observers:
             return self._copy_on_stream(src, dst)
         with Action("copy_on_stream", self, [reading(src), writing(dst)]) as action:

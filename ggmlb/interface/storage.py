@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.errors import ArgumentError, BoundsError
+from ggmlb.errors import ArgumentError, BackendError, BoundsError
 from ggmlb.interface.data import (
     Bytes,
     Pieces,
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
 
 
 class Storage(Freeable):
-    """What a `Buffer` is to the tensors that lie in it: transfers that are done when the call returns."""
+    """What a `Buffer` is to the tensors that lie in it: transfers that are done when the call returns.
+
+    Attributes:
+        is_read_only: Whether it lies over a caller's memory that must not be written.
+    """
+
+    is_read_only = False
 
     def set_tensor(
         self,
@@ -55,6 +61,7 @@ class Storage(Freeable):
         raw = first_bytes("set_tensor", tensor, data, size)
         offset, n = self.check_range(tensor, "set_tensor", offset, raw.size)
         if n:
+            self.check_writable("set_tensor", tensor)
             with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
                 self._set_tensor(tensor, raw, offset)
 
@@ -90,6 +97,7 @@ class Storage(Freeable):
         offset, n = self.check_range(tensor, "memset_tensor", offset, size)
         check_byte("memset_tensor", value)
         if n:
+            self.check_writable("memset_tensor", tensor)
             with Action("memset_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
                 self._memset_tensor(tensor, value, offset, n)
 
@@ -146,6 +154,7 @@ class Storage(Freeable):
         Source: ggml_backend_buffer_copy_tensor.
         """
         self.check_alive("cpy_tensor")
+        self.check_writable("cpy_tensor", dst)
         if not observers:
             return self._cpy_tensor(src, dst)
         with Action("cpy_tensor", None, [reading(src), writing(dst)]) as action:
@@ -167,6 +176,19 @@ class Storage(Freeable):
             raise ArgumentError(
                 f"{call} on {tensor.describe()}: the tensor lies in {where}; call its own methods, which "
                 "find its buffer"
+            )
+
+    def check_writable(self, call: str, tensor: Tensor | None = None) -> None:
+        """Refuse to write into a tensor, or all of the memory, where that is read-only.
+
+        Raises:
+            BackendError: It is.
+        """
+        if self.is_read_only:
+            what = f"write to {tensor.describe()}" if tensor is not None else "write"
+            raise BackendError(
+                f"{call} cannot {what}: {self!r} lies over read-only host memory; copy the data into "
+                "a buffer of your own first"
             )
 
     def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
@@ -232,6 +254,8 @@ class Storage(Freeable):
                 f"{call} on {tensor.describe()}: the data has {data.size} bytes, {needed} are needed"
             )
         if pieces.size:
+            if access is writing:
+                self.check_writable(call, tensor)
             moved = [access(tensor, start, pieces.size) for start in pieces.starts()] if observers else []
             used = None if stream is None else data
             with Action(call, stream, moved, data=used) if observers else QUIET:

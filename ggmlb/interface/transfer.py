@@ -104,6 +104,7 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
     dst_buffer.check_range(dst, "tensor_copy", 0, None)
     if not src.nbytes:
         return
+    dst_buffer.check_writable("tensor_copy", dst)
     with Action("tensor_copy", None, [reading(src), writing(dst)]) if observers else QUIET:
         if src_buffer.is_host:
             dst_buffer._set_tensor(dst, src_buffer.base[src.offset : src.offset + src.nbytes], 0)

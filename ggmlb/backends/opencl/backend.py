@@ -122,7 +122,6 @@ class OpenClBackend(Backend):
         if not self._owns(buffer) or buffer.packing(tensor):
             super()._set_tensor_async(tensor, data, offset)
             return
-        buffer.check_writable(tensor)
         with cl_errors(f"set_tensor_async on {tensor.describe()}"):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, buffer.memory, data, dst_offset=start, is_blocking=False)
@@ -150,7 +149,6 @@ class OpenClBackend(Backend):
             return False
         if not can_copy(source, src, target, dst):
             return False
-        target.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             across = backend_src is not self
             before = [backend_src._mark()] if across else None
@@ -169,7 +167,6 @@ class OpenClBackend(Backend):
         # One command of this queue: it must own one side, and share a context with the other.
         if self.device not in (source.device, target.device) or not can_copy(source, src, target, dst):
             return False
-        target.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             event = queue_copy(self.queue, src, dst)
             self._note(event, source, target)

@@ -11,7 +11,6 @@ import pyopencl.array
 
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
 from ggmlb.interface import Buffer, BufferType
-from ggmlb.interface.host import check_writable
 from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ class OpenClBuffer(Buffer):
         self.device = buft.device
         self._memory = memory
         self._host = host
+        self.is_read_only = host is not None and not host.flags.writeable
         self._uses: dict[int, cl.Event] = {}
         ledger = self.device.ledger
         ticket = ledger.take(nbytes if is_ours and host is None else 0)
@@ -116,13 +116,7 @@ class OpenClBuffer(Buffer):
         """Return the commands that may still use the buffer."""
         return [event for event in list(self._uses.values()) if not is_done(event)]
 
-    def check_writable(self, tensor: Tensor | None) -> None:
-        """Raise a BackendError if the buffer is read-only host memory."""
-        if self._host is not None:
-            check_writable(self._host, self, tensor)
-
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        self.check_writable(tensor)
         with cl_errors(f"set_tensor on {tensor.describe()}"):
             cl.enqueue_copy(
                 self.device.transfers,
@@ -145,11 +139,9 @@ class OpenClBuffer(Buffer):
             )
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
-        self.check_writable(tensor)
         self._fill(value, tensor.offset + offset, size)
 
     def _clear(self, value: int) -> None:
-        self.check_writable(None)
         self._fill(value, 0, self.size)
 
     def _fill(self, value: int, offset: int, nbytes: int) -> None:
@@ -167,7 +159,6 @@ class OpenClBuffer(Buffer):
         source = src.buffer
         if not isinstance(source, OpenClBuffer) or not can_copy(source, src, self, dst):
             return False
-        self.check_writable(dst)
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
             queue_copy(self.device.transfers, src, dst, [*source.uses(), *self.uses()]).wait()
         return True

@@ -10,9 +10,10 @@ from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
-from ggmlb.errors import AllocationError, BackendError, FreedError
+from ggmlb.errors import AllocationError, ArgumentError, BackendError, FreedError
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_alloc, tensor_copy
+from ggmlb.registry import device_by_name
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
 
 N = 5000
@@ -150,6 +151,7 @@ def a_freed_buffer_is_refused(rig: Rig) -> None:
     expect_error(FreedError, lambda: work.x.set_array(numbers(N)), "a write to a freed buffer")
     expect_error(FreedError, work.y.get, "a read of a freed buffer")
     expect_error(FreedError, lambda: rig.stream.graph_compute(work.graph), "a graph in a freed buffer")
+    expect_error(FreedError, lambda: rig.stream.graph_plan_compute(plan), "a plan in a freed buffer")
     rig.stream.synchronize()
     rig.stream.graph_plan_free(plan)
 
@@ -195,6 +197,7 @@ def host_buffers(rig: Rig) -> None:
     if buft is None:
         unsupported("the device has no host memory of its own")
     expect(buft.is_host, f"{buft.name} memory says that it is not the host's")
+    expect(device_by_name("CPU").supports_buft(buft), f"the CPU cannot use {buft.name} memory")
     ctx = Context()
     host = ctx.new_tensor(DType.F32, (N,), "host")
     buffer = rig.keep(alloc_ctx_tensors(ctx, buft))
@@ -211,6 +214,8 @@ def host_buffers(rig: Rig) -> None:
     tensor_copy(host, work.x)
     rig.stream.graph_compute(work.graph)
     expect_equal(work.y.to_numpy(), 4 * numbers(N), "a graph after a copy from host memory")
+    buffer.free()
+    expect_equal(memory, 2 * numbers(N), "an array over host memory that was freed")
 
 
 @check("memory")
@@ -232,3 +237,32 @@ def the_callers_memory(rig: Rig) -> None:
     rig.keep(alloc_ctx_tensors(ctx, rig.stream))
     rig.stream.graph_compute(Graph().build_forward_expand(y))
     expect_equal(y.to_numpy(), 2 * numbers(4096), "a graph over the caller's memory")
+    x.memset(0)
+    expect(not aligned.any(), "a write to the caller's memory did not reach it")
+
+
+@check("memory")
+def read_only_memory_is_never_written(rig: Rig) -> None:
+    """A caller's array that is read-only is read in place and never written; one with gaps is refused."""
+    if not rig.device.caps.buffer_from_host_ptr:
+        unsupported("the device cannot use the caller's memory")
+    array = np.zeros(2 * 4096, np.float32)
+    gaps = array[::2]
+    expect_error(ArgumentError, lambda: rig.device.buffer_from_host_ptr(gaps), "memory with gaps")
+    array = array[-array.ctypes.data % 4096 // 4 :][:4096]
+    array[:] = numbers(4096)
+    array.flags.writeable = False
+    buffer = rig.keep(rig.device.buffer_from_host_ptr(array))
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, (4096,), "x")
+    tensor_alloc(buffer, x, 0)
+    for write in (
+        lambda: x.set(b"1234"),
+        lambda: x.memset(0),
+        lambda: rig.stream.set_tensor_async(x, b"1234"),
+        buffer.clear,
+        lambda: rig.stream.graph_compute(Graph().build_forward_expand(rig.double(ctx, x, inplace=True))),
+    ):
+        expect_error(BackendError, write, "a write to read-only memory")
+    rig.stream.synchronize()
+    expect_equal(x.to_numpy(), numbers(4096), "a tensor over read-only memory")

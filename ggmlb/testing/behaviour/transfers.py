@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,33 +86,27 @@ def clear_sets_every_byte(rig: Rig) -> None:
 @check("transfers")
 def two_dimensional_transfers(rig: Rig) -> None:
     """`set_tensor_2d` and `get_tensor_2d` move pieces, and leave what lies between them."""
-    size, n, stride_tensor, stride_data, offset = 24, 7, 40, 33, 5
-    for is_async in (False, True):
+    size, n, stride_data, offset = 24, 7, 33, 5
+    for is_async, stride_tensor in product((False, True), (24, 40)):
         _, tensor, _ = rig.neighbours(N)
         assert tensor.buffer is not None
-        buffer, image = tensor.buffer, poison(N).copy()
+        where, suffix = (rig.stream, "_async") if is_async else (tensor.buffer, "")
+        image = poison(N).copy()
         tensor.set(image)
         data = _bytes(n * stride_data)
         args = (offset, size, n, stride_tensor, stride_data)
-        if is_async:
-            rig.stream.set_tensor_2d_async(tensor, data, *args)
-            rig.stream.synchronize()
-        else:
-            buffer.set_tensor_2d(tensor, data, *args)
+        getattr(where, f"set_tensor_2d{suffix}")(tensor, data, *args)
+        rig.stream.synchronize()
         for i in range(n):
             image[offset + i * stride_tensor :][:size] = data[i * stride_data :][:size]
-        name = "_async" if is_async else ""
-        expect_equal(tensor.get(), image, f"the tensor after set_tensor_2d{name}")
+        expect_equal(tensor.get(), image, f"the tensor after set_tensor_2d{suffix}")
         out = np.full(n * stride_data, 0x77, np.uint8)
         right = out.copy()
         for i in range(n):
             right[i * stride_data :][:size] = image[offset + i * stride_tensor :][:size]
-        if is_async:
-            rig.stream.get_tensor_2d_async(tensor, out, *args)
-            rig.stream.synchronize()
-        else:
-            buffer.get_tensor_2d(tensor, out, *args)
-        expect_equal(out, right, f"the array after get_tensor_2d{name}")
+        getattr(where, f"get_tensor_2d{suffix}")(tensor, out, *args)
+        rig.stream.synchronize()
+        expect_equal(out, right, f"the array after get_tensor_2d{suffix}")
 
 
 @check("transfers")
