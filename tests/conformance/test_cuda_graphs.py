@@ -12,7 +12,7 @@ from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.errors import BackendError, BackendUnavailable, FreedError, UnsupportedOpError
+from ggmlb.errors import BackendError, BackendUnavailable, FreedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -341,14 +341,6 @@ def test_a_late_error_is_reported_with_what_was_computed(
     plan.parts[1].steps[0] = plan.parts[1].steps[0]._replace(call=fail)
     with pytest.raises(BackendError, match="failed to compute RELU"):
         stream.graph_plan_compute(plan)
-
-
-def test_an_op_that_nothing_computes_is_refused_by_name(stream: CudaBackend) -> None:
-    ctx = Context()
-    y = ctx.scale(ctx.new_tensor(DType.F64, (8,), "a"), 2.0)
-    alloc_ctx_tensors(ctx, stream)
-    with pytest.raises(UnsupportedOpError, match=r"SCALE.*'a' is f64"):
-        stream.graph_compute(Graph().build_forward_expand(y))
 
 
 def test_too_many_matrices_for_a_grid_are_declined(stream: CudaBackend) -> None:

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from gpus import OPENCL, Gate, device_fixture, scaled
 
-from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors, reg_by_name
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError, FreedError, UnsupportedOpError
+from ggmlb.errors import ArgumentError, FreedError
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend
@@ -64,28 +63,3 @@ def test_two_plans_share_no_kernel_object_and_give_theirs_back(stream: OpenClBac
     assert again.steps[0][0] is kernels[0]
     with pytest.raises(FreedError):
         stream.graph_plan_compute(plan)
-
-
-def test_the_abort_callback_stops_between_steps(stream: OpenClBackend) -> None:
-    asked: list[int] = []
-    abort = reg_by_name("OpenCL").get_proc_address("set_abort_callback")
-    assert abort is not None
-    a, y, graph = scaled(stream)
-    a.set(np.ones(1000, np.float32))
-    y.memset(0)
-    abort(stream, lambda: asked.append(1) is None)
-    assert stream.graph_compute(graph) is Status.ABORTED
-    assert asked == [1]
-    assert not y.to_numpy().any()
-    abort(stream, None)
-    assert stream.graph_compute(graph) is Status.SUCCESS
-    assert y.to_numpy()[0] == 2
-
-
-def test_an_op_without_a_kernel_is_refused_by_name(stream: OpenClBackend) -> None:
-    ctx = Context()
-    a = ctx.new_tensor(DType.F64, (8,), "a")
-    y = ctx.scale(a, 2.0)
-    alloc_ctx_tensors(ctx, stream)
-    with pytest.raises(UnsupportedOpError, match=r"SCALE.*'a' is f64"):
-        stream.graph_compute(Graph().build_forward_expand(y))

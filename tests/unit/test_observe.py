@@ -87,20 +87,3 @@ def test_nothing_is_told_of_no_bytes(notes: Notes, size: int, n: int) -> None:
         assert t.get(64).size == 0
         cpu.set_tensor_async(t, b"")
         assert notes.told == []
-
-
-def test_strided_transfers_on_a_stream_move_what_those_at_once_do() -> None:
-    ctx = Context()
-    t = ctx.new_tensor("i8", 64)
-    data, out = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    expected = np.zeros(64, np.uint8)
-    expected[2:5], expected[12:15], expected[22:25] = data[:3], data[5:8], data[10:13]
-    with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu):
-        t.memset(0)
-        cpu.set_tensor_2d_async(t, data, 2, 3, 3, 10, 5)
-        cpu.synchronize()
-        assert np.array_equal(t.get(), expected)
-        cpu.get_tensor_2d_async(t, out, 2, 3, 3, 10, 5)
-        cpu.synchronize()
-        assert [out[i : i + 3].tolist() for i in (0, 5, 10)] == [data[i : i + 3].tolist() for i in (0, 5, 10)]
-        assert out.sum() == sum(data[i : i + 3].sum() for i in (0, 5, 10))
