@@ -38,6 +38,7 @@ class Assignment:
     Attributes:
         ids: Backend index of each tensor; 0 is the highest priority.
         causes: Why, of each tensor.
+        foreign: Numbers of the tensors in memory that no backend here can use: they are read through copies.
         backends, bufts, separate: As the rules say.
         roots: As the signature says.
 
@@ -125,6 +126,8 @@ class Assignment:
     def _from_places(self, signature: Signature) -> None:
         buffers = self._buffers
         owners = {buffer: self._owner_of_leafs(buffer) for buffer in {*buffers}}
+        strange = {b for b in owners if b is not None and not self.holders(b.buft)}
+        self.foreign = {i for i, root in enumerate(self.roots) if buffers[root] in strange} if strange else set()
         self.ids = ids = [owners[buffers[root]] for root in self.roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
         for i, wanted in self._wishes.items():
@@ -158,7 +161,7 @@ class Assignment:
         """Return the backend of what lies in a buffer and is not computed."""
         if buffer is None:
             return UNKNOWN
-        # Memory of a device outside this scheduler is read through host memory.
+        # Memory of a device outside this scheduler (`foreign`) counts as the last backend's, the host's.
         return next(iter(self.holders(buffer.buft)), self._last)
 
     def _owner_of_result(self, i: int) -> int:

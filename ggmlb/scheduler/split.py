@@ -171,7 +171,7 @@ class Cut:
         ids, backends = assignment.ids, assignment.backends
         first = next((ids[i] for i in signature.work), len(backends) - 1)
         self.splits.append(Split(backends[first], first))
-        if len({*ids} - {UNKNOWN}) > 1:
+        if len({*ids} - {UNKNOWN}) > 1 or assignment.foreign:
             self._cut()
         else:  # nothing needs to move
             self.splits[0].numbers = list(signature.nodes)
@@ -184,9 +184,9 @@ class Cut:
         computes, bases, edges = signature.computes, signature.bases, signature.sources
         begins, ends = signature.spans
         inputs = self._inputs.union([i for i in signature.views if bases[i] in self._inputs])
-        # Where each tensor is at hand, by number: what the user writes is nowhere.
+        # Where each tensor is at hand, by number: what the user writes is nowhere, nor what lies elsewhere.
         places = list(ids)
-        for i in inputs:
+        for i in inputs | assignment.foreign:
             places[i] = UNKNOWN
         split = self.splits[0]
         for node in signature.nodes:
@@ -239,7 +239,7 @@ class Cut:
 
     def _needs_copy(self, src: int, b: int) -> bool:
         """Whether a backend cannot read a source where it lies."""
-        return src >= 0 and self._assignment.ids[src] != b and not self._assignment.readable(src, b)
+        return src >= 0 and not self._assignment.readable(src, b)
 
     def _add_input(self, split: Split, src: int, owner: int) -> None:
         tensor = self._signature.tensors[src]

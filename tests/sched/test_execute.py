@@ -9,6 +9,7 @@ import pytest
 from chain import new_input
 
 from ggmlb import env
+from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.enums import Op, Status
 from ggmlb.errors import GraphError, NotAllocatedError
@@ -260,3 +261,25 @@ def test_a_view_lies_where_its_source_does_whatever_it_was_set_to(bench, where, 
         w = next(n for n in graph.leafs if n.name == "w").to_numpy()
         np.testing.assert_allclose(y.to_numpy().reshape(4, 8), (data @ w.T) ** 2, rtol=2e-5, atol=1e-6)
         assert sched.get_tensor_backend(view) is bench.gpu0
+
+
+@pytest.mark.parametrize("n_backends", [1, 2])
+@pytest.mark.parametrize("use", ["whole", "view", "transposed"])
+def test_memory_of_a_device_that_takes_no_part_is_read_through_a_copy(bench, n_backends, use):
+    data = np.random.default_rng(6).standard_normal((3, 4)).astype(np.float32)
+    own = Context()
+    elsewhere = own.new_tensor("f32", (4, 3), name="elsewhere")
+    with alloc_ctx_tensors(own, bench.gpu0), Scheduler([bench.gpu1, bench.cpu][-n_backends:]) as sched:
+        ctx = Context()
+        read = {
+            "whole": elsewhere, "view": ctx.view_2d(elsewhere, 2, 3, elsewhere.nb[1], 8),
+            "transposed": ctx.transpose(elsewhere),
+        }[use]  # fmt: skip
+        y = ctx.add(ctx.sqr(ctx.cont(read)), read)
+        sched.set_tensor_backend(y, bench.cpu)
+        graph = Graph().build_forward_expand(y)
+        for sign in (1, -1):
+            elsewhere.set_array(sign * data)
+            sched.graph_compute(graph)
+            seen = sign * {"whole": data, "view": data[:, 2:], "transposed": data.T}[use]
+            np.testing.assert_allclose(y.to_numpy(), seen**2 + seen, rtol=1e-6)
