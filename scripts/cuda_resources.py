@@ -28,7 +28,8 @@ ABOUT = """# What the kernels take of a multiprocessor
 
 Registers of a thread and shared memory of a block, as ptxas tells them for each architecture; bytes spilled
 in brackets, where there are any. Written by `python scripts/lint_cuda.py --write` with NVRTC {version} and
-CuPy's options, which XX"""
+the options that a card's kernels are compiled with.
+"""
 
 
 @dataclass(frozen=True, order=True)
