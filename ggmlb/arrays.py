@@ -47,15 +47,15 @@ def _on_host(array: Any) -> Any:
         raise _masked(array)
     if isinstance(array, np.ndarray):
         return array
+    if _is_on_cuda(array):
+        return _OnCuda(array)
     if hasattr(array, "__dlpack_device__"):
         if array.__dlpack_device__()[0] != DL_CPU:
-            return _OnCuda(array) if _is_on_cuda(array) else array
+            return array
         try:
             return np.from_dlpack(array)
         except (BufferError, RuntimeError) as error:
             raise _no_access(array, error) from error
-    if _is_on_cuda(array):
-        return _OnCuda(array)
     if all(hasattr(array, name) for name in ("dtype", "shape", "strides")) and not hasattr(
         array, "__array__"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from importlib.util import find_spec
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 # Compiled kernels and their messages stay out of the way: a build log is not a warning of ours.
 os.environ.setdefault("PYOPENCL_COMPILER_OUTPUT", "0")
+
+# CuPy names the current stream in an array's interface, which takes a driver: not where there is none.
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    os.environ.setdefault("CUPY_CUDA_ARRAY_INTERFACE_EXPORT_VERSION", "2")
 
 # What is no terminal gets whole lines, unless somebody set a width; pytest-xdist does, in its workers.
 os.environ.pop("COLUMNS", None)

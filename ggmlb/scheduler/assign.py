@@ -127,7 +127,9 @@ class Assignment:
         buffers = self._buffers
         owners = {buffer: self._owner_of_leafs(buffer) for buffer in {*buffers}}
         strange = {b for b in owners if b is not None and not self.holders(b.buft)}
-        self.foreign = {i for i, root in enumerate(self.roots) if buffers[root] in strange} if strange else set()
+        self.foreign = (
+            {i for i, root in enumerate(self.roots) if buffers[root] in strange} if strange else set()
+        )
         self.ids = ids = [owners[buffers[root]] for root in self.roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
         for i, wanted in self._wishes.items():
