@@ -26,6 +26,8 @@ class MetaBackend(Backend):
         communicator: Sums over the devices.
     """
 
+    guid = "ggmlb-meta"
+
     device: MetaDevice
 
     def __init__(self, device: MetaDevice, params: Mapping[str, Any] | None = None) -> None:
@@ -34,11 +36,6 @@ class MetaBackend(Backend):
             self.backends = tuple(opened.enter_context(d.init_backend(params)) for d in device.devices)
             self.communicator = Communicator(self.backends)
             opened.pop_all()
-
-    @property
-    def guid(self) -> str:
-        """Identifies the kind."""
-        return "ggmlb-meta"
 
     @property
     def streams(self) -> tuple[Backend, ...]:

@@ -40,6 +40,8 @@ class MetaDevice(Device):
         given: The states of weights that are placed.
     """
 
+    type = DeviceType.META
+
     def __init__(self, devices: Sequence[Device], get_split_state: GetSplitState) -> None:
         self.devices = tuple(devices)
         self.get_split_state = get_split_state
@@ -58,11 +60,6 @@ class MetaDevice(Device):
     def description(self) -> str:
         """The devices' descriptions."""
         return f"Meta({','.join(d.description for d in self.devices)})"
-
-    @property
-    def type(self) -> DeviceType:
-        """META."""
-        return DeviceType.META
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -165,13 +162,10 @@ def _is_slice_away(operand: Tensor, wanted: SplitState) -> bool:
 class MetaReg(BackendReg):
     """The registration of one meta device."""
 
+    name = "Meta"
+
     def __init__(self, device: MetaDevice) -> None:
         self._device = weakref.ref(device)
-
-    @property
-    def name(self) -> str:
-        """`Meta`."""
-        return "Meta"
 
     @property
     def devices(self) -> Sequence[Device]:

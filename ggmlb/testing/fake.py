@@ -38,6 +38,8 @@ class FakeReg(BackendReg):
         calls: Every transfer, computation and wait of the devices, in the order in which they ran.
     """
 
+    name = "Fake"
+
     def __init__(
         self,
         n_devices: int = 2,
@@ -55,11 +57,6 @@ class FakeReg(BackendReg):
         self._devices = [FakeDevice(self, i, declines, capacity) for i in range(n_devices)]
 
     @property
-    def name(self) -> str:
-        """The name of the backend."""
-        return "Fake"
-
-    @property
     def devices(self) -> Sequence[FakeDevice]:
         """The fake devices."""
         return self._devices
@@ -74,6 +71,8 @@ class FakeDevice(Device):
         n_buffers: Buffers allocated and not freed.
     """
 
+    description = "NumPy posing as a GPU"
+
     def __init__(self, reg: FakeReg, index: int, declines: Declines | None, capacity: int) -> None:
         self._reg = reg
         self._name = f"Fake{index}"
@@ -87,11 +86,6 @@ class FakeDevice(Device):
     def name(self) -> str:
         """`Fake0`, `Fake1`, ..."""
         return self._name
-
-    @property
-    def description(self) -> str:
-        """What a person calls it."""
-        return "NumPy posing as a GPU"
 
     @property
     def type(self) -> DeviceType:
@@ -170,6 +164,8 @@ class FakeBackend(Backend):
         n_queued: Pieces of work queued so far.
     """
 
+    guid = "ggmlb-fake"
+
     device: FakeDevice
 
     def __init__(self, device: FakeDevice) -> None:
@@ -178,11 +174,6 @@ class FakeBackend(Backend):
         self._workspace = Workspace(aligned_empty)
         self._threads = Threads(1)
         self.n_queued = 0
-
-    @property
-    def guid(self) -> str:
-        """Identifies fake backends."""
-        return "ggmlb-fake"
 
     def enqueue(self, label: str, work: Callable[[], object]) -> None:
         """Queue a piece of work; it appears in the registration's `calls` when it runs."""

@@ -85,20 +85,15 @@ class TestBuffer(HostBuffer):
 class _MemoryDevice(Device):
     """The device of a `TestMemory`: it says how much is free."""
 
+    description = "memory for tests"
+    type = DeviceType.CPU
+
     def __init__(self, buft: TestMemory) -> None:
         self._buft = buft
 
     @property
     def name(self) -> str:
         return self._buft.name
-
-    @property
-    def description(self) -> str:
-        return "memory for tests"
-
-    @property
-    def type(self) -> DeviceType:
-        return DeviceType.CPU
 
     @property
     def memory(self) -> tuple[int, int]:

@@ -29,15 +29,12 @@ class CpuBackend(Backend):
         n_threads: Threads that share the work of a node, the caller's included.
     """
 
+    guid = "ggmlb-cpu-numpy"
+
     def __init__(self, device: CpuDevice, n_threads: int) -> None:
         super().__init__(device)
         self._workspace = Workspace(aligned_empty)
         self._threads = Threads(n_threads, self._turns)
-
-    @property
-    def guid(self) -> str:
-        """Identifies the kind."""
-        return "ggmlb-cpu-numpy"
 
     @property
     def n_threads(self) -> int:

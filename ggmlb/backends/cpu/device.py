@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 class CpuDevice(Device):
     """The processor that Python runs on."""
 
+    name = "CPU"
+    type = DeviceType.CPU
+    caps = Caps(buffer_from_host_ptr=True, mmap_support=True)
+
     def __init__(self, reg: CpuReg) -> None:
         self._reg = reg
         self._buffer_type = HostBufferType(self, "CPU", ALIGNMENT)
@@ -38,29 +42,14 @@ class CpuDevice(Device):
         self._description = _description()
 
     @property
-    def name(self) -> str:
-        """`CPU`."""
-        return "CPU"
-
-    @property
     def description(self) -> str:
         """The processor's model, as the system tells it."""
         return self._description
 
     @property
-    def type(self) -> DeviceType:
-        """`DeviceType.CPU`."""
-        return DeviceType.CPU
-
-    @property
     def memory(self) -> tuple[int, int]:
         """Available and total memory of the machine [bytes]; zeros where the system does not tell."""
         return _memory()
-
-    @property
-    def caps(self) -> Caps:
-        """It computes in the caller's memory, memory maps included."""
-        return Caps(buffer_from_host_ptr=True, mmap_support=True)
 
     @property
     def reg(self) -> CpuReg:
@@ -117,13 +106,10 @@ class CpuDevice(Device):
 class CpuReg(BackendReg):
     """The registration of the CPU."""
 
+    name = "CPU"
+
     def __init__(self) -> None:
         self._devices = (CpuDevice(self),)
-
-    @property
-    def name(self) -> str:
-        """`CPU`."""
-        return "CPU"
 
     @property
     def devices(self) -> Sequence[Device]:

@@ -39,17 +39,14 @@ BROKEN = {
 class CudaReg(BackendReg):
     """The registration of CUDA: a device for each visible card."""
 
+    name = "CUDA"
+
     priority = 100
 
     def __init__(self, driver: Driver | None = None) -> None:
         self._driver = driver
         self._devices: tuple[CudaDevice, ...] | None = None
         self._host_buffer_type: CudaHostBufferType | None = None
-
-    @property
-    def name(self) -> str:
-        """`CUDA`."""
-        return "CUDA"
 
     @property
     def devices(self) -> Sequence[CudaDevice]:

@@ -52,6 +52,8 @@ class CudaBackend(Backend):
         helpers: Its streams on other cards.
     """
 
+    guid = "ggmlb-cuda-cupy"
+
     device: CudaDevice
 
     def __init__(self, device: CudaDevice) -> None:
@@ -67,11 +69,6 @@ class CudaBackend(Backend):
         self._last_plan: CudaPlan | None = None
         self.clock: Clock | None = None
         self.helpers = Helpers()
-
-    @property
-    def guid(self) -> str:
-        """Identifies the kind."""
-        return "ggmlb-cuda-cupy"
 
     @property
     def blas(self) -> CuBlas:

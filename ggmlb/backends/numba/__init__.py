@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 class NumbaReg(BackendReg):
     """The registration: one device."""
 
+    name = "Numba"
+
     priority = 10
 
     def __init__(self) -> None:
         self._devices: tuple[Device, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        """`Numba`."""
-        return "Numba"
 
     @property
     def devices(self) -> Sequence[Device]:

@@ -33,17 +33,14 @@ class NumbaBackend(Backend):
         ArgumentError: Less than one thread.
     """
 
+    guid = "ggmlb-numba"
+
     def __init__(self, device: Device, n_threads: int, library: Library) -> None:
         super().__init__(device)
         self.library = library
         self.scratch = Workspace(aligned_empty)
         self.activations = Workspace(aligned_empty)
         self.pool = Pool(checked_n_threads(n_threads), library)
-
-    @property
-    def guid(self) -> str:
-        """Identifies the kind."""
-        return "ggmlb-numba"
 
     @property
     def n_threads(self) -> int:

@@ -27,25 +27,18 @@ if TYPE_CHECKING:
 class NumbaDevice(Device):
     """Computes where the CPU does: in host memory, of the CPU's own buffer type."""
 
+    name = "Numba"
+    type = DeviceType.ACCEL
+
     def __init__(self, reg: BackendReg) -> None:
         self._reg = reg
         self._cpu = backend_reg().devices[0]
         self._repacked = RepackedBufferType(self)
 
     @property
-    def name(self) -> str:
-        """`Numba`."""
-        return "Numba"
-
-    @property
     def description(self) -> str:
         """The processor, and the instruction set."""
         return f"{self._cpu.description}, {library().target.level.name} kernels"
-
-    @property
-    def type(self) -> DeviceType:
-        """`DeviceType.ACCEL`: it works beside the CPU, in its memory."""
-        return DeviceType.ACCEL
 
     @property
     def memory(self) -> tuple[int, int]:

@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 class OpenClReg(BackendReg):
     """The registration of OpenCL: a device for each of every platform."""
 
+    name = "OpenCL"
+
     priority = 50
 
     def __init__(self) -> None:
         self._devices: tuple[Device, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        """`OpenCL`."""
-        return "OpenCL"
 
     @property
     def devices(self) -> Sequence[Device]:

@@ -44,6 +44,8 @@ class OpenClBackend(Backend):
         helpers: Its streams on other devices.
     """
 
+    guid = "ggmlb-opencl"
+
     device: OpenClDevice
 
     def __init__(self, device: OpenClDevice, target: Target) -> None:
@@ -62,11 +64,6 @@ class OpenClBackend(Backend):
     def streams(self) -> tuple[Backend, ...]:
         """Itself, and those that compute its products with weights split over devices."""
         return (self, *self.helpers.streams)
-
-    @property
-    def guid(self) -> str:
-        """Identifies the kind."""
-        return "ggmlb-opencl"
 
     # -- graphs --------------------------------------------------------------------------------
 

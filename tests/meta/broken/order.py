@@ -127,9 +127,7 @@ class WrongFacts(FakeDevice):
 class NoHostBuffer(FakeDevice):
     """Its caps name a host buffer that it does not have."""
 
-    @property
-    def caps(self):
-        return Caps(async_=True, events=True, host_buffer=True)
+    caps = Caps(async_=True, events=True, host_buffer=True)
 
 
 def queueing(

@@ -207,11 +207,9 @@ class InOrderOfNe(WrongBackend):
 class WrongDevice(CpuDevice):
     """A CPU whose stream is of the class given."""
 
-    backend: type[CpuBackend] = WrongBackend
+    name = "Broken0"
 
-    @property
-    def name(self):
-        return "Broken0"
+    backend: type[CpuBackend] = WrongBackend
 
     def init_backend(self, params=None):
         return self.backend(self, 1)
