@@ -18,6 +18,7 @@ its nodes by the names that the pattern gives them:
     `norm`            [`add`] `norm` [`mul` [`shift`]]      `norm(x + b) * w + c`; `add` may be kept (below)
     `rope_set_rows`   `rope` `set_rows`                     rope, written to rows of a cache
     `mul_mat_add`     `mul_mat` `add`                       a product, plus a bias or a residual
+    `mul_mat_unary`   `mul_mat` [`add`] `unary`             a function of a product, or of that plus a bias
     `glu`             `gate` [`gate_add`]                   a gated unit of two products of one operand; or,
                       [`up` [`up_add`]] `glu`               without `up`, of the halves of one product's rows
     ================  ====================================  ================================================

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ggmlb.tensor import Tensor
 
-Name = Literal["norm", "rope_set_rows", "mul_mat_add", "glu"]
+Name = Literal["norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu"]
 
 IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"})
 """Parts whose operands from outside may lie exactly where a result of the group does."""
@@ -173,5 +173,11 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     _glu(add=True, split=False),
     _glu(add=False, split=False),
     Pattern("mul_mat_add", _product("mul_mat", "add"), _tiles("add")),
+    *(
+        Pattern(
+            "mul_mat_unary", Part("unary", (Op.UNARY,), ((_product("mul_mat", added), (0,)),)), _tiles("add")
+        )
+        for added in ("add", None)
+    ),
 )
 """In the order in which they are tried: of two that end at one node, the longer first."""

@@ -37,7 +37,7 @@ LEVELS = [level.name for level in host.levels_here()]
 K, M = 512, 48
 
 
-FEW_TYPES = (DType.Q5_0, DType.Q4_K, DType.MXFP4, DType.F16)
+FEW_TYPES = (DType.Q8_0, DType.Q5_0, DType.Q4_K, DType.MXFP4, DType.F16)
 """For narrower vectors than the host's: half a strip in one, bits, minimums, levels, floats."""
 
 
@@ -188,5 +188,40 @@ def test_what_follows_products_is_fused(
             widest.graph_plan_compute(plan)
             results.append((z.to_numpy().copy(), len(plan.steps)))
     (plain, n_plain), (fused_, n_fused) = results
-    assert n_plain - n_fused == 5
+    assert n_plain - n_fused == 6
     assert (plain == fused_).all()
+
+
+@pytest.mark.parametrize("repacked", [True, False])
+@pytest.mark.parametrize(("dtype", "n"), [(DType.Q8_0, 3), (DType.Q8_0, 21), (DType.F32, 21)])
+def test_a_bias_and_a_function_are_done_with_the_product(
+    stream: NumbaBackend, dtype: DType, n: int, repacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = weight(dtype, 256, 40 if not repacked else M, repacked=repacked)
+    m = w.ne[1]
+    bias, rows = weight(DType.F32, m, repacked=False), weight(DType.F32, m, n, repacked=False)
+    results = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        ctx = Context()
+        x = ctx.set_input(ctx.new_tensor(DType.F32, (256, n)))
+        found = [
+            ctx.gelu(ctx.add(ctx.mul_mat(w, x), bias)),
+            ctx.relu(ctx.mul_mat(w, x)),
+            ctx.add(rows, ctx.mul_mat(w, x)),
+        ]
+        graph = Graph()
+        for y in found:
+            graph.build_forward_expand(ctx.set_output(y))
+        stream.graph_optimize(graph)
+        with GraphAllocator(stream.default_buffer_type) as allocator:
+            allocator.alloc_graph(graph)
+            x.set_array(data := np.random.default_rng(0).standard_normal((n, 256), np.float32))
+            plan = stream.graph_plan_create(graph)
+            stream.graph_plan_compute(plan)
+            results.append(([y.to_numpy().copy() for y in found], len(plan.steps)))
+    (plain, n_plain), (fused_, n_fused) = results
+    assert n_plain - n_fused == 4
+    np.testing.assert_allclose(plain[2], data @ w.to_numpy().T + rows.to_numpy(), atol=0.3)
+    for a, b in zip(plain, fused_, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,16 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from ggmlb import dtypes
-from ggmlb.backends.numba.kernels import activations, attention, convert, driver, matvec, tiles
+from ggmlb.backends.numba.kernels import (
+    activations,
+    attention,
+    byte_tiles,
+    convert,
+    driver,
+    float_tiles,
+    matvec,
+    tiles,
+)
 from ggmlb.backends.numba.kernels.attention_units import Shape
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.quantize import WRITERS
@@ -125,7 +135,7 @@ def turned(k: Kernel, n: int) -> None:
     rows = [k.load(vec(F32, n), x_at + 4 * n * i) for i in range(n)]
     for i, row in enumerate(tiles.transposed(rows)):
         k.store(row, y_at + 4 * n * i)
-    k.store(attention.row_sums(rows), sums_at)
+    k.store(simd.folds(rows, operator.add), sums_at)
 
 
 def test_transposing_and_sums_of_rows(lib: Library) -> None:
@@ -200,8 +210,8 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
     [
         (matvec.quantized, ("q4_k", 4, 1), "sdot"),
         (matvec.quantized, ("iq4_nl", 4, 1), "tbl"),
-        (tiles.quantized, ("q6_k", False, 3), "sdot"),
-        (tiles.floats, ("f16", "f32", False, 6), "fmla"),
+        (byte_tiles.quantized, ("q6_k", False, 3, tiles.Tail()), "sdot"),
+        (float_tiles.floats, ("f16", "f32", False, 6, tiles.Tail(True, "gelu")), "fmla"),
         (activations.quantize, ("f32", True), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
         (convert.copy, ("iq4_nl", "f32"), "tbl"),

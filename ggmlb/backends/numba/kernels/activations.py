@@ -11,12 +11,15 @@ blocks have them, so that products leave out the others' zeros.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.backends.numba.llvm.simd import greatest, load_floats, total
-from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
+from ggmlb.backends.numba.llvm.simd import SIZES, folds, load_floats
+from ggmlb.backends.numba.llvm.value import I8, Value
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 HIGH = 128
@@ -24,6 +27,9 @@ HIGH = 128
 
 CREST = 5.0
 """A block has high parts if its greatest value is that many times the root of the mean square."""
+
+AT_ONCE = 4
+"""Blocks that are quantised together."""
 
 FLAGS = 16
 """Flags that are read at a time."""
@@ -75,31 +81,54 @@ def quantize(k: Kernel, dtype: str, wide: bool) -> None:
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3
-    size = k.i64(128 if dtype == "f32" else 64)
-    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as i:
-        row, block = i // blocks, i % blocks
+    first, last = work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks
+    nbytes = n + (n >> 1) + (n + _flags_nbytes(n) if wide else 0)
+    with k.loop(first // blocks, (last + blocks - 1) // blocks) as row:
         i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
-        values = load_floats(k, dtype, x + i1 * nb1 + i2 * nb2 + i3 * nb3 + block * size, 32)
-        magnitude = k.generic("fabs", values)
-        top = greatest(k, magnitude)
-        most = k.const(F32, 127.0)
-        stands_out = top * top > total(k, values * values) * (CREST**2 / 32)
-        if wide:
-            most = k.select(stands_out, k.const(F32, 127.0 * HIGH), most)
-        inverse = k.select(top > 0.0, most / top, 0.0)
-        scale = top / most
-        whole = k.generic("rint", values * inverse.splat(32))
+        source = x + i1 * nb1 + i2 * nb2 + i3 * nb3
+        to = parts(out + row * nbytes, n, wide)
+        begin, end = k.maximum(first - row * blocks, 0), k.least(last - row * blocks, blocks)
+        whole = begin + (end - begin) // AT_ONCE * AT_ONCE
+        with k.loop(begin, whole, AT_ONCE) as block:
+            _quantize(k, dtype, source, block, AT_ONCE, to)
+        with k.loop(whole, end) as block:
+            _quantize(k, dtype, source, block, 1, to)
+
+
+def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Parts) -> None:
+    """Quantise `n` blocks of a row from one on."""
+    start = source + block * (32 * SIZES[dtype])
+    values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
+    tops = folds([k.maximum(*k.generic("fabs", x).split()) for x in values], k.maximum)
+    most = k.const(tops.type, 127.0)
+    stands_out = None
+    if to.high is not None:
+        squares = folds([_both(operator.add, x * x) for x in values], operator.add)
+        stands_out = tops * tops > squares * (CREST**2 / 32)
+        most = k.select(stands_out, k.const(tops.type, 127.0 * HIGH), most)
+    inverse, scales = k.select(tops > 0.0, most / tops, 0.0), tops / most
+    halves: list[Value] = []
+    for i, x in enumerate(values):
+        whole = k.generic("rint", x * inverse[i].splat(32))
         codes = whole.to_int()
-        nbytes = n + (n >> 1) + (n + _flags_nbytes(n) if wide else 0)
-        q, d, s, c, high, flags = parts(out + row * nbytes, n, wide)
         low = codes
-        if high is not None and flags is not None:
-            upper = k.select(stands_out.splat(32), k.generic("rint", whole * (1 / HIGH)).to_int(), 0)
+        at = (block + i) * 32
+        if stands_out is not None and to.high is not None and to.flags is not None:
+            upper = k.select(stands_out[i].splat(32), k.generic("rint", whole * (1 / HIGH)).to_int(), 0)
             low = codes - upper * HIGH
-            k.store(upper.trunc(I8), high + block * 32)
-            k.store(stands_out.zext(I8), flags + block)
-        k.store(low.trunc(I8), q + block * 32)
-        halves = [total(k, half) for half in codes.split()]
-        k.store(k.const(vec(I32, 2), 0).put(0, halves[0]).put(1, halves[1]), c + block * 8)
-        k.store(scale, d + block * 4)
-        k.store((halves[0] + halves[1]).to_float(F32) * scale, s + block * 4)
+            k.store(upper.trunc(I8), to.high + at)
+        k.store(low.trunc(I8), to.codes + at)
+        halves += codes.split()
+    counts = folds(halves, operator.add)
+    both = counts.shuffle(range(0, 2 * n, 2)) + counts.shuffle(range(1, 2 * n, 2))
+    k.store(scales, to.scales + block * 4)
+    k.store(both.to_float() * scales, to.sums + block * 4)
+    k.store(counts, to.counts + block * 8)
+    if stands_out is not None and to.flags is not None:
+        k.store(stands_out.zext(I8), to.flags + block)
+
+
+def _both(fn: Callable[[Value, Value], Value], x: Value) -> Value:
+    """Combine the halves of a vector."""
+    low, high = x.split()
+    return fn(low, high)

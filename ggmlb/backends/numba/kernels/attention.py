@@ -6,6 +6,7 @@ float32 first, keys transposed, and multiply those in registers.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.attention_units import (
@@ -25,7 +26,7 @@ from ggmlb.backends.numba.kernels.attention_units import (
     width_for,
 )
 from ggmlb.backends.numba.kernels.tiles import transposed
-from ggmlb.backends.numba.llvm.simd import SIZES, greatest, load_float, load_floats
+from ggmlb.backends.numba.llvm.simd import SIZES, folds, greatest, load_float, load_floats
 from ggmlb.backends.numba.llvm.value import F32, Value, vec
 
 if TYPE_CHECKING:
@@ -106,28 +107,7 @@ def _few_products(
                 for slot, of in zip(sums[r], x, strict=True):
                     slot.set(k.fma(of, q, slot.now))
         for r in range(n_rows):
-            k.store(row_sums([slot.now for slot in sums[r]]), logits + r * TILE * 4 + j * 4)
-
-
-def row_sums(vectors: Sequence[Value]) -> Value:
-    """The sums over the lanes of each vector, as one vector; a power of two of them, at most the lanes."""
-    n = vectors[0].type.count
-    found = list(vectors)
-    order = [[i] for i in range(len(found))]
-    low = [i // 2 + n * (i % 2) for i in range(n)]
-    high = [i + n // 2 for i in low]
-    while len(found) > 1:
-        pairs = zip(found[::2], found[1::2], strict=True)
-        found = [a.shuffle(low, b) + a.shuffle(high, b) for a, b in pairs]
-        order = [
-            [x for pair in zip(a, b, strict=True) for x in pair]
-            for a, b in zip(order[::2], order[1::2], strict=True)
-        ]
-    sums = found[0]
-    while n > len(vectors):
-        n //= 2
-        sums = sums.shuffle(range(n)) + sums.shuffle(range(n, 2 * n))
-    return sums.shuffle([order[0].index(i) for i in range(len(vectors))])
+            k.store(folds([slot.now for slot in sums[r]], operator.add), logits + r * TILE * 4 + j * 4)
 
 
 def _finish_logits(

@@ -1,4 +1,4 @@
-"""Products with few rows of activations, and what follows them, chunk by chunk: sums, and gated units of two.
+"""Products with few rows of activations, and what follows: sums, functions, gated units; chunk by chunk.
 
 A chunk multiplies its rows of the weights into scratch memory, which stays in its cache, and goes on there.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels import matvec, strip_products
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.kernels.elementwise import gated
+from ggmlb.backends.numba.kernels.elementwise import FUNCTIONS, gated
 from ggmlb.backends.numba.kernels.walk import lanes
 from ggmlb.backends.numba.llvm.simd import load_floats, store_floats
 
@@ -43,7 +43,7 @@ def followed(
         n_columns: Rows of activations.
         b_dtype: Their type; float32 where weights are of blocks.
         adds: For each product whether something is added to it.
-        gate: The gated linear unit of two products; `None` of one product.
+        gate: The gated linear unit of two products; of one a function, or `None`.
     """
     of = () if dtype in FORMS else (b_dtype,)
     for _ in adds:
@@ -66,7 +66,10 @@ def followed(
                 if added is not None:
                     value = value + load_floats(k, "f32", added[0] + added[1] * c + i * 4, n, mask)
                 values.append(value)
-            result = values[0] if gate is None else gated(k, gate, values[0], values[1], params)
+            if len(values) > 1:
+                result = gated(k, gate or "", values[0], values[1], params)
+            else:
+                result = FUNCTIONS[gate or "copy"](k, values[0])
             store_floats(k, "f32", result, y + y_nb1 * c + i * 4, mask)
 
         lanes(k, first, last, body)

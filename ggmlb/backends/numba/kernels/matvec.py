@@ -37,9 +37,12 @@ class Place:
         k: Elements of a row.
         m: Rows.
         n: Rows of activations.
+        step: Bytes from one of these to the next; `None` if they do not follow each other.
         first: The first of the units that it does.
         last: The one after the last.
     """
+
+    step: Value | None = None
 
     def __init__(self, k: Kernel, unit: int) -> None:
         p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))
@@ -53,6 +56,7 @@ class Place:
         self.first = units * part // p["parts"]
         self.last = units * (part + 1) // p["parts"]
         self.n, self.m, self.k, self.a_nb1 = p["n"], p["m"], p["k"], p["a_nb1"]
+        self.step = p["b_nb1"]
 
     def column(self, c: Value | int) -> Value:
         """Address of a row of activations."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ class Level:
         name: As GGMLB_SIMD gives it.
         lanes: 32-bit lanes of its vectors.
         dot: How it multiplies bytes: `vnni`, `maddubs`, `sdot` or `widen`.
+        tiles: Whether it multiplies matrices of bytes that lie in tiles (AMX).
         f16: Whether it converts halves itself.
         needs: Features of the host, by LLVM's names.
         cpu: The processor that LLVM makes code for where the level is below the host's own.
@@ -37,15 +40,18 @@ class Level:
     needs: frozenset[str]
     cpu: str
     features: str
+    tiles: bool = False
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+_AMX = frozenset({"amx-tile", "amx-int8"})
 
 LEVELS = (
     Level(
-        "avx512", 16, "vnni", True,
-        _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}, "x86-64-v4", "+avx512vnni",
+        "amx", 16, "vnni", True, _AVX512 | _AMX, "x86-64-v4", "+avx512vnni,+amx-tile,+amx-int8", tiles=True
     ),
+    Level("avx512", 16, "vnni", True, _AVX512, "x86-64-v4", "+avx512vnni"),
     Level("avxvnni", 8, "vnni", True, _AVX2 | {"avxvnni"}, "x86-64-v3", "+avxvnni"),
     Level("avx2", 8, "maddubs", True, _AVX2, "x86-64-v3", ""),
     Level("neon", 4, "sdot", True, frozenset({"dotprod"}), "generic", "+neon,+dotprod"),
@@ -112,10 +118,25 @@ def _host() -> tuple[str, Mapping[str, bool], str]:
     return binding.get_host_cpu_name(), dict(features), features.flatten()
 
 
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Of Linux on x86-64: a system call, what is asked of it, and for which part of the processor's state."""
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask the kernel that the threads of this process may use tiles: it keeps room for them only then."""
+    if not sys.platform.startswith("linux"):
+        return False
+    ask = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(ask(_ARCH_PRCTL, _REQUEST_PERMISSION, ctypes.c_ulong(_TILE_DATA)) == 0)
+
+
 def levels_here() -> tuple[Level, ...]:
     """The levels that this processor can run, from the widest on."""
     _, features, _ = _host()
     have = {name for name, on in features.items() if on}
+    if not (have >= _AMX and _may_use_tiles()):
+        have -= _AMX
     return tuple(level for level in LEVELS if level.needs <= have)
 
 

@@ -218,6 +218,27 @@ def fold(k: Kernel, x: Value, both: Callable[[Value, Value], Value]) -> Value:
     return x[0]
 
 
+def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value]) -> Value:
+    """Combine the lanes of each vector to one; a power of two of them, at most the lanes."""
+    n = lanes_of(vectors[0].type)
+    found = list(vectors)
+    order = [[i] for i in range(len(found))]
+    low = [i // 2 + n * (i % 2) for i in range(n)]
+    high = [i + n // 2 for i in low]
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [both(a.shuffle(low, b), a.shuffle(high, b)) for a, b in pairs]
+        order = [
+            [x for pair in zip(a, b, strict=True) for x in pair]
+            for a, b in zip(order[::2], order[1::2], strict=True)
+        ]
+    result = found[0]
+    while n > len(vectors):
+        n //= 2
+        result = both(result.shuffle(range(n)), result.shuffle(range(n, 2 * n)))
+    return result.shuffle([order[0].index(i) for i in range(len(vectors))])
+
+
 def total(k: Kernel, x: Value) -> Value:
     """The sum of the lanes."""
     return fold(k, x, lambda a, b: a + b)
@@ -256,7 +277,7 @@ def _power_of_two(k: Kernel, x: Value) -> tuple[Value, Value]:
 
 def _scaled(k: Kernel, x: Value, n: Value) -> Value:
     """`x 2^n`."""
-    if k.level.name == "avx512" and lanes_of(x.type) == 16:
+    if k.level.lanes == 16 and lanes_of(x.type) == 16:
         mask, rounding = k.const(I16, -1), k.const(I32, 4)
         return k.call("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, x, mask, rounding)
     # In two factors, because one alone has not the range.
@@ -347,7 +368,7 @@ def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
 
 def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
     """`x / (1 + exp(-z))`, for `x` that is NaN where `z` is."""
-    if k.level.name == "avx512" and lanes_of(x.type) == 16:
+    if k.level.lanes == 16 and lanes_of(x.type) == 16:
         most, absolute_least = k.const(x.type, 104.0), k.const(I32, 2)
         rest = (k.const(x.type, 0.0), k.const(I16, -1), k.const(I32, 4))
         z = k.call("llvm.x86.avx512.mask.range.ps.512", x.type, z, most, absolute_least, *rest)

@@ -37,6 +37,12 @@ def _function(node: Tensor) -> str:
     return str(node.op.value).lower()
 
 
+def plain_function(node: Tensor) -> str | None:
+    """The function's name for `elementwise.FUNCTIONS`, if it takes nothing but the element."""
+    fn = _function(node)
+    return fn if fn in elementwise.FUNCTIONS and fn not in _PARAMS else None
+
+
 def _unary_declines(node: Tensor) -> str | None:
     fn = _function(node)
     if fn not in elementwise.FUNCTIONS:

@@ -1,4 +1,4 @@
-"""Groups of products of few rows of activations and what follows: a sum, or a gated unit of two of them."""
+"""Groups of products and what follows: a sum, a function, or a gated unit of two products of few rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels import strip
 from ggmlb.backends.numba.kernels.followed import followed
-from ggmlb.backends.numba.lowering.matmul import FEW, FEW_FLOATS, ROWS, quantized_activations
+from ggmlb.backends.numba.kernels.tiles import Tail
+from ggmlb.backends.numba.lowering.elementwise import plain_function
+from ggmlb.backends.numba.lowering.matmul import (
+    ROWS,
+    in_strips,
+    is_many,
+    product,
+    quantized_activations,
+    takes_tail,
+)
 from ggmlb.backends.numba.lowering.matmul import RULES as PRODUCTS
 from ggmlb.backends.numba.lowering.rules import name
 from ggmlb.dtypes import DType
@@ -28,43 +37,50 @@ class _Product(NamedTuple):
 
 def _products(group: Group) -> list[_Product]:
     """The products of a group, as the gated unit takes them."""
-    if group.pattern == "mul_mat_add":
-        return [_Product(group["mul_mat"], group.other("add"))]
+    if group.pattern != "glu":
+        return [_Product(group["mul_mat"], group.other("add") if "add" in group else None)]
 
-    def product(part: str, first: int = 0) -> _Product:
+    def half(part: str, first: int = 0) -> _Product:
         added = group.other(f"{part}_add") if f"{part}_add" in group else None
         return _Product(group[part], added, first)
 
     if "up" in group:
-        return [product("gate"), product("up")]
-    halves = [product("gate"), product("gate", group.result.ne[0])]
+        return [half("gate"), half("up")]
+    halves = [half("gate"), half("gate", group.result.ne[0])]
     return halves[::-1] if group["glu"].params["swapped"] else halves
 
 
 def takes(group: Group) -> bool:
-    """Whether the products are of few rows, and the kernel's groups of rows fit the weights."""
-    return _in_rows(group.result) and all(_is_simple(p, group.result.ne) for p in _products(group))
-
-
-def _is_simple(product: _Product, ne: tuple[int, ...]) -> bool:
-    node, added, _ = product
-    weight, x = node.src[:2]
-    assert weight is not None and x is not None
-    m, n = ne[:2]
-    if n > (FEW if weight.dtype.is_quantized else FEW_FLOATS) or ne[2] * ne[3] != 1:
+    """Whether one kernel does it: of few rows, if groups of rows fit the weights; of many, a tail."""
+    products = _products(group)
+    if "unary" in group and plain_function(group["unary"]) is None:
         return False
-    if m % _rows(weight, n) or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
+    if group.pattern != "glu" and is_many(products[0].node):
+        fits = takes_tail(products[0].node)
+    else:
+        fits = all(_is_few(p, group.result.ne) for p in products)
+    return fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
+
+
+def _is_simple(product: _Product) -> bool:
+    node, added, _ = product
+    if node.ne[2] * node.ne[3] != 1:
         return False
     return added is None or (_in_rows(added) and added.ne[0] == node.ne[0])
 
 
-def _in_strips(weight: Tensor) -> bool:
-    return weight.buffer is not None and bool(weight.buffer.packing(weight))
+def _is_few(product: _Product, ne: tuple[int, ...]) -> bool:
+    node = product.node
+    weight = node.src[0]
+    assert weight is not None
+    if is_many(node) or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
+        return False
+    return ne[0] % _rows(weight, ne[1]) == 0
 
 
 def _rows(weight: Tensor, n: int) -> int:
     """Rows of a weight that are multiplied together with `n` rows of activations."""
-    return strip.ROWS if _in_strips(weight) else ROWS[n]
+    return strip.ROWS if in_strips(weight) else ROWS[n]
 
 
 def _in_rows(t: Tensor) -> bool:
@@ -74,10 +90,15 @@ def _in_rows(t: Tensor) -> bool:
 def lower(group: Group, steps: Steps) -> None:
     """Append the steps that compute the group."""
     result, products = group.result, _products(group)
-    weight, x = products[0].node.src[:2]
+    function = plain_function(group["unary"]) if "unary" in group else None
+    node, added, _ = products[0]
+    if group.pattern != "glu" and is_many(node):
+        product(node, steps, result, Tail(added is not None, function), added)
+        return
+    weight, x = node.src[:2]
     assert weight is not None and x is not None
     k, (m, n) = weight.ne[0], result.ne[:2]
-    in_strips, rows = _in_strips(weight), _rows(weight, n)
+    packed, rows = in_strips(weight), _rows(weight, n)
     x_at, x_nb = (
         quantized_activations(weight, x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
     )
@@ -96,7 +117,7 @@ def lower(group: Group, steps: Steps) -> None:
         operands.append(at)
         if added is not None:
             operands += (steps.address(added) + 4 * first, added.nb[1] if added.ne[1] > 1 else 0)
-    gate = None
+    gate = function
     if group.pattern == "glu":
         p = group["glu"].params
         gate = GluOp(p["op"]).name.lower()
@@ -104,4 +125,4 @@ def lower(group: Group, steps: Steps) -> None:
             args += (float(p["alpha"]), float(p["limit"]))
     args += (m, parts, steps.address(result), result.nb[1], *operands)
     adds = tuple(p.added is not None for p in products)
-    steps.emit(followed, (name(weight), in_strips, rows, n, name(x), adds, gate), args, parts)
+    steps.emit(followed, (name(weight), packed, rows, n, name(x), adds, gate), args, parts)

@@ -89,5 +89,5 @@ def _put(group: Group, steps: Steps) -> None:
 GROUP_RULES: dict[Name, GroupRule] = {
     "norm": GroupRule(_takes_norm, _norm),
     "rope_set_rows": GroupRule(_takes_put, _put),
-    **dict.fromkeys(("mul_mat_add", "glu"), GroupRule(followed.takes, followed.lower)),
+    **dict.fromkeys(("mul_mat_add", "mul_mat_unary", "glu"), GroupRule(followed.takes, followed.lower)),
 }

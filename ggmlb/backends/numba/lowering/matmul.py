@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.backends.numba.kernels import activations, matvec, strip, strip_products, tiles
+from ggmlb.backends.numba.kernels import (
+    activations,
+    byte_tiles,
+    float_tiles,
+    matvec,
+    strip,
+    strip_products,
+    tiles,
+)
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
 from ggmlb.enums import Op
@@ -22,6 +30,8 @@ ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 FEW, FEW_FLOATS = 4, 8
 """Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
 
+NO_TAIL = tiles.Tail()
+
 
 def _declines(node: Tensor) -> str | None:
     a, b = node.src[:2]
@@ -32,12 +42,24 @@ def _declines(node: Tensor) -> str | None:
 
 
 def _mul_mat(node: Tensor, steps: Steps) -> None:
+    product(node, steps)
+
+
+def product(
+    node: Tensor,
+    steps: Steps,
+    result: Tensor | None = None,
+    tail: tiles.Tail = NO_TAIL,
+    added: Tensor | None = None,
+) -> None:
+    """Emit the steps of a product; `result` is what the tail makes of it, where `takes_tail` allows one."""
     a, b = node.src[:2]
     assert a is not None and b is not None
-    quantized, in_strips = a.dtype.is_quantized, _lies_in_strips(a)
+    quantized, packed = a.dtype.is_quantized, in_strips(a)
     k, m, n = *a.ne[:2], b.ne[1]
     address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
-    y, y_nb = steps.address(node), node.nb
+    to = node if result is None else result
+    y, y_nb = steps.address(to), to.nb
     matrices = b.ne[2] * b.ne[3]
 
     def args(first: int, count: int, parts: int) -> tuple[int, ...]:
@@ -46,22 +68,22 @@ def _mul_mat(node: Tensor, steps: Steps) -> None:
             k, m, count, *b.ne[2:], b.ne[2] // a.ne[2], b.ne[3] // a.ne[3], parts,
         )  # fmt: skip
 
-    if n > (FEW if quantized else FEW_FLOATS):
+    if is_many(node):
         rows, nbytes = _tile_shape(steps, name(a), k, quantized)
         scratch = steps.scratch(nbytes * steps.n_threads)
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
-        kernel: Callable[..., None] = tiles.quantized if quantized else tiles.floats
-        params: tuple[str | int, ...] = (name(a),) if quantized else (name(a), name(b))
-        level = steps.library.target.level
-        most = tiles.byte_columns(level) if quantized else tiles.float_columns(level)
-        params = (*params, in_strips, tiles.columns(n, most))
-        steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
+        kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
+        of = byte_tiles if quantized else float_tiles
+        params: tuple[Any, ...] = (name(a),) if quantized else (name(a), name(b))
+        params = (*params, packed, tiles.columns(n, of.columns_at_once(steps.library.target.level)), tail)
+        more = () if added is None else (steps.address(added), added.nb[1] if added.ne[1] > 1 else 0)
+        steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
         return
     for first in range(0, n, 8):
         count = min(8, n - first)
-        rows = strip.ROWS if in_strips else ROWS[count] if m >= ROWS[count] else 1
+        rows = strip.ROWS if packed else ROWS[count] if m >= ROWS[count] else 1
         parts = _parts(steps, matrices, k * m * (count + 1) / 40, -(-m // rows))
-        if in_strips:
+        if packed:
             kernel = strip_products.quantized if quantized else strip_products.floats
             params = (name(a), count) if quantized else (name(a), count, name(b))
         else:
@@ -70,9 +92,25 @@ def _mul_mat(node: Tensor, steps: Steps) -> None:
         steps.emit(kernel, params, args(first, count, parts), parts * matrices)
 
 
-def _lies_in_strips(weight: Tensor) -> bool:
-    assert weight.buffer is not None
-    return bool(weight.buffer.packing(weight))
+def is_many(node: Tensor) -> bool:
+    """Whether a product has more rows of activations than those for which the weight is read as it lies."""
+    a, b = node.src[:2]
+    assert a is not None and b is not None
+    return b.ne[1] > (FEW if a.dtype.is_quantized else FEW_FLOATS)
+
+
+def takes_tail(node: Tensor) -> bool:
+    """Whether a product of many rows is written once, by a kernel that may do more before."""
+    a = node.src[0]
+    assert a is not None
+    if not is_many(node) or _declines(node) is not None:
+        return False
+    return a.dtype.is_quantized or a.ne[0] <= float_tiles.depth(in_strips(a))
+
+
+def in_strips(weight: Tensor) -> bool:
+    """Whether a weight lies in strips; one without a place does not yet."""
+    return weight.buffer is not None and bool(weight.buffer.packing(weight))
 
 
 def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
@@ -98,7 +136,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     """Products with matrices that each token chooses; the choices are sorted by matrix first."""
     a, b, ids = node.src[:3]
     assert a is not None and b is not None and ids is not None
-    quantized, in_strips = a.dtype.is_quantized, _lies_in_strips(a)
+    quantized, packed = a.dtype.is_quantized, in_strips(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
     address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
@@ -109,7 +147,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     )  # fmt: skip
     few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
     shape = _tile_shape(steps, name(a), k, quantized)
-    rows = shape.rows if not few else strip.ROWS if in_strips else ROWS[1] if m >= ROWS[1] else 1
+    rows = shape.rows if not few else strip.ROWS if packed else ROWS[1] if m >= ROWS[1] else 1
     parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
     args: tuple[int, ...] = (
         steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],
@@ -117,15 +155,15 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     )  # fmt: skip
     types = (name(a),) if quantized else (name(a), name(b))
     kernel: Callable[..., None]
-    if few and in_strips:
+    if few and packed:
         kernel = strip_products.chosen_quantized if quantized else strip_products.chosen_floats
         steps.emit(kernel, types, args, parts * n_matrices)
     elif few:
         steps.emit(matvec.chosen, (name(a), rows, name(b)), args, parts * n_matrices)
     else:
         args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
-        kernel = tiles.chosen_quantized if quantized else tiles.chosen_floats
-        steps.emit(kernel, (*types, in_strips), args, parts * n_matrices)
+        kernel = byte_tiles.chosen_quantized if quantized else float_tiles.chosen_floats
+        steps.emit(kernel, (*types, packed), args, parts * n_matrices)
 
 
 def _chosen_declines(node: Tensor) -> str | None:
@@ -146,8 +184,8 @@ class _TileShape(NamedTuple):
 def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool) -> _TileShape:
     level = steps.library.target.level
     if quantized:
-        return _TileShape(tiles.BYTE_ROWS, -(-tiles.byte_scratch(k, dtype) // 64) * 64)
-    return _TileShape(tiles.float_rows(level), -(-tiles.float_scratch(level) // 64) * 64)
+        return _TileShape(byte_tiles.TILE_ROWS, -(-byte_tiles.scratch_nbytes(k, dtype) // 64) * 64)
+    return _TileShape(float_tiles.tile_rows(level), -(-float_tiles.scratch_nbytes(level) // 64) * 64)
 
 
 RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_chosen_declines, _chosen)}
