@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggmlb.dtypes import DType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 F32, F16, I32, Q4_0 = DType.F32, DType.F16, DType.I32, DType.Q4_0
 SIZE = {F32: 4, F16: 2}

@@ -16,24 +16,22 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ggml
 
 sys.path.insert(0, str(Path(__file__).parent))
+from collections.abc import Callable
+
 from alloc_graphs import GRAPHS, llama, random_graph
 from ggml_context import GgmlContext
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.context import Context
+from ggmlb.dtypes import DType
 from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.dtypes import DType
-    from ggmlb.tensor import Tensor
 
 RESULTS = Path(__file__).parent / "results" / "alloc_peak.md"
 GGML_BUFFER_TYPE = ggml.ggml_backend_get_default_buffer_type(ggml.ggml_backend_cpu_init())

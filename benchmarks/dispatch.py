@@ -15,17 +15,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from report import Table, save
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Run = Callable[[], Any]
+Run = Callable[[], Any]
 
 N, WIDTH = 1000, 64
 TURN_S = 0.1

@@ -23,16 +23,13 @@ import re
 import resource
 import statistics
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING
 
 import numpy as np
 from embed_libraries import LIBRARIES
 from report import Table, save
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 N_SENTENCES = {1: 32, 32: 128}
 """Sentences per round, by batch."""

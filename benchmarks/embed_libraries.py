@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ggmlb.models import default_model_dir
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Embed = Callable[[list[str], int], Any]
+Embed = Callable[[list[str], int], Any]
 
 N_HEADS, N_EMBD, MAX_TOKENS = 12, 384, 256
 """Of all-MiniLM-L6-v2; longer texts are cut, as sentence-transformers does."""

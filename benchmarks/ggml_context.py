@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ggml
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb import DType
+from ggmlb import DType
 
 
 class GgmlContext:

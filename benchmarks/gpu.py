@@ -14,10 +14,11 @@ import argparse
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from decode import Sizes
@@ -29,11 +30,7 @@ from report import RESULTS, Table, save
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.enums import Op
 from ggmlb.errors import Error, ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 BUDGET_S = 420
 """Sections that have not begun by then are left out, and named in the summary [s]."""

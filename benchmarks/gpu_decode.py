@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decode import Sizes, decode
 
-from ggmlb import Context, DType, Op
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb import Tensor
+from ggmlb import Context, DType, Op, Tensor
 
 KINDS = (Op.RMS_NORM, Op.MUL, Op.MUL_MAT, Op.ROPE, Op.SET_ROWS, Op.FLASH_ATTN_EXT, Op.ADD, Op.GLU)
 

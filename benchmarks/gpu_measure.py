@@ -6,18 +6,15 @@ import math
 import shutil
 import statistics
 import subprocess
+from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ggmlb import Context, Graph, alloc_ctx_tensors, device_by_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.interface import Device
-    from ggmlb.tensor import Tensor
+from ggmlb.interface import Device
+from ggmlb.tensor import Tensor
 
 SPREAD_NBYTES = 1 << 30
 """So much memory is walked through between two uses of the same: no cache has it."""

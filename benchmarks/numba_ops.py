@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba_cases import PARTS, K, M
 from ops import milliseconds, verdict
+from ops_cases import Case
 from report import Table, save
 from turns import Players
 
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
-    from ops_cases import Case
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 MEASURED = Path(tempfile.gettempdir()) / "ggmlb_numba_ops_{}.json"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from ops_cases import F32, Ggml, Ggmlb, Library, _flash_attn, _mul_mat, _mul_mat_id
@@ -12,9 +13,6 @@ from ops_cases import Case as Program
 
 from ggmlb import dtypes
 from ggmlb.dtypes import DType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 M, K = 4096, 14336
 SIZE = 1024

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ggmlb import dtypes
 from ggmlb.dtypes import DType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 F32, F16, I32 = DType.F32, DType.F16, DType.I32
 

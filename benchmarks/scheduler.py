@@ -17,9 +17,10 @@ import argparse
 import ctypes
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ggml
 import numpy as np
@@ -29,17 +30,13 @@ from report import Table, save
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler, Tensor, tensor_copy
 from ggmlb.alloc import alloc_ctx_tensors
+from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.interface import Backend
 from ggmlb.scheduler.assign import Assignment
 from ggmlb.scheduler.program import Program
 from ggmlb.scheduler.rules import Rules
 from ggmlb.scheduler.signature import Signature
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.backends.array.plan import ArrayPlan
-    from ggmlb.interface import Backend
 
 WIDTH, HEADS, N_KV = 64, 4, 32
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from report import Table, save
@@ -28,11 +28,19 @@ from report import Table, save
 os.environ["POCL_DEVICES"] = "pthread pthread"  # read when PoCL is first asked for its devices
 
 import ggmlb
-from ggmlb import BufferUsage, Context, DType, Graph, SplitAxis, SplitState, alloc_ctx_tensors, split_evenly
+from ggmlb import (
+    Backend,
+    BufferType,
+    BufferUsage,
+    Context,
+    DType,
+    Graph,
+    SplitAxis,
+    SplitState,
+    alloc_ctx_tensors,
+    split_evenly,
+)
 from ggmlb.models import BertEmbedder
-
-if TYPE_CHECKING:
-    from ggmlb import Backend, BufferType
 
 NAMES = ["OpenCL0", "OpenCL1"]
 SENTENCES = Path(__file__).parents[1] / "tests/golden/minilm/sentences.json"

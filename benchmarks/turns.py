@@ -12,13 +12,11 @@ import importlib
 import multiprocessing
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
 
 TURN_S = 0.15
 """How long a library computes before the other one has its turn; at least one call."""

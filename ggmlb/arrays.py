@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import registry
 from ggmlb.dtypes import DType
@@ -14,8 +15,6 @@ from ggmlb.errors import ArgumentError, DTypeError, ShapeError
 from ggmlb.tensor import Ne, Tensor, contiguous_nb
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.interface import Buffer
 
 DL_CPU = 1

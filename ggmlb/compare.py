@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.alloc.numbering import Numbering
@@ -18,10 +20,6 @@ from ggmlb.interface import tensor_copy
 from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    import numpy.typing as npt
-
     from ggmlb.interface import Backend
     from ggmlb.tensor import Tensor
 

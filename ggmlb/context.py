@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
@@ -34,9 +35,6 @@ from ggmlb.ops.unary import UnaryOps
 from ggmlb.ops.views import ViewOps
 from ggmlb.ops.window import WindowOps
 from ggmlb.tensor import Ne, Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class Context(

@@ -26,10 +26,8 @@ device memory alive.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import Any
 
 
 class Error(Exception):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
+
+import numpy.typing as npt
 
 from ggmlb import registry
 from ggmlb.enums import DeviceType, Op, TensorFlag
@@ -15,10 +17,6 @@ from ggmlb.scheduler import Scheduler
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
     Devices = str | Backend | Sequence[str | Backend] | None
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.dtypes import DType
     from ggmlb.interface import Buffer
 

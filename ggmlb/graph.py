@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.errors import ArgumentError, GraphError, did_you_mean, kind_of
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 
 def need_graph(call: str, graph: object) -> None:

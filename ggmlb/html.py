@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import html
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 _LINE = "border-bottom:1px solid rgba(128,128,128,.3)"
 _CELL = f"text-align:left;padding:.15em .8em .15em 0;vertical-align:top;{_LINE}"

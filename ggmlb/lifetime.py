@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
 from ggmlb.errors import ArgumentError, FreedError, kind_of
 
 if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import NoReturn, SupportsIndex
-
     from typing_extensions import Self
 
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ggmlb import env
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PATIENCE_S: Final = 1.0
 """How long a task may take without a word [s]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +15,6 @@ from ggmlb.errors import NotAllocatedError, ShapeError
 from ggmlb.exchange import ArrayProtocols, real_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ggmlb.dtypes import DType
     from ggmlb.interface import Buffer
 

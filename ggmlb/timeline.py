@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.html import LINES, escape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     Event = Mapping[str, Any]
 
 COLOURS: Final = ("#8a8f98", *LINES)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from html import escape
 from pathlib import Path
 from time import perf_counter_ns
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.interface import Command, observe
@@ -20,9 +22,6 @@ from ggmlb.interface.observe import Action, Observer
 from ggmlb.timeline import timeline_svg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-
     from typing_extensions import Self
 
     from ggmlb.interface import Backend, GraphPlan, Queue

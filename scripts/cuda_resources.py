@@ -7,18 +7,15 @@ variant takes.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.fusion import Group, fuse
 from ggmlb.kernels import Kernel, Launch, Target
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    from ggmlb import Backend
+from ggmlb import Backend
 
 # Compiled kernels and their messages stay out of the way: a build log is not a warning of ours.
 os.environ.setdefault("PYOPENCL_COMPILER_OUTPUT", "0")

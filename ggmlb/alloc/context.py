@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from ggmlb.errors import ArgumentError, kind_of
 from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from ggmlb.context import Context
     from ggmlb.tensor import Tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc.memory import BufferIds, Memories
@@ -16,8 +17,6 @@ from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from ggmlb.graph import Graph
     from ggmlb.interface import Buffer
     from ggmlb.tensor import Tensor

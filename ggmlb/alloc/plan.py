@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import le
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -12,8 +13,6 @@ from ggmlb.errors import GraphError
 from ggmlb.tensor import Tensor, same_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ggmlb.alloc.memory import BufferIds
     from ggmlb.alloc.topology import Topology, TopologyKey
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,6 @@ from ggmlb.enums import BufferUsage, TensorFlag
 from ggmlb.errors import FreedError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from ggmlb.alloc.numbering import Numbering
     from ggmlb.enums import Op
     from ggmlb.interface import Buffer

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 from ggmlb.cli import bench, compare, demo, devices, embed, ops, test
 from ggmlb.cli.frame import console
 from ggmlb.errors import Error, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 app = typer.Typer(
     name="ggmlb",

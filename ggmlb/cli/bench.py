@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.cli.frame import console, progress_bar
 from ggmlb.cli.options import JsonOption, SomeDevicesOption, device_names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.interface import Device
     from ggmlb.testing.speed import Figure
 

@@ -7,8 +7,10 @@ import importlib.util
 import json
 import math
 import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,9 +21,6 @@ from ggmlb.cli.options import JsonOption, complete_devices, device_names
 from ggmlb.errors import ArgumentError, Error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from types import ModuleType
-
     from ggmlb.compare import Difference
     from ggmlb.graph import Graph
     from ggmlb.interface import Backend

@@ -6,13 +6,14 @@ import sys
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from ggmlb.cli.frame import console
 from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
 from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from rich.console import Console
 
     from ggmlb.models import BertEmbedder

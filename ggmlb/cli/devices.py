@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.cli import plain
@@ -9,8 +10,6 @@ from ggmlb.cli.frame import console
 from ggmlb.cli.options import JsonOption  # noqa: TC001 (typer reads the annotations)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.cli.plain import Found
     from ggmlb.registry import Unavailable
 

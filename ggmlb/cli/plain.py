@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.interface import DeviceProps
     from ggmlb.registry import Unavailable
 

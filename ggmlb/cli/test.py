@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path  # noqa: TC003 (typer reads the annotations)
-from typing import TYPE_CHECKING, Annotated, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import typer
 
@@ -14,9 +15,6 @@ from ggmlb.cli.options import complete_devices, complete_ops, device_names
 from ggmlb.errors import ArgumentError, BackendUnavailable, RegistryError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import TextIO
-
     from ggmlb.testing.results import Result
     from ggmlb.testing.run import Task
 

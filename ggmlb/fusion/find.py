@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ from ggmlb.placement import overlap, same_place
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from ggmlb.graph import Graph
 
 Takes = Callable[["Group"], bool]

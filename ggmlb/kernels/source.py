@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from ggmlb.errors import BackendBroken
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Language = Literal["opencl", "cuda"]
 ParamKind = Literal["tensor", "int", "float"]

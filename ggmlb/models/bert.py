@@ -7,6 +7,7 @@ sends each layer to the device that holds the layer's weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,8 +21,6 @@ from ggmlb.meta import SplitAxis, SplitState, split_evenly
 from ggmlb.models.weights import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from ggmlb.models.folder import ModelFolder
     from ggmlb.models.tokens import Tokens
     from ggmlb.tensor import Tensor

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,9 +26,6 @@ from ggmlb.models.weights import Source, Weights
 from ggmlb.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-
     from typing_extensions import Self
 
     from ggmlb.interface import Backend, BufferType

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.dtypes import DType
 from ggmlb.errors import DTypeError, ModelError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Entry(NamedTuple):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from pathlib import Path
 
 Tokens = npt.NDArray[np.int32]
 

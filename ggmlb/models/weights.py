@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +16,6 @@ from ggmlb.enums import BufferUsage
 from ggmlb.interface import Backend, Buffer, tensor_alloc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from ggmlb.interface import BufferType
     from ggmlb.models.tensor_file import TensorFile
     from ggmlb.tensor import Tensor

@@ -7,6 +7,7 @@ d1, is_2d`; IM2COL_3D `s0..s2, p0..p2, d0..d2, ic`; COL2IM_1D `s0, oc, p0`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
@@ -18,8 +19,6 @@ from ggmlb.ops.matmul import MatmulOps
 from ggmlb.ops.views import ViewOps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.tensor import Tensor
 
 

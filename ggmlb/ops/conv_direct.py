@@ -7,6 +7,7 @@ d1`; CONV_3D `s0..s2, p0..p2, d0..d2, c, n, oc`; CONV_TRANSPOSE_1D `s0, p0, d0`;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
@@ -14,8 +15,6 @@ from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.tensor import Tensor
 
 

@@ -5,6 +5,7 @@ MUL_MAT has the params `prec` (a `Prec`) and `hint` (a `Hint`). MUL_MAT_ID and O
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
@@ -13,8 +14,6 @@ from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, 
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ggmlb.errors import ArgumentError, Error, kind_of
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 OPERANDS: Final[dict[str, tuple[type, ...]]] = {"Tensor": (Tensor,), "Tensor | None": (Tensor, type(None))}
 """What may be given for a parameter, by its annotation."""

@@ -8,17 +8,14 @@ ROPE and ROPE_BACK have `src = (a, positions, freq_factors or None)` and the par
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Concatenate
+from collections.abc import Callable, Sequence
+from typing import Concatenate
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
 from ggmlb.ops.base import OpBase, P, as_enum, checked, fail_arg, fail_dtype, fail_shape
 from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 NO_SECTIONS = (0, 0, 0, 0)
 

@@ -6,6 +6,7 @@ has SOFT_MAX_BACK. DIAG_MASK_INF and DIAG_MASK_ZERO have `n_past`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.dtypes import DType
@@ -22,8 +23,6 @@ from ggmlb.ops.base import (
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}

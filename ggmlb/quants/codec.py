@@ -8,14 +8,12 @@ items of a void type, which NumPy copies about five times as fast as short rows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Blocks = npt.NDArray[Any]
 """`(n_blocks,)` of a structured type, the codec's layout."""

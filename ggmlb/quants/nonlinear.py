@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from ggmlb.quants.codec import (
 from ggmlb.quants.columns import pack, peak, put, ratio, total
 from ggmlb.quants.levels import look_up, pair_table
 from ggmlb.quants.search import TINY, per_run, rounded
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _PAIRS = pair_table(_LEVELS)

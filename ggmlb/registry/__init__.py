@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from ggmlb.registry.catalogue import Unavailable
 from ggmlb.registry.registry import Registry
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.interface import Buffer, BufferType
 
 __all__ = [

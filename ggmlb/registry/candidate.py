@@ -15,13 +15,11 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from ggmlb.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import API_VERSION, BackendReg
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 FACTORY = "backend_reg"
 """What a backend's module exports, unless an entry point names something else."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ggmlb.enums import DeviceType
 from ggmlb.errors import BackendBroken, BackendError, BackendUnavailable, RegistryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from ggmlb.interface import BackendReg, Device
     from ggmlb.registry.candidate import Candidate, Variant
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ggmlb.interface import Device
 from ggmlb.interface.device import memory_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ggmlb.registry.catalogue import Unavailable
 
 

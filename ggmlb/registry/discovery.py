@@ -6,14 +6,11 @@ What `import ggmlb` does not need (entry points, packages) is imported in the fu
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from ggmlb import env
 from ggmlb.errors import RegistryError
 from ggmlb.registry.candidate import FACTORY, Candidate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 GROUP = "ggmlb.backends"
 """The entry-point group. An entry reads `name = "package.module:backend_reg"`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ggmlb.enums import DeviceType
@@ -20,9 +22,6 @@ from ggmlb.registry.catalogue import Catalogue
 from ggmlb.registry.device_list import DeviceList
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Mapping
-
     from ggmlb.interface import Backend, BackendReg, Device
     from ggmlb.registry.candidate import Candidate
     from ggmlb.registry.catalogue import Unavailable

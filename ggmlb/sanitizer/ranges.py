@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Iterator
-
     from ggmlb.tensor import Tensor
 
 Clock = dict[int, int]

@@ -21,6 +21,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -32,8 +33,6 @@ from ggmlb.sanitizer.ranges import Clock, Ranges, Stamp
 from ggmlb.sanitizer.watches import Watches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ggmlb.interface import Buffer, Event, Queue
     from ggmlb.sanitizer.watches import Watch
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
     from ggmlb.interface import Buffer
     from ggmlb.interface.observe import Access
     from ggmlb.sanitizer.ranges import Clock, Ranges, Stamp

@@ -11,6 +11,7 @@ even if the user asked for another place (ggml then reads it there without a cop
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import BufferUsage, Op, TensorFlag
@@ -18,8 +19,6 @@ from ggmlb.errors import GraphError, UnsupportedOpError
 from ggmlb.scheduler.rules import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.interface import Buffer, BufferType
     from ggmlb.scheduler.rules import Rules
     from ggmlb.scheduler.signature import Signature

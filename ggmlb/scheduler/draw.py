@@ -6,6 +6,7 @@ edges would not: splits stand in the order in which they run, nodes in the order
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Final
@@ -16,8 +17,6 @@ from ggmlb.graph import dot_quoted
 from ggmlb.html import LINES, escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ggmlb.graph import Graph
     from ggmlb.interface import Backend
     from ggmlb.scheduler.split import Split

@@ -14,7 +14,7 @@ A backend that works in another's memory waits for what that one was given befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,6 @@ from ggmlb.scheduler.experts import ExpertCopies
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.graph import Graph
     from ggmlb.interface import Event
     from ggmlb.scheduler.program import Program

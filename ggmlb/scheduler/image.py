@@ -8,6 +8,7 @@ do; so do those of the next graph of the same topology.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,8 +20,6 @@ from ggmlb.scheduler.assign import UNKNOWN
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.interface import Buffer
     from ggmlb.scheduler.assign import Assignment
     from ggmlb.scheduler.signature import Signature

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS
@@ -12,8 +13,6 @@ from ggmlb.scheduler.report import Placement, placements, render
 from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ggmlb.graph import Graph
     from ggmlb.interface import Backend, GraphPlan
     from ggmlb.scheduler.program import Program

@@ -6,6 +6,7 @@ before in all but identity. Two graphs of equal signatures are computed by the s
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import copysign
@@ -17,8 +18,6 @@ from ggmlb.enums import NO_OPS, BufferUsage
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ggmlb.graph import Graph
     from ggmlb.interface import Buffer
     from ggmlb.tensor import Tensor

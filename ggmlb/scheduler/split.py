@@ -7,6 +7,7 @@ is, and so do the numbers of its signature: a copy is one more number, which som
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import BufferUsage, Op, TensorFlag
@@ -14,8 +15,6 @@ from ggmlb.scheduler.assign import UNKNOWN
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.graph import Graph
     from ggmlb.interface import Backend, GraphPlan
     from ggmlb.scheduler.assign import Assignment

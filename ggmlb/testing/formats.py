@@ -6,13 +6,11 @@ import csv
 import io
 import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ggmlb.testing.results import Outcome, Result, counts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 COLUMNS: Final = ("mode", "device", "family", "id", "outcome", "reason", "nmse", "time_s")
 """Of CSV; a mode's own figures follow."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.alloc.linear import padded
 from ggmlb.context import Context
@@ -15,10 +17,6 @@ from ggmlb.errors import BackendError
 from ggmlb.interface import tensor_alloc, view_init
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
-
     from ggmlb.interface import Buffer, BufferType
     from ggmlb.tensor import Tensor
     from ggmlb.testing.programs import Built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -13,8 +14,6 @@ from ggmlb.interface import BackendReg, Buffer, BufferType, Device
 from ggmlb.interface.host import HostBuffer, HostBufferType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ggmlb.tensor import Tensor
 
 POISON = 0xFF

@@ -9,6 +9,7 @@ whichever is longer.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,8 +31,6 @@ from ggmlb.testing.placing import alloc_weight
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.interface import Device
     from ggmlb.tensor import Tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import alloc_tensors
@@ -11,8 +12,6 @@ from ggmlb.meta import MetaBuffer, MetaBufferType
 from ggmlb.testing.guarded import GuardedMemory, Held, Image, Memory, Watch, results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ggmlb.interface import Buffer, BufferType
     from ggmlb.tensor import Tensor
     from ggmlb.testing.programs import Built

@@ -8,6 +8,7 @@ Installing ggmlb registers it. It does nothing until pytest is told to collect `
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ from ggmlb.errors import BackendUnavailable, RegistryError
 from ggmlb.testing.names import device_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ggmlb.testing.results import Result
     from ggmlb.testing.run import Runner, Task
     from ggmlb.testing.xfail import ExpectedFailures

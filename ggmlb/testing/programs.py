@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import dtypes, enums
 from ggmlb.context import Context
@@ -30,10 +32,6 @@ from ggmlb.errors import ArgumentError, did_you_mean
 from ggmlb.graph import Graph
 
 if TYPE_CHECKING:
-    from enum import IntEnum
-
-    import numpy.typing as npt
-
     from ggmlb.tensor import Ne, Tensor
 
 CONSTANTS: dict[str, type[IntEnum]] = {

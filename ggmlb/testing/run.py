@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,8 +19,6 @@ from ggmlb.testing.devices import device_named, weight_memories
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from ggmlb.interface import Device
     from ggmlb.testing.cases import KitCase
 

@@ -6,6 +6,7 @@ measures each op.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -20,8 +21,6 @@ from ggmlb.graph import Graph
 from ggmlb.testing.perf import scale_of, time_or_none
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ggmlb.interface import BufferType, Device
     from ggmlb.tensor import Tensor
 

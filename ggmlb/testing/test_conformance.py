@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.testing.plugin import run_case
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.testing.run import Runner, Task
     from ggmlb.testing.xfail import ExpectedFailures
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import ArgumentError
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-
     from ggmlb.interface import Device
 
 PROC = "conformance_xfails"

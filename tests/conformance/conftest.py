@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from gpus import CUDA, OPENCL, Gate, device_fixture
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb import Device
+from ggmlb import Device
 
 device = device_fixture(OPENCL, *CUDA)
 

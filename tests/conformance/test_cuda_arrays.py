@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from gpus import host_driver
 
 import ggmlb
-from ggmlb import Context, registry
+from ggmlb import Context, Tensor, registry
 from ggmlb.backends.cuda import CudaReg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb import Tensor
-    from ggmlb.backends.cuda.device import CudaDevice
+from ggmlb.backends.cuda.device import CudaDevice
 
 
 class LibraryArray(np.ndarray[Any, Any]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,10 @@ from gpus import hold_up, leaf
 
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg, backend_reg
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_copy, tensor_copy_async
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.backends.cuda.backend import CudaBackend
 
 
 @pytest.fixture(scope="module", params=["played", pytest.param("card", marks=pytest.mark.gpu)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,14 +16,10 @@ from gpus import host_driver
 import ggmlb
 from ggmlb import Context, registry
 from ggmlb.backends.cuda import CudaReg
+from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.exchange import spanned_bytes
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.backends.cuda.device import CudaDevice
 
 pytestmark = pytest.mark.skipif(cupy.cuda.is_available(), reason="there is a card")
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.errors import BackendError, BackendUnavailable, FreedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,6 @@ from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.driver import Driver
 from ggmlb.errors import BackendBroken
 from ggmlb.interface import tensor_copy, tensor_copy_async
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HARMLESS = {"array", "array_address", "bind", "is_out_of_memory", "view"}
 """Calls that ask CUDA for nothing."""

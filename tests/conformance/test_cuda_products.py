@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, GraphAllocator
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

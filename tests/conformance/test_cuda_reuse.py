@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +11,11 @@ from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.graphs import MAX_IDLE
 from ggmlb.enums import BufferUsage
 from ggmlb.interface import tensor_alloc
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from gpus import CUDA, device_fixture
 
 import ggmlb
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.enums import BufferUsage
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
 
 device = device_fixture(*CUDA)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.tensor import Tensor
+from ggmlb.backends.cuda.backend import CudaBackend
+from ggmlb.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 import numpy as np
 from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.trace import Trace
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
 
 device = device_fixture(*CUDA)
 

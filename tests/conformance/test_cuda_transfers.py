@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from gpus import CUDA, device_fixture, hold_up, leaf, scaled
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
-from ggmlb.backends.cuda.backend import MAX_HELD
+from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
+from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.backends.cuda.host import CudaHostBuffer
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_alloc, tensor_copy
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.backends.cuda.device import CudaDevice
 
 device = device_fixture(*CUDA)
 

@@ -6,7 +6,8 @@ Each graph is computed some times over: on CUDA by steps, captured, and replayed
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +27,9 @@ from ggmlb import (
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
 from ggmlb.enums import NO_OPS
 from ggmlb.fusion import Group, fuse
+from ggmlb.tensor import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from ggmlb.tensor import Tensor
-
-    Way = Callable[[RandomGraph, Any], dict[int, np.ndarray]]
+Way = Callable[[RandomGraph, Any], dict[int, np.ndarray]]
 
 N_RUNS = 3
 

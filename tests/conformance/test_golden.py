@@ -6,19 +6,17 @@ reach a kernel, or a type of its first operand, for the first time. The CPU has 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from golden import FAMILIES, claimed, first_of_their_kind, too_few, wrong
 from gpus import first
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+from ggmlb import Graph
 
-    from ggmlb import Graph
-
-    Kinds = Callable[[Any, Graph], set[Hashable]]
+Kinds = Callable[[Any, Graph], set[Hashable]]
 
 # How many cases of each family a device computes, at least.
 SHARED = {"flash_attn": 12, "glu": 37, "mul_mat_id": 19, "rope": 39, "unary": 126}

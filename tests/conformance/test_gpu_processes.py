@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from gpus import CARD, OPENCL
 from processes import COMMON, finish, start
 
 from ggmlb import device_by_name
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AFTER_FORK = """
 import os

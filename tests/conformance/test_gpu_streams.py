@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from gpus import held, scaled
 
-from ggmlb import Status
-
-if TYPE_CHECKING:
-    from ggmlb import Backend
+from ggmlb import Backend, Status
 
 ONES = np.ones(1000, np.float32)
 

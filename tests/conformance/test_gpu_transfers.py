@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from gpus import held, leaf
 
-from ggmlb import Context, DType, alloc_ctx_tensors, device_by_name
+from ggmlb import Backend, Context, Device, DType, alloc_ctx_tensors, device_by_name
 from ggmlb.errors import FreedError
 from ggmlb.interface import tensor_copy, tensor_copy_async
-
-if TYPE_CHECKING:
-    from ggmlb import Backend, Device
 
 N = 1000
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from gpus import CUDA, first, host_driver
 
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.errors import BackendUnavailable, RegistryError
+from ggmlb.interface import Device
 from ggmlb.registry import device_by_name
 from ggmlb.testing.devices import device_named
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 SAMPLE = 2
 """Cases of an op that are tested by default on devices that compile kernels; `make test-all` takes all."""

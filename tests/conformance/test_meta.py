@@ -7,7 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +20,8 @@ from ggmlb.meta import MIRRORED
 from ggmlb.meta.reduce import Communicator
 from ggmlb.testing.devices import dealt_by_chance
 from ggmlb.testing.fake import FakeReg
+from ggmlb.testing.programs import Case
 from ggmlb.testing.run import Runner, Selection, tasks
-
-if TYPE_CHECKING:
-    from ggmlb.testing.programs import Case
 
 ROOT = Path(__file__).parents[2]
 CPU = ggmlb.device_by_name("CPU")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,10 +12,6 @@ import ggmlb
 from ggmlb import Context, Graph, SplitAxis, SplitState, split_evenly
 from ggmlb.meta import MIRRORED, split_by
 from ggmlb.testing.fake import FakeDevice, FakeReg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 CPU = ggmlb.device_by_name("CPU")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +14,6 @@ from ggmlb.backends.opencl.program import Programs
 from ggmlb.kernels import Target, lower
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ggmlb.backends.opencl.device import OpenClDevice
 
 LAUNCHES = lower(Context().relu(Context().new_tensor(DType.F32, (8, 8))), Target(True, 2, 1))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name, init_by_name
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend
+from ggmlb.interface import Backend
 
 
 def written(backend: Backend, src: DType, dst: DType) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,13 +11,8 @@ from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.backends.opencl.packed_buffer import SCALE_SIZES
 from ggmlb.errors import UnsupportedOpError
-from ggmlb.interface import tensor_copy, tensor_copy_async
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
+from ggmlb.interface import Backend, tensor_copy, tensor_copy_async
+from ggmlb.tensor import Tensor
 
 K, M = 512, 40
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from processes import COMMON, finish, start
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("pyopencl", reason="needs pyopencl: pip install 'ggmlb[opencl]'")
 

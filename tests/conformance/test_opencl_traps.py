@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,12 +21,10 @@ from ggmlb.backends.opencl.host import OpenClHostBuffer
 from ggmlb.backends.opencl.memory import MemoryLedger
 from ggmlb.errors import AllocationError, ArgumentError
 from ggmlb.interface import MultiBuffer
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.tensor import Tensor
 
 N = 1000
 

@@ -6,23 +6,31 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, alloc_ctx_tensors
+from ggmlb import (
+    Backend,
+    BackendReg,
+    Buffer,
+    BufferType,
+    BufferUsage,
+    Context,
+    DType,
+    Graph,
+    Scheduler,
+    Tensor,
+    alloc_ctx_tensors,
+)
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda import backend_reg as cuda_reg
 from ggmlb.errors import AllocationError, ArgumentError, FreedError, UnsupportedOpError
 from ggmlb.row_split import SplitBuffer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ggmlb import Backend, BackendReg, Buffer, BufferType, Tensor
 
 ROOT = Path(__file__).parents[2]
 

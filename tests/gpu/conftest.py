@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ggmlb import device_by_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.backends.cuda.device import CudaDevice
+from ggmlb.backends.cuda.backend import CudaBackend
+from ggmlb.backends.cuda.device import CudaDevice
 
 HERE = Path(__file__).parent
 

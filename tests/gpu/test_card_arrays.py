@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
 import ggmlb
 from ggmlb import Context
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.device import CudaDevice
+from ggmlb.backends.cuda.device import CudaDevice
 
 
 @pytest.mark.parametrize("view", ["whole", "window", "transposed"])

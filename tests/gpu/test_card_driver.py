@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from gpus import hold_up
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
+from ggmlb.backends.cuda.backend import CudaBackend
+from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.backends.cuda.driver import Way, address_of
 from ggmlb.backends.cuda.plan import CudaPlan
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.backend import CudaBackend
-    from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 def chain(backend: CudaBackend, n: int = 1000, factor: float = 2.0) -> tuple[Tensor, Tensor, Graph]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
+from ggmlb.interface import Backend
+from ggmlb.tensor import Tensor
 
 Fill = dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"]
 

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from ggmlb.cli import main
 from ggmlb.cli.options import layers_by_device
 from ggmlb.cli.passages import PASSAGES, QUESTIONS
 from ggmlb.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def check(file: Path, reference: npt.NDArray[np.float32]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,6 @@ import pytest
 import ggmlb
 from ggmlb.errors import ArgumentError, DTypeError, FreedError, RegistryError, ShapeError
 from ggmlb.models import BertEmbedder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 F32 = npt.NDArray[np.float32]
 N_EMBD = 384

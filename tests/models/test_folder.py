@@ -7,7 +7,8 @@ import json
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +18,6 @@ from ggmlb.errors import ModelError
 from ggmlb.models import BertConfig, BertEmbedder, ModelFolder, default_model_dir
 from ggmlb.models.folder import DEFAULT_PACKAGE
 from ggmlb.models.tensor_file import TensorFile
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def edit_json(path: Path, **changes: object) -> None:

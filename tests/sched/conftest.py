@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from chain import Chain, new_weight
 
 import ggmlb
+from ggmlb.interface import Backend
 from ggmlb.registry import init_by_name
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
 
 
 class Bench:

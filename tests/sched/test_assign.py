@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from chain import new_input
@@ -14,10 +12,8 @@ from ggmlb.enums import Op, Status
 from ggmlb.errors import ArgumentError, GraphError, UnsupportedOpError
 from ggmlb.graph import Graph
 from ggmlb.scheduler import Cause, Scheduler
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend, FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
 
 F32 = DType.F32
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from chain import new_input
@@ -15,10 +13,8 @@ from ggmlb.enums import Op, Status
 from ggmlb.errors import GraphError, NotAllocatedError
 from ggmlb.graph import Graph
 from ggmlb.scheduler import Scheduler
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
 
 
 def test_the_same_graph_again_with_other_inputs(bench):

@@ -7,10 +7,11 @@ the right result.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -21,12 +22,8 @@ import ggmlb
 from ggmlb import Scheduler, Status
 from ggmlb.backends.array.plan import ArrayPlan
 from ggmlb.backends.opencl import program
+from ggmlb.interface import Backend
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ggmlb.interface import Backend
 
 X = np.random.default_rng(0).standard_normal((3, 8), np.float32)
 

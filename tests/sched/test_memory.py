@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,11 +13,9 @@ from ggmlb.context import Context
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import AllocationError, FreedError, NotAllocatedError
 from ggmlb.graph import Graph
+from ggmlb.interface import BufferType
 from ggmlb.scheduler import Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeDevice, FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType
 
 
 def test_a_freed_weight_is_noticed(bench):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -15,10 +13,8 @@ from ggmlb.errors import AllocationError, ArgumentError, BackendError
 from ggmlb.graph import Graph
 from ggmlb.scheduler import Scheduler
 from ggmlb.scheduler.assign import Cause
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend, FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
 
 N_EXPERTS, WIDTH = 8, 4
 

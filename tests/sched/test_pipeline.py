@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -12,12 +10,10 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import TensorFlag
 from ggmlb.errors import ArgumentError
 from ggmlb.graph import Graph
+from ggmlb.interface import Backend
 from ggmlb.scheduler import Scheduler
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
 
 N_BATCHES, WIDTH = 16, 8
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -16,13 +15,11 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, BufferUsage, Op
 from ggmlb.graph import Graph
+from ggmlb.interface import Backend
 from ggmlb.registry import init_by_name
 from ggmlb.scheduler import Scheduler
 from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend
 
 NE = (8, 4)
 DECLINABLE = (Op.ADD, Op.MUL_MAT, Op.UNARY, Op.SCALE, Op.CONT, Op.SOFT_MAX)

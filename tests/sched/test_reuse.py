@@ -7,7 +7,6 @@ import math
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,13 +19,11 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import FreedError, GraphError, NotAllocatedError
 from ggmlb.graph import Graph
+from ggmlb.interface import Backend
 from ggmlb.registry import init_by_name
 from ggmlb.scheduler import Scheduler
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 from races import F32, doubled, found, placed
 
 import ggmlb
 from ggmlb import Context, alloc_ctx_tensors
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
 
 
 class Hasty(FakeBackend):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ from ggmlb import Scheduler
 from ggmlb.enums import NO_OPS
 from ggmlb.models import BertEmbedder
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.testing.programs import Case
+from ggmlb.testing.programs import Case
 
 
 @pytest.fixture(scope="module")

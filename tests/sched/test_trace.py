@@ -6,20 +6,17 @@ import json
 from collections import defaultdict
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, GraphError, Scheduler, alloc_ctx_tensors
+from ggmlb.interface import Backend
 from ggmlb.interface.observe import observers
 from ggmlb.trace import COMPUTE, COPIES, HOST, Trace
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ggmlb.interface import Backend
 
 N_LAYERS = 6
 

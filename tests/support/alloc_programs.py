@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,9 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.graph import Graph
+from ggmlb.interface import BufferType
 from ggmlb.tensor import Tensor, contiguous_nb
 from ggmlb.testing.memory import TestMemory
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType
 
 SHAPES = [(4, 4), (2, 4), (4, 2), (8, 4), (0, 4), (1, 1)]
 KINDS = [

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.alloc import TensorAllocator
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
 from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestMemory
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
 
 N = 64
 """Bytes of most tensors here, and the alignment."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from textwrap import dedent
-from typing import TYPE_CHECKING
 
 from ggmlb.registry import Registry
+from ggmlb.registry.candidate import Candidate
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.registry.candidate import Candidate
-
-    Write = Callable[..., Candidate]
+Write = Callable[..., Candidate]
 
 GOOD = """
     from stub_backend import StubReg

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
-from ggmlb import BufferUsage, Context, DType, Graph, alloc_ctx_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import ExitStack
-
-    from ggmlb import Backend, Tensor
+from ggmlb import Backend, BufferUsage, Context, DType, Graph, Tensor, alloc_ctx_tensors
 
 
 def new_input(ctx: Context, *ne: int, name: str = "x") -> Tensor:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from ggmlb import Context, DType, Graph
 from ggmlb.enums import NO_OPS, TensorFlag
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 ROW, HEADS, CACHE_ROWS = 64, 4, 16
 

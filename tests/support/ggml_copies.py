@@ -18,15 +18,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_bool, c_int, c_size_t, c_uint8, c_void_p
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggml import ggml
 from split_programs import N_ROWS, WIDTH, Recipe, build, recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 TABLE = Path(__file__).parents[1] / "sched" / "ggml_copies.json"
 N_PROGRAMS, N_WRITING = 200, 150

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ggmlb import alloc_ctx_tensors
+from ggmlb import Backend, Device, Graph, alloc_ctx_tensors
 from ggmlb.testing.programs import Case, load_cases
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
-
-    from ggmlb import Backend, Device, Graph
 
 FOLDER = Path(__file__).parents[1] / "golden/programs"
 CASES = load_cases(FOLDER)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
+from ggmlb import Backend, Context, DType, Graph, Tensor, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.cuda import CudaReg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb import Backend, Tensor
 
 OPENCL = pytest.param("OpenCL0", id="opencl")
 NUMBA = pytest.param("Numba", id="numba")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from host_kernels import PortableKernels, run_cuda
@@ -21,15 +22,10 @@ from host_memory import HostMemory
 from host_streams import HostError, HostStream, Op, Point
 
 from ggmlb.backends.cuda.arguments import layout
-from ggmlb.backends.cuda.driver import Way
+from ggmlb.backends.cuda.driver import Call, Collective, Way
 from ggmlb.errors import BackendUnavailable
+from ggmlb.kernels import Launch
 from ggmlb.kernels.source import PORTABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ggmlb.backends.cuda.driver import Call, Collective
-    from ggmlb.kernels import Launch
 
 
 class HostDriver(HostMemory):

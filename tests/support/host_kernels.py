@@ -9,19 +9,15 @@ import ctypes
 import itertools
 import struct
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pyopencl as cl
 from cuda_emulator import BACKWARD, build
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
-from ggmlb.kernels import packed_args, source
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.interface.data import Bytes
-    from ggmlb.kernels import Launch
+from ggmlb.interface.data import Bytes
+from ggmlb.kernels import Launch, packed_args, source
 
 
 class PortableKernels:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from cuda_emulator.blas import NOT_INITIALISED, HostBlas
+from host_driver import HostDriver
 from host_streams import Op
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from host_driver import HostDriver
-
-    from ggmlb.dtypes import DType
+from ggmlb.dtypes import DType
 
 
 class HostCollective:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from host_streams import HostError
 
 from ggmlb.backends.cuda.driver import Driver, Facts, address_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ggmlb.interface.data import Bytes
+from ggmlb.interface.data import Bytes
 
 POISON = 0xFF
 ALIGNMENT = 256

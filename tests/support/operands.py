@@ -9,13 +9,10 @@ f32[4, 3].W    a parameter (set_param)
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+from ggmlb.context import Context
 from ggmlb.dtypes import DType
-
-if TYPE_CHECKING:
-    from ggmlb.context import Context
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 def operand(ctx: Context, text: str) -> Tensor:

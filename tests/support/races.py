@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import pytest
 
 from ggmlb import Context, DType, Graph, SanitizerError, alloc_ctx_tensors
+from ggmlb.interface import Event
+from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend, FakeDevice
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.interface import Event
-    from ggmlb.tensor import Tensor
 
 F32 = DType.F32
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ggmlb.enums import DeviceType
+from ggmlb.errors import BackendError
 from ggmlb.interface import API_VERSION, Backend, BackendReg, BufferType, Device
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ggmlb.errors import BackendError
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class StubDevice(Device):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from backend_files import GOOD, source_of
+from backend_files import GOOD, Write, source_of
 
 from ggmlb.registry.candidate import Candidate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from backend_files import Write
 
 
 @pytest.fixture

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 from alloc_support import N, f32, graph_of, memory, model
 
 from ggmlb.alloc import GraphAllocator
 from ggmlb.context import Context
 from ggmlb.errors import AllocationError
+from ggmlb.graph import Graph
 from ggmlb.testing.memory import TestBuffer, TestMemory
-
-if TYPE_CHECKING:
-    from ggmlb.graph import Graph
 
 
 def wide(n: int) -> tuple[Graph, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from alloc_support import N, f32, graph_of, memory, place
@@ -13,12 +13,8 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import AllocationError
 from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestMemory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.tensor import Tensor
 
 # -- who lies where --------------------------------------------------------------------------------
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from benchmarks.alloc_graphs import GRAPHS
 from ggmlb.alloc import GraphAllocator
 from ggmlb.context import Context
+from ggmlb.dtypes import DType
 from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestMemory
-
-if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
-    from ggmlb.tensor import Tensor
 
 # Nodes, and bytes that ggml 0.15.3 reserves for the same graph, for tensors aligned to 32 bytes.
 GGML = {

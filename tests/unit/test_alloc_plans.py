@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 from alloc_support import f32, graph_of, memory, model, place
@@ -14,14 +14,10 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.errors import FreedError, GraphError
+from ggmlb.graph import Graph
 from ggmlb.placement import placement_clock
+from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import TestBuffer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.graph import Graph
-    from ggmlb.tensor import Tensor
 
 # -- plans that are kept ---------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +14,6 @@ import pytest
 import ggmlb
 from ggmlb import Context, DType, Tensor
 from ggmlb.exchange import spanned, spanned_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Array = np.ndarray[Any, Any]
 

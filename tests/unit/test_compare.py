@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -26,9 +26,6 @@ from ggmlb import (
     graph_copy,
 )
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

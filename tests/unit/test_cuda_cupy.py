@@ -6,8 +6,9 @@ import ast
 import inspect
 import re
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,6 @@ from ggmlb.backends.cuda.driver import Driver, Way  # noqa: E402
 from ggmlb.backends.cuda.program import OPTIONS  # noqa: E402
 from ggmlb.dtypes import DType  # noqa: E402
 from ggmlb.errors import BackendError, BackendUnavailable  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[2]
 PLAYED = ROOT / "tests/support/played/cupy"

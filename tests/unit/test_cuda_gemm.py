@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,11 +14,7 @@ from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.gemm import Gemm, cannot_describe, gemms
 from ggmlb.errors import BackendError
 from ggmlb.kernels import Mem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 Pair = tuple["Tensor", "Tensor"]
 

@@ -7,7 +7,6 @@ and barriers; no GPU takes part.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,14 +17,11 @@ from golden import CASES as GOLDEN
 
 from ggmlb import Context, DType
 from ggmlb.backends.cuda.gemm import Gemm
-from ggmlb.backends.cuda.kernels import PACKAGE, Lowering
+from ggmlb.backends.cuda.kernels import PACKAGE, Lowering, Step
 from ggmlb.backends.cuda.kernels import place as place_scratch
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.kernels import Launch, Scratch, Target, declines, kernels
-
-if TYPE_CHECKING:
-    from ggmlb.backends.cuda.kernels import Step
-    from ggmlb.testing.programs import Built, Case
+from ggmlb.testing.programs import Built, Case
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
 

@@ -6,15 +6,13 @@ import copy
 import gc
 import pickle
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 import ggmlb
 from ggmlb import Context, Graph, Scheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 DEVICES = ["CPU", "OpenCL0", "Numba"]
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import Context, Graph, GraphAllocator, SplitState
+from ggmlb import Context, Graph, GraphAllocator, SplitState, Tensor
 from ggmlb.meta import MIRRORED
 from ggmlb.meta.reduce import Communicator
 from ggmlb.testing.fake import FakeReg
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb import Tensor
 
 CPU = ggmlb.device_by_name("CPU")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ggmlb
 from ggmlb import Context, Graph, Scheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class Things:

@@ -12,6 +12,9 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
 from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
@@ -25,14 +28,11 @@ from ggmlb.backends.numba.lowering import walks
 from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
 from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
+from ggmlb.interface import Backend
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
     from ggmlb.backends.numba.llvm.emit import Kernel
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
 
     Program = Callable[[Context, "Leafs"], Tensor]
 

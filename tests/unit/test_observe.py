@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,7 @@ import pytest
 import ggmlb
 from ggmlb import Context
 from ggmlb.interface import observe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.interface.observe import Action
+from ggmlb.interface.observe import Action
 
 
 class Notes(observe.Observer):

@@ -5,20 +5,14 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from backend_files import GOOD, registry_of
+from backend_files import GOOD, Write, registry_of
 
 from ggmlb.errors import BackendBroken, BackendUnavailable, RegistryError
 from ggmlb.interface import API_VERSION
 from ggmlb.registry import Registry, discovery
-
-if TYPE_CHECKING:
-    from backend_files import Write
-
-    from ggmlb.registry.candidate import Candidate
-
+from ggmlb.registry.candidate import Candidate
 
 # -- laziness --------------------------------------------------------------------------------------
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
-from backend_files import registry_of, source_of
+from backend_files import Write, registry_of, source_of
 
 from ggmlb.errors import BackendBroken, RegistryError
 from ggmlb.registry import Registry
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from backend_files import Write
-
 
 # -- load ------------------------------------------------------------------------------------------
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Barrier, Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import ggmlb
-from ggmlb import BackendError, Context, GraphError, Scheduler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ggmlb import Backend, Graph
+from ggmlb import Backend, BackendError, Context, Graph, GraphError, Scheduler
 
 LONG = 60  # seconds until a test fails that waits
 

@@ -7,6 +7,7 @@ over the second, so that what one writes the next finds in the cache, and thread
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from ggmlb.backends.array.views import View, piece, tiles
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.array.casts import Cast
     from ggmlb.backends.array.lowering import Kernel, Lowering
     from ggmlb.backends.array.workspace import Array

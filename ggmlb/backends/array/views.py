@@ -6,6 +6,7 @@ Shapes and strides are in NumPy order, strides in bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,8 +17,6 @@ from ggmlb.dtypes import DType
 from ggmlb.tensor import contiguous_nb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ggmlb.tensor import Ne, Tensor
 
 _ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}

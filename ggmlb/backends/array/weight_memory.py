@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.enums import NO_OPS, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from ggmlb.interface import BufferType
     from ggmlb.tensor import Tensor
 

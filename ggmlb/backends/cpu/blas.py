@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import threadpoolctl  # type: ignore[import-untyped]
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 @cache

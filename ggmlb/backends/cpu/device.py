@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n
 from ggmlb.process import n_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from ggmlb.tensor import Tensor
 
 

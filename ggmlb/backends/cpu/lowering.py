@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from ggmlb.backends.cpu.products import product
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.array.views import Memory, View
     from ggmlb.backends.array.workspace import Array, Workspace
     from ggmlb.backends.cpu.threads import Threads

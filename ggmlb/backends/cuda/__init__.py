@@ -5,16 +5,14 @@ Importing it imports no CuPy; that happens when its devices are first asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import BackendReg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.host import CudaHostBufferType

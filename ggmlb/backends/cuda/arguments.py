@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ggmlb.kernels import Mem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.kernels import Kernel, Launch
 
 FORMATS = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.backends.cuda.memory import Lent
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.placement import overlap
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.stream import Stream
     from ggmlb.interface.data import Bytes, Pieces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
@@ -9,8 +10,6 @@ from typing import TYPE_CHECKING
 from ggmlb.interface import Command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.stream import Stream
 

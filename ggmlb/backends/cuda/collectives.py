@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.cuda.backend import CudaBackend
@@ -10,8 +11,6 @@ from ggmlb.backends.cuda.driver import cuda_errors
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.cuda.driver import Collective
     from ggmlb.interface import Backend
     from ggmlb.tensor import Tensor

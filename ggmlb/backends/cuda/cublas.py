@@ -10,19 +10,17 @@ allocate one during a capture, or share one with other streams.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
     from ggmlb.backends.cuda.gemm import Gemm
     from ggmlb.kernels import Mem
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -22,8 +23,6 @@ from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
     from ggmlb.backends.cuda.driver import Collective
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch

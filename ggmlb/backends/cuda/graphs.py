@@ -12,14 +12,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.stream import Stream
     from ggmlb.backends.cuda.work import Step

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.stream import Stream
 

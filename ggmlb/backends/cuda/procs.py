@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from ggmlb import env
 from ggmlb.backends.cuda.collectives import comm_allreduce_tensor, comm_free, comm_init
@@ -12,10 +15,6 @@ from ggmlb.interface.procs import set_abort_callback
 from ggmlb.row_split import split_buffer_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import numpy.typing as npt
-
     from ggmlb.backends.cuda import CudaReg
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.cuda.driver import cuda_errors
 from ggmlb.interface import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.driver import Driver
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ggmlb.backends.cuda.arguments import argument_block
 from ggmlb.backends.cuda.buffer import CudaBuffer
@@ -13,11 +16,6 @@ from ggmlb.errors import BackendError
 from ggmlb.kernels import Launch, Mem, Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    import numpy as np
-    import numpy.typing as npt
-
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.driver import Call
     from ggmlb.backends.cuda.gemm import Gemm

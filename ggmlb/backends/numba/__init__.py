@@ -6,6 +6,7 @@ between them. Importing it imports no compiler; that happens when its device is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from ggmlb.interface import BackendReg
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from ggmlb.interface import Device
 
 

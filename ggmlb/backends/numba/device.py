@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 from llvmlite import binding
 
 from ggmlb.backends.cpu import backend_reg
@@ -16,10 +18,6 @@ from ggmlb.interface import Caps, Device
 from ggmlb.process import n_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy.typing as npt
-
     from ggmlb.interface import Backend, BackendReg, Buffer, BufferType
     from ggmlb.tensor import Tensor
 

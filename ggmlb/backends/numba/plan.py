@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb import progress
@@ -13,8 +14,6 @@ from ggmlb.fusion import Group, fuse
 from ggmlb.interface import GraphPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.backend import NumbaBackend
     from ggmlb.backends.numba.lowering.steps import Step
     from ggmlb.graph import Graph

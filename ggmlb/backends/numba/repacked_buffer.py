@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.backends.array.packed_buffer import PackedBuffer
 from ggmlb.backends.array.weight_memory import misplaced, weight_in
@@ -18,8 +19,6 @@ from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.backends.numba.device import NumbaDevice
     from ggmlb.backends.numba.kernels.strip import Field
     from ggmlb.dtypes import DType

@@ -5,8 +5,9 @@ Importing it imports no OpenCL; that happens when its devices are first asked fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import BackendUnavailable
 from ggmlb.interface import BackendReg
@@ -14,9 +15,6 @@ from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
 from ggmlb.row_split import split_buffer_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
-
     from ggmlb.interface import Device
 
 

@@ -6,16 +6,14 @@ read its text: PoCL takes 50 ms for that, and 2 ms for a binary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyopencl as cl
 
 from ggmlb import disk_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Entry:

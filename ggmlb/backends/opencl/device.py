@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import pyopencl as cl
 import pyopencl.array
 
@@ -23,10 +25,6 @@ from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target, declines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-
     from ggmlb.backends.opencl import OpenClReg
     from ggmlb.tensor import Tensor
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.opencl.runtime import is_done
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import pyopencl as cl
 
 

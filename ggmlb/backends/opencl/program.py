@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pyopencl as cl
@@ -14,8 +15,6 @@ from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.kernels import Defines, Kernel, source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.kernels import Launch
 
 _Key = tuple[Kernel, Defines, int, bool]

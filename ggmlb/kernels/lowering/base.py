@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.fusion import Group
     from ggmlb.kernels.launch import Launch, Target
     from ggmlb.tensor import Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ggmlb.alloc import alloc_ctx_tensors
@@ -15,8 +16,6 @@ from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect
 from ggmlb.testing.samples import SAMPLES, TYPES, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.tensor import Tensor
 
 N = 5000

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from ggmlb.interface import tensor_alloc, tensor_copy
 from ggmlb.tensor import Tensor
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers
 from ggmlb.testing.guarded import poison
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 N = 1000
 PIECES = ((0, N), (0, 1), (1, 1), (3, 5), (127, 258), (N - 1, 1), (N - 7, 7))

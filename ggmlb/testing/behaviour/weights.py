@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import dtypes
 from ggmlb.alloc import alloc_ctx_tensors, alloc_tensors
@@ -20,10 +22,6 @@ from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect
 from ggmlb.testing.devices import weight_memories
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
     from ggmlb.interface import BufferType
     from ggmlb.tensor import Tensor
 

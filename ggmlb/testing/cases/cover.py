@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.errors import ArgumentError, Error
 from ggmlb.testing.cases.draw import FAMILIES, Program
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TIMES = 2
 """How often each alternative is drawn, at least."""

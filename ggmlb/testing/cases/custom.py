@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.dtypes import DType
 from ggmlb.ops.custom import N_TASKS_MAX
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, PLAIN, Extents, Program, family
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     Array = npt.NDArray[Any]
 
 TASKS = (1, 2, 5, N_TASKS_MAX)

@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import dtypes
 from ggmlb.dtypes import DType
 from ggmlb.testing.programs import Case, Spec, Step
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 PLAIN = "plain"
 """Contiguous."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from broken.values import WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
-from ggmlb.interface import HostBuffer, HostBufferType
+from ggmlb.interface import Device, HostBuffer, HostBufferType
 from ggmlb.interface.host import ALIGNMENT, aligned_empty
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 
 class BadBuffer(HostBuffer):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.errors import BackendError
-from ggmlb.interface import Caps
+from ggmlb.interface import Caps, Device
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeDevice, FakeEvent, FakeReg
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 
 class NeverWaits(FakeBackend):

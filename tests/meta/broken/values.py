@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +13,8 @@ from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import NO_OPS, Op, Status
 from ggmlb.errors import BackendError
 from ggmlb.graph import Graph
-from ggmlb.tensor import contiguous_nb
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
-    from ggmlb.tensor import Tensor
+from ggmlb.interface import Device
+from ggmlb.tensor import Tensor, contiguous_nb
 
 
 def like(t: Tensor, **changes: Any) -> Tensor:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from broken.values import WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.backends.cpu.float_buffer import FloatBuffer, FloatBufferType
+from ggmlb.interface import Device
 from ggmlb.interface.host import aligned_empty
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 
 class RowsBeginAtZero(FloatBuffer):

@@ -19,18 +19,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ggmlb.kernels import Mem, Scratch, assemble
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ggmlb.kernels import Kernel, Launch
+from ggmlb.kernels import Kernel, Launch, Mem, Scratch, assemble
 
 HERE = Path(__file__).parent
 HEADER = '#include "emulator.h"\n'

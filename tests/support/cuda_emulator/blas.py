@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ggmlb.backends.cuda import cublas
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TYPES: dict[int, Any] = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
 INVALID, NOT_INITIALISED = 7, 1

@@ -5,9 +5,9 @@ Each compares with the CPU backend, or with what ggml computed; `PROGRAMS` has t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from golden import CASES
@@ -15,16 +15,11 @@ from golden import CASES
 from cuda_emulator import BACKWARD, FORWARD
 from cuda_emulator.runner import Runner, place
 from ggmlb import Context, DType, Graph, init_by_name
-from ggmlb.backends.cuda.kernels import Lowering, products
+from ggmlb.backends.cuda.kernels import Lowering, Step, products
 from ggmlb.enums import GluOp
 from ggmlb.kernels import Launch, Mem, Target, lower
 from ggmlb.kernels.lowering.matmul import Glu
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from ggmlb.backends.cuda.kernels import Step
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 CARD = Target(False, 132, 128)
 

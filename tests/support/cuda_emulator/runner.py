@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 
 from cuda_emulator import FORWARD, Memory, guarded
 from cuda_emulator.blas import HostBlas
-from ggmlb import cpu_buffer_from_ptr, tensor_alloc, view_init
+from ggmlb import Context, cpu_buffer_from_ptr, tensor_alloc, view_init
 from ggmlb.backends.cuda.cublas import CuBlas
+from ggmlb.backends.cuda.kernels import Step
 from ggmlb.kernels import Launch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy as np
-
-    from ggmlb import Context
-    from ggmlb.backends.cuda.kernels import Step
 
 
 class Runner:

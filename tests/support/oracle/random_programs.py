@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
 from ggmlb.testing.cases import FAMILIES, Program
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Hypothesis:

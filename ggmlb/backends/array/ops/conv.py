@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,6 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.ops.patches import Axis
     from ggmlb.backends.array.workspace import Array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.tensor import Tensor
 

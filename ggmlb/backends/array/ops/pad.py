@@ -6,6 +6,7 @@ together make blocks, which are copied.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,6 @@ from ggmlb.backends.array.rules import PLAIN, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.tensor import Tensor
 

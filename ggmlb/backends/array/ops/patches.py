@@ -6,6 +6,7 @@ spatial dimension. A place is where the kernel may lie, a tap is one of its elem
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,8 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from ggmlb.backends.array.lowering import Kernel, Lowering
     from ggmlb.backends.array.views import View
     from ggmlb.backends.array.workspace import Array

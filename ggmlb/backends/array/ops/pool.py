@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,8 +13,6 @@ from ggmlb.backends.array.views import View
 from ggmlb.enums import Op, OpPool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor

@@ -6,6 +6,7 @@ that a loop over tokens sees, at each turn, all sequences and heads at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,6 @@ from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import floor, log2
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor

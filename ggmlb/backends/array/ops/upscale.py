@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,8 +12,6 @@ from ggmlb.backends.array.rules import F32, has_elements, operands, rule
 from ggmlb.enums import Op, ScaleMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
     from ggmlb.tensor import Tensor

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.backends.numba.kernels.driver import STEP_WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy.typing as npt
-
     from ggmlb.backends.numba.backend import NumbaBackend
     from ggmlb.progress import Task
     from ggmlb.tensor import Tensor

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.llvm.host import kept_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.tensor import Ne, Tensor
 

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
 
@@ -15,10 +15,7 @@ from host_driver import HostDriver
 from host_streams import HostError, Op
 
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.kernels import kernels, source
-
-if TYPE_CHECKING:
-    from ggmlb.kernels import Defines, Kernel
+from ggmlb.kernels import Defines, Kernel, kernels, source
 
 __all__ = ["FUNCTIONS", "HOST", "HostError", "Op", "function_of"]
 

@@ -6,8 +6,9 @@ plan is a list of calls. It uses nothing of ggmlb but the public names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +26,6 @@ from ggmlb import (
     Status,
     Tensor,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 ALIGNMENT = 64
 
