@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ggmlb.errors import GraphError
+from ggmlb.process import after_fork, fate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,17 +33,19 @@ class Turns:
     for a thread that waits, by way of however many backends, for the one that asks.
     """
 
-    __slots__ = ("_holder", "_lock")
+    __slots__ = ("__weakref__", "_holder", "_lock")
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._holder = 0
+        _all.add(self)
 
     def run(self, owner: Freeable, work: Callable[[Arg], Result], arg: Arg) -> Result:
         """Call `work(arg)` when nobody else has a turn.
 
         Raises:
             GraphError: Whoever has the turn waits for this call.
+            BackendError: Python is ending, in another thread.
         """
         me = get_ident()
         _waiting[me] = self  # before one looks whether to wait: of two that do so at once, one sees the other
@@ -53,6 +57,8 @@ class Turns:
                 del _waiting[me]
                 self._holder = me
                 try:
+                    if fate.ending_in:
+                        fate.check_goes_on(f"plan or compute on {owner._title}")
                     return work(arg)
                 finally:
                     self._holder = 0
@@ -68,7 +74,7 @@ class Turns:
         try:
             yield
         finally:
-            del _helping[me]
+            _helping.pop(me, None)
 
     def _check_wait(self, owner: Freeable) -> None:
         """Refuse to wait for who cannot go on before this thread does."""
@@ -86,3 +92,19 @@ class Turns:
             more = {thread for thread, turns in list(_waiting.items()) if turns._holder in stuck}
             more |= {turns._holder for thread, turns in list(_helping.items()) if thread in stuck}
             more -= {0} | stuck
+
+
+_all: Final[weakref.WeakSet[Turns]] = weakref.WeakSet()
+
+
+def _free_of_lost_threads() -> None:
+    """Let a forked process take the turns of threads that it does not have."""
+    for turns in _all:
+        if turns._holder != get_ident():
+            turns._lock, turns._holder = Lock(), 0
+    _waiting.clear()
+    _helping.clear()
+
+
+after_fork(_free_of_lost_threads)
+fate.busy.append(lambda: any(turns._lock.locked() for turns in list(_all)))

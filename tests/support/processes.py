@@ -42,6 +42,10 @@ def start(code: str, **env: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> None:
     """Wait for its end; it must have said "done", and nothing else."""
-    out, err = process.communicate(timeout=240)
+    try:
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     assert not err, err
     assert (process.returncode, out) == (0, "done\n")

@@ -9,6 +9,8 @@ from typing import Any
 
 import threadpoolctl  # type: ignore[import-untyped]
 
+from ggmlb.process import after_fork
+
 
 @cache
 def _libraries() -> list[Any]:
@@ -27,6 +29,7 @@ class _OneThread:
         self._lock = Lock()
         self._n_inside = 0
         self._before: list[int] = []
+        after_fork(self._forget_threads)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -40,10 +43,20 @@ class _OneThread:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
-            self._n_inside -= 1
+            self._n_inside = max(0, self._n_inside - 1)  # 0 where a step has forked this process
             if not self._n_inside:
-                for library, n in zip(_libraries(), self._before, strict=True):
-                    library.set_num_threads(n)
+                self._restore()
+
+    def _restore(self) -> None:
+        for library, n in zip(_libraries(), self._before, strict=True):
+            library.set_num_threads(n)
+
+    def _forget_threads(self) -> None:
+        """Go on in a fork, which has none of the threads that were inside."""
+        self._lock = Lock()
+        if self._n_inside:
+            self._n_inside = 0
+            self._restore()
 
 
 one_blas_thread = _OneThread()

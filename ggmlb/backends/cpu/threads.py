@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.interface.turns import Turns
+from ggmlb.process import fate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class Threads:
         Each thread takes the next list as soon as it is free, so that one that starts late, on a busy
         machine, holds up nobody.
         """
-        if self._pid != os.getpid():
+        if self._n_forks != fate.n_forks:
             self._begin()  # threads do not survive a fork
         n = min(self.n, len(lists)) - 1
         self._start(n)
@@ -72,7 +72,7 @@ class Threads:
         self._work: SimpleQueue[Iterator[Steps] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._n_started = 0
-        self._pid = os.getpid()
+        self._n_forks = fate.n_forks
 
     def _start(self, n: int) -> None:
         while self._n_started < n:

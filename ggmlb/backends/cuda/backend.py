@@ -14,7 +14,7 @@ from ggmlb.backends.cuda.buffer import (
 )
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
-from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
+from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors, guard
 from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.lowering import takes
 from ggmlb.backends.cuda.plan import CudaPlan
@@ -243,7 +243,7 @@ class CudaBackend(Backend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def _synchronize(self) -> None:
-        self.device.check_process(f"synchronize {self.name}")
+        guard.enter(f"synchronize {self.name}")
         try:
             with self.device.on():
                 self.stream.synchronize()
@@ -252,6 +252,8 @@ class CudaBackend(Backend):
             self.device.memory_pool.sweep()
         except self._driver.errors as error:
             raise BackendError(self._late(error)) from None
+        finally:
+            guard.leave()
 
     def _late(self, error: Exception) -> str:
         """Word an error of work that was queued before: CUDA does not say of which."""

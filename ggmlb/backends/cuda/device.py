@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ggmlb import env
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
-from ggmlb.backends.cuda.driver import cuda_errors
+from ggmlb.backends.cuda.driver import cuda_errors, guard
 from ggmlb.backends.cuda.host import CudaHostBufferType, Registrations
 from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
@@ -19,7 +19,6 @@ from ggmlb.exchange import spanned_bytes
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target
-from ggmlb.process import ForkGuard
 from ggmlb.row_split import SplitBufferType
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ WG = 128
 
 MIN_OFFLOAD_COLUMNS = 32
 """A product of so many columns is worth the upload of its weights (ggml's threshold)."""
-
-_fork_guard = ForkGuard("CUDA")
 
 
 class CudaDevice(Device):
@@ -93,8 +90,8 @@ class CudaDevice(Device):
         return self.driver.blas()
 
     def check_process(self, call: str) -> None:
-        """Raise a BackendError in a process that was forked after CUDA was used: it cannot use it."""
-        _fork_guard.check(call)
+        """Raise a BackendError in a process that was forked after CUDA was used, and at the end of one."""
+        guard.check(call)
 
     # -- facts ---------------------------------------------------------------------------------
 

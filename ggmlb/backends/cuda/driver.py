@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ggmlb.errors import BackendError
+from ggmlb.process import LibraryGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ggmlb.interface import BufferType
     from ggmlb.interface.data import Bytes
     from ggmlb.kernels import Launch
+
+guard: Final = LibraryGuard("CUDA")
 
 Call = Callable[[int], Any]
 """A piece of work with everything bound but the stream that it is queued on."""
@@ -281,12 +284,15 @@ def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbyte
         buft: The memory type that is being allocated from.
         nbytes: The bytes asked for.
     """
+    guard.enter(call)
     try:
         yield
     except driver.errors as error:
         if buft is not None and driver.is_out_of_memory(error):
             raise buft.out_of_memory(nbytes, str(error)) from None
         raise BackendError(f"{call}: {error}") from None
+    finally:
+        guard.leave()
 
 
 def address_of(array: Bytes) -> int:

@@ -6,9 +6,8 @@ next graph is computed. Nobody waits for a thread that sleeps (see `kernels.driv
 
 from __future__ import annotations
 
-import os
 from _thread import allocate_lock
-from threading import Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from llvmlite import binding
 from ggmlb.backends.numba.kernels import driver
 from ggmlb.backends.numba.llvm.library import function
 from ggmlb.interface.host import aligned_empty
+from ggmlb.process import fate
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,11 +28,13 @@ SPINS = 3000
 
 
 class Pool:
-    """The calling thread and `n - 1` others, which start when first needed, and anew after a fork."""
+    """The calling thread and `n - 1` others, which start when first needed, and anew after a fork.
+
+    One thread at a time computes.
+    """
 
     def __init__(self, n: int, library: Library) -> None:
         self.n = n
-        self._lock = Lock()
         self._library = library
         self._run = function(library.address(driver.run), 4)
         self._begin()
@@ -45,7 +47,7 @@ class Pool:
         self._control[driver.STATE + 3] = self.n
         self._address = self._control.ctypes.data
         self._workers: list[_Worker] = []
-        self._pid = os.getpid()
+        self._n_forks = fate.n_forks
 
     def run(self, table: int, first: int, last: int, share: bool) -> None:
         """Compute steps of a table.
@@ -56,12 +58,11 @@ class Pool:
             last: The one after the last.
             share: Whether there is work for more than one thread.
         """
-        with self._lock:
-            if share and self.n > 1:
-                if self._pid != os.getpid():
-                    self._begin()  # threads do not survive a fork
-                self._wake()
-            self._run(self._address, table, first, last)
+        if self._n_forks != fate.n_forks:
+            self._begin()  # threads do not survive a fork, nor does what they were at
+        if share and self.n > 1:
+            self._wake()
+        self._run(self._address, table, first, last)
 
     def _wake(self) -> None:
         while len(self._workers) < self.n - 1:
@@ -75,7 +76,7 @@ class Pool:
     def free(self) -> None:
         """End the threads."""
         self._control[driver.STATE + 1] = 1
-        if self._pid == os.getpid():
+        if self._n_forks == fate.n_forks:
             for worker in self._workers:
                 worker.end()
         self._begin()

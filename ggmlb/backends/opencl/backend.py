@@ -11,7 +11,7 @@ from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import Clock
 from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
-from ggmlb.backends.opencl.runtime import check_outcome, check_process, cl_errors, is_done
+from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_done
 from ggmlb.enums import Status
 from ggmlb.fusion import gather
 from ggmlb.interface import Backend
@@ -76,7 +76,7 @@ class OpenClBackend(Backend):
         gather(graph, self.takes)
 
     def _plan(self, graph: Graph) -> GraphPlan:
-        check_process(f"plan a graph on {self.name}")
+        guard.check(f"plan a graph on {self.name}")
         return OpenClPlan(self, graph)
 
     def _compute(self, plan: GraphPlan) -> Status:

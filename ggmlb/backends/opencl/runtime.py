@@ -1,4 +1,4 @@
-"""The border to PyOpenCL: its errors made ours, and a guard against use after a fork."""
+"""The border to PyOpenCL: its errors made ours, and a guard against use where it cannot be used."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Final
 import pyopencl as cl
 
 from ggmlb.errors import BackendError
-from ggmlb.process import ForkGuard
+from ggmlb.process import LibraryGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ggmlb.interface import BufferType
 
-check_process: Final = ForkGuard("OpenCL").check
-"""Refuses a call in a process that was forked after OpenCL was used: it would hang there."""
+guard: Final = LibraryGuard("OpenCL")
 
 
 @contextmanager
@@ -28,13 +27,15 @@ def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0) -> Ite
         buft: The memory type that is being allocated from.
         nbytes: The bytes asked for.
     """
-    check_process(call)
+    guard.enter(call)
     try:
         yield
     except cl.Error as error:
         if buft is not None and is_out_of_memory(error):
             raise buft.out_of_memory(nbytes, str(error)) from None
         raise BackendError(f"{call}: {error}") from None
+    finally:
+        guard.leave()
 
 
 def is_out_of_memory(error: cl.Error) -> bool:
