@@ -2,6 +2,14 @@
 DEVICE_FN float half_to_float_(ushort h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 
+/* c + four products of bytes, unsigned ones of a and signed ones of b */
+DEVICE_FN int dp4a_unsigned_(int a, int b, int c)
+{
+    int d;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 /* 16 aligned bytes that are read once, and are better not kept in the first cache */
 DEVICE_FN uint4 load16_once(const void *p)
 {
@@ -50,11 +58,11 @@ DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
                  :: "r"(shared_address_(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* until all groups but the last one are there, for this thread */
-DEVICE_FN void copy_wait_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+/* until all groups but the last n are there, for this thread */
+template <int n> DEVICE_FN void copy_wait_but() { asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory"); }
 #else
 DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
 { *(uint4 *)to = valid ? *(const uint4 *)from : make_uint4(0, 0, 0, 0); }
 DEVICE_FN void copy_commit() {}
-DEVICE_FN void copy_wait_but_one() {}
+template <int n> DEVICE_FN void copy_wait_but() {}
 #endif

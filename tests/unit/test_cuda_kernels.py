@@ -119,6 +119,16 @@ def test_activations_in_8_bits() -> None:
         np.testing.assert_allclose(steps[:, piece], most[:, 0] / 127, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("k", "names"), [(8192, []), (8192 + 256, ["quantize_q8"])])
+def test_a_product_makes_8_bits_of_one_row_by_itself(k: int, names: list[str]) -> None:
+    """If shared memory has room for it; its groups take set after set of the weights' rows."""
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.Q8_0, (k, 70)), ctx.new_tensor(DType.F32, (k, 1))
+    steps = beside_cpu(ctx.mul_mat(w, x), ctx, target=Target(False, 1, 128))
+    assert [s.kernel.name for s in steps if isinstance(s, Launch)] == [*names, "mul_mat_q8"]
+    assert steps[-1].groups == (4, 1, 1)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16], ids=str)
 def test_a_warp_takes_tile_after_tile(dtype: DType) -> None:
     ctx = Context()

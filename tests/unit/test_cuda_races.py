@@ -61,7 +61,7 @@ FAULTS = {
     ),
     "a copy for all that one thread has waited for": (
         "if (LOCAL_ID == 0) {copy16_async(s, a_buf, true); copy_commit(); copy_commit();"
-        "copy_wait_but_one();}"
+        "copy_wait_but<1>();}"
         "if (LOCAL_ID == 1) ST(d, 1, 0, 0, 0, s[0]);",
         "of its warp writes|nothing has written",
     ),
@@ -91,7 +91,7 @@ RIGHT = {
     f"{HERE} = 1.0f; __syncwarp(); float x = s[LOCAL_ID ^ 1]; __syncwarp(); {HERE} = x;",
     "a copy":
     "if (LOCAL_ID < 16) copy16_async((uint4 *)s + LOCAL_ID, a_buf, true); copy_commit(); copy_commit();"
-    f"copy_wait_but_one(); BARRIER(); ST(d, LOCAL_ID, 0, 0, 0, {HERE});",
+    f"copy_wait_but<1>(); BARRIER(); ST(d, LOCAL_ID, 0, 0, 0, {HERE});",
     "a reduction": "float x = WG_REDUCE_ADD(1.0f, s); x += WG_REDUCE_ADD(x, s); ST(d, LOCAL_ID, 0, 0, 0, x);",
 }  # fmt: skip
 

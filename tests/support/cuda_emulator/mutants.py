@@ -35,7 +35,7 @@ FILES = {
 
 KINDS = {
     "barrier": (r"(?<!\w)(?:BARRIER|BARRIER_ALL|__syncthreads|__syncwarp)\(\)", "(void)0"),
-    "wait": (r"\bcopy_wait_but_one\(\)", "(void)0"),
+    "wait": (r"\bcopy_wait_but<[^>]*>\(\)", "(void)0"),
     "limit": (r"(?<=[\w)\]]) < (?=[\w(])", " <= "),
     "check": (r"\bif \((?=[^()]*(?:\([^()]*\)[^()]*)*\))", "if (1 || "),
     "least": (r"\bMIN_\(", "FIRST_OF_("),

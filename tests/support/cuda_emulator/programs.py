@@ -202,7 +202,7 @@ SHARING = (
 )  # fmt: skip
 """Golden programs that reach the portable kernels with shared memory."""
 
-FEW = Target(False, 1, 128)
+FEW, TWO = Target(False, 1, 128), Target(False, 2, 128)
 PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     **{f"{case}, 2 blocks": partial(golden, case, groups=2) for case in SHARING},
     **{
@@ -212,6 +212,9 @@ PROGRAMS: dict[str, Callable[[], list[Step]]] = {
     "q4_0, four warps a row": partial(product, DType.Q4_0, 256 * 9, 7, 3),
     "q6_k, four warps a row": partial(product, DType.Q6_K, 256 * 9, 7, 3),
     "q4_0, tile after tile": partial(product, DType.Q4_0, 256 * 13, 20, 1, FEW),
+    "q4_0, set after set": partial(product, DType.Q4_0, 256 * 5, 75, 1, FEW),
+    "q6_k, set after set, two warps a row": partial(product, DType.Q6_K, 256 * 9, 75, 1, TWO),
+    "q4_k, set after set, gated": partial(gated, DType.Q4_K, 256 * 5, 75, 1, TWO),
     "q8_0, batches": partial(product, DType.Q8_0, 1056, 40, 2, CARD, 4),
     "f16, four warps a row": partial(product, DType.F16, 1320, 13, 5, CARD, 4),
     "f32, four warps a row": partial(product, DType.F32, 1320, 13, 1),

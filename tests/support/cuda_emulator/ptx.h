@@ -14,6 +14,11 @@ DEVICE_FN ushort float_to_half_(float f)     /* to nearest, ties to even */
     if (a < 0x38800000u) return (ushort)(sign | (uint)(int)rintf(__uint_as_float(a)*16777216.0f));
     return (ushort)(sign | (a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13);
 }
+DEVICE_FN int dp4a_unsigned_(int a, int b, int c)
+{
+    for (int j = 0; j < 4; j++) c += (int)((uint)a >> 8*j & 255u)*(int)(signed char)((uint)b >> 8*j & 255u);
+    return c;
+}
 typedef uint whole_ __attribute__((vector_size(16)));      /* which the compiler does not read in parts */
 DEVICE_FN uint4 load16_once(const void *p)
 {
@@ -79,7 +84,7 @@ DEVICE_FN void copy16_async(void *to, const void *from, bool valid)
     emulator_copy_later(to, &value);
 }
 DEVICE_FN void copy_commit() { emulator_copy_commit(); }
-DEVICE_FN void copy_wait_but_one() { emulator_copy_wait_but_one(); }
+template <int n> DEVICE_FN void copy_wait_but() { emulator_copy_wait_but(n); }
 
 /* a shared array that the emulator knows, with bytes around it that belong to nobody */
 #undef LOCAL_ARRAY

@@ -220,13 +220,13 @@ void emulator_copy_later(void *to, const void *value)
     memcpy(c.value, value, 16);
 }
 void emulator_copy_commit() { threads[self].group++; }
-void emulator_copy_wait_but_one()
+void emulator_copy_wait_but(int n)
 {
     Thread &t = threads[self];
     int left = 0;
     for (int i = 0; i < t.n_copies; i++) {
         const Copy c = t.copies[i];
-        if (c.group >= t.group - 1) {
+        if (c.group >= t.group - n) {
             t.copies[left++] = c;
             continue;
         }

@@ -38,6 +38,6 @@ void emulator_may_be_read(const void *at, size_t size);
 /* 16 bytes that arrive in shared memory at `wait_but_one`, as late as they may */
 void emulator_copy_later(void *to, const void *value);
 void emulator_copy_commit();
-void emulator_copy_wait_but_one();
+void emulator_copy_wait_but(int n);
 const char *emulator_launch(const emulator::Launch *launch);
 }

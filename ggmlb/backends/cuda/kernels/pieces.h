@@ -1,30 +1,38 @@
 /* Pieces: 32 neighbouring elements of a quantised row as integers, for products with activations in 8 bits.
 
-   A block is read from a tile: a stretch of the row's bytes in shared memory, from the byte `at` on. Its scales are
-   those of rows.h and rows_k.h; here its numbers become eight words of four signed bytes, in the elements' order:
+   A block is read from a tile: a stretch of the row's bytes in shared memory, from the byte `at` on. Its numbers
+   become eight words of four bytes, in the elements' order:
 
-       integers_T(tile, at, i, q)     piece i of the block at `at`
-       SHIFT_T                        what the numbers are too great by
+       integers_T(tile, at, i, q)                piece i of the block at `at`
+       SHIFT_T                                   what the numbers are too great by
+       dp4a_T(a, b, c)                           their products with four signed bytes, added to c
+       scales_T(tile, at, i, scale, least)       what the piece's halves are multiplied by, and what is subtracted then
 
    ALIGN is the power of two, up to 16, that every row begins at a multiple of. */
 #include "mul_mat.h"
 
 #define INTEGERS(T) DEVICE_FN void integers_##T(const uint *tile, int at, int i, int *q)
+#define SCALES(T) DEVICE_FN void scales_##T(const uint *tile, int at, int i, float *scale, float *least)
 #define EACH_WORD(n) UNROLL for (int j = 0; j < (n); j++)
 
 #define IN_WORDS (ALIGN % 4 == 0 && OF_TYPE(BYTES, a) % 4 == 0)
+#define IN_VECTORS (ALIGN % 16 == 0 && OF_TYPE(BYTES, a) % 16 == 0)
 
-/* n words from any byte on */
-template <int N> DEVICE_FN void words_at(const uint *tile, int at, int *w)
+/* n words from any byte on; of each byte, its bits from `up` on come to its lowest, and its highest are anything.
+   Below zero, they come higher, and its lowest are anything: before `at` there must be other bytes. */
+template <int N> DEVICE_FN void words_at(const uint *tile, int at, int *w, int up = 0)
 {
-    const uint *from = tile + (at >> 2);
-    if (IN_WORDS) {
-        EACH_WORD(N) w[j] = (int)from[j];
+    uint from[N + 1];
+    const int bit = IN_WORDS ? 8*at : 8*at + up;
+    if (IN_VECTORS && N % 4 == 0) {
+        EACH_WORD(N/4) {
+            const uint4 v = ((const uint4 *)tile)[(at >> 4) + j];
+            from[4*j] = v.x; from[4*j + 1] = v.y; from[4*j + 2] = v.z; from[4*j + 3] = v.w;
+        }
     } else {
-        const uint shift = 8*((uint)at & 3);
-        uint low = from[0];
-        EACH_WORD(N) { const uint high = from[j + 1]; w[j] = (int)__funnelshift_r(low, high, shift); low = high; }
+        EACH_WORD(N + !IN_WORDS) from[j] = tile[(bit >> 5) + j];
     }
+    EACH_WORD(N) w[j] = (int)__funnelshift_r(from[j], from[IN_WORDS ? j : j + 1], (uint)(IN_WORDS ? up : bit) & 31);
 }
 /* four bits become the bits 0 of four bytes */
 DEVICE_FN int spread4(uint bits) { return (int)((bits & 15u)*0x00204081u & 0x01010101u); }
@@ -51,16 +59,30 @@ DEVICE_FN void lookup(const uint *table, uint w, int *low, int *high)
 #define TABLE_HALVES(TABLE, offset) \
     TABLE int w[4]; words_at<4>(tile, at + (offset), w); \
     EACH_WORD(4) lookup(table, (uint)w[j], q + j, q + j + 4);
-/* 32 bytes, of which the piece has some bits of each */
-#define BITS_OF_32(offset, shift, mask) \
-    { int w[8]; words_at<8>(tile, at + (offset), w); EACH_WORD(8) q[j] = w[j] >> (shift) & (mask); }
-#define ADD_BITS_OF_32(offset, shift, mask, up) \
-    { int w[8]; words_at<8>(tile, at + (offset), w); EACH_WORD(8) q[j] |= (w[j] >> (shift) & (mask)) << (up); }
+/* 32 bytes, of which the piece has some bits of each: those of the mask, when they are `up` bits further down */
+#define BITS_OF_32(offset, up, mask) \
+    { int w[8]; words_at<8>(tile, at + (offset), w, up); EACH_WORD(8) q[j] = w[j] & (mask); }
+#define ADD_BITS_OF_32(offset, up, mask) \
+    { int w[8]; words_at<8>(tile, at + (offset), w, up); EACH_WORD(8) q[j] |= w[j] & (mask); }
 #define ADD_FIFTH_BITS(offset) \
     { int bits; words_at<1>(tile, at + (offset), &bits); EACH_WORD(8) q[j] |= spread4((uint)bits >> 4*j) << 4; }
 
 enum { SHIFT_q4_0 = 8, SHIFT_q4_1 = 0, SHIFT_q5_0 = 16, SHIFT_q5_1 = 0, SHIFT_q8_0 = 0, SHIFT_iq4_nl = 0, SHIFT_mxfp4 = 0,
        SHIFT_q2_k = 0, SHIFT_q3_k = 4, SHIFT_q4_k = 0, SHIFT_q5_k = 0, SHIFT_q6_k = 32, SHIFT_iq4_xs = 0 };
+
+#define dp4a_q4_0   __dp4a
+#define dp4a_q4_1   __dp4a
+#define dp4a_q5_0   __dp4a
+#define dp4a_q5_1   __dp4a
+#define dp4a_q8_0   __dp4a
+#define dp4a_iq4_nl __dp4a
+#define dp4a_mxfp4  __dp4a
+#define dp4a_q2_k   __dp4a
+#define dp4a_q3_k   __dp4a
+#define dp4a_q4_k   dp4a_unsigned_
+#define dp4a_q5_k   __dp4a
+#define dp4a_q6_k   __dp4a
+#define dp4a_iq4_xs __dp4a
 
 INTEGERS(q4_0)   { NIBBLE_HALVES(2) }
 INTEGERS(q4_1)   { NIBBLE_HALVES(4) }
@@ -74,16 +96,96 @@ INTEGERS(q2_k)   { BITS_OF_32(16 + 32*(i >> 2), 2*(i & 3), 0x03030303) }
 INTEGERS(q3_k)
 {
     BITS_OF_32(32 + 32*(i >> 2), 2*(i & 3), 0x03030303)
-    ADD_BITS_OF_32(0, i, 0x01010101, 2)
+    int w[8];
+    words_at<8>(tile, at, w, i);
+    EACH_WORD(8) q[j] |= (w[j] & 0x01010101) << 2;
 }
-INTEGERS(q4_k)   { BITS_OF_32(16 + 32*(i >> 1), 4*(i & 1), 0x0f0f0f0f) }
+INTEGERS(q4_k)                         /* every other piece 16 times as large: its scale makes up for it */
+{
+    words_at<8>(tile, at + 16 + 32*(i >> 1), q);
+    EACH_WORD(8) q[j] &= 0x0f0f0f0f << 4*(i & 1);
+}
 INTEGERS(q5_k)
 {
     BITS_OF_32(48 + 32*(i >> 1), 4*(i & 1), 0x0f0f0f0f)
-    ADD_BITS_OF_32(16, i, 0x01010101, 4)
+    ADD_BITS_OF_32(16, i - 4, 0x10101010)
 }
 INTEGERS(q6_k)
 {
     BITS_OF_32(64*(i >> 2) + 32*(i & 1), 4*(i >> 1 & 1), 0x0f0f0f0f)
-    ADD_BITS_OF_32(128 + 32*(i >> 2), 2*(i & 3), 0x03030303, 4)
+    ADD_BITS_OF_32(128 + 32*(i >> 2), 2*(i & 3) - 4, 0x30303030)
+}
+
+/* A byte, and a signed one, of a word as a float. The compiler, if it knew of the byte, would choose an instruction for
+   that, which takes four times as long as the one for words. */
+DEVICE_FN float byte_of(uint w, int j) { return (float)(int)__byte_perm(w, 0, 0x4440u + (uint)j); }
+DEVICE_FN float signed_byte_of(uint w, int j) { return (float)(int)__byte_perm(w, 0, 0x8880u + 0x1111u*(uint)j); }
+
+DEVICE_FN uint pair_at(const uint *tile, int at) { return *(const ushort *)((const char *)tile + at); }
+DEVICE_FN float half_at(const uint *tile, int at) { return half_to_float_((ushort)pair_at(tile, at)); }
+
+/* scales that all of a piece shares, as rows.h has them */
+#define ONE_SCALE(T) \
+    SCALES(T) \
+    { \
+        CGLOBAL char *b = (CGLOBAL char *)tile + at; \
+        scale[0] = scale[1] = scale_##T(b, 4*i); \
+        least[0] = least[1] = min_##T(b, 4*i); \
+    }
+ONE_SCALE(q4_0)
+ONE_SCALE(q4_1)
+ONE_SCALE(q5_0)
+ONE_SCALE(q5_1)
+ONE_SCALE(q8_0)
+ONE_SCALE(iq4_nl)
+ONE_SCALE(mxfp4)
+SCALES(iq4_xs)
+{
+    int w[2];
+    words_at<2>(tile, at, w);
+    const int s = (w[1] >> 4*i & 15) | (w[0] >> (16 + 2*i) & 3) << 4;
+    scale[0] = scale[1] = half_to_float_((ushort)w[0])*((float)s - 32.0f);
+}
+/* halves of a piece: a byte each of d, and of what it is subtracted */
+SCALES(q2_k)
+{
+    const uint s = pair_at(tile, at + 2*i), low = s & 0x0f0fu, high = s >> 4 & 0x0f0fu;
+    const float d = half_at(tile, at + 80), m = half_at(tile, at + 82);
+    UNROLL for (int h = 0; h < 2; h++) { scale[h] = d*byte_of(low, h); least[h] = m*byte_of(high, h); }
+}
+SCALES(q3_k)
+{
+    const uint low = pair_at(tile, at + 96 + 2*(i & 3)) >> 4*(i >> 2) & 0x0f0fu;
+    const uint s = low | (pair_at(tile, at + 104 + 2*(i & 1)) >> 2*(i >> 1) & 0x0303u) << 4;
+    const float d = half_at(tile, at + 108);
+    UNROLL for (int h = 0; h < 2; h++) scale[h] = d*(byte_of(s, h) - 32.0f);
+}
+SCALES(q6_k)
+{
+    const uint s = pair_at(tile, at + 192 + 2*i);
+    const float d = half_at(tile, at + 208);
+    UNROLL for (int h = 0; h < 2; h++) scale[h] = d*signed_byte_of(s, h);
+}
+/* six bits each for a scale and a minimum: those of the last four pieces in two places */
+DEVICE_FN void scales_of_six(const int *w, int i, float *scale, float *least)
+{
+    const bool whole = i < 4;
+    const int at = 8*(i & 3), low = whole ? 63 : 15, high = whole ? 0 : 48;
+    const int s = ((whole ? w[1] : w[3]) >> at & low) | (w[1] >> (at + 2) & high);
+    const int m = ((whole ? w[2] : w[3]) >> (whole ? at : at + 4) & low) | (w[2] >> (at + 2) & high);
+    scale[0] = scale[1] = half_to_float_((ushort)w[0])*(float)s;
+    least[0] = least[1] = half_to_float_((ushort)((uint)w[0] >> 16))*(float)m;
+}
+SCALES(q4_k)
+{
+    int w[4];
+    words_at<4>(tile, at, w);
+    scales_of_six(w, i, scale, least);
+    scale[0] = scale[1] = scale[0]*(i & 1 ? 0.0625f : 1.0f);
+}
+SCALES(q5_k)
+{
+    int w[4];
+    words_at<4>(tile, at, w);
+    scales_of_six(w, i, scale, least);
 }

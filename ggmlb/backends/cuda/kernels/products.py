@@ -42,6 +42,8 @@ GROUPS_EACH = 3
 """Groups for each multiprocessor, at least, before warps have rows to themselves: what fits at once."""
 TILE = 1024
 """Elements of a row that a warp takes at once."""
+FUSED = 8192
+"""Up to so many activations, a group makes 8 bits of a row by itself: more leave little shared memory."""
 
 
 def _kernel(
@@ -75,6 +77,19 @@ def _shape(
     }  # fmt: skip
 
 
+def _at_once(lw: Lowering, columns: int, x: int, others: int) -> int:
+    """Return how many of x groups, for each of the others, are launched: no more than run at once."""
+    return min(x, max(1, -(-(4 if columns <= 2 else 3) * lw.target.n_units // others)))
+
+
+def _activations(lw: Lowering, b: Tensor, n: int) -> tuple[list[Step], tuple[Mem, Mem], dict[str, int]]:
+    """Return the steps before a product, its activations, and what it is told of them."""
+    if n == 1 and b.ne[0] <= FUSED and _in_vectors(b):
+        return [], (Mem.of(b), Mem.of(b)), {"FUSED": FUSED}
+    steps, (numbers, facts) = _q8(lw, b)
+    return steps, (numbers, facts), {"FUSED": 0}
+
+
 def _q8(lw: Lowering, b: Tensor) -> tuple[list[Step], tuple[Mem, ...]]:
     """Return activations in 8 bits: the numbers, and the pieces' steps and sums (activations_q8.h)."""
 
@@ -96,8 +111,9 @@ def _align(*weights: Tensor | Mem) -> dict[str, int]:
 
 def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
     """Whether rows of all are whole numbers of aligned vectors of 16 bytes, and b is f32."""
-    a = weights[0]
-    if a.dtype not in FLOATS or b.dtype is not DType.F32 or a.ne[0] * a.dtype.type_size % 16:
+    if b.dtype is not DType.F32 or not b.is_contiguous_rows():
+        return False
+    if any(a.dtype not in FLOATS or a.ne[0] * a.dtype.type_size % 16 for a in weights):
         return False
     return not any(x % 16 for t in (b, *weights) for x in (t.offset, *t.nb[1:]))
 
@@ -130,9 +146,10 @@ def _small(
     if glu is not None:
         also["GLU"] = f"glu_{glu.op.name.lower()}"
     if a.dtype in IN_PIECES:
-        steps, (q, facts) = _q8(lw, b)
+        steps, (q, facts), fused = _activations(lw, b, n)
         x, y, flags = _shape(lw, a, n, n_matrices, TILE)
-        flags |= _align(*weights)
+        x = _at_once(lw, flags["COLUMNS"], x, y * n_matrices)
+        flags |= _align(*weights) | fused
         mems = [a, q, facts, *others]
         return [*steps, _kernel("mul_mat_q8", mems, numbers, (x, y, n_matrices), **flags, **also)]
     if not _in_vectors(b, *weights):
@@ -231,10 +248,11 @@ def mul_mat_id(lw: Lowering, node: Tensor) -> list[Step] | None:
         return None
     slots, tokens = ids.ne[0], ids.ne[1]
     if a.dtype in IN_PIECES:
-        steps, (numbers, facts) = _q8(lw, b)
+        steps, (numbers, facts), fused = _activations(lw, b, 1)
         x, _, flags = _shape(lw, a, 1, slots * tokens, TILE)
+        x = _at_once(lw, 1, x, slots * tokens)
         mems = [Mem.of(a), numbers, facts, Mem.of(ids), Mem.of(node)]
-        found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a))
+        found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a), **fused)
         return [*steps, found]
     if not _in_vectors(b, a):
         return None

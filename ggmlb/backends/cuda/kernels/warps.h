@@ -9,31 +9,31 @@
 #define MATRIX(ne2) const int i2 = ONE_MATRIX ? 0 : GROUP_ID(2) % (ne2), i3 = ONE_MATRIX ? 0 : GROUP_ID(2)/(ne2);
 #define ROW_OF(x, m) ROW(x, MIN_(m, x##_ne1 - 1), ONE_MATRIX ? 0 : i2/r2, ONE_MATRIX ? 0 : i3/r3)
 
-/* add up what the threads have, for the first of the warps that share rows; partial: shared memory for all sums */
-DEVICE_FN void share_sums(float *sum, float *partial)
+#define SUMS (ROWS*COLUMNS)
+/* Add up what all threads have; thread i of the first of the warps that share rows gets sum i of row i/COLUMNS. For each
+   bit of i, threads send the sums of the other half and keep theirs. partial: shared memory for all sums. */
+DEVICE_FN float share_sums(float *sum, float *partial)
 {
     UNROLL
-    for (int i = 0; i < ROWS*COLUMNS; i++) {
-        float x = sum[i];
-        WARP_REDUCE_(ADD_)
-        sum[i] = x;
+    for (int n = SUMS/2; n > 0; n >>= 1) {
+        const bool upper = LANE & n;
+        UNROLL
+        for (int i = 0; i < n; i++)
+            sum[i] = (upper ? sum[i + n] : sum[i]) + __shfl_xor_sync(0xffffffffu, upper ? sum[i] : sum[i + n], n);
     }
+    float x = sum[0];
+    UNROLL for (int o = SUMS; o < 32; o <<= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
     if (SPLIT > 1) {
-        if (LANE == 0) UNROLL for (int i = 0; i < ROWS*COLUMNS; i++) partial[WARP*ROWS*COLUMNS + i] = sum[i];
+        if (LANE < SUMS) partial[WARP*SUMS + LANE] = x;
         __syncthreads();
-        if (WARP % SPLIT == 0) {
-            UNROLL
-            for (int i = 0; i < ROWS*COLUMNS; i++)
-                for (int w = 1; w < SPLIT; w++) sum[i] += partial[(WARP + w)*ROWS*COLUMNS + i];
-        }
+        if (WARP % SPLIT == 0 && LANE < SUMS) for (int w = 1; w < SPLIT; w++) x += partial[(WARP + w)*SUMS + LANE];
     }
+    return x;
 }
-/* thread i of the warp writes v, its sum, and has w, its gate, of row r and column c */
-#define WRITE_SUMS(sum, gate, write) \
+/* write the sum that the thread has, if any, of row r and column c */
+#define WRITE_SUMS(write) \
     if (WARP % SPLIT == 0) { \
         const int r = LANE/COLUMNS, c = LANE % COLUMNS; \
-        float v = 0.0f, w = 0.0f; \
-        UNROLL for (int i = 0; i < ROWS*COLUMNS; i++) if (LANE == i) { v = sum[i]; w = gate[i]; } \
         if (r < ROWS && r < n_rows && c < n_columns) write; \
     }
 
@@ -51,7 +51,6 @@ DEVICE_FN void share_sums(float *sum, float *partial)
 #else
 #define IF_GLU(...)
 #define RESULT PLUS(bias, v)
-#define gates sum
 #endif
 /* what the warps share for one product may be written for the next */
 #define NEXT_PRODUCT if (SPLIT > 1) __syncthreads();
