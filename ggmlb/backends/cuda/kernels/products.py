@@ -78,8 +78,11 @@ def _shape(
 
 
 def _at_once(lw: Lowering, columns: int, x: int, others: int) -> int:
-    """Return how many of x groups, for each of the others, are launched: no more than run at once."""
-    return min(x, max(1, -(-(4 if columns <= 2 else 3) * lw.target.n_units // others)))
+    """Return how many of x groups, for each of the others, are launched: no more than run at once.
+
+    With many columns, that hangs on the registers that the compiler takes; then each has its rows.
+    """
+    return min(x, max(1, -(-4 * lw.target.n_units // others))) if columns <= 2 else x
 
 
 def _activations(lw: Lowering, b: Tensor, n: int) -> tuple[list[Step], tuple[Mem, Mem], dict[str, int]]:
