@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cuda_emulator.blas import NOT_INITIALISED, HostBlas
-from host_driver import HostDriver
 from host_streams import Op
 
 from ggmlb.dtypes import DType
+
+if TYPE_CHECKING:
+    from host_driver import HostDriver
 
 
 class HostCollective:
