@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from processes import python
 
 PROGRAM = """
 import os
@@ -85,10 +79,7 @@ for stream in streams:
 
 @pytest.mark.parametrize("names", [("OpenCL0", "OpenCL1"), ("OpenCL0", "OpenCL0")])
 def test_a_pipeline_overlaps_and_gives_the_bits_of_one_after_another(names: tuple[str, str]) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "POCL_DEVICES": "pthread pthread"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *names], env=env, capture_output=True, text=True, timeout=240
-    )
+    done = python("-c", PROGRAM, *names, POCL_DEVICES="pthread pthread")
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     assert "the other works" in done.stdout

@@ -24,6 +24,19 @@ def scaled(backend, factor=2.0):
 """
 
 
+def python(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, with its output piped, where it finds this checkout's ggmlb."""
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, cwd=cwd, env=settings, check=False
+    )
+
+
+def ggmlb_command(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m ggmlb`."""
+    return python("-m", "ggmlb", *args, **env)
+
+
 def start(code: str, **env: str) -> subprocess.Popen[str]:
     """Start a Python program that prints "done" where all went well."""
     # What Python and array libraries warn of is not what these programs are about.

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/gpu.py"
+from processes import python
 
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *args], capture_output=True, text=True, check=False)
+SCRIPT = str(Path(__file__).parents[2] / "benchmarks/gpu.py")
 
 
 def test_every_section_runs_and_writes_its_figures(tmp_path: Path) -> None:
-    done = run("--smoke", "--device", "CPU", "--folder", str(tmp_path))
+    done = python(SCRIPT, "--smoke", "--device", "CPU", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 sections failed, 0 left out" in done.stdout
     (page,) = tmp_path.glob("gpu-*.md")
@@ -32,6 +28,6 @@ def test_every_section_runs_and_writes_its_figures(tmp_path: Path) -> None:
 
 
 def test_a_missing_card_is_told() -> None:
-    done = run("--device", "CUDA77")
+    done = python(SCRIPT, "--device", "CUDA77")
     assert done.returncode == 2
     assert "nothing was measured" in done.stdout

@@ -11,18 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ggmlb_command as run
 
 import ggmlb
 from ggmlb.cli import main
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ggmlb` with its output piped."""
-    full = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, "-m", "ggmlb", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=full, check=False)
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

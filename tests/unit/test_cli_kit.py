@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from processes import ggmlb_command as run
+from processes import python
 
 from ggmlb.cli import main
 from ggmlb.testing import perf
 from ggmlb.testing.results import Outcome, Result
-
-ROOT = Path(__file__).parents[2]
 
 BROKEN = """
 import os
@@ -54,12 +51,6 @@ class Reg(CpuReg):
 def backend_reg():
     return Reg()
 """
-
-
-def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    full = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, "-m", "ggmlb", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=full, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +230,8 @@ def test_a_fault_of_ours_is_one_line() -> None:
         "ggmlb.devices = lambda: [][0]\n"
         "sys.exit(app.run(sys.argv[1:]))\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for args, lines in ((["devices"], 1), (["devices", "--debug"], 5)):
-        command = [sys.executable, "-c", program, *args]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        done = python("-c", program, *args)
         assert done.returncode == 1
         assert "IndexError: list index out of range" in done.stderr
         assert (len(done.stderr.splitlines()) == 1) == (lines == 1)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,10 +27,7 @@ def blocks(page: str, language: str) -> list[str]:
     ],
 )
 def test_programs_print_what_they_say(page: str, program: str, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, env=env, cwd=tmp_path
-    )
+    done = python("-W", "error", "-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for said in re.findall(r"print\(.*\)\s+# (.*)", program):
         assert said in done.stdout

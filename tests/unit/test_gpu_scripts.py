@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[2]
 PLAYED = f"{ROOT / 'tests/support/played'}{os.pathsep}{ROOT}"
 
 
 def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": PLAYED}
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *args], capture_output=True, text=True, check=False, env=env
-    )
+    return python(str(ROOT / script), *args, PYTHONPATH=PLAYED)
 
 
 def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_path: Path) -> None:

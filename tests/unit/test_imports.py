@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import python
 
 import ggmlb
-
-ROOT = Path(__file__).parents[2]
 
 HEAVY = {
     "cupy",
@@ -40,8 +35,7 @@ took_s = time.perf_counter() - start
 top = sorted({{name.partition(".")[0] for name in sys.modules}})
 print(json.dumps({{"top": top, "all": sorted(sys.modules), "took_s": took_s}}))
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return told

@@ -5,15 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import python
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
@@ -31,17 +30,13 @@ from ggmlb.testing.run import Runner, Selection, known_ops, run_all, tasks
 from ggmlb.testing.samples import ops_covered
 from ggmlb.testing.xfail import ExpectedFailures
 
-ROOT = Path(__file__).parents[2]
-
-
 # -- cases -----------------------------------------------------------------------------------------
 
 
 def test_cases_are_the_same_in_every_process():
     program = "from ggmlb.testing.cases import *; print([c.id for f in FAMILIES for c in cases_of(f)])"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    runs = {subprocess.check_output([sys.executable, "-c", program], env=env) for _ in range(2)}
-    assert len(runs) == 1
+    runs = {python("-c", program).stdout for _ in range(2)}
+    assert len(runs) == 1 and runs.pop()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -303,11 +298,9 @@ def test_junit():
 
 
 def plugin(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     # Registered by hand, so that the tests need no installation; where there is one, only once.
     command = ["-m", "pytest", "-p", "no:ggmlb", "-p", "ggmlb.testing.plugin", "-p", "no:cacheprovider"]
-    full = [sys.executable, *command, "--pyargs", "ggmlb.testing", *args]
-    return subprocess.run(full, capture_output=True, text=True, env=env, cwd=cwd, check=False)
+    return python(*command, "--pyargs", "ggmlb.testing", *args, cwd=cwd)
 
 
 def test_the_plugin_makes_a_test_of_each_case(tmp_path):

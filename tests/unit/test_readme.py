@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from ggmlb.cli import main
 
@@ -54,9 +52,7 @@ def test_there_is_no_other_python() -> None:
 
 
 def run(program: str, folder: Path) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, check=False)
+    done = python("-W", "error", "-c", program, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests/third_party/abacus"
@@ -56,16 +55,15 @@ else:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that pip installed the package into."""
     target = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
-    done = subprocess.run([*pip, *offline, str(PACKAGE)], capture_output=True, text=True, check=False)
+    done = python(*pip, *offline, str(PACKAGE))
     assert done.returncode == 0, done.stderr
     return target
 
 
 def run(site: Path, *args: str) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, env=env, check=False)
+    done = python(*args, PYTHONPATH=os.pathsep.join([str(site), str(ROOT)]))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
