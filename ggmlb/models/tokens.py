@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,9 +22,6 @@ BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 
 LENGTH_STEP = 4
 """Padded lengths are multiples of this, for the same reason."""
-
-COLUMNS_STEP = 8
-"""Numbers of tokens in a batch are multiples of this: products of such widths are the fastest."""
 
 BATCH_OVERHEAD = 24
 """What one more batch costs, in tokens' worth of computation."""
@@ -102,7 +98,7 @@ def plan_batches(
     @cache
     def batch_cost(size: int, longest: int) -> tuple[float, int]:
         """The cost of a batch, and the length to which it is padded."""
-        new = min(padded(longest, size), n_max)
+        new = min(padded(longest), n_max)
         fits = [(float(size * n), n) for n, n_texts in planned if n_texts == size and n >= longest]
         return min([*fits, (size * new * NEW_SHAPE, new)])
 
@@ -121,7 +117,6 @@ def plan_batches(
     return batches[::-1]
 
 
-def padded(length: int, n_texts: int) -> int:
-    """Return the least length, not below that given, at which a batch has a good number of tokens."""
-    step = max(COLUMNS_STEP // math.gcd(COLUMNS_STEP, n_texts), LENGTH_STEP)
-    return -(-length // step) * step
+def padded(length: int) -> int:
+    """Return the least length that is used, not below that given."""
+    return -(-length // LENGTH_STEP) * LENGTH_STEP

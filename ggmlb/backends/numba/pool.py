@@ -1,7 +1,8 @@
 """The threads of a backend: the caller's, and others that wait for chunks of its work.
 
-A thread that finds nothing to do watches for work for about a tenth of a millisecond, then sleeps until the
-next graph is computed. Nobody waits for a thread that sleeps (see `kernels.driver`).
+A thread that finds nothing to do watches for work for about a millisecond, then sleeps until the next graph
+is computed: what a program does between two graphs takes less, and to wake a thread costs a tenth of that.
+Nobody waits for a thread that sleeps (see `kernels.driver`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.numba.llvm.library import Library
 
-SPINS = 3000
+SPINS = 25000
 """Turns of a thread that waits for work, of some 40 ns each."""
 
 

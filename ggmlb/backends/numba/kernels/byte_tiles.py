@@ -9,7 +9,7 @@ from ggmlb.backends.numba.kernels import amx
 from ggmlb.backends.numba.kernels.activations import FLAGS, HIGH, parts
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.matvec import Chosen, Place
-from ggmlb.backends.numba.kernels.strip import FIELDS, ROWS, Strip, lanes, prefetch
+from ggmlb.backends.numba.kernels.strip import AHEAD, FIELDS, ROWS, Strip, lanes, prefetch
 from ggmlb.backends.numba.kernels.strip_scales import SCALES
 from ggmlb.backends.numba.kernels.tiles import DEPTH, Tail, store, transposed
 from ggmlb.backends.numba.llvm.simd import Dot
@@ -101,19 +101,26 @@ def _pack_bytes(
         _transpose(k, local, DEPTH, to, TILE_ROWS, k.i64(DEPTH // 4))
 
 
-def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool) -> Value:
-    """Return where the codes are: in the strip, if they lie there as in a tile."""
+def _codes_in_place(dtype: str) -> int | None:
+    """Where the codes of a strip lie as in a tile of signed bytes: the offset of their field."""
+    fields = (f.offset for f in FIELDS[dtype] if f.nbytes == FORMS[dtype].block)
+    return next(fields, None) if FORMS[dtype].offset is None else None
+
+
+def _unpack_strip(
+    k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool, in_place: int | None
+) -> Value:
+    """Return where the codes are: in the strip, if they may stay there."""
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
-    codes = next((f for f in FIELDS[dtype] if f.nbytes == form.block), None)
-    in_place = codes is not None and form.offset is None and not shifted
+    fields = [f for f in FIELDS[dtype] if f.offset != in_place]
     with k.loop(0, n_blocks) as block:
-        prefetch(k, FIELDS[dtype], (base, n_blocks, block))
+        prefetch(k, fields, (base, n_blocks, block))
         for first in range(0, ROWS, lanes(k.level)):
             at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
             to = packed.codes + block * (form.block * ROWS) + 4 * first
-            words = [word for run in form.codes(k, at) for word in run.values] if not in_place else []
+            words = [word for run in form.codes(k, at) for word in run.values] if in_place is None else []
             for i, word in enumerate(words):
                 k.store(_centered(k, form, word, shifted), to + row * i)
             scales, minimums = SCALES[dtype](at)
@@ -122,7 +129,7 @@ def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: V
                 k.store(scale, packed.scales + to + row * g)
                 if minimums is not None:
                     k.store(minimums[g], packed.minimums + to + row * g)
-    return base + n_blocks * (ROWS * codes.offset) if codes is not None and in_place else packed.codes
+    return packed.codes if in_place is None else base + n_blocks * (ROWS * in_place)
 
 
 def quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, tail: Tail) -> None:
@@ -142,30 +149,41 @@ def _quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, place: Pl
     packed = _Packed(form, place.k, scratch + k.thread * stride)
     on_tiles = k.level.tiles and place.step is not None
     shifted = k.level.dot == "vnni" and not on_tiles
+    in_place = _codes_in_place(dtype) if on_tiles and in_strips else None
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
     with registers, k.loop(place.first, place.last) as tile:
         first = tile * TILE_ROWS
         codes = packed.codes
         if in_strips:
-            codes = _unpack_strip(k, dtype, packed, place, tile, shifted)
+            codes = _unpack_strip(k, dtype, packed, place, tile, shifted, in_place)
         else:
             _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, shifted)
         with k.loop(0, place.n, n_columns) as start:
             column = start
             if on_tiles:
                 column = k.least(start, place.n - n_columns)  # the last ones may be multiplied again
-                sums = _multiply_tiles(k, form, packed, codes, (place, column, n_columns))
+                ask = start.equals(0) if in_place is not None else None
+                sums = _multiply_tiles(k, form, packed, codes, (place, column, n_columns), ask)
             else:
                 # Beyond the last row of activations the last one is read again.
                 rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
-                sums = _multiply_bytes(k, form, packed, codes, rows, place.k)
+                sums = _multiply_bytes(k, form, packed, rows, place.k)
             store(k, sums, place, first, (column, start), finish)
 
 
 def _multiply_tiles(
-    k: Kernel, form: Form, packed: _Packed, codes: Value, rows: tuple[Place, Value, int]
+    k: Kernel, form: Form, packed: _Packed, codes: Value, rows: tuple[Place, Value, int], ask: Value | None
 ) -> list[list[Value]]:
-    """Return the sums for each vector of rows and each column: `n_columns` from `column` on."""
+    """Return the sums for each vector of rows and each column.
+
+    Args:
+        k: Is written.
+        form: Of the weight.
+        packed: What was unpacked of its rows.
+        codes: Where their codes are.
+        rows: The product, the first row of activations, and how many.
+        ask: Whether to ask for codes that come later to be read, if that may be.
+    """
     place, column, n_columns = rows
     step, n, n_groups = place.step, k.level.lanes, 32 // form.group
     assert step is not None
@@ -193,6 +211,10 @@ def _multiply_tiles(
 
     multiply(k.i64(0))
     with k.loop(0, n_blocks) as block:
+        if ask is not None:
+            with k.when(ask):
+                for at in range(0, 32 * TILE_ROWS, 64):
+                    k.prefetch(codes + block * (32 * TILE_ROWS) + (AHEAD + at))
         with k.when(block + 1 < n_blocks):
             multiply(block + 1)  # a block ahead: what was just written from tiles takes long to be read
         for group, _, found, times in each(block):
@@ -214,7 +236,7 @@ def _multiply_tiles(
 
 
 def _multiply_bytes(
-    k: Kernel, form: Form, packed: _Packed, packed_codes: Value, rows: list[Value], size: Value
+    k: Kernel, form: Form, packed: _Packed, rows: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each column."""
     n, n_columns = k.level.lanes, len(rows)
@@ -243,7 +265,7 @@ def _multiply_bytes(
             def add(codes: list[Value], starts: list[Value], times: float, group: int = group) -> None:
                 products = [list(starts) for _ in vectors]
                 for word in range(group * form.group // 4, (group + 1) * form.group // 4):
-                    of = packed_codes + (block * 8 + word) * (4 * TILE_ROWS)
+                    of = packed.codes + (block * 8 + word) * (4 * TILE_ROWS)
                     weights = [k.load(vec(I8, 4 * n), of + v * 4, 4) for v in vectors]
                     for c, term in enumerate(codes):
                         x = k.load(I32, term + block * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
