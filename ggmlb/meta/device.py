@@ -48,7 +48,7 @@ class MetaDevice(Device):
         self.given: weakref.WeakKeyDictionary[Tensor, SplitState] = weakref.WeakKeyDictionary()
         self._states: weakref.WeakKeyDictionary[Tensor, SplitState] = weakref.WeakKeyDictionary()
         self._known_at = -1
-        self._buffer_type = MetaBufferType(self, [d.buffer_type for d in devices])
+        self._buffer_type: Callable[[], MetaBufferType | None] = lambda: None
         self._reg = MetaReg(self)
 
     @property
@@ -79,8 +79,12 @@ class MetaDevice(Device):
 
     @property
     def buffer_type(self) -> MetaBufferType:
-        """Memory on all devices."""
-        return self._buffer_type
+        """Memory on all devices; the same object as long as anybody has it."""
+        made = self._buffer_type()
+        if made is None:  # it holds the device, so that the device must not hold it
+            made = MetaBufferType(self, [d.buffer_type for d in self.devices])
+            self._buffer_type = weakref.ref(made)
+        return made
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
         """Open a stream on each device, with the same parameters."""

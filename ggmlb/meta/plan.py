@@ -18,7 +18,7 @@ from ggmlb.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ggmlb.interface import Buffer
+    from ggmlb.interface import Backend, Buffer
     from ggmlb.meta.backend import MetaBackend
     from ggmlb.meta.reduce import AllReduce
     from ggmlb.meta.state import SplitState
@@ -43,12 +43,17 @@ class MetaPlan(GraphPlan):
         n_gathers: Tensors that were put together on each device, because an op needs them whole.
     """
 
+    if TYPE_CHECKING:
+
+        @property
+        def backend(self) -> MetaBackend:
+            """As `GraphPlan.backend`."""
+
     def __init__(self, backend: MetaBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self.stages: list[Stage] = []
         self._reductions: list[AllReduce] = []
         self._gathers: list[Gather] = []
-        self._meta = backend
         try:
             _Dealer(backend, self, graph).run()
         except BaseException:
@@ -67,18 +72,18 @@ class MetaPlan(GraphPlan):
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
         """Make a sum that belongs to the plan."""
-        self._reductions.append(self._meta.communicator.sum_of(parts, has_part))
+        self._reductions.append(self.backend.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 
     def gather(self, root: Tensor) -> Gather:
         """Make room for a whole tensor on each device."""
-        self._gathers.append(Gather(self._meta, root))
+        self._gathers.append(Gather(self.backend.backends, root))
         return self._gathers[-1]
 
     def release(self) -> None:
         """Free the devices' plans, and the memory that belongs to this one."""
         for stage in self.stages:
-            for backend, own in zip(self._meta.backends, stage.plans, strict=True):
+            for backend, own in zip(self.backend.backends, stage.plans, strict=True):
                 if own is not None:
                     backend.graph_plan_free(own)
         self.stages = []
@@ -91,13 +96,13 @@ class MetaPlan(GraphPlan):
 class Gather:
     """Puts a tensor that is cut together, on each device, by way of the host."""
 
-    def __init__(self, backend: MetaBackend, root: Tensor) -> None:
-        self._backend = backend
+    def __init__(self, backends: Sequence[Backend], root: Tensor) -> None:
+        self._backends = backends
         self._root = root
         self._buffers: list[Buffer] = []
         wholes = []
         try:
-            for simple in backend.backends:
+            for simple in backends:
                 self._buffers.append(simple.alloc_buffer(root.nbytes))
                 whole = Tensor(root.dtype, root.ne, name=root.name)
                 whole.buffer = self._buffers[-1]
@@ -109,7 +114,7 @@ class Gather:
 
     def __call__(self) -> None:
         """Wait for the parts, and put them together."""
-        self._backend.synchronize()
+        _wait(self._backends)
         data = self._root.get()
         for whole in self.wholes:
             whole.set(data)
@@ -203,7 +208,7 @@ class _Dealer:
         """Note that memory was written: what was gathered of it is old, or else is what was written."""
         gathered = self._gathered.pop(root, None)
         if by_wholes and gathered is not None:
-            self._close(partial(_deal_out, self._backend, root, gathered))
+            self._close(partial(_deal_out, self._backends, root, gathered))
 
     def _fits(self, node: Tensor, root: Tensor, result: SplitState) -> bool:
         """Whether the result of a node that writes into another tensor is dealt out as that is."""
@@ -276,9 +281,14 @@ def _computing(node: Tensor, place: Tensor, operands: Sequence[Tensor | None]) -
     return own
 
 
-def _deal_out(backend: MetaBackend, root: Tensor, wholes: Slices) -> None:
+def _wait(backends: Sequence[Backend]) -> None:
+    for backend in backends:
+        backend.synchronize()
+
+
+def _deal_out(backends: Sequence[Backend], root: Tensor, wholes: Slices) -> None:
     """Write a tensor, that each device computed whole, back to where its slices lie."""
-    backend.synchronize()
+    _wait(backends)
     root.set(wholes[0].get())
 
 

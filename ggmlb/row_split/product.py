@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,7 +119,7 @@ class RowSplitProduct:
         assert node.buffer is not None and b.buffer is not None
         self.buffers = (node.buffer, b.buffer)
         pieces = a.buffer.pieces[a.offset]
-        self._main, self._b = main, b
+        self._main, self._b = weakref.ref(main), b  # its plans hold this
         self._shares: list[_Share] = []
         self._own: GraphPlan | None = None
         # Rows of several columns are no one run of memory in the result: they land elsewhere, and are spread.
@@ -139,7 +140,8 @@ class RowSplitProduct:
 
     def run(self) -> None:
         """Queue it on the main stream and the helpers."""
-        main = self._main
+        main = self._main()
+        assert main is not None
         abort, main.abort_callback = main.abort_callback, None  # it is asked between products, not within one
         try:
             for share in self._shares:

@@ -7,12 +7,17 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import Context, Graph, Scheduler
+from ggmlb import Context, Graph, Scheduler, SplitAxis, SplitState, split_evenly
+from ggmlb.meta import MIRRORED
+from ggmlb.testing.fake import FakeBuffer, FakeReg
 
 DEVICES = ["CPU", "OpenCL0", "Numba"]
 
@@ -45,10 +50,26 @@ def test_a_dropped_scheduler_gives_its_memory_back(device: str) -> None:
     assert [ref() for ref in left] == [None] * len(left)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def dealt_out(*devices: ggmlb.Device) -> ggmlb.Device:
+    """A device of two, each with half of the columns of what is 512 wide."""
+    halves = SplitState(SplitAxis.AXIS_0, (split_evenly(512, 2),))
+    return ggmlb.meta_device(devices, lambda t: halves if t.ne[0] == 512 else MIRRORED)
+
+
+def opened(name: str) -> ggmlb.Backend:
+    if name == "played":
+        from gpus import first
+
+        return first(name).init_backend()
+    if name == "Meta":
+        return dealt_out(*[ggmlb.device_by_name("CPU")] * 2).init_backend()
+    return ggmlb.init_by_name(name)
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "Meta", "played"])
 @pytest.mark.usefixtures("no_collection")
 def test_a_dropped_backend_and_its_plans_are_gone(device: str) -> None:
-    backend = ggmlb.init_by_name(device)
+    backend = opened(device)
     c, graph = layer()
     left: list[Any] = [weakref.ref(backend), weakref.ref(ggmlb.alloc_ctx_tensors(c, backend))]
     backend.graph_compute(graph)
@@ -56,6 +77,58 @@ def test_a_dropped_backend_and_its_plans_are_gone(device: str) -> None:
     assert left[0]() is None
     del c, graph
     assert left[1]() is None
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("how", ["free the backend", "free the plan", "drop the backend", "drop the plan"])
+def test_what_a_meta_device_gathers_and_sums_goes_with_the_plan(how: str) -> None:
+    device = dealt_out(*FakeReg(2).devices)
+
+    def n_buffers() -> int:
+        buffers = [each for each in gc.get_objects() if isinstance(each, FakeBuffer)]
+        return sum(not buffer.is_freed for buffer in buffers)
+
+    c = Context()
+    x, w = c.new_tensor("f32", (512, 64)), c.new_tensor("f32", (512, 512))
+    y = c.soft_max_inplace(c.add(x, c.soft_max(x)))
+    graph = Graph().build_forward_expand(c.mul_mat(w, y))
+    backend = device.init_backend()
+    with ggmlb.alloc_ctx_tensors(c, backend):
+        before = n_buffers()
+        plan: Any = backend.graph_plan_create(graph)
+        assert plan.n_gathers
+        assert plan.n_reductions
+        assert n_buffers() > before
+        backend.graph_plan_compute(plan)
+        backend.synchronize()
+        if how == "free the plan":
+            backend.graph_plan_free(plan)
+        elif how == "free the backend":
+            backend.graph_compute(graph)
+            del plan
+            backend.free()
+        elif how == "drop the plan":
+            del plan
+        else:
+            backend.graph_compute(graph)
+            del plan, backend
+        assert n_buffers() == before
+
+
+@pytest.mark.parametrize("name", ["OpenCL0", "played"])
+@pytest.mark.usefixtures("no_collection")
+def test_a_dropped_backend_with_split_weights_is_gone(name: str) -> None:
+    backend: Any = opened(name)
+    buft = backend.device.reg.get_proc_address("split_buffer_type")(0, (1.0,))
+    weights, c = Context(), Context()
+    w = weights.new_tensor("f32", (64, 64))
+    kept = ggmlb.alloc_ctx_tensors(weights, buft)
+    graph = Graph().build_forward_expand(c.mul_mat(w, c.new_tensor("f32", (64, 8))))
+    with kept, ggmlb.alloc_ctx_tensors(c, backend):
+        backend.graph_compute(graph)
+        left = weakref.ref(backend)
+        del backend
+        assert left() is None
 
 
 def test_a_plan_whose_backend_is_gone_says_so() -> None:
@@ -88,6 +161,94 @@ def test_a_plan_does_not_compute_in_freed_memory(device: str, freed: str) -> Non
             backend.graph_plan_compute(plan)
         with pytest.raises(ggmlb.FreedError, match=FREED):
             backend.graph_compute(graph)
+
+
+# -- cycles: whatever a program does, nothing of it is left to the garbage collector -------------
+
+
+def use_scheduler(device: str, **settings: Any) -> None:
+    scheduler = Scheduler([opened(device), ggmlb.init_by_name("CPU")], **settings)
+    c, graph = layer()
+    scheduler.graph_compute(graph)
+    shown = [str(scheduler), scheduler.placement, scheduler.to_svg(), repr(c), repr(graph)]
+    with scheduler.trace() as trace:
+        scheduler.graph_compute(graph)
+    shown.append(trace)
+    seen: list[Any] = []
+    scheduler.set_eval_callback(lambda node, ask: seen.append(node) or True)
+    scheduler.graph_compute(graph)
+
+
+def use_backend(device: str) -> None:
+    backend = opened(device)
+    c, graph = layer()
+    ggmlb.alloc_ctx_tensors(c, backend)
+    plan = backend.graph_plan_create(graph)
+    for _ in range(2):
+        backend.graph_plan_compute(plan)
+    if backend.device.caps.events:
+        event = backend.device.event_new()
+        backend.event_record(event)
+        backend.event_wait(event)
+
+
+def fail() -> None:
+    """Errors hold the frames that they went through; no frame must hold an error."""
+    cpu = ggmlb.init_by_name("CPU", {"n_threads": 2})
+    c = Context()
+    y = c.map_custom1(c.new_tensor("f32", 8), lambda *_: 1 / 0, 2)
+    scheduler = Scheduler([opened("OpenCL0"), cpu])
+    tries: list[Callable[[], object]] = [
+        lambda: scheduler.graph_compute(Graph().build_forward_expand(y)),
+        lambda: cpu.graph_compute(layer()[1]),
+        lambda: cpu.alloc_buffer(1 << 60),
+        lambda: c.softmax(y),
+        lambda: c.mul_mat(y, c.new_tensor("f32", 3)),
+        lambda: ggmlb.init_by_name("none"),
+        lambda: ggmlb.load("none"),
+    ]
+    for each in tries:
+        with suppress(ggmlb.Error):
+            each()
+
+
+def compare() -> None:
+    backends = [ggmlb.init_by_name(name) for name in ("CPU", "Numba")]
+    c, graph = layer()
+    ggmlb.alloc_ctx_tensors(c, backends[0])
+    ggmlb.compare_graph_backend(*backends, graph, lambda *_: True)
+
+
+def evaluate() -> None:
+    c = Context()
+    ggmlb.evaluate(c.sqr(c.from_array(np.ones(8, np.float32))), devices="CPU")
+
+
+LIVES: dict[str, Callable[[], object]] = {
+    "fail": fail,
+    "compare": compare,
+    "evaluate": evaluate,
+    "parallel": lambda: use_scheduler("OpenCL0", parallel=True),
+    "sanitized": lambda: use_scheduler("OpenCL0", sanitize=True),
+    **{f"scheduler {name}": partial(use_scheduler, name) for name in (*DEVICES[1:], "Meta")},
+    **{f"backend {name}": partial(use_backend, name) for name in (*DEVICES, "Meta")},
+}
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.usefixtures("no_collection")
+def test_nothing_is_left_to_the_garbage_collector(life: str) -> None:
+    LIVES[life]()  # what is made once, and kept
+    gc.collect()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        LIVES[life]()
+        gc.collect()
+        left = {type(each) for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not {kind for kind in left if kind.__module__.startswith(("ggmlb", "numpy", "pyopencl"))}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])

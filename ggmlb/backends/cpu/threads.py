@@ -58,9 +58,12 @@ class Threads:
         except BaseException:  # an interrupt: the queues are out of step
             self.free()
             raise
-        for failure in failures:
-            if failure is not None:
+        failure = next(filter(None, failures), None)
+        if failure is not None:
+            try:
                 raise failure
+            finally:
+                del failure, failures  # this frame is in their traceback
 
     def free(self) -> None:
         """End the threads after their work; they start again if needed."""
