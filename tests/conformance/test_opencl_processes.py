@@ -117,3 +117,13 @@ def test_a_missing_library_or_device_is_told_with_what_to_do() -> None:
     finish(start(no_library + LAZY.replace('assert "pyopencl" not in sys.modules\n', "")))
     # PoCL takes a list of drivers; of one that it does not know, it has no devices.
     finish(start("EXPECTED = 'no OpenCL platform has a device'\n" + LAZY, POCL_DEVICES="none"))
+
+
+def test_a_pocl_that_cannot_write_its_cache_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    for unwritable in ({"POCL_CACHE_DIR": str(file / "pocl")}, {"HOME": str(file), "XDG_CACHE_HOME": ""}):
+        finish(
+            start(
+                "EXPECTED = 'set POCL_CACHE_DIR to a folder'\n" + LAZY, **{"POCL_CACHE_DIR": "", **unwritable}
+            )
+        )

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 GPU_WG = 128
 """Work-items of a group on a GPU: a multiple of the widths of all makers' wavefronts."""
 
+POCL = "Portable Computing Language"
+"""The name of PoCL's platform."""
+
 MIN_OFFLOAD_COLUMNS = 32
 """A product of so many columns is worth the upload of its weights to a discrete GPU (ggml's threshold)."""
 
@@ -190,7 +193,8 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
         BackendUnavailable: No platform or device is there; the message says what to install.
     """
     found: list[OpenClDevice] = []
-    for platform in _platforms():
+    platforms = _platforms()
+    for platform in platforms:
         try:
             cl_devices = platform.get_devices()
             context = cl.Context(cl_devices) if cl_devices else None
@@ -200,10 +204,16 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
             if context is not None and cl_device.available and cl_device.compiler_available:
                 found.append(OpenClDevice(reg, f"OpenCL{len(found)}", cl_device, context))
     if not found:
-        raise BackendUnavailable(
+        reason = (
             "no OpenCL platform has a device: install the card's OpenCL driver, or a runtime for the CPU "
             "with pip install 'ggmlb[opencl]'"
         )
+        if any(platform.name == POCL for platform in platforms):
+            reason += (
+                "; PoCL is there and shows none, as it does where it cannot write its cache: "
+                "set POCL_CACHE_DIR to a folder that can be written"
+            )
+        raise BackendUnavailable(reason)
     return tuple(found)
 
 
