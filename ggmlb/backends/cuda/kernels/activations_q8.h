@@ -5,21 +5,35 @@
 #define PADDED(n) (((n) + 255) & ~255)
 #define Q8_AT(piece, half) (256*((piece) >> 3) + 128*(half) + 16*((piece) & 7))
 
-/* Eight neighbouring threads have four elements each of a piece of 32: thread `part` writes its numbers, and the first
-   one the facts. All threads of the warp come here; those without a piece say so. */
-DEVICE_FN void quantize4(const float *x, int part, bool valid, GLOBAL char *numbers, GLOBAL char *facts, int piece)
+#define EACH_PIECE_ UNROLL for (int j = 0; j < N; j++)
+/* a word whose lowest byte is the nearest whole number: 1.5*2^23 more than that has no bits for fractions */
+DEVICE_FN uint rounded(float x) { return AS_UINT(x + 12582912.0f); }
+
+/* Eight neighbouring threads have four elements each of a piece of 32, or of N pieces, `apart` from one to the next:
+   each writes its numbers, and the first one the facts. All threads of the warp come here, with what is before n_pieces
+   or not. */
+template <int N> DEVICE_FN void quantize4(const float4 *x, GLOBAL char *numbers, GLOBAL char *facts, int piece, int apart,
+                                          int n_pieces)
 {
-    float most = 0.0f;
-    UNROLL for (int j = 0; j < 4; j++) most = FMAX(most, FABS(x[j]));
-    UNROLL for (int o = 1; o < 8; o <<= 1) most = FMAX(most, __shfl_xor_sync(0xffffffffu, most, o));
-    const float up = most > 0.0f ? 127.0f/most : 0.0f;
-    uint w[4];                                   /* 1.5*2^23 more than the rounded number: its bits are the lowest */
-    UNROLL for (int j = 0; j < 4; j++) w[j] = AS_UINT(FMA(x[j], up, 12582912.0f));
-    const uint word = __byte_perm(__byte_perm(w[0], w[1], 0x0040u), __byte_perm(w[2], w[3], 0x0040u), 0x5410u);
-    int sum = __dp4a((int)word, 0x01010101, 0);
-    UNROLL for (int o = 1; o < 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-    const int other = __shfl_xor_sync(0xffffffffu, sum, 4);
-    if (!valid) return;
-    *(GLOBAL uint *)(numbers + Q8_AT(piece, part >> 2) + 4*(part & 3)) = word;
-    if (part == 0) *(GLOBAL int2 *)(facts + 8*piece) = make_int2((int)AS_UINT(most/127.0f), (sum & 0xffff) | other << 16);
+    const int part = LOCAL_ID & 7;
+    float most[N];
+    uint word[N];
+    int sum[N], other[N];
+    EACH_PIECE_ most[j] = FMAX(FMAX(FABS(x[j].x), FABS(x[j].y)), FMAX(FABS(x[j].z), FABS(x[j].w)));
+    UNROLL for (int o = 1; o < 8; o <<= 1) EACH_PIECE_ most[j] = FMAX(most[j], __shfl_xor_sync(0xffffffffu, most[j], o));
+    EACH_PIECE_ {
+        const float up = most[j] > 0.0f ? __fdividef(127.0f, most[j]) : 0.0f;
+        word[j] = __byte_perm(__byte_perm(rounded(x[j].x*up), rounded(x[j].y*up), 0x0040u),
+                              __byte_perm(rounded(x[j].z*up), rounded(x[j].w*up), 0x0040u), 0x5410u);
+        sum[j] = __dp4a((int)word[j], 0x01010101, 0);
+    }
+    UNROLL for (int o = 1; o < 4; o <<= 1) EACH_PIECE_ sum[j] += __shfl_xor_sync(0xffffffffu, sum[j], o);
+    EACH_PIECE_ other[j] = __shfl_xor_sync(0xffffffffu, sum[j], 4);
+    EACH_PIECE_ {
+        const int p = piece + j*apart;
+        if (p >= n_pieces) break;
+        *(GLOBAL uint *)(numbers + Q8_AT(p, part >> 2) + 4*(part & 3)) = word[j];
+        if (part == 0)
+            *(GLOBAL int2 *)(facts + 8*p) = make_int2((int)AS_UINT(most[j]*(1.0f/127.0f)), (sum[j] & 0xffff) | other[j] << 16);
+    }
 }
