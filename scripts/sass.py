@@ -38,11 +38,11 @@ BYTES_PER_CYCLE = 4.3e12 / 132 / 4 / 1.7e9
 PIPES = {
     "int": (
         2,
-        "LOP3|IADD3|VIADD|VIMNMX|SHF|PRMT|LEA|ISETP|PLOP3|SEL|FSEL|FSETP|FMNMX|I2FP|IABS|SGXT|BMSK|MOV|VOTE",
+        "LOP3|IADD3|VIADD|VIMNMX|SHF|PRMT|LEA|ISETP|PLOP3|SEL|FSEL|FSETP|FMNMX|I2FP|F2FP|IABS|SGXT|BMSK|MOV|VOTE",
     ),
     "imad": (2, "IMAD|IDP"),
     "fma": (1, "FFMA|FMUL|FADD|HADD2|HFMA2|HMUL2"),
-    "xu": (8, "MUFU|I2F(?!P)|F2I|F2F|FRND|POPC|FLO|BREV"),
+    "xu": (8, "MUFU|I2F(?!P)|F2I|F2F(?!P)|FRND|POPC|FLO|BREV"),
     "memory": (4, "LDG|STG|LDS|STS|LDGSTS|SHFL|LDL|STL|LDSM|ATOM|RED|BAR"),
 }
 """What a warp's instruction keeps busy, and for how long. The `memory` pipe is one for all four schedulers;

@@ -176,6 +176,16 @@ def test_many_columns_go_to_cublas(dtype: DType) -> None:
     assert len(steps) == (3 if dtype.is_quantized else 2)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_weights_become_halves_row_by_row_where_there_are_gaps(apart: bool) -> None:
+    ctx = Context()
+    w, x = ctx.new_tensor(DType.Q5_K, (512, 5, 3)), ctx.new_tensor(DType.F32, (512, 40, 5 if apart else 3))
+    (first, *_) = beside_cpu(ctx.mul_mat(ctx.permute(w, 0, 2, 1, 3) if apart else w, x), ctx)
+    assert isinstance(first, Launch)
+    assert (first.kernel.name, dict(first.defines)["ONE_ROW"]) == ("dequantize", str(int(not apart)))
+    assert first.groups == ((1, 15, 1) if apart else (4, 1, 1))
+
+
 @pytest.mark.parametrize("kv", [DType.F16, DType.Q8_0], ids=str)
 @pytest.mark.parametrize("shape", ATTENTION)
 def test_attention(shape: str, kv: DType) -> None:
@@ -200,7 +210,8 @@ def test_tiles_that_nobody_sees_are_passed_over(n_q: int, heads: int) -> None:
         seen = np.arange(300) <= np.arange(n_q)[:, None] + 40
         mask.set_array(np.where(seen, 0.0, -np.inf))
 
-    beside_cpu(y, ctx, hide)
+    steps = beside_cpu(y, ctx, hide)
+    assert dict(steps[0].defines)["MASK"] == "2"  # type: ignore[union-attr]
 
 
 def test_keys_are_dealt_out_to_groups() -> None:

@@ -51,7 +51,7 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
         "D_K": d_k, "D_V": d_v, "KEYS": keys, "WARPS_M": warps_m, "WARPS_N": warps_n, "Q_SHARED": int(big),
         "K_ASYNC": int(_in_vectors(k)), "V_ASYNC": int(_in_vectors(v)),
     }  # fmt: skip
-    extra = {"MASK": 1} if mask is not None else {}
+    extra = {"MASK": 1 + _in_pairs(mask)} if mask is not None else {}
     if node.params["logit_softcap"]:
         extra["SOFTCAP"] = 1
     sink_flag: dict[str, str | int] = {"SINKS": 1} if sinks is not None else {}
@@ -77,6 +77,11 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
             launch(found["flash_combine"], combine, (n_rows, k.ne[2], q.ne[3]), 128, D_V=d_v, **sink_flag)
         )
     return steps
+
+
+def _in_pairs(mask: Tensor) -> bool:
+    """Whether each two neighbours in a row of halves are an aligned word."""
+    return mask.ne[0] % 2 == 0 and not any(x % 4 for x in (mask.offset, *mask.nb[1:]))
 
 
 def _in_vectors(t: Tensor) -> bool:

@@ -237,9 +237,11 @@ def _converted(lw: Lowering, t: Tensor, kind: DType) -> tuple[list[Step], Mem]:
     """Return a contiguous copy of a tensor as another type, and the step that makes it."""
     whole = Scratch(t.n_elements * kind.type_size).mem(kind, t.ne)
     if t.dtype.is_quantized and kind is DType.F16:
-        groups = min(-(-t.n_elements // 8 // 256), 1 << 20)
-        package = __package__ or ""
-        return [launch(kernels(package)["dequantize"], [Mem.of(t), whole], (groups, 1, 1), 256)], whole
+        one = t.is_contiguous() and t.n_elements < 1 << 31
+        ne = (t.n_elements, 1, 1, 1) if one else t.ne
+        grid = min(-(-ne[0] // 8 // 256), 1 << 20), min(ne[1] * ne[2] * ne[3], 1 << 15), 1
+        mems = [m.window(ne) for m in (Mem.of(t), whole)]
+        return [launch(kernels(__package__ or "")["dequantize"], mems, grid, 256, ONE_ROW=int(one))], whole
     return [copy(lw.target, Mem.of(t), whole)], whole
 
 
