@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.quantize import WRITERS
+from ggmlb.backends.numba.kernels.tiles import transposed
 from ggmlb.backends.numba.kernels.walk import lanes, rows
 from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, store_floats
 from ggmlb.backends.numba.llvm.value import I8, I16, I32, I64, Value, vec
@@ -97,6 +98,37 @@ def copy_strided(k: Kernel, out: str, src: str, sizes: tuple[int, int]) -> None:
         else:
             value = load_floats(k, src, x, 1)
             store_floats(k, out, value, y)
+
+
+def copy_turned(k: Kernel) -> None:
+    """Copy words of 32 bits that lie side by side in the source into rows of the result, whose they are not.
+
+    Arguments: `y`, its byte stride from row to row and in two more dimensions; `x`, its byte stride along the
+    result's rows and in these two; then the elements of a row, the rows, and the two other extents.
+    """
+    y, y_nb1, y_nb2, y_nb3, x, x_nb0, x_nb2, x_nb3, n0, n1, n2, n3 = k.ints(12)
+    n, n_outer = k.level.lanes, n2 * n3
+    words = vec(I32, n)
+    bands = (n1 + (n - 1)) // n
+    work = bands * n_outer
+    with k.loop(work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks) as unit:
+        band, outer = unit % bands * n, unit // bands
+        i2, i3 = outer % n2, outer // n2
+        source = x + i2 * x_nb2 + i3 * x_nb3 + band * 4
+        target = y + i2 * y_nb2 + i3 * y_nb3 + band * y_nb1
+        n_rows = k.least(n1 - band, n)
+        whole = k.select(n_rows.equals(n), n0 // n * n, 0)
+        with k.loop(0, whole, n) as i:
+            found = transposed([k.load(words, source + (i + r) * x_nb0) for r in range(n)])
+            for r, row in enumerate(found):
+                k.store(row, target + y_nb1 * r + i * 4)
+        inside = k.first_lanes(n, n_rows)
+        with k.loop(whole, n0, n) as i:
+            at = [source + k.least(i + r, n0 - 1) * x_nb0 for r in range(n)]
+            mask = k.first_lanes(n, n0 - i)
+            for r, row in enumerate(transposed([k.load_masked(words, a, inside) for a in at])):
+                with k.when(n_rows > r):
+                    k.store_masked(row, target + y_nb1 * r + i * 4, mask)
 
 
 def row_number(

@@ -115,26 +115,32 @@ def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
         infinity = float("-inf")
         top = k.variable(k.const(vec(F32, n), infinity))
 
-        def logits(i: Value, mask: Value | None) -> None:
+        def logits(i: Value, mask: Value | None) -> Value:
             z = load_floats(k, "f32", row.at[1] + i * 4, n, mask) * scale
             if mask_type is not None:
                 z = z + load_floats(k, mask_type, bias + i * SIZES[mask_type], n, mask) * slope
-            store_floats(k, "f32", z, row.at[0] + i * 4, mask)
+            return z
+
+        def highest(i: Value, mask: Value | None) -> None:
+            z = logits(i, mask)
             top.set(k.maximum(top.now, z if mask is None else k.select(mask, z, infinity)))
 
-        lanes(k, row.start, row.stop, logits)
+        lanes(k, row.start, row.stop, highest)
         most = greatest(k, top.now)
         if has_sinks:
             sink = k.load(F32, sinks + i2 * 4)
             most = k.maximum(most, sink)
         level = most.splat(n)
-        sums = k.variable(k.const(vec(F32, n), 0))
+        sums, last = (k.variable(k.const(vec(F32, n), 0)) for _ in range(2))
 
         def powers(i: Value, mask: Value | None) -> None:
-            z = load_floats(k, "f32", row.at[0] + i * 4, n, mask)
-            e = exp(k, z - level)
-            store_floats(k, "f32", e, row.at[0] + i * 4, mask)
-            sums.set(sums.now + (e if mask is None else k.select(mask, e, 0.0)))
+            e = exp(k, logits(i, mask) - level)
+            if mask is None:
+                k.store(e, row.at[0] + i * 4)
+            else:
+                e = k.select(mask, e, 0.0)
+                last.set(e)
+            sums.set(sums.now + e)
 
         lanes(k, row.start, row.stop, powers)
         sum_ = total(k, sums.now)
@@ -143,7 +149,21 @@ def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
         factor = (1.0 / sum_).splat(n)
 
         def scaled(i: Value, mask: Value | None) -> None:
-            e = load_floats(k, "f32", row.at[0] + i * 4, n, mask)
-            store_floats(k, "f32", e * factor, row.at[0] + i * 4, mask)
+            at = row.at[0] + i * 4
+            if mask is None:
+                k.store(k.load(vec(F32, n), at) * factor, at)
+            else:
+                _store_first(k, last.now * factor, at, row.stop - i)
 
         lanes(k, row.start, row.stop, scaled)
+
+
+def _store_first(k: Kernel, value: Value, address: Value, count: Value) -> None:
+    """Write the first lanes, fewer than all, without a mask, which delays who reads the next row."""
+    rest, to, n = k.variable(value), k.variable(address), value.type.count
+    while n > 1:
+        n //= 2
+        with k.when((count & n) > 0):
+            k.store(rest.now.shuffle(range(n)), to.now)
+            to.set(to.now + 4 * n)
+            rest.set(rest.now.shuffle([i % value.type.count for i in range(n, n + value.type.count)]))

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.tensor import Ne, Tensor
 
-_WORK, _STRIDED, _BLOCKS = 0.1, 1.0, 0.3
+_WORK, _TURNED, _STRIDED, _BLOCKS = 0.1, 0.3, 1.0, 0.3
 """Work of an element on one thread [ns]."""
+
+VECTOR_WORDS = 16
+"""Words of 32 bits of the widest vectors."""
 
 
 def _work(src: Tensor, out: Tensor) -> float:
@@ -55,10 +58,27 @@ def _copy(node: Tensor, steps: Steps) -> None:
         args, n = walk(ne, [y, x], steps, _work(a, node), join=not blocks, cut=not blocks)
         steps.emit(convert.copy, params, args, n)
         return
+    across = _across(node, a)
+    if across is not None and a.ne == ne:
+        others = [d for d in (1, 2, 3) if d != across]
+        args = [
+            y.address, *(y.nb[d] for d in (across, *others)), x.address, *(x.nb[d] for d in (0, *others)),
+            ne[0], *(ne[d] for d in (across, *others)),
+        ]  # fmt: skip
+        most = -(-ne[across] // VECTOR_WORDS) * ne[others[0]] * ne[others[1]]
+        steps.emit(convert.copy_turned, (), args, steps.chunks(node.n_elements * _TURNED, most))
+        return
     ne, y, x = _turned(ne, y, x)
     args, n = walk(ne, [y, x], steps, _STRIDED, join=False)
     sizes = (node.dtype.type_size, a.dtype.type_size)
     steps.emit(convert.copy_strided, (*params, sizes), (y.nb[0], x.nb[0], *args), n)
+
+
+def _across(node: Tensor, a: Tensor) -> int | None:
+    """The dimension along which elements of 32 bits lie side by side in `a`, where they do not in rows."""
+    if node.dtype != a.dtype or a.dtype.is_quantized or a.dtype.type_size != 4 or node.nb[0] != 4:
+        return None
+    return next((d for d in (1, 2, 3) if a.nb[d] == 4 and a.ne[d] > 1 and a.ne[0] > 1), None)
 
 
 def _turned(ne: Ne, y: Operand, x: Operand) -> tuple[Ne, Operand, Operand]:
