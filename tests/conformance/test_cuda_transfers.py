@@ -246,7 +246,7 @@ def test_a_callers_memory_is_pinned_where_it_is_allowed(
     assert np.array_equal(there.to_numpy(), memory[64:1064])
     del t, ctx, buffer
     gc.collect()
-    assert not device.registrations._arrays
+    assert not device.host_buffer_type.registrations.pages
     again = device.buffer_from_host_ptr(memory)  # unregistered, so it can be registered again
     assert isinstance(again, CudaHostBuffer)
     assert again.is_pinned
@@ -262,14 +262,49 @@ def test_a_callers_memory_stays_pinned_while_a_transfer_uses_it(
     stream.set_tensor_async(t, first.base)
     del first
     gc.collect()
-    assert device.registrations._arrays, "a transfer and another buffer use it"
+    assert device.host_buffer_type.registrations.pages, "a transfer and another buffer use it"
     del second
     gc.collect()
-    assert device.registrations._arrays, "a transfer uses it"
+    assert device.host_buffer_type.registrations.pages, "a transfer uses it"
     stream.synchronize()
     gc.collect()
-    assert not device.registrations._arrays
+    assert not device.host_buffer_type.registrations.pages
     assert np.array_equal(t.to_numpy(), memory)
+
+
+def test_arrays_within_locked_memory_share_its_lock(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGMLB_CUDA_REGISTER_HOST", "1")
+    locked = device.host_buffer_type.registrations
+    memory = np.zeros(3 << 12, np.uint8)
+    parts = slice(None, 1 << 12), slice(None), slice(1 << 12, 2 << 12), slice(None)
+    whole = device.buffer_from_host_ptr(memory[: 2 << 12])
+    for part in parts:  # at the same address, beyond the end, within
+        buffer = device.buffer_from_host_ptr(memory[part])
+        assert isinstance(buffer, CudaHostBuffer)
+        assert buffer.is_pinned == (buffer.size <= whole.size)
+        del buffer
+        gc.collect()
+        assert [p.stop - p.start for p in locked.pages] == [2 << 12]
+    within = device.buffer_from_host_ptr(memory[100:200])
+    del whole
+    gc.collect()
+    assert locked.pages, "an array within uses them"
+    assert locked.add(memory[150:160])
+    locked.remove(memory[200:].ctypes.data)  # never added
+    del within
+    gc.collect()
+    assert locked.pages, "one that was registered by name uses them"
+    for _ in range(2):
+        locked.remove(memory[150:].ctypes.data)
+    assert not locked.pages
+    frozen = memory[:100]
+    frozen.flags.writeable = False
+    assert locked.add(frozen)
+    assert not locked.add(memory[:50]), "what is locked for reading is not written"
+    locked.remove(frozen.ctypes.data)
+    assert not locked.pages
 
 
 def test_what_fills_memory_of_another_library_is_waited_for(device: CudaDevice, stream: CudaBackend) -> None:

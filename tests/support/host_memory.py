@@ -43,7 +43,7 @@ class HostMemory(Driver):
     """`n_devices` cards with `capacity` bytes each, whose memory is poisoned when allocated and when freed.
 
     Attributes:
-        registered: Addresses of host memory that the driver was told of.
+        registered: Where host memory begins, and ends, that the driver was told of.
         fail: Names of calls that fail from now on.
     """
 
@@ -55,7 +55,7 @@ class HostMemory(Driver):
         self._local = threading.local()
         self._allocations: dict[int, Allocation] = {}
         self._graveyard: list[Allocation] = []
-        self.registered: set[int] = set()
+        self.registered: dict[int, int] = {}
         self.fail: set[str] = set()
 
     def _check(self, call: str, status: int = 1) -> None:
@@ -145,7 +145,10 @@ class HostMemory(Driver):
 
     def register(self, array: Bytes) -> None:
         self._check("register")
-        self.registered.add(address_of(array))
+        start, stop = address_of(array), address_of(array) + array.size
+        if any(start < b and a < stop for a, b in self.registered.items()):
+            raise HostError("part or all of the requested memory range is already mapped", 712)
+        self.registered[start] = stop
 
     def unregister(self, array: Bytes) -> None:
-        self.registered.remove(address_of(array))
+        del self.registered[address_of(array)]

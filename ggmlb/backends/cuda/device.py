@@ -9,7 +9,6 @@ from ggmlb import env
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
 from ggmlb.backends.cuda.driver import cuda_errors, guard
-from ggmlb.backends.cuda.host import CudaHostBufferType, Registrations
 from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.cuda import CudaReg
     from ggmlb.backends.cuda.driver import Driver
+    from ggmlb.backends.cuda.host import CudaHostBufferType
     from ggmlb.tensor import Tensor
 
 WG = 128
@@ -59,7 +59,6 @@ class CudaDevice(Device):
         self.memory_pool = DeviceMemory(driver, index)
         self._transfers: Stream | None = None
         self._buffer_type = CudaBufferType(self)
-        self.registrations = Registrations(self)
 
     def on(self) -> AbstractContextManager[None]:
         """Make it this thread's current device."""
@@ -176,7 +175,8 @@ class CudaDevice(Device):
                 "GGMLB_CUDA_REGISTER_HOST=1 is set; set it, or allocate a buffer and copy into it"
             )
         self.check_process(f"buffer_from_host_ptr on {self.name}")
-        return self.registrations.buffer(self.host_buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+        buft = self.host_buffer_type
+        return buft.registrations.buffer(buft, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
         """Use the memory of an array on this device that has `__cuda_array_interface__`, as CuPy's do.

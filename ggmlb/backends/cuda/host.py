@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import deque
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ggmlb import env
 from ggmlb.backends.cuda.buffer import ALIGNMENT
+from ggmlb.backends.cuda.driver import address_of, cuda_errors
 from ggmlb.interface.host import HostBuffer, HostBufferType, allocate
 
 if TYPE_CHECKING:
@@ -18,13 +21,18 @@ if TYPE_CHECKING:
 
 
 class CudaHostBufferType(HostBufferType):
-    """Page-locked host memory, which all CUDA devices reach; the CPU computes in it."""
+    """Page-locked host memory, which all CUDA devices reach; the CPU computes in it.
+
+    Attributes:
+        registrations: Memory of callers that is locked.
+    """
 
     device: CudaDevice
 
     def __init__(self, device: CudaDevice) -> None:
         # Aligned as the device's memory is, so that tensors lie the same in both.
         super().__init__(device, "CUDA_Host", ALIGNMENT)
+        self.registrations = Registrations(device)
 
     def _alloc_buffer(self, nbytes: int) -> CudaHostBuffer:
         driver = self.device.driver
@@ -51,51 +59,110 @@ class CudaHostBuffer(HostBuffer):
         self.is_pinned = is_pinned
 
 
+class Pages:
+    """Memory that is page-locked as one, and how many use it.
+
+    Attributes:
+        array: The memory; it stays as long as it is locked.
+    """
+
+    def __init__(self, array: Bytes) -> None:
+        self.array = array
+        self.start = address_of(array)
+        self.stop = self.start + array.size
+        self.n_users = 1
+
+    def hold(self, array: Bytes) -> bool:
+        """Whether all of an array lies in it, and may be written if the array may."""
+        start = address_of(array)
+        may_be_used = self.array.flags.writeable or not array.flags.writeable
+        return may_be_used and self.start <= start and start + array.size <= self.stop
+
+
 class Registrations:
-    """Host arrays that are page-locked where they lie, by address (cudaHostRegister)."""
+    """Callers' memory that is page-locked where it lies (cudaHostRegister), for all cards.
+
+    CUDA locks no byte twice. So arrays within locked memory share its lock, which goes with the last of them;
+    an array that lies partly in locked memory is not locked.
+
+    Attributes:
+        pages: What is locked.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._arrays: dict[int, Bytes] = {}
-        self._memories: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+        self._lock = Lock()
+        self._dropped: deque[Pages] = deque()
+        self._added: dict[int, list[Pages]] = {}
+        self.pages: list[Pages] = []
 
     def add(self, array: Bytes) -> bool:
-        """Lock an array's pages; return whether the system let it.
+        """Lock an array's pages until `remove` was called as often; return whether the system let it.
 
         Source: ggml_backend_cuda_register_host_buffer.
         """
-        driver = self._device.driver
-        key = array.ctypes.data
-        if key in self._arrays:
-            return True
-        try:
-            with self._device.on():
-                driver.register(array)
-        except driver.errors:
-            return False
-        self._arrays[key] = array
-        return True
+        pages = self._take(array)
+        if pages is not None:
+            self._added.setdefault(address_of(array), []).append(pages)
+        return pages is not None
 
     def remove(self, address: int) -> None:
-        """Unlock the pages of an array that was added (ggml_backend_cuda_unregister_host_buffer)."""
-        array = self._arrays.pop(address, None)
-        if array is not None:
-            with self._device.on():
-                self._device.driver.unregister(array)
+        """Undo an `add` of an array at an address (ggml_backend_cuda_unregister_host_buffer)."""
+        added = self._added.get(address)
+        if added:
+            self._let_go(added.pop())
 
     def buffer(self, buft: CudaHostBufferType, array: Bytes) -> CudaHostBuffer:
         """Use an array's memory as a host buffer, locked if the system lets it.
 
         It is unlocked when the buffer and all views of it are gone; a transfer under way holds one.
         """
-        if not array.size or not self.add(array):
+        pages = self._take(array) if array.size else None
+        if pages is None:
             return CudaHostBuffer(buft, array, is_pinned=False)
-        address = array.ctypes.data
-        memory: Any = self._memories.get((address, array.size))
-        if memory is None:
-            memory = (ctypes.c_ubyte * array.size).from_address(address)
-            self._memories[address, array.size] = memory
-            weakref.finalize(memory, self.remove, address).atexit = False
+        memory: Any = (ctypes.c_ubyte * array.size).from_address(address_of(array))
+        weakref.finalize(memory, self._let_go, pages).atexit = False
         seen: Bytes = np.frombuffer(memory, np.uint8)
         seen.flags.writeable = array.flags.writeable
         return CudaHostBuffer(buft, seen, is_pinned=True)
+
+    def _take(self, array: Bytes) -> Pages | None:
+        """Return locked memory that an array lies in, to be let go once; `None` if it cannot be locked."""
+        driver, new = self._device.driver, Pages(array)
+        try:
+            with self._lock:
+                for pages in self.pages:
+                    if pages.hold(array):
+                        pages.n_users += 1
+                        return pages
+                    if new.start < pages.stop and pages.start < new.stop:
+                        return None
+                try:
+                    with self._device.on():
+                        driver.register(array)
+                except driver.errors:
+                    return None
+                self.pages.append(new)
+                return new
+        finally:
+            self._unlock_dropped()
+
+    def _let_go(self, pages: Pages) -> None:
+        """Note that somebody does not use it any more; by any thread, and in the middle of anything."""
+        self._dropped.append(pages)
+        self._unlock_dropped()
+
+    def _unlock_dropped(self) -> None:
+        """Unlock what nobody uses; if somebody is at work here, they will."""
+        driver = self._device.driver
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    pages = self._dropped.popleft()
+                    pages.n_users -= 1
+                    if not pages.n_users:
+                        self.pages.remove(pages)
+                        with cuda_errors(driver, "unlock a caller's memory"), self._device.on():
+                            driver.unregister(pages.array)
+            finally:
+                self._lock.release()

@@ -46,16 +46,17 @@ def get_features(reg: CudaReg) -> list[tuple[str, str]]:
 def register_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> bool:
     """Page-lock a contiguous array's memory, so that transfers from and to it are fast.
 
-    The array is kept until `unregister_host_buffer(array)`.
+    The array is kept until `unregister_host_buffer(array)`, called as often. Arrays within one that is locked
+    share its lock; one that lies partly in another cannot be locked.
 
     Returns:
         Whether the system let it.
 
     Source: ggml_backend_cuda_register_host_buffer.
     """
-    return reg.devices[0].registrations.add(host_bytes(array, "register_host_buffer"))
+    return reg.host_buffer_type.registrations.add(host_bytes(array, "register_host_buffer"))
 
 
 def unregister_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> None:
     """Undo `register_host_buffer` (ggml_backend_cuda_unregister_host_buffer)."""
-    reg.devices[0].registrations.remove(array.ctypes.data)
+    reg.host_buffer_type.registrations.remove(array.ctypes.data)
