@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import ggmlb
 from ggmlb import Context
 from ggmlb.backends.cuda.device import CudaDevice
+
+
+@pytest.fixture
+def torch() -> Any:
+    """PyTorch, where it reaches the card: one built for CUDA may find no driver of its own."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no CUDA card")
+    return torch
 
 
 @pytest.mark.parametrize("view", ["whole", "window", "transposed"])
@@ -41,14 +52,17 @@ def test_other_libraries_read_a_tensors_memory(card: CudaDevice) -> None:
         assert np.array_equal(cupy.from_dlpack(tensor).get(), tensor.to_numpy())
         with pytest.raises(ggmlb.ArgumentError, match="to_numpy"):
             np.asarray(tensor)
-        torch = pytest.importorskip("torch")
+
+
+def test_pytorch_reads_a_tensors_memory(card: CudaDevice, torch: Any) -> None:
+    ctx = Context()
+    tensor = ctx.new_tensor("f32", (4, 3))
+    with card.init_backend() as backend, ggmlb.alloc_ctx_tensors(ctx, backend):
+        tensor.set_array(np.arange(12).reshape(3, 4))
         assert np.array_equal(torch.from_dlpack(tensor).cpu().numpy(), tensor.to_numpy())
 
 
-def test_pytorchs_tensors_and_ours_share_memory(card: CudaDevice) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this PyTorch has no CUDA")
+def test_pytorchs_tensors_and_ours_share_memory(card: CudaDevice, torch: Any) -> None:
     theirs = torch.arange(12.0, device="cuda").reshape(3, 4)
     tensor = Context().from_array(theirs.T, copy=False)
     assert np.array_equal(tensor.to_numpy(), theirs.T.cpu().numpy())
