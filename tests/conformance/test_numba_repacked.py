@@ -10,19 +10,15 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from ggmlb import (
-    BufferUsage,
     Context,
     DType,
     Graph,
     GraphAllocator,
-    Scheduler,
     alloc_ctx_tensors,
-    init_by_name,
 )
 from ggmlb.backends.numba import backend_reg
 from ggmlb.backends.numba.kernels.strip import FIELDS
 from ggmlb.backends.numba.llvm import host
-from ggmlb.interface import tensor_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,28 +106,6 @@ def test_products_with_chosen_matrices(widest: NumbaBackend, dtype: DType, n_tok
     assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_bytes_come_back_as_ggml_has_them(dtype: DType) -> None:
-    w, plain = weight(dtype, K, M), weight(dtype, K, M, repacked=False)
-    assert np.array_equal(w.get(), plain.get())
-    assert not np.array_equal(w.buffer.base[w.offset :][: w.nbytes], plain.get())  # type: ignore[union-attr]
-    assert np.array_equal(w.get(101, 777), plain.get(101, 777))
-    for t in (w, plain):
-        t.set(np.arange(200, dtype=np.uint8), 1003)
-        t.memset(7, 31, 500)
-    assert np.array_equal(w.get(), plain.get())
-
-
-@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q5_K])
-def test_copies_between_repacked_and_plain_memory(dtype: DType) -> None:
-    plain, w = weight(dtype, K, M, repacked=False), weight(dtype, K, M)
-    again = weight(dtype, K, M, repacked=False)
-    w.memset(0)
-    tensor_copy(plain, w)
-    tensor_copy(w, again)
-    assert np.array_equal(again.get(), plain.get())
-
-
 def test_rows_that_are_no_whole_strips_lie_as_elsewhere(widest: NumbaBackend) -> None:
     w = weight(DType.Q4_0, 64, 20)
     assert w.buffer is not None
@@ -151,18 +125,6 @@ def test_only_products_of_whole_weights_read_it() -> None:
     for node in (ctx.add(w, w), ctx.mul_mat(x, w), ctx.mul_mat(ctx.view_2d(w, 64, 16, 256, 0), x)):
         assert "Numba_Repacked" in str(DEVICE.declines(node))
     assert DEVICE.declines(ctx.mul_mat(ctx.reshape_2d(w, 64, 32), x)) is None
-
-
-def test_a_scheduler_gives_its_products_to_the_device() -> None:
-    w = weight(DType.Q4_K, 256, 64)
-    w.buffer.usage = BufferUsage.WEIGHTS  # type: ignore[union-attr]
-    ctx = Context()
-    x = ctx.set_input(ctx.new_tensor(DType.F32, (256, 3)))
-    graph = Graph().build_forward_expand(ctx.cumsum(ctx.mul_mat(w, x)))
-    with init_by_name("Numba") as numba, init_by_name("CPU") as cpu, Scheduler([numba, cpu]) as scheduler:
-        scheduler.alloc_graph(graph)
-        assert [entry.device for entry in scheduler.placement] == ["Numba", "CPU"]
-        assert not any(entry.copies for entry in scheduler.placement)
 
 
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.F16])

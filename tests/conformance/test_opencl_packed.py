@@ -11,7 +11,7 @@ from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.backends.opencl.packed_buffer import SCALE_SIZES
 from ggmlb.errors import UnsupportedOpError
-from ggmlb.interface import Backend, tensor_copy, tensor_copy_async
+from ggmlb.interface import Backend, tensor_copy
 from ggmlb.tensor import Tensor
 
 K, M = 512, 40
@@ -79,46 +79,6 @@ def test_rows_and_products_of_experts_are_read_too(
     stream.graph_compute(Graph().build_forward_expand(y, rows))
     assert np.allclose(y.to_numpy(), np.einsum("tsmk,tk->tsm", plain[chosen], given[:, 0]), atol=1e-3)
     assert np.array_equal(rows.to_numpy(), plain[np.arange(3)[:, None], chosen[:3]])
-
-
-@pytest.mark.parametrize("dtype", [*SCALE_SIZES, DType.Q4_K, DType.F32])
-def test_the_bytes_come_back_as_ggml_has_them(device: OpenClDevice, dtype: DType) -> None:
-    w, _ = weight(device, dtype)
-    plain, _ = weight(device, dtype, packed=False)
-    assert np.array_equal(w.get(), plain.get())
-    assert np.array_equal(w.get(101, 777), plain.get(101, 777))
-    for t in (w, plain):
-        t.set(np.arange(200, dtype=np.uint8), 1003)
-        t.memset(7, 31, 500)
-    assert np.array_equal(w.get(), plain.get())
-    with device.init_backend() as stream:
-        for t in (w, plain):
-            stream.set_tensor_async(t, np.full(64, 9, np.uint8), 4000)
-        out = [np.empty(w.nbytes, np.uint8) for _ in range(2)]
-        stream.get_tensor_async(w, out[0])
-        stream.get_tensor_async(plain, out[1])
-        stream.synchronize()
-        assert np.array_equal(*out)
-
-
-@pytest.mark.parametrize("dtype", SCALE_SIZES)
-def test_copies_between_packed_and_plain_memory(device: OpenClDevice, dtype: DType) -> None:
-    w, _ = weight(device, dtype)
-    wanted = w.get()
-    for packed in (True, False):
-        other, _ = weight(device, dtype, packed=packed)
-        back, _ = weight(device, dtype)
-        other.memset(0)
-        back.memset(0)
-        tensor_copy(w, other)
-        assert np.array_equal(other.get(), wanted)
-        with device.init_backend() as first, device.init_backend() as second:
-            other.memset(0)
-            tensor_copy_async(first, second, w, other)
-            tensor_copy_async(second, first, other, back)
-            first.synchronize()
-            second.synchronize()
-        assert np.array_equal(back.get(), wanted)
 
 
 def test_rows_that_are_no_whole_groups_lie_as_they_are(device: OpenClDevice, stream: Backend) -> None:

@@ -44,33 +44,6 @@ def compute(cpu, y: Tensor, inputs: dict[Tensor, np.ndarray]) -> np.ndarray:
         return y.to_numpy()
 
 
-@pytest.mark.parametrize(
-    "dtype", [DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.BF16, DType.F32]
-)
-def test_products_are_those_of_the_dequantised_weight(cpu, buft, dtype):
-    x = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
-    blocks = blocks_of(dtype, M, K)
-    with weight(buft, dtype, K, M) as w:
-        w.set(blocks)
-        assert w.buffer.size >= 4 * K * M
-        ctx = Context()
-        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N)))
-        y = compute(cpu, ctx.mul_mat(w, a), {a: x})
-    np.testing.assert_allclose(y, x @ dequantize(blocks, dtype).reshape(M, K).T, rtol=1e-5, atol=1e-4)
-
-
-def test_rows_are_written_one_by_one(cpu, buft):
-    blocks = blocks_of(DType.Q8_0, M, K)
-    x = np.random.default_rng(1).standard_normal((N, K)).astype(np.float32)
-    with weight(buft, DType.Q8_0, K, M) as w:
-        for i in range(M):
-            w.set(blocks[i], offset=i * blocks.shape[1])
-        ctx = Context()
-        a = ctx.set_input(ctx.new_tensor(DType.F32, (K, N)))
-        y = compute(cpu, ctx.mul_mat(w, a), {a: x})
-    np.testing.assert_allclose(y, x @ dequantize(blocks, DType.Q8_0).T, rtol=1e-5, atol=1e-4)
-
-
 def test_a_batch_of_matrices_in_several_writes(cpu, buft):
     blocks = blocks_of(DType.Q8_0, 3, M, K)
     x = np.random.default_rng(1).standard_normal((3, N, K)).astype(np.float32)

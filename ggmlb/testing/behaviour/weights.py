@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import AllocationError, BackendError, BoundsError, FreedError
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_copy
+from ggmlb.interface import tensor_copy, tensor_copy_async
 from ggmlb.scheduler import Scheduler
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, unsupported
 from ggmlb.testing.devices import weight_memories
@@ -25,9 +25,18 @@ if TYPE_CHECKING:
     from ggmlb.interface import BufferType
     from ggmlb.tensor import Tensor
 
-K, M, N = 512, 70, 3
-TYPES: Final = (DType.F32, DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_K)
-PIECES: Final = ((40, M), (0, 1), (3, 40), (1, 3))
+K, N = 512, 3
+TYPES: Final = (
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "MXFP4",
+)  # fmt: skip
+KINDS: Final = (
+    *((DType[name], 80) for name in TYPES),
+    *((dtype, 70) for dtype in (DType.F32, DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_K)),
+)
+"""Types of weights and how many rows they have: memory may keep groups of rows in an order of its own."""
+Kind = tuple[DType, int]
+PIECES: Final = ((40, None), (0, 1), (3, 40), (1, 3))
 """Rows that are written one after the other: from, up to."""
 TOLERANCE: Final = 0.03
 """Error of a product's elements, of 512 terms each; activations may be rounded to 8 bits."""
@@ -40,16 +49,19 @@ def _memories(rig: Rig) -> list[BufferType]:
     return found
 
 
-def _blocks(dtype: DType, seed: int = 0) -> npt.NDArray[np.uint8]:
+@cache
+def _blocks(kind: Kind, seed: int = 0) -> npt.NDArray[np.uint8]:
     """A matrix's bytes."""
-    values = np.random.default_rng((int(dtype), seed)).uniform(-0.2, 1, (M, K)).astype(np.float32)
+    dtype, m = kind
+    values = np.random.default_rng((int(dtype), seed)).uniform(-0.2, 1, (m, K)).astype(np.float32)
     return dtypes.quantize(values, dtype).view(np.uint8).reshape(-1)
 
 
-def _weights(rig: Rig, buft: BufferType, dtype: DType, n: int = 1) -> list[Tensor]:
+def _weights(rig: Rig, buft: BufferType, kind: Kind, n: int = 1) -> list[Tensor]:
     """Matrices side by side in memory of a type."""
     ctx = Context()
-    tensors = [ctx.new_tensor(dtype, (K, M), f"w{i}") for i in range(n)]
+    dtype, m = kind
+    tensors = [ctx.new_tensor(dtype, (K, m), f"w{i}") for i in range(n)]
     rig.keep(alloc_tensors(tensors, buft)).usage = BufferUsage.WEIGHTS
     return tensors
 
@@ -77,7 +89,7 @@ def _compare(
     values = np.random.default_rng(7).uniform(-0.2, 1, (N, K)).astype(np.float32)
     x.set_array(values)
     compute()
-    matrix = dtypes.dequantize(blocks.reshape(M, -1), weight.dtype).astype(np.float64)
+    matrix = dtypes.dequantize(blocks.reshape(weight.ne[1], -1), weight.dtype).astype(np.float64)
     right = values @ matrix.T
     wrong = np.abs(y.to_numpy() - right) / np.abs(right)
     wrong[~np.isfinite(wrong)] = np.inf
@@ -116,9 +128,9 @@ def weights_give_right_products(rig: Rig) -> None:
     """A weight gives the right products from memory for weights, and its bytes come back or are refused."""
     for buft in _memories(rig):
         taken = 0
-        for dtype in TYPES:
-            (weight,) = _weights(rig, buft, dtype)
-            blocks = _blocks(dtype)
+        for kind in KINDS:
+            (weight,) = _weights(rig, buft, kind)
+            blocks = _blocks(kind)
             weight.set(blocks)
             taken += _expect_product(rig, weight, blocks, buft.name)
             _expect_bytes(weight, blocks, buft.name)
@@ -129,12 +141,13 @@ def weights_give_right_products(rig: Rig) -> None:
 def weights_are_written_by_rows(rig: Rig) -> None:
     """Rows of a weight can be written in any order; the others stay as they are."""
     for buft in _memories(rig):
-        for dtype in TYPES:
-            (weight,) = _weights(rig, buft, dtype)
-            weight.set(_blocks(dtype, 1))
-            blocks, row = _blocks(dtype, 2), dtype.row_size(K)
+        for kind in KINDS:
+            (weight,) = _weights(rig, buft, kind)
+            weight.set(_blocks(kind, 1))
+            rows = _blocks(kind, 2).reshape(kind[1], -1)
+            blocks, row = rows.reshape(-1), rows.shape[1]
             for first, last in PIECES:
-                weight.set(blocks[first * row : last * row], first * row)
+                weight.set(rows[first:last], first * row)
             _expect_product(rig, weight, blocks, f"{buft.name}, written by rows")
             _expect_bytes(weight, blocks, f"{buft.name}, written by rows")
             expect_error(
@@ -148,36 +161,73 @@ def weights_are_written_by_rows(rig: Rig) -> None:
 def weights_do_not_touch_each_other(rig: Rig) -> None:
     """Weights that lie side by side in one buffer are written each by itself."""
     for buft in _memories(rig):
-        for dtype in TYPES:
-            weights = _weights(rig, buft, dtype, 3)
+        for kind in KINDS:
+            weights = _weights(rig, buft, kind, 3)
             for i in (1, 0, 2):
-                weights[i].set(_blocks(dtype, i))
-            weights[1].set(_blocks(dtype, 9))
+                weights[i].set(_blocks(kind, i))
+            weights[1].set(_blocks(kind, 9))
             for i, seed in ((0, 0), (1, 9), (2, 2)):
                 told = f"{buft.name}, weight {i} of 3"
-                _expect_product(rig, weights[i], _blocks(dtype, seed), told)
-                _expect_bytes(weights[i], _blocks(dtype, seed), told)
+                _expect_product(rig, weights[i], _blocks(kind, seed), told)
+                _expect_bytes(weights[i], _blocks(kind, seed), told)
 
 
 @check("weights")
 def weights_are_copied_in(rig: Rig) -> None:
-    """A weight can be copied from host memory, and out again where the memory keeps its bytes."""
-    cpu = rig.cpu()
+    """A weight can be copied from the CPU's and the device's memory, and back where its bytes are kept."""
+    cpu, other = rig.cpu(), rig.new_stream()
     for buft in _memories(rig):
-        for dtype in TYPES:
-            (weight,) = _weights(rig, buft, dtype)
-            source, back = (rig.tensor(dtype, K, M, stream=cpu) for _ in range(2))
-            blocks = _blocks(dtype, 4)
-            source.set(blocks)
-            weight.memset(0)
-            tensor_copy(source, weight)
-            _expect_product(rig, weight, blocks, f"{buft.name}, copied from the CPU")
-            _expect_bytes(weight, blocks, f"{buft.name}, copied from the CPU")
+        for kind in KINDS:
+            (weight,), blocks = _weights(rig, buft, kind), _blocks(kind, 4)
+            for near, where in ((cpu, "the CPU"), (rig.stream, "the device")):
+                source, back = (rig.tensor(kind[0], K, kind[1], stream=near) for _ in range(2))
+                source.set(blocks)
+                weight.memset(0)
+                tensor_copy(source, weight)
+                what = f"{buft.name}, copied from {where}"
+                _expect_product(rig, weight, blocks, what)
+                _expect_bytes(weight, blocks, what)
+                told = f"the bytes of {weight.describe()} in {buft.name}, copied to {where}"
+                try:
+                    tensor_copy(weight, back)
+                except BackendError:  # it keeps values
+                    continue
+                expect_equal(back.get(), blocks, told)
+                back.memset(0)
+                again, last = _weights(rig, buft, kind, 2)
+                tensor_copy_async(rig.stream, other, weight, again)
+                tensor_copy_async(other, rig.stream, again, last)
+                tensor_copy_async(rig.stream, near, last, back)
+                for stream in (rig.stream, other, near):
+                    stream.synchronize()
+                expect_equal(back.get(), blocks, f"{told} as it was queued")
+
+
+@check("weights")
+def any_bytes_of_weights_are_written_and_read(rig: Rig) -> None:
+    """Memory that keeps a weight's bytes takes and gives any of them, whatever lies beside them."""
+    for buft in _memories(rig):
+        for kind in KINDS:
+            (weight,) = _weights(rig, buft, kind)
+            weight.set(_blocks(kind))
             try:
-                tensor_copy(weight, back)
-            except BackendError:
+                weight.get()
+            except BackendError:  # it keeps values
                 continue
-            expect_equal(back.get(), blocks, f"the bytes of {weight.describe()} after a copy to the CPU")
+            blocks = _blocks(kind).copy()
+            weight.set(blocks[:200], 1003)
+            blocks[1003:1203] = blocks[:200]
+            weight.memset(7, 31, 500)
+            blocks[31:531] = 7
+            rig.stream.set_tensor_async(weight, blocks[900:990], 4000)
+            blocks[4000:4090] = blocks[900:990]
+            rig.stream.synchronize()
+            what = f"{buft.name}, written within rows"
+            _expect_bytes(weight, blocks, what)
+            out = np.empty(777, np.uint8)
+            rig.stream.get_tensor_async(weight, out, 101)
+            rig.stream.synchronize()
+            expect_equal(out, blocks[101:878], f"{what}: some bytes of {weight.describe()}")
 
 
 @check("weights")
@@ -185,14 +235,14 @@ def a_scheduler_leaves_products_where_weights_are(rig: Rig) -> None:
     """A scheduler gives a product to the device in whose memory for weights the weight lies."""
     others = [] if rig.device.name == "CPU" else [rig.cpu()]
     for buft in _memories(rig):
-        for dtype in TYPES:
-            (weight,) = _weights(rig, buft, dtype)
+        for kind in KINDS:
+            (weight,) = _weights(rig, buft, kind)
             ctx = Context()
             x = ctx.set_input(ctx.new_tensor(DType.F32, (K, N), "x"))
             y = ctx.mul_mat(weight, x)
             if not rig.device.supports_op(y):
                 continue
-            blocks, graph = _blocks(dtype, 5), Graph().build_forward_expand(y)
+            blocks, graph = _blocks(kind, 5), Graph().build_forward_expand(y)
             weight.set(blocks)
             with Scheduler([rig.stream, *others]) as scheduler:
                 scheduler.alloc_graph(graph)
@@ -209,8 +259,9 @@ def memory_for_weights_ends(rig: Rig) -> None:
         huge = Context().new_tensor(DType.F32, (1 << 30, 1 << 20), "huge")
         expect_error(AllocationError, partial(alloc_tensors, [huge], buft), f"{huge.nbytes} bytes")
         expect(huge.buffer is None, "a weight that could not be placed has a buffer")
-        (weight,) = _weights(rig, buft, DType.F16)
+        kind = DType.F16, 80
+        (weight,) = _weights(rig, buft, kind)
         assert weight.buffer is not None
         weight.buffer.free()
-        expect_error(FreedError, partial(weight.set, _blocks(DType.F16)), "a write to a freed weight")
+        expect_error(FreedError, partial(weight.set, _blocks(kind)), "a write to a freed weight")
         expect_error(FreedError, weight.get, "a read of a freed weight")
