@@ -98,10 +98,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s)
 {
     const uint64_t both = (uint64_t)y << 32 | x;
     unsigned r = 0;
-    for (int i = 0; i < 4; i++) {
-        const unsigned byte = (unsigned)(both >> 8*(s >> 4*i & 7) & 0xff);
-        r |= (s >> 4*i & 8 ? (byte & 0x80 ? 0xff : 0) : byte) << 8*i;      /* its sign */
-    }
+    for (int i = 0; i < 4; i++) r |= (unsigned)(both >> 8*(s >> 4*i & 7) & 0xff) << 8*i;
     return r;
 }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift)

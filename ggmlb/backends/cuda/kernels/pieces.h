@@ -119,7 +119,7 @@ INTEGERS(q6_k)
 /* A byte, and a signed one, of a word as a float. The compiler, if it knew of the byte, would choose an instruction for
    that, which takes four times as long as the one for words. */
 DEVICE_FN float byte_of(uint w, int j) { return (float)(int)__byte_perm(w, 0, 0x4440u + (uint)j); }
-DEVICE_FN float signed_byte_of(uint w, int j) { return (float)(int)__byte_perm(w, 0, 0x8880u + 0x1111u*(uint)j); }
+DEVICE_FN float signed_byte_of(uint w, int j) { return (float)signed_byte_(w, j); }
 
 DEVICE_FN uint pair_at(const uint *tile, int at) { return *(const ushort *)((const char *)tile + at); }
 DEVICE_FN float half_at(const uint *tile, int at) { return half_to_float_((ushort)pair_at(tile, at)); }
