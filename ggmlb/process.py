@@ -6,14 +6,12 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from threading import get_ident
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ggmlb.errors import ArgumentError, BackendError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PATIENCE_S: Final = 5.0
 """How long the end of the process waits for what other threads have under way [s]."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.tensor import Tensor
 
 Name = Literal["norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.errors import AllocationError, ArgumentError
@@ -11,8 +12,6 @@ from ggmlb.interface.observe import Action, observers
 from ggmlb.lifetime import Unique
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.device import Device
     from ggmlb.tensor import Tensor

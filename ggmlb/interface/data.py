@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +12,6 @@ import numpy.typing as npt
 from ggmlb.errors import ArgumentError, BoundsError, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.tensor import Tensor
 
 Bytes = npt.NDArray[np.uint8]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from ggmlb.errors import ArgumentError, BackendError, readable_size
 from ggmlb.lifetime import Unique
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-
     from ggmlb.enums import DeviceType
     from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer import Buffer

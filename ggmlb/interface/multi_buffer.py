@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import ArgumentError
 from ggmlb.interface.buffer import Buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.enums import BufferUsage
     from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.data import Bytes

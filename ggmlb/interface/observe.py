@@ -6,16 +6,15 @@ observed without code of its own. While nobody observes, a report costs one look
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy.typing as npt
 
 from ggmlb.enums import ALSO_WRITTEN, NO_OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.event import Event
     from ggmlb.interface.plan import GraphPlan

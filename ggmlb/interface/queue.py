@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
+
 from ggmlb.errors import BackendError, GraphError
 from ggmlb.interface.data import Pieces, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.data import Bytes, Source

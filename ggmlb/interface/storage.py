@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,6 @@ from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.interface.observe import Access
     from ggmlb.interface.queue import Queue
     from ggmlb.tensor import Tensor

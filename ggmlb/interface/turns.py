@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -11,8 +12,6 @@ from ggmlb.errors import GraphError
 from ggmlb.process import after_fork, fate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ggmlb.lifetime import Freeable
 
     Arg = TypeVar("Arg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,8 +12,6 @@ from ggmlb.meta.plan import MetaPlan
 from ggmlb.meta.reduce import Communicator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ggmlb.graph import Graph
     from ggmlb.interface import GraphPlan
     from ggmlb.meta.device import MetaDevice

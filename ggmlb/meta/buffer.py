@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,6 @@ from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor, contiguous_nb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ggmlb.interface.data import Bytes
     from ggmlb.meta.device import MetaDevice
     from ggmlb.meta.state import SplitState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import DeviceType
@@ -16,8 +17,6 @@ from ggmlb.meta.state import MIRRORED, PARTIAL
 from ggmlb.placement import placement_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from ggmlb.interface import Backend, BufferType
     from ggmlb.meta.rules import Outcome
     from ggmlb.meta.state import SplitState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,8 +17,6 @@ from ggmlb.meta.state import PARTIAL
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.interface import Backend, Buffer
     from ggmlb.meta.backend import MetaBackend
     from ggmlb.meta.reduce import AllReduce

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,6 @@ from ggmlb.interface import tensor_copy_async
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.interface import Backend, Buffer
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.tensor import Tensor
 
 

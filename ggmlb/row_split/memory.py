@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -13,8 +14,6 @@ from ggmlb.interface import Buffer, BufferType, PartedBuffer, tensor_alloc
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ggmlb.interface import BackendReg, Device
     from ggmlb.interface.data import Bytes
 

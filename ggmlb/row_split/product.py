@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,8 +15,6 @@ from ggmlb.row_split.memory import SplitBuffer, are_any
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.interface import Backend, Buffer, Device, GraphPlan
     from ggmlb.row_split.memory import Piece
     from ggmlb.tensor import Ne

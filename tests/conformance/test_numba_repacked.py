@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
+
+from collections.abc import Iterator
 
 from ggmlb import (
     Context,
@@ -17,14 +19,10 @@ from ggmlb import (
     alloc_ctx_tensors,
 )
 from ggmlb.backends.numba import backend_reg
+from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels.strip import FIELDS
 from ggmlb.backends.numba.llvm import host
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ggmlb.backends.numba.backend import NumbaBackend
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 DEVICE = backend_reg().devices[0]
 REPACKED = backend_reg().get_proc_address("dev_get_extra_bufts")(DEVICE)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.numba import NumbaReg, backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels import elementwise
+from ggmlb.backends.numba.llvm.emit import Kernel
 from ggmlb.backends.numba.llvm.host import target_for
 from ggmlb.backends.numba.llvm.library import Library
 from ggmlb.backends.numba.llvm.value import I64
@@ -31,10 +32,7 @@ from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.interface import Backend
 from ggmlb.tensor import Tensor
 
-if TYPE_CHECKING:
-    from ggmlb.backends.numba.llvm.emit import Kernel
-
-    Program = Callable[[Context, "Leafs"], Tensor]
+Program = Callable[[Context, "Leafs"], Tensor]
 
 DEVICE = backend_reg().devices[0]
 F32, F16 = DType.F32, DType.F16

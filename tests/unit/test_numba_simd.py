@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
+
+from collections.abc import Callable
 
 from ggmlb import dtypes
 from ggmlb.backends.numba.kernels import (
@@ -25,17 +27,13 @@ from ggmlb.backends.numba.kernels.attention_units import Shape
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.kernels.quantize import WRITERS
 from ggmlb.backends.numba.llvm import host, simd
+from ggmlb.backends.numba.llvm.emit import Kernel
 from ggmlb.backends.numba.llvm.library import Library, function, library, optimised
 from ggmlb.backends.numba.llvm.value import F32, I8, vec
 from ggmlb.dtypes import DType
 from ggmlb.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ggmlb.backends.numba.llvm.emit import Kernel
-
-    Emit = Callable[..., None]
+Emit = Callable[..., None]
 
 LEVELS = [level.name for level in host.levels_here()]
 

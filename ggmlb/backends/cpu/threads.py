@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,6 @@ from ggmlb.interface.turns import Turns
 from ggmlb.process import fate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     Steps = Sequence[Callable[[], Any]]
 
 

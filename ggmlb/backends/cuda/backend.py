@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.cuda.buffer import (
@@ -27,8 +27,6 @@ from ggmlb.placement import overlap
 from ggmlb.row_split import Helpers
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.enums import Status
     from ggmlb.fusion import Group

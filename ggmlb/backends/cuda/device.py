@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from ggmlb import env
 from ggmlb.backends.cuda.backend import CudaBackend
@@ -21,11 +25,6 @@ from ggmlb.kernels import Target
 from ggmlb.row_split import SplitBufferType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractContextManager
-
-    import numpy.typing as npt
-
     from ggmlb.backends.cuda import CudaReg
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.host import CudaHostBufferType

@@ -10,8 +10,8 @@ cannot touch them. Each is released by a call here, and by nothing else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -20,9 +20,6 @@ from ggmlb.errors import BackendError
 from ggmlb.process import LibraryGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
     from ggmlb.dtypes import DType
     from ggmlb.interface import BufferType
     from ggmlb.interface.data import Bytes

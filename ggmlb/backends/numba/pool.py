@@ -12,6 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import binding
 
 from ggmlb.backends.numba.kernels import driver
@@ -20,8 +21,6 @@ from ggmlb.interface.host import aligned_empty
 from ggmlb.process import fate
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from ggmlb.backends.numba.llvm.library import Library
 
 SPINS = 25000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import pyopencl as cl
 
@@ -19,8 +19,6 @@ from ggmlb.kernels import takes
 from ggmlb.row_split import Helpers, is_split
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     from ggmlb.backends.opencl.device import OpenClDevice
     from ggmlb.fusion import Group
     from ggmlb.graph import Graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -11,8 +12,6 @@ from ggmlb.errors import BackendError
 from ggmlb.process import LibraryGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.interface import BufferType
 
 guard: Final = LibraryGuard("OpenCL")

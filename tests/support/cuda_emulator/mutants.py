@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING
 
 from cuda_emulator import build, text
 from cuda_emulator.programs import PROGRAMS
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.kernels import Launch
+from ggmlb.kernels import Kernel, Launch
 from ggmlb.kernels.source import PORTABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ggmlb.kernels import Kernel
 
 FILES = {
     PACKAGE: (

@@ -6,6 +6,7 @@ the next products with the same input, until something writes over it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from ggmlb.backends.cuda.gemm import Gemm
@@ -14,8 +15,6 @@ from ggmlb.enums import NO_OPS, Op
 from ggmlb.kernels import Launch, declines, lower, lower_group, takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.fusion import Group
     from ggmlb.kernels import Mem, Target
     from ggmlb.tensor import Tensor

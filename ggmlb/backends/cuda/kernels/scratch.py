@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.kernels import Scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from ggmlb.kernels import Mem
 
 ALIGNMENT = 256

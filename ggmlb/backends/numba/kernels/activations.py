@@ -12,14 +12,13 @@ blocks have them, so that products leave out the others' zeros.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.numba.llvm.simd import SIZES, folds, load_floats
 from ggmlb.backends.numba.llvm.value import I8, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 HIGH = 128

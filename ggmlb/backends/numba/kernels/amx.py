@@ -7,6 +7,7 @@ a scale are added up there: the rest is done in vectors, by way of memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from llvmlite import ir
 from ggmlb.backends.numba.llvm.value import I8, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 ROWS = 16

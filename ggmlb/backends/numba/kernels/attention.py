@@ -7,6 +7,7 @@ float32 first, keys transposed, and multiply those in registers.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.attention_units import (
@@ -30,8 +31,6 @@ from ggmlb.backends.numba.llvm.simd import SIZES, folds, greatest, load_float, l
 from ggmlb.backends.numba.llvm.value import F32, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 

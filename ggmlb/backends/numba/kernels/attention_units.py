@@ -6,6 +6,7 @@ share one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,8 +22,6 @@ from ggmlb.backends.numba.llvm.simd import (
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 TILE = 64

@@ -6,6 +6,7 @@ the type has minimums, `scale code + minimum`. Scales and minimums are of groups
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from ggmlb.backends.numba.llvm.simd import from_half, look_up
 from ggmlb.backends.numba.llvm.value import F32, I1, I8, I16, I32, I64, Value, like, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 _B32 = vec(I8, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,6 @@ from ggmlb.backends.numba.llvm.simd import Dot
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ggmlb.backends.numba.kernels.activations import Parts
     from ggmlb.backends.numba.kernels.blocks import Form
     from ggmlb.backends.numba.llvm.emit import Kernel

@@ -20,15 +20,13 @@ exchange of the word that it read has read the kernel and the arguments of that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
 from ggmlb.backends.numba.llvm.value import I64, Value
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from ggmlb.backends.numba.llvm.emit import Kernel, Variable
 
 STEP, DONE, STATE, WORDS = 0, 8, 16, 24

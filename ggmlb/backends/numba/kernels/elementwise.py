@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.ops.unary import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
@@ -22,8 +23,6 @@ from ggmlb.backends.numba.llvm.simd import (
 from ggmlb.backends.numba.llvm.value import I32, Value, like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
     Function = Callable[..., Value]

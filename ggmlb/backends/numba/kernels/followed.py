@@ -5,6 +5,7 @@ A chunk multiplies its rows of the weights into scratch memory, which stays in i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels import matvec, strip_products
@@ -14,8 +15,6 @@ from ggmlb.backends.numba.kernels.walk import lanes
 from ggmlb.backends.numba.llvm.simd import load_floats, store_floats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
     from ggmlb.backends.numba.llvm.value import Value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.walk import lanes, rows
@@ -9,8 +10,6 @@ from ggmlb.backends.numba.llvm.simd import SIZES, exp, greatest, load_floats, st
 from ggmlb.backends.numba.llvm.value import F32, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.numba.kernels.walk import Row
     from ggmlb.backends.numba.llvm.emit import Kernel
 

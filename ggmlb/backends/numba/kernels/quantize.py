@@ -5,6 +5,7 @@ Each type rounds as ggml's reference does (quantize_row_*_ref), which is what ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ from ggmlb.backends.numba.llvm.simd import fold, greatest, look_up, to_half, tot
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.convert import convert, row_number
@@ -9,8 +10,6 @@ from ggmlb.backends.numba.llvm.simd import SIZES, load_floats, sin_cos, store_fl
 from ggmlb.backends.numba.llvm.value import F32, I32, I64, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 MOST_PAIRS = 1024

@@ -7,14 +7,13 @@ other, each for all blocks of the rows; for a block the field's units; for a uni
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.llvm.value import I1, I8, I16, I32, I64, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
     from ggmlb.backends.numba.llvm.host import Level
 

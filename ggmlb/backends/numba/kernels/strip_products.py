@@ -5,6 +5,7 @@ For few rows of activations; `tiles` has the products with more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.activations import HIGH, parts
@@ -16,8 +17,6 @@ from ggmlb.backends.numba.llvm.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.kernels.activations import Parts
     from ggmlb.backends.numba.kernels.blocks import Form
     from ggmlb.backends.numba.kernels.strip_scales import Scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.kernels.blocks import mxfp4_scale
@@ -9,8 +10,6 @@ from ggmlb.backends.numba.llvm.simd import from_half
 from ggmlb.backends.numba.llvm.value import I32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.numba.kernels.strip import Strip
     from ggmlb.backends.numba.llvm.value import Value
 

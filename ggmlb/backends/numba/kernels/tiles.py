@@ -8,14 +8,13 @@ floats (`float_tiles`) share.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels.elementwise import FUNCTIONS
 from ggmlb.backends.numba.llvm.value import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.numba.kernels.matvec import Place
     from ggmlb.backends.numba.llvm.emit import Kernel
 

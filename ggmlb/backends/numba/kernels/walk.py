@@ -6,12 +6,11 @@ then for each operand its address and three byte strides. Rows have no gaps insi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from ggmlb.backends.numba.llvm.emit import Kernel
     from ggmlb.backends.numba.llvm.value import Value
 

@@ -6,6 +6,7 @@ is LLVM code for one instruction set, with vectors as wide as that has. Addresse
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from ggmlb.backends.numba.llvm.value import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from ggmlb.backends.numba.llvm.host import Level
 
 

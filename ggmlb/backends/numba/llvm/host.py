@@ -6,16 +6,14 @@ import ctypes
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite import binding
 
 from ggmlb.errors import ArgumentError, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ source of the emitters, and the kernel's own name and parameters. Loading one ta
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +21,6 @@ from ggmlb.backends.numba.llvm import host
 from ggmlb.backends.numba.llvm.emit import Kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from ggmlb.progress import Task
 
 Emit = Callable[..., None]

@@ -7,13 +7,12 @@ instruction of the level is.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.llvm.value import F16, F32, F64, I1, I8, I16, I32, I64, Value, lanes_of, like, vec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 # -- bytes -----------------------------------------------------------------------------------------

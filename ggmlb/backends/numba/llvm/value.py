@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 from llvmlite import ir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ggmlb.backends.numba.llvm.emit import Kernel
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels import norm, rope
@@ -13,8 +14,6 @@ from ggmlb.backends.numba.lowering.walks import operand, walk
 from ggmlb.dtypes import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.fusion import Group, Name
     from ggmlb.tensor import Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.numba.kernels import (
@@ -18,8 +19,6 @@ from ggmlb.backends.numba.lowering.rules import FLOATS, Rule, name, not_f32, not
 from ggmlb.enums import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ggmlb.backends.numba.lowering.steps import Steps
     from ggmlb.tensor import Tensor
 
