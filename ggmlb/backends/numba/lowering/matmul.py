@@ -29,6 +29,9 @@ ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 FEW, FEW_FLOATS = 4, 8
 """Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
 
+PANEL_NBYTES = 1 << 19
+"""Bytes of quantised activations that meet all of a weight, tile after tile; floats gain nothing by it."""
+
 NO_TAIL = tiles.Tail()
 
 
@@ -64,17 +67,25 @@ def product(
     def args(first: int, count: int, parts: int) -> tuple[int, ...]:
         return (
             steps.address(a), *a.nb[1:], address + first * nb[1], *nb[1:], y + first * y_nb[1], *y_nb[1:],
-            k, m, count, *b.ne[2:], b.ne[2] // a.ne[2], b.ne[3] // a.ne[3], parts,
+            k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts,
         )  # fmt: skip
 
+    panels, extents = 1, b.ne[2:]
     if is_many(node):
+        of = byte_tiles if quantized else float_tiles
+        most = of.columns_at_once(steps.library.target.level)
+        if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
+            panels = matrices = _panels(n, nb[1], most)
+        if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
+            n //= panels
+            nb, y_nb = (1, nb[1], n * nb[1], 0), (4, y_nb[1], n * y_nb[1], 0)
+            extents = (panels, 1)
         rows, nbytes = _tile_shape(steps, name(a), k, quantized)
         scratch = steps.scratch(nbytes * steps.n_threads)
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
-        of = byte_tiles if quantized else float_tiles
         params: tuple[Any, ...] = (name(a),) if quantized else (name(a), name(b))
-        params = (*params, packed, tiles.columns(n, of.columns_at_once(steps.library.target.level)), tail)
+        params = (*params, packed, tiles.columns(n, most), tail)
         more = () if added is None else (steps.address(added), added.nb[1] if added.ne[1] > 1 else 0)
         steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
         return
@@ -110,6 +121,12 @@ def takes_tail(node: Tensor) -> bool:
 def in_strips(weight: Tensor) -> bool:
     """Whether a weight lies in strips; one without a place does not yet."""
     return weight.buffer is not None and bool(weight.buffer.packing(weight))
+
+
+def _panels(n: int, row_nbytes: int, most: int) -> int:
+    """Into how many panels to cut rows of activations: each stays in a cache while it meets a weight."""
+    fits = max(PANEL_NBYTES // row_nbytes, 2 * most)
+    return next((p for p in range(-(-n // fits), n // (2 * most) + 1) if n % p == 0), 1)
 
 
 def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
