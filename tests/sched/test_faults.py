@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -195,6 +195,25 @@ def test_after_an_abort_nothing_of_it_is_overwritten(stack):
             assert sched.graph_compute_async(chain.graph) is Status.ABORTED
             backends[-1].abort_callback = None
             compute(chain, sched)
+
+
+@pytest.mark.parametrize("which", ["eval", "abort"])
+@pytest.mark.parametrize("device", ["CPU", "Numba", "OpenCL0"])
+def test_an_error_of_a_callback_is_the_users_own(device, which, stack):
+    backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in dict.fromkeys((device, "CPU"))]
+    chain = Chain(stack, backends)
+
+    def fail(*_: object) -> bool:
+        raise KeyError("mine")
+
+    with Scheduler(backends) as sched:
+        for callback in (fail, None):
+            if which == "eval":
+                sched.set_eval_callback(callback)
+            else:
+                backends[0].abort_callback = callback
+            with pytest.raises(KeyError, match="mine") if callback else nullcontext():
+                compute(chain, sched)
 
 
 # -- threads ---------------------------------------------------------------------------------------

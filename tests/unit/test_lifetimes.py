@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -77,6 +78,25 @@ def test_a_dropped_backend_and_its_plans_are_gone(device: str) -> None:
     assert left[0]() is None
     del c, graph
     assert left[1]() is None
+
+
+@pytest.mark.parametrize("device", ["CPU", "Numba"])
+@pytest.mark.usefixtures("no_collection")
+def test_threads_end_with_their_backend(device: str) -> None:
+    before = set(threading.enumerate())
+    for freed in (True, False):
+        backend = ggmlb.init_by_name(device, {"n_threads": 3})
+        c, graph = layer()
+        ggmlb.alloc_ctx_tensors(c, backend)
+        backend.graph_compute(graph)
+        threads = set(threading.enumerate()) - before
+        assert len(threads) == 2
+        if freed:
+            backend.free()
+        del backend
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 @pytest.mark.usefixtures("no_collection")

@@ -147,7 +147,7 @@ def test_an_abort_callback_is_refused_its_own_backend(streams):
     own = streams()
     inner, graph = calling(own, lambda: None), calling(own, lambda: None)
     own.abort_callback = lambda: bool(own.graph_compute(inner))
-    with pytest.raises(BackendError, match="a backend of its own"):
+    with pytest.raises(GraphError, match="a backend of its own"):
         own.graph_compute(graph)
     own.abort_callback = None
     own.graph_compute(graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from operator import length_hint
 from time import perf_counter_ns
@@ -12,7 +13,7 @@ from ggmlb.errors import BackendError, Error
 from ggmlb.interface import Command, GraphPlan
 
 if TYPE_CHECKING:
-    from ggmlb.backends.array.lowering import Lowering
+    from ggmlb.backends.array.lowering import Lowering, Step
     from ggmlb.graph import Graph
     from ggmlb.interface import Backend
 
@@ -35,24 +36,27 @@ class ArrayPlan(GraphPlan):
         steps = iter(self.steps)
         abort = self.backend.abort_callback
         commands = self.backend.commands
+        if abort is None and commands is None:
+            self._call(steps, None)
+            return Status.SUCCESS
+        for node, count in zip(self.nodes, self.counts, strict=True):
+            if abort is not None and abort():
+                return Status.ABORTED
+            start = perf_counter_ns()
+            self._call(steps, count)
+            if commands is not None and count:
+                commands.append(Command(node.describe(), False, start, perf_counter_ns()))
+        return Status.SUCCESS
+
+    def _call(self, steps: Iterator[Step], count: int | None) -> None:
+        """Call the next steps, or all."""
         try:
-            if abort is None and commands is None:
-                for step in steps:
-                    step()
-            else:
-                for node, count in zip(self.nodes, self.counts, strict=True):
-                    if abort is not None and abort():
-                        return Status.ABORTED
-                    start = perf_counter_ns()
-                    for step in islice(steps, count):
-                        step()
-                    if commands is not None and count:
-                        commands.append(Command(node.describe(), False, start, perf_counter_ns()))
+            for step in islice(steps, count):
+                step()
         except Exception as error:
             what = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
             failed = self._node_of(len(self.steps) - length_hint(steps) - 1)
             raise BackendError(f"{self.backend.name} failed to compute {failed}: {what}") from error
-        return Status.SUCCESS
 
     def _node_of(self, step: int) -> str:
         """Describe the node of a step: the one that counts it, with those before it that run tile by tile."""

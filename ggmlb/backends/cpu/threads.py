@@ -70,6 +70,10 @@ class Threads:
             self._work.put(None)
         self._begin()
 
+    def __del__(self) -> None:
+        for _ in range(self._n_started):
+            self._work.put(None)
+
     def _begin(self) -> None:
         self._work: SimpleQueue[Iterator[Steps] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()

@@ -74,12 +74,20 @@ class Pool:
                 worker.bell.release()
 
     def free(self) -> None:
-        """End the threads."""
-        self._control[driver.STATE + 1] = 1
-        if self._n_forks == fate.n_forks:
-            for worker in self._workers:
-                worker.end()
+        """End the threads, and wait for them."""
+        workers = self._workers if self._n_forks == fate.n_forks else []
+        self._end()
+        for worker in workers:
+            worker.thread.join()
         self._begin()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._control[driver.STATE + 1] = 1
+        for worker in self._workers:
+            worker.end()
 
 
 class _Worker:
@@ -93,25 +101,20 @@ class _Worker:
         self.ends = False
         self.bell = allocate_lock()
         self.bell.acquire()
-        self._thread = Thread(target=self._work, name="ggmlb-numba", daemon=True)
-        self._thread.start()
+        self.thread = Thread(target=self._work, name="ggmlb-numba", daemon=True)
+        self.thread.start()
 
     def _work(self) -> None:
         address = self._control.ctypes.data
         while not self.ends:
             self._serve(address, self._number, SPINS, 0)
             self.sleeps = True
-            self.bell.acquire()
+            if not self.ends:  # else nobody may ring any more
+                self.bell.acquire()
 
     def end(self) -> None:
-        """Let the thread end, and wait for it."""
+        """Let the thread end."""
         self.ends = True
         if self.sleeps:
             self.sleeps = False
             self.bell.release()
-        self._thread.join(0.001)
-        while self._thread.is_alive():
-            if self.sleeps:
-                self.sleeps = False
-                self.bell.release()
-            self._thread.join(0.001)
