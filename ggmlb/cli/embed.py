@@ -11,13 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ggmlb.cli.frame import progress_bar
-from ggmlb.cli.options import (
-    DevicesOption,
-    LayersOption,
-    ModelOption,
-    device_names,
-    layers_by_device,
-)
+from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
 from ggmlb.errors import ArgumentError
 
 

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggmlb.errors import ArgumentError, BackendError, BoundsError
-from ggmlb.interface.data import (
-    Bytes,
-    Pieces,
-    Source,
-    as_bytes,
-    first_bytes,
-    whole_bytes,
-    writable_bytes,
-)
+from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, whole_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
 

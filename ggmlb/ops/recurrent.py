@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
-from ggmlb.ops.base import (
-    OpBase,
-    fail_arg,
-    fail_contiguous,
-    fail_shape,
-    require_contiguous,
-    require_type,
-)
+from ggmlb.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape, require_contiguous, require_type
 
 if TYPE_CHECKING:
     from ggmlb.tensor import Ne, Tensor

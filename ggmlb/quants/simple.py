@@ -21,16 +21,7 @@ from ggmlb.quants.codec import (
     runs,
     split,
 )
-from ggmlb.quants.columns import (
-    codes_of,
-    magnitude,
-    pack,
-    peak,
-    put,
-    ratio,
-    round_away,
-    total,
-)
+from ggmlb.quants.columns import codes_of, magnitude, pack, peak, put, ratio, round_away, total
 
 # -- reading ---------------------------------------------------------------------------------------------
 

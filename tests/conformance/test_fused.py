@@ -15,15 +15,7 @@ from fusable import DecodeLayer, RandomGraph
 from golden import CASES
 from gpus import CARD, NUMBA, PLAYED, first
 
-from ggmlb import (
-    Context,
-    DType,
-    Graph,
-    GraphAllocator,
-    Scheduler,
-    alloc_ctx_tensors,
-    init_by_name,
-)
+from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
 from ggmlb.enums import NO_OPS
 from ggmlb.fusion import Group, fuse

@@ -11,13 +11,7 @@ pytest.importorskip("llvmlite")
 
 from collections.abc import Iterator
 
-from ggmlb import (
-    Context,
-    DType,
-    Graph,
-    GraphAllocator,
-    alloc_ctx_tensors,
-)
+from ggmlb import Context, DType, Graph, GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.numba import backend_reg
 from ggmlb.backends.numba.backend import NumbaBackend
 from ggmlb.backends.numba.kernels.strip import FIELDS

@@ -5,13 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
-from ggmlb.backends.cuda.buffer import (
-    CudaBuffer,
-    can_pitch,
-    queue_copy,
-    queue_read_2d,
-    queue_write_2d,
-)
+from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy, queue_read_2d, queue_write_2d
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors, guard

@@ -11,14 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.numba.kernels.blocks import FORMS
-from ggmlb.backends.numba.llvm.simd import (
-    SIZES,
-    exp,
-    expm1,
-    greatest,
-    load_floats,
-    total,
-)
+from ggmlb.backends.numba.llvm.simd import SIZES, exp, expm1, greatest, load_floats, total
 from ggmlb.backends.numba.llvm.value import F32, I8, I32, Value, vec
 
 if TYPE_CHECKING:
