@@ -10,7 +10,7 @@ from operands import call, operand
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
-from ggmlb.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, TriType, UnaryOp
+from ggmlb.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, UnaryOp
 from ggmlb.graph import Graph
 from ggmlb.ops import PARAMS
 from ggmlb.ops.custom import N_TASKS_MAX
@@ -114,55 +114,26 @@ def test_glu_shortcut(name):
 @pytest.mark.parametrize(
     ("fn", "args", "dtype", "ne"),
     [
-        ("add", ("f16[4,3]", "[4,3]"), "f16", (4, 3, 1, 1)),
         ("add_cast", ("q4_0[32,3]", "[32,3]", "f32"), "f32", (32, 3, 1, 1)),
-        ("mul_mat", ("q8_0[64,5,2]", "[64,7,4,3]"), "f32", (5, 7, 4, 3)) ,
-        ("mul_mat", ("f16[4,3]", "f16[4,2]"), "f32", (3, 2, 1, 1)),
-        ("mul_mat_id", ("f16[4,3,8]", "[4,1,6]", "i32[2,6]"), "f32", (3, 2, 6, 1)),
-        ("out_prod", ("[4,3]", "[5,3,2]"), "f32", (4, 5, 2, 1)),
-        ("get_rows", ("q6_K[256,9,3]", "i32[2,3]"), "f32", (256, 2, 3, 1)),
-        ("get_rows", ("i32[4,9]", "i32[2]"), "i32", (4, 2, 1, 1)),
-        ("get_rows", ("f16[4,9]", "i32[2]"), "f32", (4, 2, 1, 1)),
-        ("get_rows_back", ("f16[4,3]", "i32[3]", "f16[4,9]"), "f32", (4, 9, 1, 1)),
-        ("argmax", ("[4,3]",), "i32", (3, 1, 1, 1)),
         ("argsort", ("f16[4,3,2]", 0), "i32", (4, 3, 2, 1)),
-        ("top_k", ("[9,3,2]", 4), "i32", (4, 3, 2, 1)),
-        ("count_equal", ("i32[4,3]", "i32[4,3]"), "i64", (1, 1, 1, 1)),
-        ("sum", ("f16[4,3]",), "f16", (1, 1, 1, 1)),
         ("sum_rows", ("f16[4,3,2]",), "f16", (1, 3, 2, 1)),
         ("mean", ("f16[4,3,2]",), "f32", (1, 3, 2, 1)),
-        ("repeat", ("f16[2,3]", "[4,3,5]"), "f16", (4, 3, 5, 1)),
         ("repeat_4d", ("f16[2,3]", 4, 3, 5, 2), "f16", (4, 3, 5, 2)),
         ("repeat_back", ("f16[4,3,5]", "[2,3]"), "f16", (2, 3, 1, 1)),
         ("concat", ("q8_0[32,3]", "q8_0[32,2]", 1), "q8_0", (32, 5, 1, 1)),
         ("cast", ("[32,3].T", "q8_0"), "q8_0", (32, 3, 1, 1)),
-        ("cont_4d", ("[4,6].T", 2, 3, 4, 1), "f32", (2, 3, 4, 1)),
-        ("cross_entropy_loss", ("[4,3]", "[4,3]"), "f32", (1, 1, 1, 1)),
         ("flash_attn_ext", ("[8,3,4,2]", "f16[8,5,2,2]", "f16[6,5,2,2]"), "f32", (6, 4, 3, 2)),
         ("flash_attn_back", ("[8,3,4]", "[8,5,2]", "[5,8,2]", "[8,3,4]", True), "f32", (256, 1, 1, 1)),
         ("arange", (0.0, 1.0, 0.1), "f32", (10, 1, 1, 1)),
         ("arange", (2.0, 9.5, 2.0), "f32", (4, 1, 1, 1)),
-        ("diag", ("[4,1,3]",), "f32", (4, 4, 3, 1)),
-        ("tri", ("[4,4,3]", TriType.UPPER), "f32", (4, 4, 3, 1)),
         ("timestep_embedding", ("[5]", 33, 10000), "f32", (33, 5, 1, 1)),
-        ("im2col", ("f16[3,2,4,5]", "[8,7,4,2]", 2, 1, 1, 0, 1, 2, True, "f16"), "f16", (24, 4, 5, 2)),
         ("im2col", ("f16[3,4,5]", "[8,4,2]", 2, 0, 1, 0, 1, 0, False, "f32"), "f32", (12, 4, 2, 1)),
-        ("im2col_3d", ("f16[3,3,2,4]", "[8,7,6,2]", 2, 1, 1, 1, 0, 0, 0, 1, 1, 1), "f16", (36, 6, 5, 5)),
         ("pool_1d", ("f16[7,3]", OpPool.AVG, 2, 2, 1), "f32", (4, 3, 1, 1)),
-        ("pool_2d", ("f16[7,6,3]", OpPool.MAX, 3, 2, 2, 2, 1.0, 0.0), "f32", (4, 3, 3, 1)),
-        ("upscale", ("[4,3,2]", 3, ScaleMode.NEAREST), "f32", (12, 9, 2, 1)),
-        ("upscale_ext", ("[4,3]", 5, 2, 3, 1, ScaleMode.BILINEAR), "f32", (5, 2, 3, 1)),
-        ("ssm_conv", ("[8,6,2]", "[4,6]"), "f32", (6, 5, 2, 1)),
-        ("win_part", ("[4,5,7]", 3), "f32", (4, 3, 3, 6)),
-        ("win_unpart", ("[4,3,3,6]", 5, 7, 3), "f32", (4, 5, 7, 1)),
-        ("get_rel_pos", ("f16[4,7]", 4, 4), "f16", (4, 4, 4, 1)),
-        ("conv_transpose_1d", ("f16[3,4,2]", "[8,2]", 2, 0, 1), "f32", (17, 4, 1, 1)),
-        ("conv_transpose_2d_p0", ("f16[3,2,4,5]", "[8,7,5,2]", 2), "f32", (17, 14, 4, 2)),
         ("col2im_1d", ("bf16[6,4]", 2, 3, 1), "bf16", (6, 3, 1, 1)),
         ("custom_4d", ("i32", 4, 3, 2, 1, (), _nothing), "i32", (4, 3, 2, 1)),
     ],
 )  # fmt: skip
-def test_result(fn, args, dtype, ne):
+def test_result_where_no_golden_program_reaches(fn, args, dtype, ne):
     node = call(Context(), fn, args)
     assert (node.dtype, node.ne) == (DType.parse(dtype), ne)
     assert node.is_contiguous()
