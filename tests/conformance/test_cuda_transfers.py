@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
-from gpus import CUDA, device_fixture, hold_up, leaf, scaled
+from gpus import CUDA, device_fixture, first, hold_up, leaf, scaled
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
@@ -270,6 +271,36 @@ def test_a_callers_memory_stays_pinned_while_a_transfer_uses_it(
     gc.collect()
     assert not device.host_buffer_type.registrations.pages
     assert np.array_equal(t.to_numpy(), memory)
+
+
+def test_a_stream_that_is_dropped_leaves_when_its_work_is_done() -> None:
+    device = first("played")
+    driver: Any = device.driver
+    kept = device.init_backend()
+    a, _, _ = scaled(kept)
+    a.set(np.zeros(1000, np.float32))
+    before = driver.leftovers()
+    for _ in range(3):
+        dropped = device.init_backend()
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (1000, 64))
+        graph = Graph().build_forward_expand(ctx.sqr(ctx.mul_mat(x, x)))
+        with alloc_ctx_tensors(ctx, dropped):
+            for _ in range(3):
+                dropped.graph_compute_async(graph)
+        dropped.event_record(device.event_new())
+        data = np.full(1000, 7, np.float32)
+        dropped.set_tensor_async(a, data)
+        array = weakref.ref(data)
+        del dropped, data
+        assert array() is not None, "the copy is still queued"
+        assert (a.to_numpy() == 7).all(), "a read is ordered after the work of a stream that was dropped"
+        kept.synchronize()
+        kept.synchronize()
+        assert array() is None
+    del ctx, graph, x
+    kept.synchronize()
+    assert driver.leftovers() == before
 
 
 def test_arrays_within_locked_memory_share_its_lock(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +12,7 @@ from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors, guard
 from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.lowering import takes
+from ggmlb.backends.cuda.memory import Remains
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.backends.cuda.work import Arena, allocate
@@ -54,10 +56,14 @@ class CudaBackend(Backend):
         with cuda_errors(self._driver, f"open a stream on {device.name}"):
             self.stream = Stream(self._driver, device.index)
         self.arena = Arena()
-        self._blas: tuple[CuBlas, CudaBuffer] | None = None
         self.idle_graphs = IdleGraphs(self._driver, device.index)
-        # CUDA does not know about Python's arrays: each is kept until an event says that it is not used.
-        self._held: list[tuple[int, Bytes]] = []
+        # CUDA does not know about Python's arrays: each is kept until an event says that it is not used, also
+        # if this backend is dropped with work in its stream.
+        self._remains = Remains(self._driver, self.stream, self.idle_graphs)
+        self._held = self._remains.held
+        give_back = device.memory_pool.give_back
+        self._leave = weakref.finalize(self, give_back, self._remains, (self.stream,))
+        self._leave.atexit = False
         self._last_plan: CudaPlan | None = None
         self.clock: Clock | None = None
         self.helpers = Helpers()
@@ -65,11 +71,11 @@ class CudaBackend(Backend):
     @property
     def blas(self) -> CuBlas:
         """The stream's cuBLAS handle, made when a plan first needs one; it and its workspace live as long."""
-        if self._blas is None:
+        if self._remains.blas is None:
             workspace = allocate(self, WORKSPACE_NBYTES)
             blas = CuBlas(self.device.blas_library(), workspace.address, workspace.size)
-            self._blas = blas, workspace
-        return self._blas[0]
+            self._remains.blas = blas, workspace
+        return self._remains.blas[0]
 
     @property
     def streams(self) -> tuple[Backend, ...]:
@@ -260,10 +266,6 @@ class CudaBackend(Backend):
     def _free(self) -> None:
         self._last_plan = None
         self.helpers.free()
-        blas, self._blas = self._blas, None
+        self._leave.detach()
         with cuda_errors(self._driver, f"close the stream of {self.name}"):
-            self.idle_graphs.close()
-            if blas is not None:
-                with self.device.on():
-                    blas[0].close()
-            self.stream.free()
+            self._remains.close()

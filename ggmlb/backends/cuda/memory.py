@@ -8,8 +8,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ggmlb.backends.cuda.buffer import CudaBuffer
+    from ggmlb.backends.cuda.cublas import CuBlas
     from ggmlb.backends.cuda.driver import Driver
+    from ggmlb.backends.cuda.graphs import IdleGraphs
     from ggmlb.backends.cuda.stream import Stream
+    from ggmlb.interface.data import Bytes
 
 
 class Lent:
@@ -19,6 +23,34 @@ class Lent:
 
     def __init__(self, owner: object) -> None:
         self.owner = owner
+
+
+class Remains:
+    """What a stream needs until its work is done, and what is released after it.
+
+    Attributes:
+        held: Host arrays of transfers, each with an event behind its transfer.
+        blas: A cuBLAS handle, and its workspace.
+    """
+
+    def __init__(self, driver: Driver, stream: Stream, idle_graphs: IdleGraphs) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._idle_graphs = idle_graphs
+        self.held: list[tuple[int, Bytes]] = []
+        self.blas: tuple[CuBlas, CudaBuffer] | None = None
+
+    def close(self) -> None:
+        """Release all; the work is done."""
+        for event, _ in self.held:
+            self._stream.unmark(event)
+        self.held.clear()
+        self._idle_graphs.close()
+        blas, self.blas = self.blas, None
+        if blas is not None:
+            with self._driver.on(self._stream.device):
+                blas[0].close()
+        self._stream.free()
 
 
 class DeviceMemory:
@@ -32,8 +64,9 @@ class DeviceMemory:
         self._driver = driver
         self._device = device
         self._lock = threading.Lock()
-        self._dropped: deque[tuple[int | Lent, tuple[Stream, ...]]] = deque()
-        self._leaving: list[tuple[int | Lent, list[tuple[Stream, int]]]] = []
+        self._dropped: deque[tuple[int | Lent | Remains, tuple[Stream, ...]]] = deque()
+        self._leaving: list[tuple[int | Lent | Remains, list[tuple[Stream, int]]]] = []
+        self._events: deque[int] = deque()
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of `nbytes`; where there is no room, wait for what is leaving and try once more.
@@ -53,19 +86,29 @@ class DeviceMemory:
             driver.trim()
             return driver.malloc(nbytes)
 
-    def give_back(self, memory: int | Lent, streams: Iterable[Stream]) -> None:
-        """Release memory, by its address or its owner, once the work now queued on the streams is done."""
+    def give_back(self, memory: int | Lent | Remains, streams: Iterable[Stream]) -> None:
+        """Release memory, by its address or its owner, once the work now queued on the streams is done.
+
+        A stream that was dropped, and not freed, leaves its remains.
+        """
         users = tuple(streams)
         if users or not isinstance(memory, Lent):
             self._dropped.append((memory, users))
 
+    def give_back_event(self, event: int) -> None:
+        """Release an event that was dropped."""
+        self._events.append(event)
+
     def sweep(self, wait: bool = False) -> None:
         """Free what no work uses any more; with `wait`, all that was given back."""
-        if not self._dropped and not self._leaving:
+        if not self._dropped and not self._leaving and not self._events:
             return
         driver = self._driver
         lent = []  # what becomes of it is its owner's code, which runs without the lock
+        remains = []
         with self._lock, driver.on(self._device):
+            while self._events:
+                driver.event_free(self._events.popleft())
             while self._dropped:
                 memory, streams = self._dropped.popleft()
                 marks = [(stream, stream.mark()) for stream in streams if stream.handle]
@@ -80,6 +123,8 @@ class DeviceMemory:
                     continue
                 if isinstance(memory, Lent):
                     lent.append(memory)
+                elif isinstance(memory, Remains):
+                    remains.append(memory)
                 else:
                     driver.free(memory)
                 for stream, event in marks:
@@ -88,4 +133,6 @@ class DeviceMemory:
                     else:
                         driver.event_free(event)
             self._leaving = still
+        for each in remains:
+            each.close()
         lent.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,8 @@ class CudaEvent(Event):
         super().__init__(device)
         with cuda_errors(device.driver, f"make an event on {device.name}"), device.on():
             self.handle = device.driver.event_new()
+        self._leave = weakref.finalize(self, device.memory_pool.give_back_event, self.handle)
+        self._leave.atexit = False
 
     def _synchronize(self) -> None:
         device = self.device
@@ -89,5 +92,6 @@ class CudaEvent(Event):
 
     def _free(self) -> None:
         device = self.device
+        self._leave.detach()
         with cuda_errors(device.driver, f"free an event of {device.name}"), device.on():
             device.driver.event_free(self.handle)
