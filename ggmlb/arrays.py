@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,8 @@ from ggmlb import registry
 from ggmlb.dtypes import DType
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, DTypeError, ShapeError
+from ggmlb.interface import Buffer
 from ggmlb.tensor import Ne, Tensor, contiguous_nb
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Buffer
 
 DL_CPU = 1
 """DLPack's number for host memory (kDLCPU)."""

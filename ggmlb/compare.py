@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,9 @@ from ggmlb.context import Context
 from ggmlb.enums import VIEW_OPS, Op, Status
 from ggmlb.errors import ArgumentError
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_copy
+from ggmlb.interface import Backend, tensor_copy
 from ggmlb.lifetime import Freeable
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class GraphCopy(Freeable):

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb import quants
 from ggmlb.errors import DTypeError, ShapeError, did_you_mean
-
-if TYPE_CHECKING:
-    from ggmlb.quants.codec import Codec
+from ggmlb.quants.codec import Codec
 
 
 class DType(IntEnum):

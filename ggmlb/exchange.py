@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.dtypes import DType
 from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError
 
 if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
     from ggmlb.interface import Buffer
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import dtypes
+from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import NotAllocatedError, ShapeError
 from ggmlb.exchange import ArrayProtocols, real_numbers
 
 if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
     from ggmlb.interface import Buffer
 
 Ne = tuple[int, int, int, int]

@@ -17,14 +17,12 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from ggmlb.interface import Command, observe
+from ggmlb.interface import Backend, Command, GraphPlan, Queue, observe
 from ggmlb.interface.observe import Action, Observer
 from ggmlb.timeline import timeline_svg
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ggmlb.interface import Backend, GraphPlan, Queue
 
 HOST: Final = 0
 COMPUTE, COPIES = 0, 1

@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import TensorAllocator, padded
+from ggmlb.context import Context
 from ggmlb.errors import ArgumentError, kind_of
 from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
-
-if TYPE_CHECKING:
-    from ggmlb.context import Context
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 def alloc_ctx_tensors(

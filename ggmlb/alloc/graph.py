@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from ggmlb.alloc.memory import BufferIds, Memories
 from ggmlb.alloc.numbering import Numbering
@@ -12,14 +11,11 @@ from ggmlb.alloc.plan import Plan, make_plan
 from ggmlb.alloc.topology import Topology
 from ggmlb.enums import TensorFlag
 from ggmlb.errors import ArgumentError, GraphError
-from ggmlb.interface import BufferType
+from ggmlb.graph import Graph
+from ggmlb.interface import Buffer, BufferType
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
-
-if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Buffer
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 MAX_PLANS = 8
 """Plans that are kept: a program rarely alternates between more topologies."""

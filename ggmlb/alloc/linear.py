@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.errors import AllocationError
-from ggmlb.interface import tensor_alloc
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Buffer
-    from ggmlb.tensor import Tensor
+from ggmlb.interface import Buffer, tensor_alloc
+from ggmlb.tensor import Tensor
 
 
 def padded(nbytes: int, alignment: int) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ggmlb.alloc.linear import padded
 from ggmlb.enums import BufferUsage
 from ggmlb.interface import Buffer, BufferType
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 BufferIds = Sequence[int]
 """Index of a buffer type for each tensor of a topology, by its number."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.tensor import Tensor
+from ggmlb.graph import Graph
+from ggmlb.tensor import Tensor
 
 
 class Numbering:

@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.enums import BufferUsage, TensorFlag
+from ggmlb.enums import BufferUsage, Op, TensorFlag
 from ggmlb.errors import FreedError
+from ggmlb.interface import Buffer
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.alloc.numbering import Numbering
-    from ggmlb.enums import Op
-    from ggmlb.interface import Buffer
-    from ggmlb.tensor import Tensor
 
 TopologyKey = tuple[Any, ...]
 

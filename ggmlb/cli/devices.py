@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console
-from ggmlb.cli.options import JsonOption  # noqa: TC001 (typer reads the annotations)
+from ggmlb.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from ggmlb.cli.plain import Found

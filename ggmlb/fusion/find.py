@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from ggmlb import env
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, BufferUsage, Op, TensorFlag
 from ggmlb.fusion.group import IN_PLACE, PATTERNS, Group, Part, Pattern
+from ggmlb.graph import Graph
 from ggmlb.placement import overlap, same_place
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.graph import Graph
 
 Takes = Callable[["Group"], bool]
 """Says whether a backend computes a group."""

@@ -7,21 +7,19 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import NO_OPS
+from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
-from ggmlb.graph import need_graph
+from ggmlb.graph import Graph, need_graph
 from ggmlb.interface.observe import QUIET, Action, observers
 from ggmlb.interface.queue import Queue
 from ggmlb.interface.turns import Turns
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.enums import Status
-    from ggmlb.graph import Graph
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.device import Device
     from ggmlb.interface.plan import GraphPlan
-    from ggmlb.tensor import Tensor
 
 AbortCallback = Callable[[], bool]
 """Asked between steps; `True` stops the computation with `Status.ABORTED`."""

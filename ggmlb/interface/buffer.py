@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError, readable_size
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading
 from ggmlb.interface.storage import Storage, check_byte
 from ggmlb.placement import placement_clock
+from ggmlb.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
     from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Ne, Tensor
 
 
 class Buffer(Storage):

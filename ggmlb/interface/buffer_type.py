@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ggmlb.errors import AllocationError, ArgumentError
 from ggmlb.interface.observe import Action, observers
 from ggmlb.lifetime import Unique
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.device import Device
-    from ggmlb.tensor import Tensor
 
 
 class BufferType(Unique, ABC):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.errors import ArgumentError, BoundsError, kind_of
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 

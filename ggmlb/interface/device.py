@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, BackendError, readable_size
 from ggmlb.lifetime import Unique
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.enums import DeviceType
     from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.event import Event
-    from ggmlb.tensor import Tensor
 
 API_VERSION = 1
 """Version of the interfaces in this package; a registration states the one it was written for."""

@@ -8,10 +8,10 @@ import numpy as np
 
 from ggmlb.interface.buffer import Buffer
 from ggmlb.interface.buffer_type import BufferType
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
 
 ALIGNMENT: Final = 64
 """Bytes: a cache line, and the widest vector register."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.enums import BufferUsage
 from ggmlb.errors import ArgumentError
 from ggmlb.interface.buffer import Buffer
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.enums import BufferUsage
     from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
 
 
 class PartedBuffer(Buffer):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy.typing as npt
 
 from ggmlb.enums import ALSO_WRITTEN, NO_OPS
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.event import Event
     from ggmlb.interface.plan import GraphPlan
     from ggmlb.interface.queue import Queue
-    from ggmlb.tensor import Tensor
 
 
 class Access(NamedTuple):

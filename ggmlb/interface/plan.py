@@ -6,12 +6,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.errors import FreedError
+from ggmlb.graph import Graph
 from ggmlb.placement import placement_clock
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
     from ggmlb.interface.backend import Backend
-    from ggmlb.tensor import Tensor
 
 
 class GraphPlan:

@@ -10,6 +10,7 @@ from ggmlb.errors import BackendError, GraphError
 from ggmlb.interface.data import Pieces, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ggmlb.interface.device import Device
     from ggmlb.interface.event import Event
     from ggmlb.interface.timing import Command
-    from ggmlb.tensor import Tensor
 
 
 class Queue(Freeable):

@@ -12,11 +12,11 @@ from ggmlb.errors import ArgumentError, BackendError, BoundsError
 from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, whole_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.lifetime import Freeable
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.observe import Access
     from ggmlb.interface.queue import Queue
-    from ggmlb.tensor import Tensor
 
 
 class Storage(Freeable):

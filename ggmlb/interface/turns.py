@@ -9,11 +9,10 @@ from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ggmlb.errors import GraphError
+from ggmlb.lifetime import Freeable
 from ggmlb.process import after_fork, fate
 
 if TYPE_CHECKING:
-    from ggmlb.lifetime import Freeable
-
     Arg = TypeVar("Arg")
     Result = TypeVar("Result")
 

@@ -7,13 +7,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from ggmlb.enums import Status
-from ggmlb.interface import Backend
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, GraphPlan
 from ggmlb.meta.plan import MetaPlan
 from ggmlb.meta.reduce import Communicator
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import GraphPlan
     from ggmlb.meta.device import MetaDevice
 
 

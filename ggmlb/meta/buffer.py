@@ -13,13 +13,13 @@ from ggmlb.alloc import alloc_tensors
 from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError
 from ggmlb.interface import Buffer, BufferType, PartedBuffer
+from ggmlb.interface.data import Bytes
 from ggmlb.meta.layout import slice_of
 from ggmlb.meta.state import MIRRORED, checked
 from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor, contiguous_nb
 
 if TYPE_CHECKING:
-    from ggmlb.interface.data import Bytes
     from ggmlb.meta.device import MetaDevice
     from ggmlb.meta.state import SplitState
 

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError
-from ggmlb.interface import BackendReg, Caps, Device
+from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device
 from ggmlb.meta.backend import MetaBackend
 from ggmlb.meta.buffer import MetaBuffer, MetaBufferType
 from ggmlb.meta.layout import slices_of_view
 from ggmlb.meta.rules import outcome, whole
 from ggmlb.meta.state import MIRRORED, PARTIAL
 from ggmlb.placement import placement_clock
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Backend, BufferType
     from ggmlb.meta.rules import Outcome
     from ggmlb.meta.state import SplitState
-    from ggmlb.tensor import Tensor
 
     GetSplitState = Callable[[Tensor], SplitState]
 

@@ -8,14 +8,11 @@ stays inside a unit with the rest; on a device, only the first two kinds change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ggmlb.dtypes import DType
 from ggmlb.meta.state import SplitAxis, SplitState
-from ggmlb.tensor import contiguous_nb
-
-if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
-    from ggmlb.tensor import Ne
+from ggmlb.tensor import Ne, contiguous_nb
 
 
 class Slice(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.enums import ALSO_WRITTEN, NO_OPS, TensorFlag
 from ggmlb.graph import Graph
-from ggmlb.interface import GraphPlan
+from ggmlb.interface import Backend, Buffer, GraphPlan
 from ggmlb.meta import rules
 from ggmlb.meta.buffer import MetaBuffer
 from ggmlb.meta.layout import slices_of_view
@@ -17,7 +17,6 @@ from ggmlb.meta.state import PARTIAL
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Backend, Buffer
     from ggmlb.meta.backend import MetaBackend
     from ggmlb.meta.reduce import AllReduce
     from ggmlb.meta.state import SplitState

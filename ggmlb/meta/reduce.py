@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggmlb.enums import Op
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_copy_async
+from ggmlb.interface import Backend, Buffer, tensor_copy_async
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend, Buffer
 
 
 class Communicator:

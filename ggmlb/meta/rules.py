@@ -8,13 +8,11 @@ So where no rule speaks, or a rule returns `None`, all operands are gathered, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ggmlb.enums import Op, RopeType
 from ggmlb.meta.state import MIRRORED, PARTIAL, SplitState
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 States = Sequence[SplitState]
 """Of the operands; absent ones count as mirrored."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ggmlb.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class SplitAxis(IntEnum):

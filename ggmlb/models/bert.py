@@ -19,11 +19,11 @@ from ggmlb.errors import ModelError
 from ggmlb.graph import Graph
 from ggmlb.meta import SplitAxis, SplitState, split_evenly
 from ggmlb.models.weights import Source
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.models.folder import ModelFolder
     from ggmlb.models.tokens import Tokens
-    from ggmlb.tensor import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Context, Tensor], Tensor]] = {
     "gelu": Context.gelu_erf,

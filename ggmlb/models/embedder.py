@@ -17,6 +17,7 @@ from ggmlb import registry
 from ggmlb.dtypes import DType
 from ggmlb.enums import DeviceType
 from ggmlb.errors import ArgumentError, FreedError
+from ggmlb.interface import Backend, BufferType
 from ggmlb.meta import meta_device
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.folder import ModelFolder
@@ -27,8 +28,6 @@ from ggmlb.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ggmlb.interface import Backend, BufferType
 
 Progress = Callable[[int, int], None]
 """`progress(n_done, n_texts)`, called after each batch."""

@@ -13,12 +13,11 @@ from ggmlb.alloc import alloc_ctx_tensors, override_for
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
-from ggmlb.interface import Backend, Buffer, tensor_alloc
+from ggmlb.interface import Backend, Buffer, BufferType, tensor_alloc
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import BufferType
     from ggmlb.models.tensor_file import TensorFile
-    from ggmlb.tensor import Tensor
 
 
 class Source(NamedTuple):

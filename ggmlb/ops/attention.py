@@ -6,17 +6,13 @@ FLASH_ATTN_EXT has `src = (q, k, v, mask, sinks)`, the last two None where absen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, Prec
 from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.ops.matmul import can_mul_mat
 from ggmlb.ops.softmax import add_sinks
 from ggmlb.placement import placement_clock
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class AttentionOps(OpBase):

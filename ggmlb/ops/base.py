@@ -10,15 +10,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from operator import index
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import ArgumentError, DTypeError, ShapeError, did_you_mean
 from ggmlb.ops.misuse import explained
 from ggmlb.tensor import Ne, Tensor, can_repeat
-
-if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 E = TypeVar("E", bound=IntEnum)

@@ -6,16 +6,12 @@ ARANGE has the params `start, stop, step`; FILL `value`; TRI `type` (a `TriType`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TriType
 from ggmlb.ops.base import OpBase, as_enum, fail_arg, fail_shape, require_contiguous, require_type
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class ConstantOps(OpBase):

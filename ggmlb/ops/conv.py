@@ -8,7 +8,6 @@ d1, is_2d`; IM2COL_3D `s0..s2, p0..p2, d0..d2, ic`; COL2IM_1D `s0, oc, p0`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -17,9 +16,7 @@ from ggmlb.ops.conv_direct import places
 from ggmlb.ops.copy import CopyOps
 from ggmlb.ops.matmul import MatmulOps
 from ggmlb.ops.views import ViewOps
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class ConvOps(CopyOps, MatmulOps, ViewOps):

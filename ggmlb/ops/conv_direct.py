@@ -8,14 +8,11 @@ d1`; CONV_3D `s0..s2, p0..p2, d0..d2, c, n, oc`; CONV_TRANSPOSE_1D `s0, p0, d0`;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_shape
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class ConvDirectOps(OpBase):

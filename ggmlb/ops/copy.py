@@ -6,15 +6,11 @@ a view of the second. SET has `nb1, nb2, nb3, offset, inplace`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_dtype, fail_shape
 from ggmlb.ops.binary import window_params
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor
 
 
 class CopyOps(OpBase):

@@ -16,14 +16,12 @@ A function may compute on any backend but the one that calls it, which is in the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, full_ne
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 N_TASKS_MAX: Final = -1
 """`n_tasks` for as many tasks as the backend has threads (GGML_N_TASKS_MAX)."""

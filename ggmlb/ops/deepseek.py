@@ -6,14 +6,11 @@ DSV4_HC_COMB has the params `eps, n_iter`; the others have none.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_shape, require_type
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor
 
 
 class DeepSeekOps(OpBase):

@@ -6,15 +6,13 @@ MUL_MAT has the params `prec` (a `Prec`) and `hint` (a `Hint`). MUL_MAT_ID and O
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Hint, Op, Prec
 from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.placement import placement_clock
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}
 _MUST = "not transposed"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, require_same_shape
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class NormOps(OpBase):

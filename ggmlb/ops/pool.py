@@ -6,14 +6,10 @@ p1`: kernel, stride and padding along width (0) and height (1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, OpPool
 from ggmlb.ops.base import OpBase, as_enum, fail_arg, fail_shape
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class PoolOps(OpBase):

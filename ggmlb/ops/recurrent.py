@@ -6,14 +6,10 @@ The others have none. Results pack the outputs and the new states into one f32 t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape, require_contiguous, require_type
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor
 
 
 class RecurrentOps(OpBase):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_dtype, require_same_shape
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class ReduceOps(OpBase):

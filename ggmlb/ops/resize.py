@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, ScaleFlag, ScaleMode
 from ggmlb.ops.base import OpBase, as_enum, fail_arg, full_ne, require_type
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor
 
 
 class ResizeOps(OpBase):

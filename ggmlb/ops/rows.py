@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, divides, fail_contiguous, fail_dtype, fail_shape
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 _ROWS = "contiguous within its rows"
 

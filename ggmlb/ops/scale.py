@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_contiguous
 from ggmlb.ops.binary import is_padded_1d
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class ScaleOps(OpBase):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, SortOrder
 from ggmlb.ops.base import as_enum, fail_arg, fail_shape
 from ggmlb.ops.views import ViewOps
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class SelectOps(ViewOps):

@@ -7,7 +7,7 @@ has SOFT_MAX_BACK. DIAG_MASK_INF and DIAG_MASK_ZERO have `n_past`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
@@ -21,9 +21,7 @@ from ggmlb.ops.base import (
     require_same_shape,
 )
 from ggmlb.placement import placement_clock
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
 

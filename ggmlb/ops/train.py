@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, TensorFlag
 from ggmlb.ops.base import OpBase, fail_arg, fail_shape, require_same_shape, require_type
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class TrainOps(OpBase):

@@ -7,14 +7,12 @@ strides and `view_offs` of the node say all.
 from __future__ import annotations
 
 from operator import index
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ggmlb.enums import Op
 from ggmlb.errors import BoundsError
 from ggmlb.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor
 
 
 class ViewOps(OpBase):

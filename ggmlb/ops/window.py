@@ -5,14 +5,10 @@ WIN_PART has the params `npx, npy, w`; WIN_UNPART `w`; ADD_REL_POS `inplace`; GE
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.ops.base import OpBase, fail_arg, fail_shape, full_ne, require_contiguous, require_type
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class WindowOps(OpBase):

@@ -14,15 +14,13 @@ Source: ggml-backend-reg.cpp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 
+from ggmlb.interface import Buffer, BufferType
 from ggmlb.registry.catalogue import Unavailable
 from ggmlb.registry.registry import Registry
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Buffer, BufferType
 
 __all__ = [
     "Registry",

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ggmlb.enums import DeviceType
 from ggmlb.errors import BackendBroken, BackendError, BackendUnavailable, RegistryError
+from ggmlb.interface import BackendReg, Device
 
 if TYPE_CHECKING:
-    from ggmlb.interface import BackendReg, Device
     from ggmlb.registry.candidate import Candidate, Variant
 
 _TYPE_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.ACCEL, DeviceType.CPU, DeviceType.META)

@@ -16,13 +16,13 @@ from ggmlb.errors import (
     did_you_mean,
     kind_of,
 )
+from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.registry import discovery
 from ggmlb.registry.candidate import check_reg
 from ggmlb.registry.catalogue import Catalogue
 from ggmlb.registry.device_list import DeviceList
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Backend, BackendReg, Device
     from ggmlb.registry.candidate import Candidate
     from ggmlb.registry.catalogue import Unavailable
 

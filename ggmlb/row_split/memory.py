@@ -7,15 +7,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ggmlb.errors import ArgumentError
-from ggmlb.interface import Buffer, BufferType, PartedBuffer, tensor_alloc
+from ggmlb.interface import BackendReg, Buffer, BufferType, Device, PartedBuffer, tensor_alloc
+from ggmlb.interface.data import Bytes
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BackendReg, Device
-    from ggmlb.interface.data import Bytes
 
 ROUNDING: Final = 64
 """Rows of a device are a multiple of this, but the last one's, where there are enough: a tile of products."""

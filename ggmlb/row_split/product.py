@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ggmlb.context import Context
 from ggmlb.enums import Op
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_alloc, tensor_copy_async
+from ggmlb.interface import Backend, Buffer, Device, GraphPlan, tensor_alloc, tensor_copy_async
 from ggmlb.row_split.memory import SplitBuffer, are_any
-from ggmlb.tensor import Tensor
+from ggmlb.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Backend, Buffer, Device, GraphPlan
     from ggmlb.row_split.memory import Piece
-    from ggmlb.tensor import Ne
 
 
 def declines(node: Tensor) -> str | None:

@@ -6,10 +6,8 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 Clock = dict[int, int]
 """For each stream, the count of its actions up to which its work is known to be done."""

@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ggmlb.errors import SanitizerError
-from ggmlb.interface import observe
+from ggmlb.interface import Buffer, Event, Queue, observe
 from ggmlb.interface.observe import Access, Action, Observer
 from ggmlb.sanitizer.ranges import Clock, Ranges, Stamp
 from ggmlb.sanitizer.watches import Watches
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Buffer, Event, Queue
     from ggmlb.sanitizer.watches import Watch
 
 HOST: Final = 0

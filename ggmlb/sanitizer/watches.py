@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.interface import Buffer
+from ggmlb.interface.observe import Access
+from ggmlb.tensor import Ne
+
 if TYPE_CHECKING:
-    from ggmlb.interface import Buffer
-    from ggmlb.interface.observe import Access
     from ggmlb.sanitizer.ranges import Clock, Ranges, Stamp
-    from ggmlb.tensor import Ne
 
 Span = tuple[int, int]
 """Bytes of a buffer: from, up to."""

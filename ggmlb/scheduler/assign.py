@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from ggmlb.enums import BufferUsage, Op, TensorFlag
 from ggmlb.errors import GraphError, UnsupportedOpError
+from ggmlb.interface import Buffer, BufferType
 from ggmlb.scheduler.rules import Cause
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Buffer, BufferType
     from ggmlb.scheduler.rules import Rules
     from ggmlb.scheduler.signature import Signature
-    from ggmlb.tensor import Tensor
 
 # The causes of many tensors, looked up once: before Python 3.12, that costs as much as ten other steps.
 _PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW

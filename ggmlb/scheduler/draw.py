@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import readable_size
-from ggmlb.graph import dot_quoted
+from ggmlb.graph import Graph, dot_quoted
 from ggmlb.html import LINES, escape
+from ggmlb.interface import Backend
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Backend
     from ggmlb.scheduler.split import Split
-    from ggmlb.tensor import Tensor
 
 FILLS: Final = ("#dbe9fb", "#fde7c8", "#dff2d8", "#f3dcef", "#d8f1f0", "#f9dada")
 """What boxes are filled with, by the device's priority: pale tones of `LINES`."""

@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING
 
 from ggmlb.enums import Status, TensorFlag
 from ggmlb.errors import Error
-from ggmlb.interface import Backend, tensor_copy_async
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, Event, tensor_copy_async
 from ggmlb.scheduler.experts import ExpertCopies
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Event
     from ggmlb.scheduler.program import Program
     from ggmlb.scheduler.split import Split, SplitInput
 

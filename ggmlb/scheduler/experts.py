@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.errors import BackendError
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.scheduler.split import Split, SplitInput
-    from ggmlb.tensor import Tensor
 
 
 class ExpertCopies:

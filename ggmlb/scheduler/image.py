@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 from ggmlb.alloc.topology import Topology
 from ggmlb.enums import Op
 from ggmlb.graph import Graph
-from ggmlb.interface import Backend
+from ggmlb.interface import Backend, Buffer
 from ggmlb.scheduler.assign import UNKNOWN
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Buffer
     from ggmlb.scheduler.assign import Assignment
     from ggmlb.scheduler.signature import Signature
     from ggmlb.scheduler.split import Cut, Split

@@ -6,19 +6,19 @@ from collections import deque
 from itertools import compress
 from typing import TYPE_CHECKING
 
+from ggmlb.alloc import GraphAllocator
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import GraphError
+from ggmlb.graph import Graph
+from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.scheduler.assign import UNKNOWN, Assignment
 from ggmlb.scheduler.image import Image
 from ggmlb.scheduler.split import Cut
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.alloc import GraphAllocator
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Buffer, GraphPlan
     from ggmlb.scheduler.rules import Cause, Rules
     from ggmlb.scheduler.signature import Signature
-    from ggmlb.tensor import Tensor
 
 
 MAX_PROGRAMS = 8

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import readable_size
+from ggmlb.graph import Graph
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
     from ggmlb.scheduler.program import Program
     from ggmlb.scheduler.rules import Cause
     from ggmlb.scheduler.split import Split

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend, BufferType
+from ggmlb.interface import Backend, BufferType
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ggmlb.alloc import GraphAllocator
+from ggmlb.enums import Status
 from ggmlb.errors import ArgumentError, GraphError, kind_of
-from ggmlb.graph import need_graph
-from ggmlb.interface import Backend
+from ggmlb.graph import Graph, need_graph
+from ggmlb.interface import Backend, BufferType
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
 from ggmlb.sanitizer import start_sanitizer
@@ -19,11 +19,6 @@ from ggmlb.scheduler.rules import Rules
 from ggmlb.scheduler.shown import Shown
 from ggmlb.scheduler.signature import Signature
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.enums import Status
-    from ggmlb.graph import Graph
-    from ggmlb.interface import BufferType
 
 
 class Scheduler(Shown, Freeable):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import GraphError
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, GraphPlan
 from ggmlb.scheduler import draw
 from ggmlb.scheduler.report import Placement, placements, render
 from ggmlb.trace import Trace
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Backend, GraphPlan
     from ggmlb.scheduler.program import Program
     from ggmlb.scheduler.split import Split
 

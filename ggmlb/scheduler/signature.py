@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import copysign
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggmlb.alloc.numbering import Numbering
 from ggmlb.alloc.topology import PLACE_FLAGS, check_freed
 from ggmlb.enums import NO_OPS, BufferUsage
+from ggmlb.graph import Graph
+from ggmlb.interface import Buffer
 from ggmlb.placement import placement_clock
-
-if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Buffer
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class Signature(Numbering):

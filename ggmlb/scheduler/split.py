@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import BufferUsage, Op, TensorFlag
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, GraphPlan
 from ggmlb.scheduler.assign import UNKNOWN
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Backend, GraphPlan
     from ggmlb.scheduler.assign import Assignment
     from ggmlb.scheduler.image import Image
     from ggmlb.scheduler.signature import Signature

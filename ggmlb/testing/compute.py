@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError, one_line
+from ggmlb.interface import Backend, Device
 from ggmlb.lifetime import Freeable
 from ggmlb.registry import device_by_name
 from ggmlb.testing.devices import weight_memories
@@ -16,7 +17,6 @@ from ggmlb.testing.placing import WeightMemory, memory_of
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Backend, Device
     from ggmlb.testing.cases import KitCase
     from ggmlb.testing.guarded import Image, Memory
     from ggmlb.testing.programs import Built, Case

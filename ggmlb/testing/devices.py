@@ -6,15 +6,12 @@ import itertools
 import random
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
+from ggmlb.interface import BufferType, Device
 from ggmlb.meta import MIRRORED, SplitAxis, SplitState, meta_device
 from ggmlb.registry import device_by_name
+from ggmlb.tensor import Tensor
 from ggmlb.testing.names import device_names
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType, Device
-    from ggmlb.tensor import Tensor
 
 _META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)
 

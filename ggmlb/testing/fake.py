@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +19,12 @@ from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.enums import DeviceType, Status
+from ggmlb.graph import Graph
 from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device, Event, GraphPlan
+from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import HostBuffer, aligned_empty
 from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import POISON
-
-if TYPE_CHECKING:
-    from ggmlb.graph import Graph
-    from ggmlb.interface.data import Bytes
 
 Declines = Callable[[Tensor], "str | None"]
 

@@ -14,11 +14,10 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import BackendError
-from ggmlb.interface import tensor_alloc, view_init
+from ggmlb.interface import Buffer, BufferType, tensor_alloc, view_init
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Buffer, BufferType
-    from ggmlb.tensor import Tensor
     from ggmlb.testing.programs import Built
 
 GUARD = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -12,9 +12,7 @@ from ggmlb.enums import DeviceType
 from ggmlb.errors import BackendError
 from ggmlb.interface import BackendReg, Buffer, BufferType, Device
 from ggmlb.interface.host import HostBuffer, HostBufferType
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 POISON = 0xFF
 """Fills fresh memory: NaN in every float type, -1 in every integer type."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,13 +26,11 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS, DeviceType, Op
 from ggmlb.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
 from ggmlb.graph import Graph
+from ggmlb.interface import Device
+from ggmlb.tensor import Tensor
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.placing import alloc_weight
 from ggmlb.testing.results import Outcome, Result
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
-    from ggmlb.tensor import Tensor
 
 F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 

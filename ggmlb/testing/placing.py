@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from ggmlb.alloc import alloc_tensors
 from ggmlb.enums import BufferUsage
-from ggmlb.interface import view_init
+from ggmlb.interface import Buffer, BufferType, view_init
 from ggmlb.meta import MetaBuffer, MetaBufferType
+from ggmlb.tensor import Tensor
 from ggmlb.testing.guarded import GuardedMemory, Held, Image, Memory, Watch, results
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Buffer, BufferType
-    from ggmlb.tensor import Tensor
     from ggmlb.testing.programs import Built
 
 

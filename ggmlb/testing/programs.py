@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,7 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.errors import ArgumentError, did_you_mean
 from ggmlb.graph import Graph
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor
 
 CONSTANTS: dict[str, type[IntEnum]] = {
     "TYPE_": DType,

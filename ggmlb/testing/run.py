@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.errors import ArgumentError, did_you_mean
+from ggmlb.interface import Device
 from ggmlb.testing import perf
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import FAMILIES, cases_of
@@ -19,7 +20,6 @@ from ggmlb.testing.devices import device_named, weight_memories
 from ggmlb.testing.results import Outcome, Result
 
 if TYPE_CHECKING:
-    from ggmlb.interface import Device
     from ggmlb.testing.cases import KitCase
 
 MODES: Final = ("test", "support", "perf", "behaviour")

@@ -7,16 +7,14 @@ or looked up, the KV cache of an attention. The others have the types that model
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import GluOp, Op, OpPool, ScaleMode, TriType, UnaryOp
 from ggmlb.errors import DTypeError, ShapeError
+from ggmlb.interface import Device
 from ggmlb.tensor import Tensor
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 Sample = Callable[[Context, DType], Tensor]
 

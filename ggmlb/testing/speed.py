@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -18,11 +18,9 @@ from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.graph import Graph
+from ggmlb.interface import BufferType, Device
+from ggmlb.tensor import Tensor
 from ggmlb.testing.perf import scale_of, time_or_none
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType, Device
-    from ggmlb.tensor import Tensor
 
 F32 = DType.F32
 WEIGHTS: Final = (DType.F32, DType.F16, DType.Q8_0, DType.Q4_0)

@@ -6,13 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ggmlb.errors import ArgumentError
+from ggmlb.interface import Device
 from ggmlb.testing.results import Outcome, Result
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 PROC = "conformance_xfails"
 """What `BackendReg.get_proc_address` may give: a function of a device that returns `{pattern: reason}`."""

@@ -17,11 +17,11 @@ from ggmlb.backends.array.views import View, aligned
 from ggmlb.dtypes import DType
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import UnsupportedOpError
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.rules import Rule, RuleTable
     from ggmlb.backends.array.workspace import Array, Workspace
-    from ggmlb.tensor import Tensor
 
 Step = Callable[[], Any]
 """A call with everything bound."""

@@ -6,15 +6,12 @@ Bytes change places within groups only; a transfer that ends inside a group read
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ggmlb.interface import Buffer
-
-if TYPE_CHECKING:
-    from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
+from ggmlb.interface.data import Bytes
+from ggmlb.tensor import Tensor
 
 
 class PackedBuffer(Buffer):

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS, Status
 from ggmlb.errors import BackendError, Error
-from ggmlb.interface import Command, GraphPlan
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, Command, GraphPlan
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering, Step
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Backend
 
 
 class ArrayPlan(GraphPlan):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.views import View, cuts, grouped, is_blas_matrix
 from ggmlb.dtypes import DType
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 _F32 = DType.F32  # looked up once: it is asked of every product
 

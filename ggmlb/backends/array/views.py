@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ggmlb.dtypes import DType
-from ggmlb.tensor import contiguous_nb
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Ne, Tensor
+from ggmlb.tensor import Ne, Tensor, contiguous_nb
 
 _ITEMS = {d: np.dtype(np.uint16) if d is DType.BF16 else d.numpy for d in DType}
 

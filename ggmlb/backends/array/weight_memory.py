@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ggmlb.enums import NO_OPS, Op
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType
-    from ggmlb.tensor import Tensor
+from ggmlb.interface import BufferType
+from ggmlb.tensor import Tensor
 
 PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID})
 """Ops whose first operand is a weight."""

@@ -11,14 +11,14 @@ from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.backends.cpu.threads import Threads
+from ggmlb.enums import Status
+from ggmlb.graph import Graph
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.interface.host import aligned_empty
 from ggmlb.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
-    from ggmlb.enums import Status
-    from ggmlb.graph import Graph
 
 
 class CpuBackend(Backend):

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,7 @@ from ggmlb.interface.data import host_bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, HostBufferType
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
 from ggmlb.process import n_cpus
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class CpuDevice(Device):

@@ -16,13 +16,12 @@ from ggmlb.backends.array.weight_memory import misplaced, weight_in
 from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError, BoundsError, DTypeError, ShapeError
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
-from ggmlb.tensor import same_layout
+from ggmlb.tensor import Ne, Tensor, same_layout
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice
-    from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Ne, Tensor
 
 CHUNK: Final = 1 << 20
 """Values that are converted at a time."""

@@ -5,12 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from ggmlb.kernels import Mem
-
-if TYPE_CHECKING:
-    from ggmlb.kernels import Kernel, Launch
+from ggmlb.kernels import Kernel, Launch, Mem
 
 FORMATS = {
     "tensor": "Pq4i4q",  # TENSOR_ in tensors.h: buffer, offset, extents, strides

@@ -14,15 +14,15 @@ from ggmlb.backends.array.rules import RuleTable, reference
 from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer
 from ggmlb.backends.cuda.work import allocate
+from ggmlb.dtypes import DType
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.views import View
     from ggmlb.backends.array.workspace import Array
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.work import Binder, Outside
-    from ggmlb.dtypes import DType
-    from ggmlb.tensor import Tensor
 
 OPS = frozenset({
     Op.RMS_NORM_BACK, Op.OUT_PROD, Op.SOFT_MAX_BACK, Op.WIN_PART, Op.WIN_UNPART, Op.GET_REL_POS,

@@ -11,13 +11,13 @@ import numpy.typing as npt
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.backends.cuda.memory import Lent
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.data import Bytes, Pieces
 from ggmlb.placement import overlap
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.stream import Stream
-    from ggmlb.interface.data import Bytes, Pieces
-    from ggmlb.tensor import Tensor
 
 ALIGNMENT = 256
 """Of tensors [bytes]: what cudaMalloc aligns to, and more than any kernel or cuBLAS asks for."""

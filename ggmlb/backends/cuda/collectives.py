@@ -9,11 +9,11 @@ from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.driver import cuda_errors
 from ggmlb.dtypes import DType
+from ggmlb.interface import Backend
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Collective
-    from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
 
 SUMMED = frozenset({DType.F32, DType.F16, DType.BF16})
 

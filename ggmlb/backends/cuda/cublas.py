@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError, BackendUnavailable
+from ggmlb.kernels import Mem
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.gemm import Gemm
-    from ggmlb.kernels import Mem
 
 WORKSPACE_NBYTES: Final = 32 << 20
 """What NVIDIA recommends from compute capability 9.0 on, where it is most."""

@@ -21,11 +21,11 @@ from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
 from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError
+from ggmlb.interface.data import Bytes
+from ggmlb.kernels import Launch
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Collective
-    from ggmlb.interface.data import Bytes
-    from ggmlb.kernels import Launch
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 NOT_READY = 600

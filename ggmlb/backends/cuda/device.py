@@ -23,12 +23,12 @@ from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target
 from ggmlb.row_split import SplitBufferType
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.host import CudaHostBufferType
-    from ggmlb.tensor import Tensor
 
 WG = 128
 """Threads of a block, where a kernel does not fix it."""

@@ -14,16 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
+from ggmlb.dtypes import DType
 from ggmlb.errors import BackendError
+from ggmlb.interface import BufferType
+from ggmlb.interface.data import Bytes
+from ggmlb.kernels import Launch
 from ggmlb.process import LibraryGuard
-
-if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
-    from ggmlb.interface import BufferType
-    from ggmlb.interface.data import Bytes
-    from ggmlb.kernels import Launch
 
 guard: Final = LibraryGuard("CUDA")
 

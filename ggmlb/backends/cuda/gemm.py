@@ -8,10 +8,8 @@ d = a^T b, without a copy: `transa` is T, `transb` is N, and the leading dimensi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ggmlb.kernels import Mem
+from ggmlb.kernels import Mem
 
 MAX_CALLS = 2
 """Batches that strides cannot tell are done in so many calls; in one call with lists of pointers beyond."""

@@ -16,15 +16,14 @@ from ggmlb.backends.cuda.kernels import MAX_GROUPS, Lowering
 from ggmlb.backends.cuda.work import Part
 from ggmlb.enums import NO_OPS
 from ggmlb.fusion import Group, fuse
-from ggmlb.kernels import Launch
+from ggmlb.graph import Graph
+from ggmlb.kernels import Launch, Target
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.device import CudaDevice
     from ggmlb.backends.cuda.work import Binder, Outside, Request
-    from ggmlb.graph import Graph
-    from ggmlb.kernels import Target
-    from ggmlb.tensor import Tensor
 
 
 def declines(node: Tensor, target: Target) -> str | None:

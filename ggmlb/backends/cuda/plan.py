@@ -11,13 +11,13 @@ from ggmlb.backends.cuda.lowering import lower
 from ggmlb.backends.cuda.work import Binder
 from ggmlb.enums import Status
 from ggmlb.errors import BackendError
+from ggmlb.graph import Graph
 from ggmlb.interface import GraphPlan
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.buffer import CudaBuffer
     from ggmlb.backends.cuda.work import Part, Step
-    from ggmlb.graph import Graph
 
 
 class CudaPlan(GraphPlan):

@@ -14,12 +14,12 @@ from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import place
 from ggmlb.errors import BackendError
 from ggmlb.kernels import Launch, Mem, Scratch
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.driver import Call
     from ggmlb.backends.cuda.gemm import Gemm
-    from ggmlb.tensor import Tensor
 
 Outside: TypeAlias = Callable[[int], None]
 """A call on a stream that cannot be part of a CUDA graph: it waits, or does what capture refuses."""

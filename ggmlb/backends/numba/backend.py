@@ -8,17 +8,15 @@ from ggmlb.backends.array.workspace import Workspace
 from ggmlb.backends.numba.lowering import fused
 from ggmlb.backends.numba.plan import NumbaPlan
 from ggmlb.backends.numba.pool import Pool
-from ggmlb.fusion import gather
-from ggmlb.interface import Backend
+from ggmlb.enums import Status
+from ggmlb.fusion import Group, gather
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, Device, GraphPlan
 from ggmlb.interface.host import aligned_empty
 from ggmlb.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.llvm.library import Library
-    from ggmlb.enums import Status
-    from ggmlb.fusion import Group
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Device, GraphPlan
 
 
 class NumbaBackend(Backend):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 from llvmlite import binding
@@ -14,12 +14,9 @@ from ggmlb.backends.numba.llvm.library import library
 from ggmlb.backends.numba.lowering import declines
 from ggmlb.backends.numba.repacked_buffer import RepackedBufferType
 from ggmlb.enums import DeviceType
-from ggmlb.interface import Caps, Device
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.process import n_cpus
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend, BackendReg, Buffer, BufferType
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 
 class NumbaDevice(Device):

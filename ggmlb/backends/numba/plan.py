@@ -11,12 +11,12 @@ from ggmlb.backends.numba.lowering.steps import Steps
 from ggmlb.enums import Status
 from ggmlb.errors import BackendError
 from ggmlb.fusion import Group, fuse
+from ggmlb.graph import Graph
 from ggmlb.interface import GraphPlan
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.backend import NumbaBackend
     from ggmlb.backends.numba.lowering.steps import Step
-    from ggmlb.graph import Graph
 
 
 class NumbaPlan(GraphPlan):

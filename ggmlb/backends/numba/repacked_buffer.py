@@ -15,15 +15,15 @@ import numpy.typing as npt
 from ggmlb.backends.array.packed_buffer import PackedBuffer
 from ggmlb.backends.array.weight_memory import misplaced, weight_in
 from ggmlb.backends.numba.kernels.strip import BITS, FIELDS, ROWS
+from ggmlb.dtypes import DType
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.device import NumbaDevice
     from ggmlb.backends.numba.kernels.strip import Field
-    from ggmlb.dtypes import DType
-    from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
 
 IN_STRIPS: Final = "_x16"
 """What it adds to the name of a type that it packs."""

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ggmlb.errors import BackendUnavailable
-from ggmlb.interface import BackendReg
+from ggmlb.interface import BackendReg, Device
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
 from ggmlb.row_split import split_buffer_type
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 
 class OpenClReg(BackendReg):

@@ -13,19 +13,16 @@ from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_done
 from ggmlb.enums import Status
-from ggmlb.fusion import gather
-from ggmlb.interface import Backend
-from ggmlb.kernels import takes
+from ggmlb.fusion import Group, gather
+from ggmlb.graph import Graph
+from ggmlb.interface import Backend, Event, GraphPlan
+from ggmlb.interface.data import Bytes
+from ggmlb.kernels import Target, takes
 from ggmlb.row_split import Helpers, is_split
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.fusion import Group
-    from ggmlb.graph import Graph
-    from ggmlb.interface import Event, GraphPlan
-    from ggmlb.interface.data import Bytes
-    from ggmlb.kernels import Target
-    from ggmlb.tensor import Tensor
 
 _queue_ids = itertools.count()
 

@@ -11,12 +11,12 @@ import pyopencl.array
 
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
 from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.data import Bytes
 from ggmlb.placement import overlap
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
 
 ALIGNMENT = 128
 """Alignment of tensors [bytes]: the base alignment of PoCL and of common GPUs, and a cache line of theirs."""

@@ -23,10 +23,10 @@ from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.kernels import Target, declines
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl import OpenClReg
-    from ggmlb.tensor import Tensor
 
 GPU_WG = 128
 """Work-items of a group on a GPU: a multiple of the widths of all makers' wavefronts."""

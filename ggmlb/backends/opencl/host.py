@@ -11,11 +11,11 @@ import pyopencl as cl
 from ggmlb.backends.opencl.buffer import ALIGNMENT
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.errors import AllocationError
+from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import HostBuffer, HostBufferType, allocate
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.interface.data import Bytes
 
 
 class OpenClHostBufferType(HostBufferType):

@@ -16,11 +16,11 @@ from ggmlb.backends.array.weight_memory import PRODUCTS, misplaced, weight_in
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
+from ggmlb.interface.data import Bytes
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
-    from ggmlb.interface.data import Bytes
-    from ggmlb.tensor import Tensor
 
 READERS: Final = PRODUCTS | {Op.GET_ROWS}
 """Ops that read a weight, their first operand, from here."""

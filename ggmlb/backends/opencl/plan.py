@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.fusion import Group, fuse
+from ggmlb.graph import Graph
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.kernels import Launch, Mem, lower, lower_group, packed_args
 from ggmlb.row_split import RowSplitProduct, is_split
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.opencl.backend import OpenClBackend
     from ggmlb.backends.opencl.buffer import OpenClBuffer
-    from ggmlb.graph import Graph
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pyopencl as cl
 
 from ggmlb import progress
 from ggmlb.backends.opencl.cache import Entry
 from ggmlb.backends.opencl.runtime import cl_errors
-from ggmlb.kernels import Defines, Kernel, source
-
-if TYPE_CHECKING:
-    from ggmlb.kernels import Launch
+from ggmlb.kernels import Defines, Kernel, Launch, source
 
 _Key = tuple[Kernel, Defines, int, bool]
 Loan = tuple[_Key, "cl.Kernel"]

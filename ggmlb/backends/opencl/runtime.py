@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pyopencl as cl
 
 from ggmlb.errors import BackendError
+from ggmlb.interface import BufferType
 from ggmlb.process import LibraryGuard
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType
 
 guard: Final = LibraryGuard("OpenCL")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import NO_OPS
+from ggmlb.enums import NO_OPS, Op
+from ggmlb.fusion import Group, Name
 from ggmlb.kernels.lowering import (
     attention,
     conv,
@@ -22,13 +23,11 @@ from ggmlb.kernels.lowering import (
     shape,
     softmax,
 )
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.enums import Op
-    from ggmlb.fusion import Group, Name
     from ggmlb.kernels.launch import Launch, Target
     from ggmlb.kernels.lowering.base import GroupRule, Rule
-    from ggmlb.tensor import Tensor
 
 RULES: dict[Op, Rule] = {
     **elementwise.RULES,

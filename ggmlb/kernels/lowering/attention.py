@@ -9,10 +9,10 @@ from ggmlb.kernels.launch import Mem, launch
 from ggmlb.kernels.lowering.base import Rule, not_f32, not_floats, not_in_rows
 from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.kernels.lowering.softmax import alibi
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 MAX_HEAD_SIZE = 576
 """Elements of a head that fit in local memory with what else is there."""

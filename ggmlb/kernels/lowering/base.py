@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.dtypes import DType
+from ggmlb.fusion import Group
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.fusion import Group
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 
 class Rule(NamedTuple):

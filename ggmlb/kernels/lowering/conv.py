@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ggmlb.enums import Op, OpPool
 from ggmlb.kernels.launch import Mem, elementwise
 from ggmlb.kernels.lowering.base import Rule, not_floats
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 _GEOMETRY_2D = ("s0", "s1", "p0", "p1", "d0", "d1")
 _GEOMETRY_3D = ("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ggmlb.enums import Op, UnaryOp
 from ggmlb.kernels.launch import Mem, flattened, mapped
 from ggmlb.kernels.lowering.base import FLOATS, Rule, not_floats
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 _NUMBERS: dict[Op | UnaryOp, tuple[str, ...]] = {
     Op.SCALE: ("scale", "bias"),

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.dtypes import DType
-from ggmlb.enums import Op
+from ggmlb.enums import GluOp, Op
+from ggmlb.fusion import Group, Name
 from ggmlb.kernels.launch import Mem, launch
 from ggmlb.kernels.lowering.base import FLOATS, GroupRule, Rule, not_in_rows
 from ggmlb.placement import overlap
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.enums import GluOp
-    from ggmlb.fusion import Group, Name
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 READ_IN_EIGHTS = FLOATS | {
     DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q8_1, DType.Q1_0, DType.Q2_0,

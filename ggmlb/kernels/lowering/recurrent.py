@@ -8,10 +8,10 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.kernels.launch import Mem, elementwise, launch
 from ggmlb.kernels.lowering.base import Rule, not_f32, not_floats
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 
 def _floats(node: Tensor) -> str | None:

@@ -10,10 +10,10 @@ from ggmlb.enums import Op, ScaleMode, TriType
 from ggmlb.kernels.launch import Mem, elementwise, flattened
 from ggmlb.kernels.lowering.base import FLOATS, Rule, no_elements, not_f32, not_floats
 from ggmlb.kernels.lowering.copy import copy
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.kernels.launch import Launch, Target
-    from ggmlb.tensor import Tensor
 
 _MOVED = FLOATS | {DType.I8, DType.I16, DType.I32, DType.I64}
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ggmlb.errors import one_line
+from ggmlb.interface import Device
 from ggmlb.testing.behaviour import memory, order, plans, transfers, weights
 from ggmlb.testing.behaviour.rig import CHECKS, Fault, NotApplicable, Rig
 from ggmlb.testing.results import Outcome, Result
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Device
 
 __all__ = ["CHECKS", "behaves", "memory", "order", "plans", "transfers", "weights"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
@@ -12,11 +11,9 @@ from ggmlb.enums import Status
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
 from ggmlb.graph import Graph
 from ggmlb.interface import tensor_alloc
+from ggmlb.tensor import Tensor
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
 from ggmlb.testing.samples import SAMPLES, TYPES, sample
-
-if TYPE_CHECKING:
-    from ggmlb.tensor import Tensor
 
 N = 5000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,9 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import DeviceType
 from ggmlb.graph import Graph
-from ggmlb.interface import PartedBuffer, tensor_alloc
+from ggmlb.interface import Backend, Buffer, Device, PartedBuffer, tensor_alloc
 from ggmlb.registry import device_by_name
-
-if TYPE_CHECKING:
-    from ggmlb.interface import Backend, Buffer, Device
-    from ggmlb.tensor import Tensor
+from ggmlb.tensor import Tensor
 
 Floats = npt.NDArray[np.float32]
 

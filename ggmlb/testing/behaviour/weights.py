@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,11 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage
 from ggmlb.errors import AllocationError, BackendError, BoundsError, FreedError
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_copy, tensor_copy_async
+from ggmlb.interface import BufferType, tensor_copy, tensor_copy_async
 from ggmlb.scheduler import Scheduler
+from ggmlb.tensor import Tensor
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, unsupported
 from ggmlb.testing.devices import weight_memories
-
-if TYPE_CHECKING:
-    from ggmlb.interface import BufferType
-    from ggmlb.tensor import Tensor
 
 K, N = 512, 3
 TYPES: Final = (

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ggmlb.dtypes import DType
 from ggmlb.enums import OpPool, ScaleFlag, ScaleMode
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, LOPSIDED, PADDED, PLAIN, Program, family
 from ggmlb.testing.cases.elementwise import tolerance
-
-if TYPE_CHECKING:
-    from ggmlb.dtypes import DType
 
 Numbers = tuple[int, ...]
 

@@ -15,12 +15,12 @@ from ggmlb.backends.array.rules import F32, FLOAT, VALUE, operands, rule
 from ggmlb.backends.array.tiling import shaped, value_shape
 from ggmlb.backends.array.views import View, broadcast, cuts
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering, Step
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
     Cut = tuple[int, int]
 

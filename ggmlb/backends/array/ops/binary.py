@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.rules import VALUE, operands, rule
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 def _whole_rows(node: Tensor, casts: Casts) -> str | None:

@@ -20,12 +20,12 @@ from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.backends.array.views import View, cuts, merged
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.ops.patches import Axis
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 N_PATCH_ITEMS = 1 << 20
 """Items of patches that are held at a time."""

@@ -10,10 +10,10 @@ from ggmlb.backends.array.ops.patches import Axis, fold, packed_f32, without_fir
 from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.CONV_TRANSPOSE_1D, operands(FLOAT, FLOAT, out=F32))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.rules import ANY, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 _converts = operands(ANY, out=ANY)
 

@@ -11,12 +11,12 @@ import numpy as np
 from ggmlb.backends.array.rules import ANY, PLAIN, operands, rule
 from ggmlb.enums import Op
 from ggmlb.ops.custom import MAX_ARGS, N_TASKS_MAX
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 def _on_numpy(node: Tensor, casts: Casts) -> str | None:

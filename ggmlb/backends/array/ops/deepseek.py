@@ -8,11 +8,11 @@ from ggmlb.backends.array.ops.softmax import soft_max_rows
 from ggmlb.backends.array.rules import F32, FLOAT, VALUE, operands, rule
 from ggmlb.backends.array.views import cuts
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 N_SCORES = 1 << 20
 """Scores, of all heads, that are held at a time."""

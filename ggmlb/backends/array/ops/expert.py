@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.rules import FLOAT, I32, operands, rule
 from ggmlb.backends.array.views import cuts
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.ADD_ID, operands(FLOAT, FLOAT, I32))

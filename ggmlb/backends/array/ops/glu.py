@@ -9,12 +9,12 @@ from ggmlb.backends.array.ops import unary
 from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import GluOp, Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Kernel, Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
     GluOp.REGLU: (unary.relu, 0, 1),

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.SILU_BACK, operands(FLOAT, FLOAT))

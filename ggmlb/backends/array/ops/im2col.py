@@ -18,10 +18,10 @@ from ggmlb.backends.array.ops.patches import (
 from ggmlb.backends.array.rules import ANY, F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 
 def _unfold(lw: Lowering, patches: View, data: View, axes: list[Axis]) -> None:

@@ -9,11 +9,11 @@ from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import FLOAT, has_elements, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.CROSS_ENTROPY_LOSS, operands(FLOAT, FLOAT), has_elements)

@@ -9,11 +9,11 @@ from ggmlb.backends.array.products import f32_view
 from ggmlb.backends.array.rules import F32, FLOAT, I32, VALUE, operands, rule
 from ggmlb.backends.array.views import View, cuts
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.MUL_MAT, operands(VALUE, FLOAT, out=F32))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.rules import FLOAT, contiguous, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Kernel, Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 WORK = 4
 """Of a norm per element, in additions."""

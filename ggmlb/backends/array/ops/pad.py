@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.rules import PLAIN, operands, rule
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 Run = tuple[slice, slice]
 

@@ -11,11 +11,11 @@ from ggmlb.backends.array.ops.patches import Axis, as_f32, each_tap, fold, padde
 from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op, OpPool
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 LOWEST = float(np.finfo(np.float32).min)
 """What padding counts as in a maximum."""

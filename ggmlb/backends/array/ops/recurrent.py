@@ -15,11 +15,11 @@ import numpy as np
 
 from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 def unpacked(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.rules import F32, PLAIN, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 
 def _window(lw: Lowering, t: Tensor) -> View:

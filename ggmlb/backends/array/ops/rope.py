@@ -11,11 +11,11 @@ import numpy as np
 from ggmlb.backends.array.rules import F32, FLOAT, I32, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op, RopeType
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 WORK = 6

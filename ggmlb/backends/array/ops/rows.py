@@ -10,10 +10,10 @@ from ggmlb.backends.array.rules import FLOAT, I32, INDEX, VALUE, Types, operands
 from ggmlb.backends.array.views import View
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 ROWS = Types(FLOAT.plain | I32.plain, quantized=True)
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.rules import FLOAT, I32, has_elements, operands, rule
 from ggmlb.enums import Op, SortOrder
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.ARGMAX, operands(FLOAT, out=I32), has_elements)

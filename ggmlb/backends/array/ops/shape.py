@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.array.rules import FLOAT, operands, rule, same_types
 from ggmlb.backends.array.views import View, broadcast
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.REPEAT, same_types)

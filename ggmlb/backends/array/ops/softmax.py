@@ -12,11 +12,11 @@ from ggmlb.backends.array.ops.unary import EXP
 from ggmlb.backends.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> Array:

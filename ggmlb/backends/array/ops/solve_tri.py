@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.array.rules import F32, operands, rule
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.SOLVE_TRI, operands(F32, F32, out=F32))

@@ -10,11 +10,11 @@ from ggmlb.backends.array.ops.unary import softplus
 from ggmlb.backends.array.rules import F32, FLOAT, I32, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 @rule(Op.SSM_CONV, operands(FLOAT, FLOAT, out=F32))

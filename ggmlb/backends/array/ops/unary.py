@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.array.rules import FLOAT, operands, rule
 from ggmlb.enums import Op, UnaryOp
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.casts import Casts
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 Function = Callable[..., Any]
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from ggmlb.backends.array.rules import F32, has_elements, operands, rule
 from ggmlb.enums import Op, ScaleMode
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 Floats = npt.NDArray[np.float32]
 

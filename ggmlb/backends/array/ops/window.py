@@ -9,11 +9,11 @@ from ggmlb.backends.array.rules import F32, FLOAT, Types, operands, rule
 from ggmlb.backends.array.views import View
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.array.lowering import Lowering
     from ggmlb.backends.array.workspace import Array
-    from ggmlb.tensor import Tensor
 
 
 def _whole(lw: Lowering, image: View, w: int) -> View:

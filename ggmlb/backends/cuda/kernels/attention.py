@@ -8,10 +8,10 @@ from ggmlb.dtypes import DType
 from ggmlb.kernels import Mem, Scratch, kernels
 from ggmlb.kernels.launch import launch
 from ggmlb.kernels.lowering.softmax import alibi
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
-    from ggmlb.tensor import Tensor
 
 CACHED = frozenset({DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1})
 """Types of keys and values that fit in halves: those of larger range are left to the portable kernel."""

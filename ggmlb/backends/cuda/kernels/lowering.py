@@ -7,17 +7,14 @@ the next products with the same input, until something writes over it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
 from ggmlb.enums import NO_OPS, Op
-from ggmlb.kernels import Launch, declines, lower, lower_group, takes
-
-if TYPE_CHECKING:
-    from ggmlb.fusion import Group
-    from ggmlb.kernels import Mem, Target
-    from ggmlb.tensor import Tensor
+from ggmlb.fusion import Group
+from ggmlb.kernels import Launch, Mem, Target, declines, lower, lower_group, takes
+from ggmlb.tensor import Tensor
 
 Step: TypeAlias = Launch | Gemm
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.cuda.gemm import cannot_describe, gemms
 from ggmlb.dtypes import DType
 from ggmlb.enums import Prec
+from ggmlb.fusion import Group
 from ggmlb.kernels import Launch, Mem, Scratch, kernels
 from ggmlb.kernels.launch import flattened, launch, mapped
 from ggmlb.kernels.lowering.base import FLOATS
 from ggmlb.kernels.lowering.copy import copy
 from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS, Glu, gated
 from ggmlb.placement import overlap
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
-    from ggmlb.fusion import Group
-    from ggmlb.tensor import Tensor
 
 IN_PIECES = frozenset({
     DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K,

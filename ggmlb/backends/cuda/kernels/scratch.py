@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from ggmlb.kernels import Scratch
-
-if TYPE_CHECKING:
-    from ggmlb.kernels import Mem
+from ggmlb.kernels import Mem, Scratch
 
 ALIGNMENT = 256
 """Bytes: what `Scratch` promises."""

@@ -12,16 +12,14 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llvmlite import binding, ir
 
 from ggmlb import disk_cache, env
 from ggmlb.backends.numba.llvm import host
 from ggmlb.backends.numba.llvm.emit import Kernel
-
-if TYPE_CHECKING:
-    from ggmlb.progress import Task
+from ggmlb.progress import Task
 
 Emit = Callable[..., None]
 """Writes a kernel: `emit(kernel, *params)`."""

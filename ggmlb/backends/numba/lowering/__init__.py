@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.lowering import attention, copy, elementwise, fused, matmul, rows
-from ggmlb.enums import NO_OPS
+from ggmlb.enums import NO_OPS, Op
 from ggmlb.fusion import Group
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.rules import Rule
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.enums import Op
-    from ggmlb.tensor import Tensor
 
 RULES: dict[Op, Rule] = {
     **elementwise.RULES,

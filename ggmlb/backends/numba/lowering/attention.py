@@ -11,10 +11,10 @@ from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
 from ggmlb.backends.numba.lowering.steps import LEAST_WORK
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Tensor
 
 FEW = 8
 """Queries of a head of keys up to which keys and values are read as they lie."""

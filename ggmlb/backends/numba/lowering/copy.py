@@ -11,10 +11,10 @@ from ggmlb.backends.numba.lowering.rules import Rule, name, not_in_rows
 from ggmlb.backends.numba.lowering.walks import Operand, operand, walk
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
+from ggmlb.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Ne, Tensor
 
 _WORK, _TURNED, _STRIDED, _BLOCKS = 0.1, 0.3, 1.0, 0.3
 """Work of an element on one thread [ns]."""

@@ -8,10 +8,10 @@ from ggmlb.backends.numba.kernels import elementwise
 from ggmlb.backends.numba.lowering.rules import Rule, name, not_floats, not_in_rows
 from ggmlb.backends.numba.lowering.walks import operand, past_caches, walk
 from ggmlb.enums import GluOp, Op, UnaryOp
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Tensor
 
 _PARAMS: dict[str, tuple[str, ...]] = {
     "scale": ("scale", "bias"),

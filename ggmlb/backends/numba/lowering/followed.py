@@ -20,11 +20,11 @@ from ggmlb.backends.numba.lowering.matmul import RULES as PRODUCTS
 from ggmlb.backends.numba.lowering.rules import name
 from ggmlb.dtypes import DType
 from ggmlb.enums import GluOp, Op
+from ggmlb.fusion import Group
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.fusion import Group
-    from ggmlb.tensor import Tensor
 
 
 class _Product(NamedTuple):

@@ -12,11 +12,11 @@ from ggmlb.backends.numba.lowering.rows import NORM_WORK, rope_to
 from ggmlb.backends.numba.lowering.rules import FLOATS, name
 from ggmlb.backends.numba.lowering.walks import operand, walk
 from ggmlb.dtypes import DType
+from ggmlb.fusion import Group, Name
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.fusion import Group, Name
-    from ggmlb.tensor import Tensor
 
 
 class GroupRule(NamedTuple):

@@ -17,10 +17,10 @@ from ggmlb.backends.numba.kernels import (
 from ggmlb.backends.numba.kernels.blocks import FORMS
 from ggmlb.backends.numba.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
 from ggmlb.enums import Op
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Tensor
 
 ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 """Rows of the weight that are multiplied together, by rows of activations."""

@@ -12,10 +12,10 @@ from ggmlb.backends.numba.lowering.rules import Rule, name, not_f32, not_floats,
 from ggmlb.backends.numba.lowering.walks import operand, walk
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Tensor
 
 NORM_WORK, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
 """Work of an element on one thread [ns]."""

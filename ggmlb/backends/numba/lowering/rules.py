@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.dtypes import DType
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Tensor
 
 
 class Rule(NamedTuple):

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.backends.numba.kernels.driver import STEP_WORDS
+from ggmlb.progress import Task
+from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.backend import NumbaBackend
-    from ggmlb.progress import Task
-    from ggmlb.tensor import Tensor
 
     Ints = npt.NDArray[np.int64]
 

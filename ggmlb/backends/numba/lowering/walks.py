@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.numba.llvm.host import kept_nbytes
+from ggmlb.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.numba.lowering.steps import Steps
-    from ggmlb.tensor import Ne, Tensor
 
 VECTOR = 64
 """Bytes of the widest vectors."""
