@@ -2,14 +2,6 @@
 DEVICE_FN float half_to_float_(ushort h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE_FN ushort float_to_half_(float f) { ushort h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 
-/* byte j of a word, by an instruction of which the compiler does not know that it gives a byte */
-DEVICE_FN int signed_byte_(uint w, int j)
-{
-    int d;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(w), "r"(0x8880 + 0x1111*j));
-    return d;
-}
-
 /* c + four products of bytes, unsigned ones of a and signed ones of b */
 DEVICE_FN int dp4a_unsigned_(int a, int b, int c)
 {

@@ -14,7 +14,6 @@ DEVICE_FN ushort float_to_half_(float f)     /* to nearest, ties to even */
     if (a < 0x38800000u) return (ushort)(sign | (uint)(int)rintf(__uint_as_float(a)*16777216.0f));
     return (ushort)(sign | (a + 0xfffu + (a >> 13 & 1u) - 0x38000000u) >> 13);
 }
-DEVICE_FN int signed_byte_(uint w, int j) { return (int)(signed char)(w >> 8*j & 255u); }
 DEVICE_FN int dp4a_unsigned_(int a, int b, int c)
 {
     for (int j = 0; j < 4; j++) c += (int)((uint)a >> 8*j & 255u)*(int)(signed char)((uint)b >> 8*j & 255u);

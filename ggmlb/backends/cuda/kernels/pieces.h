@@ -6,13 +6,14 @@
        integers_T(tile, at, i, q)                piece i of the block at `at`
        SHIFT_T                                   what the numbers are too great by
        dp4a_T(a, b, c)                           their products with four signed bytes, added to c
-       scales_T(tile, at, i, scale, least)       what the piece's halves are multiplied by, and what is subtracted then
+       scales_T(tile, at, i, d, scale, least)    the piece's halves are multiplied by d[0]*scale, and d[1]*least is
+                                                 subtracted for each element: numbers of few bits, and what all share
 
    ALIGN is the power of two, up to 16, that every row begins at a multiple of. */
 #include "mul_mat.h"
 
 #define INTEGERS(T) DEVICE_FN void integers_##T(const uint *tile, int at, int i, int *q)
-#define SCALES(T) DEVICE_FN void scales_##T(const uint *tile, int at, int i, float *scale, float *least)
+#define SCALES(T) DEVICE_FN void scales_##T(const uint *tile, int at, int i, float *d, int *scale, int *least)
 #define EACH_WORD(n) UNROLL for (int j = 0; j < (n); j++)
 
 #define IN_WORDS (ALIGN % 4 == 0 && OF_TYPE(BYTES, a) % 4 == 0)
@@ -77,7 +78,7 @@ enum { SHIFT_q4_0 = 8, SHIFT_q4_1 = 0, SHIFT_q5_0 = 16, SHIFT_q5_1 = 0, SHIFT_q8
 #define dp4a_q8_0   __dp4a
 #define dp4a_iq4_nl __dp4a
 #define dp4a_mxfp4  __dp4a
-#define dp4a_q2_k   __dp4a
+#define dp4a_q2_k   dp4a_unsigned_
 #define dp4a_q3_k   __dp4a
 #define dp4a_q4_k   dp4a_unsigned_
 #define dp4a_q5_k   __dp4a
@@ -92,7 +93,11 @@ INTEGERS(q8_0)   { words_at<8>(tile, at + 2, q); }
 INTEGERS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, 2) }
 INTEGERS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, 1) }
 INTEGERS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, 8 + 16*i) }
-INTEGERS(q2_k)   { BITS_OF_32(16 + 32*(i >> 2), 2*(i & 3), 0x03030303) }
+INTEGERS(q2_k)                         /* 1, 4, 16 or 64 times as large: d makes up for it */
+{
+    words_at<8>(tile, at + 16 + 32*(i >> 2), q);
+    EACH_WORD(8) q[j] &= 0x03030303 << 2*(i & 3);
+}
 INTEGERS(q3_k)
 {
     BITS_OF_32(32 + 32*(i >> 2), 2*(i & 3), 0x03030303)
@@ -100,7 +105,7 @@ INTEGERS(q3_k)
     words_at<8>(tile, at, w, i);
     EACH_WORD(8) q[j] |= (w[j] & 0x01010101) << 2;
 }
-INTEGERS(q4_k)                         /* every other piece 16 times as large: its scale makes up for it */
+INTEGERS(q4_k)                         /* every other piece 16 times as large: d makes up for it */
 {
     words_at<8>(tile, at + 16 + 32*(i >> 1), q);
     EACH_WORD(8) q[j] &= 0x0f0f0f0f << 4*(i & 1);
@@ -116,22 +121,19 @@ INTEGERS(q6_k)
     ADD_BITS_OF_32(128 + 32*(i >> 2), 2*(i & 3) - 4, 0x30303030)
 }
 
-/* A byte, and a signed one, of a word as a float. The compiler, if it knew of the byte, would choose an instruction for
-   that, which takes four times as long as the one for words. */
-DEVICE_FN float byte_of(uint w, int j) { return (float)(int)__byte_perm(w, 0, 0x4440u + (uint)j); }
-DEVICE_FN float signed_byte_of(uint w, int j) { return (float)signed_byte_(w, j); }
-
 DEVICE_FN uint pair_at(const uint *tile, int at) { return *(const ushort *)((const char *)tile + at); }
 DEVICE_FN float half_at(const uint *tile, int at) { return half_to_float_((ushort)pair_at(tile, at)); }
 
-/* scales that all of a piece shares, as rows.h has them */
+/* one scale, that rows.h has */
 #define ONE_SCALE(T) \
     SCALES(T) \
     { \
         CGLOBAL char *b = (CGLOBAL char *)tile + at; \
-        scale[0] = scale[1] = scale_##T(b, 4*i); \
-        least[0] = least[1] = min_##T(b, 4*i); \
+        d[0] = scale_##T(b, 4*i); \
+        d[1] = min_##T(b, 4*i); \
+        EACH_HALF scale[h] = least[h] = 1; \
     }
+#define EACH_HALF UNROLL for (int h = 0; h < 2; h++)
 ONE_SCALE(q4_0)
 ONE_SCALE(q4_1)
 ONE_SCALE(q5_0)
@@ -143,49 +145,46 @@ SCALES(iq4_xs)
 {
     int w[2];
     words_at<2>(tile, at, w);
-    const int s = (w[1] >> 4*i & 15) | (w[0] >> (16 + 2*i) & 3) << 4;
-    scale[0] = scale[1] = half_to_float_((ushort)w[0])*((float)s - 32.0f);
+    d[0] = half_to_float_((ushort)w[0]);
+    scale[0] = scale[1] = ((w[1] >> 4*i & 15) | (w[0] >> (16 + 2*i) & 3) << 4) - 32;
 }
-/* halves of a piece: a byte each of d, and of what it is subtracted */
+/* a byte for each half */
 SCALES(q2_k)
 {
-    const uint s = pair_at(tile, at + 2*i), low = s & 0x0f0fu, high = s >> 4 & 0x0f0fu;
-    const float d = half_at(tile, at + 80), m = half_at(tile, at + 82);
-    UNROLL for (int h = 0; h < 2; h++) { scale[h] = d*byte_of(low, h); least[h] = m*byte_of(high, h); }
+    const uint s = pair_at(tile, at + 2*i);
+    d[0] = half_at(tile, at + 80)*AS_FLOAT((uint)(127 - 2*(i & 3)) << 23);
+    d[1] = half_at(tile, at + 82);
+    EACH_HALF { scale[h] = (int)(s >> 8*h & 15u); least[h] = (int)(s >> (8*h + 4) & 15u); }
 }
 SCALES(q3_k)
 {
     const uint low = pair_at(tile, at + 96 + 2*(i & 3)) >> 4*(i >> 2) & 0x0f0fu;
     const uint s = low | (pair_at(tile, at + 104 + 2*(i & 1)) >> 2*(i >> 1) & 0x0303u) << 4;
-    const float d = half_at(tile, at + 108);
-    UNROLL for (int h = 0; h < 2; h++) scale[h] = d*(byte_of(s, h) - 32.0f);
+    d[0] = half_at(tile, at + 108);
+    EACH_HALF scale[h] = (int)(s >> 8*h & 63u) - 32;
 }
 SCALES(q6_k)
 {
     const uint s = pair_at(tile, at + 192 + 2*i);
-    const float d = half_at(tile, at + 208);
-    UNROLL for (int h = 0; h < 2; h++) scale[h] = d*signed_byte_of(s, h);
+    d[0] = half_at(tile, at + 208);
+    scale[0] = (int)(i8_t)s;
+    scale[1] = (int)(i8_t)(s >> 8);
 }
 /* six bits each for a scale and a minimum: those of the last four pieces in two places */
-DEVICE_FN void scales_of_six(const int *w, int i, float *scale, float *least)
+DEVICE_FN void scales_of_six(const uint *tile, int at, int i, float *d, int *scale, int *least)
 {
     const bool whole = i < 4;
-    const int at = 8*(i & 3), low = whole ? 63 : 15, high = whole ? 0 : 48;
-    const int s = ((whole ? w[1] : w[3]) >> at & low) | (w[1] >> (at + 2) & high);
-    const int m = ((whole ? w[2] : w[3]) >> (whole ? at : at + 4) & low) | (w[2] >> (at + 2) & high);
-    scale[0] = scale[1] = half_to_float_((ushort)w[0])*(float)s;
-    least[0] = least[1] = half_to_float_((ushort)((uint)w[0] >> 16))*(float)m;
+    const int shift = 8*(i & 3), low = whole ? 63 : 15, high = whole ? 0 : 48;
+    int w[4];
+    words_at<4>(tile, at, w);
+    d[0] = half_to_float_((ushort)w[0]);
+    d[1] = half_to_float_((ushort)((uint)w[0] >> 16));
+    scale[0] = scale[1] = ((whole ? w[1] : w[3]) >> shift & low) | (w[1] >> (shift + 2) & high);
+    least[0] = least[1] = ((whole ? w[2] : w[3]) >> (whole ? shift : shift + 4) & low) | (w[2] >> (shift + 2) & high);
 }
 SCALES(q4_k)
 {
-    int w[4];
-    words_at<4>(tile, at, w);
-    scales_of_six(w, i, scale, least);
-    scale[0] = scale[1] = scale[0]*(i & 1 ? 0.0625f : 1.0f);
+    scales_of_six(tile, at, i, d, scale, least);
+    d[0] *= i & 1 ? 0.0625f : 1.0f;
 }
-SCALES(q5_k)
-{
-    int w[4];
-    words_at<4>(tile, at, w);
-    scales_of_six(w, i, scale, least);
-}
+SCALES(q5_k) { scales_of_six(tile, at, i, d, scale, least); }
