@@ -26,9 +26,14 @@ TILE_ROWS = 16
 """Rows of a tile of bytes."""
 
 
-def columns_at_once(level: Level) -> int:
+def columns_at_once(level: Level, dtype: str) -> int:
     """Most rows of activations that meet a tile of bytes together."""
-    return amx.ROWS if level.tiles else _chosen_columns(level)
+    return amx.ROWS if _in_registers(level, dtype) else _chosen_columns(level)
+
+
+def _in_registers(level: Level, dtype: str) -> bool:
+    """Whether registers hold matrices of codes: where few elements share a scale, vectors are faster."""
+    return level.tiles and FORMS[dtype].group == 32
 
 
 def _chosen_columns(level: Level) -> int:
@@ -146,7 +151,7 @@ def _quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, place: Pl
     scratch, stride = k.ints(2)
     finish = tail.read(k)
     packed = _Packed(form, place.k, scratch + k.thread * stride)
-    on_tiles = k.level.tiles and place.step is not None
+    on_tiles = _in_registers(k.level, dtype) and place.step is not None
     shifted = k.level.dot == "vnni" and not on_tiles
     in_place = _codes_in_place(dtype) if on_tiles and in_strips else None
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()

@@ -72,8 +72,8 @@ def product(
 
     panels, extents = 1, b.ne[2:]
     if is_many(node):
-        of = byte_tiles if quantized else float_tiles
-        most = of.columns_at_once(steps.library.target.level)
+        level = steps.library.target.level
+        most = byte_tiles.columns_at_once(level, name(a)) if quantized else float_tiles.columns_at_once(level)
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
             panels = matrices = _panels(n, nb[1], most)
         if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
