@@ -1,6 +1,7 @@
 /* The portable kernel dialect, CUDA C++ side (NVRTC or nvcc); prelude_opencl.h is its twin.
 
-   Needs no header at all: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32.
+   Needs no header at all: half conversions are PTX. The host defines WG, the block size: 1, or a multiple of 32;
+   and LANES, where less than a block has a row: a power of two, up to 32.
    GROUPS_AT_ONCE is how many blocks a multiprocessor shall have room for. A file that says so leaves its kernels the
    registers that they need: left alone, the compiler spills some for the sake of more blocks. */
 
@@ -35,6 +36,16 @@ typedef long long i64_t;
 #include "ptx.h"
 #define LOAD_HALF(p)     half_to_float_(*(const ushort *)(p))
 #define STORE_HALF(p, v) (*(ushort *)(p) = float_to_half_(v))
+
+#define HALF_FROM_BITS(u) half_to_float_(u)
+#define HALF_BITS(f) float_to_half_(f)
+/* aligned ones */
+#define LOAD_UINT4(p) (*(const uint4 *)(p))
+#define LOAD_UINT2(p) (*(const uint2 *)(p))
+#define STORE_UINT4(p, v) (*(uint4 *)(p) = (v))
+#define STORE_UINT2(p, v) (*(uint2 *)(p) = (v))
+#define MAKE_UINT4(x, y, z, w) make_uint4(x, y, z, w)
+#define MAKE_UINT2(x, y) make_uint2(x, y)
 
 #define AS_FLOAT(u)  __uint_as_float(u)
 #define AS_UINT(f)   __float_as_uint(f)
@@ -106,12 +117,18 @@ DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (fl
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
 
-/* every thread of the block gets the result, and finds what others wrote before it; s: LOCAL float[WG] */
-#define WARP_REDUCE_(OP) UNROLL for (int o_ = 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));
+/* every thread of the LANES that share a row gets the result, and finds what they wrote before it; s: LOCAL float[WG] */
+#ifndef LANES
+#define LANES WG
+#endif
+#define WARP_REDUCE_(OP) \
+    UNROLL for (int o_ = LANES < 32 ? LANES/2 : 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));
 #if WG == 1
 #define WG_REDUCE_(OP, ID) return x;
+#elif LANES < 32
+#define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) __syncwarp(); return x;
 #else
-#define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) if (WG > 32) { const int l_ = LOCAL_ID; __syncthreads(); \
+#define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) if (LANES > 32) { const int l_ = LOCAL_ID; __syncthreads(); \
     if ((l_ & 31) == 0) s[l_ >> 5] = x; __syncthreads(); \
     x = (l_ & 31) < WG/32 ? s[l_ & 31] : (ID); WARP_REDUCE_(OP) } else __syncwarp(); return x;
 #endif

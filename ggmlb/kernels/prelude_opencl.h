@@ -1,7 +1,8 @@
 /* The portable kernel dialect, OpenCL C 1.2 side; prelude_cuda.h is its twin.
 
    The host defines WG, the work-group size: a power of two, 1 on CPU-type devices. There a work-item has a
-   row to itself, the compiler vectorises its loops, and ON_CPU is defined.
+   row to itself, the compiler vectorises its loops, and ON_CPU is defined. LANES, another power of two, is defined
+   where less than a group has a row.
    PoCL before 4.0 never inlines its builtin functions: with ON_CPU the common ones are spelled out. */
 #pragma OPENCL FP_CONTRACT ON
 
@@ -70,6 +71,26 @@ typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #define F8_FROM_I8(q) convert_float8(as_char8(q))
 #define F8_FROM_BITS(b) convert_float8((int8)(b) >> (int8)(0, 1, 2, 3, 4, 5, 6, 7) & 1)
 #endif
+/* the bits of halves, by way of bytes, which may alias any type; words, which may lie in any place */
+typedef uchar two_bytes_[2] __attribute__((aligned(2)));
+DEVICE_FN float HALF_FROM_BITS(ushort u)
+{
+    const two_bytes_ b = {(uchar)u, (uchar)(u >> 8)};
+    return vload_half(0, (const half *)b);
+}
+DEVICE_FN ushort HALF_BITS(float f)
+{
+    two_bytes_ b;
+    vstore_half(f, 0, (half *)b);
+    return (ushort)(b[0] | b[1] << 8);
+}
+#define LOAD_UINT4(p) vload4(0, (CGLOBAL uint *)(p))
+#define LOAD_UINT2(p) vload2(0, (CGLOBAL uint *)(p))
+#define STORE_UINT4(p, v) vstore4((v), 0, (GLOBAL uint *)(p))
+#define STORE_UINT2(p, v) vstore2((v), 0, (GLOBAL uint *)(p))
+#define MAKE_UINT4(x, y, z, w) (uint4)(x, y, z, w)
+#define MAKE_UINT2(x, y) (uint2)(x, y)
+
 #define RSQRT(x)     (1.0f/SQRT(x))
 #define POW(x, y)    pow((x), (y))
 #define SIN(x)       sin(x)
@@ -109,13 +130,16 @@ DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q) { return MAKE_F8(LOOKUP_); 
 #endif
 DEVICE_FN float F8_SUM(F8 v) { const float4 s = v.lo + v.hi; const float2 t = s.lo + s.hi; return t.x + t.y; }
 
-/* every work-item of the group gets the result, and finds what others wrote before it; s: LOCAL float[WG] */
+/* every work-item of the LANES that share a row gets the result, and finds what they wrote before it; s: LOCAL float[WG] */
+#ifndef LANES
+#define LANES WG
+#endif
 #if WG == 1
 #define WG_REDUCE_(OP) return x;
 #else
 #define WG_REDUCE_(OP) const int l_ = LOCAL_ID; BARRIER(); s[l_] = x; BARRIER(); \
-    for (int n_ = WG/2; n_ > 0; n_ >>= 1) { if (l_ < n_) s[l_] = OP(s[l_], s[l_ + n_]); BARRIER(); } \
-    return s[0];
+    for (int n_ = LANES/2; n_ > 0; n_ >>= 1) { if (l_ % LANES < n_) s[l_] = OP(s[l_], s[l_ + n_]); BARRIER(); } \
+    return s[l_ - l_ % LANES];
 #endif
 #define ADD_(a, b) ((a) + (b))
 DEVICE_FN float WG_REDUCE_ADD(float x, LOCAL float *s) { WG_REDUCE_(ADD_) }

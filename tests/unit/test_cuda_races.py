@@ -154,7 +154,7 @@ def test_every_kernel_with_shared_memory_is_run() -> None:
         text = (resources.files(kernel.package) / f"{kernel.family}.knl").read_text(encoding="utf-8")
         body = text[text.index(f"KERNEL {name}(") :]
         body = body[: body.index("\n}\n")]
-        if any(word in body for word in ("LOCAL_ARRAY", "BARRIER", "TILES", "ROW_BEGIN")):
+        if any(word in body for word in ("LOCAL_ARRAY", "BARRIER", "TILES", "ROW_BEGIN", "MOVE_ROWS")):
             sharing.add(name)
     assert sharing - run == {"mul_mat_panel", "mul_mat_id_panel"}
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op
-from ggmlb.kernels.launch import Mem, elementwise, flattened, mapped
+from ggmlb.kernels.launch import Mem, elementwise, flattened, mapped, stretched, vector_width
 from ggmlb.kernels.lowering.base import FLOATS, Rule
 from ggmlb.kernels.lowering.elementwise import combine
 from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ggmlb.kernels.launch import Launch, Target
     from ggmlb.tensor import Tensor
 
@@ -31,27 +34,37 @@ def _conversion(src: DType, dst: DType) -> str | None:
     return None
 
 
-def _units(kind: str, a: Mem, d: Mem) -> tuple[Mem, Mem]:
-    """Return both with extents that count what the kernel moves at a step: elements, eights, or blocks."""
+def _moved(target: Target, kernel: str, a: Mem, d: Mem, beside: Sequence[Mem] = (), over: int = -1) -> Launch:
+    """Return a launch that moves elements of `a`, or of some of its rows, to `d`, or to some of its rows."""
+    kind = _conversion(a.dtype, d.dtype)
+    assert kind is not None
     if kind == "plain":
-        return (_as_words(a), _as_words(d)) if a.dtype.is_quantized else (a, d)
+        mems = [*_as_words(a, d, target)] if a.dtype is d.dtype else [a, d]
+        if kernel == "copy":
+            mems = flattened(target, mems)
+        return mapped(target, kernel, mems, over=over, beside=beside, CONVERT=kind)
+    if kind == "dequantize" and not target.on_cpu:
+        return stretched(target, kernel, [a, *beside, d], vector_width([d]), CONVERT=kind, EIGHTS=1)
     step = 8 if kind == "dequantize" else d.dtype.block_size
-    a = a.window((a.ne[0] // step, *a.ne[1:]))
-    return a, d.window((d.ne[0] // step, *d.ne[1:]))
+    # what the kernel moves at a step is counted: eights, or blocks
+    a, d = (m.window((m.ne[0] // step, *m.ne[1:])) for m in (a, d))
+    flags = {"FROM": a.dtype.name.lower()} if kind == "quantize" else {}
+    return elementwise(target, kernel, [a, *beside, d], over=over, CONVERT=kind, **flags)
 
 
-def _convert(kind: str, src: DType) -> dict[str, Any]:
-    """Return the macros that choose a conversion; what is quantised may be of any plain float type."""
-    return {"CONVERT": kind, **({"FROM": src.name.lower()} if kind == "quantize" else {})}
+def _as_words(a: Mem, d: Mem, target: Target) -> tuple[Mem, Mem]:
+    """Return two mems of one type as integers where bytes are moved: quantised, or rows without gaps."""
+    dtype = a.dtype
+    if not dtype.is_quantized and any(m.nb[0] != dtype.type_size for m in (a, d)):
+        return a, d
+    largest = 8 if target.on_cpu else 4  # GPUs move several of four bytes at once
+    size = math.gcd(largest, dtype.row_size(a.ne[0]), *a.steps(), *d.steps())
 
+    def words(m: Mem) -> Mem:
+        n = m.ne[0] // dtype.block_size * dtype.type_size // size
+        return m.window((n, *m.ne[1:]), (size, *m.nb[1:]), dtype=_WORDS[size])
 
-def _as_words(m: Mem) -> Mem:
-    """Return a quantised mem as integers, for blocks that are moved unchanged."""
-    size = next(
-        s for s in (8, 4, 2, 1) if not (m.dtype.type_size | m.nb[1] | m.nb[2] | m.nb[3] | m.offset) % s
-    )
-    n = m.ne[0] // m.dtype.block_size * m.dtype.type_size // size
-    return m.window((n, *m.ne[1:]), (size, *m.nb[1:]), dtype=_WORDS[size])
+    return words(a), words(d)
 
 
 def _no_conversion(src: Tensor, dst: Tensor) -> str | None:
@@ -74,14 +87,9 @@ def _copy_declines(node: Tensor) -> str | None:
 
 def copy(target: Target, a: Mem, d: Mem) -> Launch:
     """Return the launch that copies `a` to `d`, of as many elements, converting."""
-    kind = _conversion(a.dtype, d.dtype)
-    assert kind is not None
     if a.ne != d.ne:
         return elementwise(target, "copy_reshape", [a, d])
-    a, d = _units(kind, a, d)
-    if kind == "plain":
-        return mapped(target, "copy", flattened(target, [a, d]), CONVERT=kind)
-    return elementwise(target, "copy", [a, d], **_convert(kind, a.dtype))
+    return _moved(target, "copy", a, d)
 
 
 def _copy(node: Tensor, target: Target) -> list[Launch]:
@@ -94,10 +102,7 @@ def _get_rows_declines(node: Tensor) -> str | None:
 
 def _get_rows(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.sources
-    kind = _conversion(a.dtype, node.dtype)
-    assert kind is not None
-    x, d = _units(kind, Mem.of(a), Mem.of(node))
-    return [elementwise(target, "get_rows", [x, Mem.of(b), d], CONVERT=kind)]
+    return [_moved(target, "get_rows", Mem.of(a), Mem.of(node), [Mem.of(b)])]
 
 
 def _set_rows_declines(node: Tensor) -> str | None:
@@ -107,10 +112,7 @@ def _set_rows_declines(node: Tensor) -> str | None:
 
 def _set_rows(node: Tensor, target: Target) -> list[Launch]:
     a, ids = node.sources[:2]
-    kind = _conversion(a.dtype, node.dtype)
-    assert kind is not None
-    x, d = _units(kind, Mem.of(a), Mem.of(node))
-    return [elementwise(target, "set_rows", [x, Mem.of(ids), d], over=0, **_convert(kind, a.dtype))]
+    return [_moved(target, "set_rows", Mem.of(a), Mem.of(node), [Mem.of(ids)], over=0)]
 
 
 def _window_declines(node: Tensor) -> str | None:

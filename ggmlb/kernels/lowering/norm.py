@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op
-from ggmlb.kernels.launch import Mem, rowwise
+from ggmlb.kernels.launch import Mem, in_registers
 from ggmlb.kernels.lowering.base import GroupRule, Rule, not_floats
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def _declines(node: Tensor) -> str | None:
 def _norm(node: Tensor, target: Target) -> list[Launch]:
     a = node.sources[0]
     if node.op is Op.L2_NORM:
-        return [rowwise(target, "l2_norm", [Mem.of(a), Mem.of(node)], node.params["eps"])]
+        return [in_registers(target, "l2_norm", [Mem.of(a), Mem.of(node)], node.params["eps"])]
     return [_launch(target, node, Mem.of(a), Mem.of(node))]
 
 
@@ -41,7 +41,7 @@ def _launch(
     given = {"ADDED": added, "KEEP": kept, "SCALED": scale, "SHIFTED": shift}
     mems = [a, added or a, kept or d, scale or a, shift or a, d]
     flags = {name: 1 for name, mem in given.items() if mem is not None}
-    return rowwise(target, kernel, mems, node.params["eps"], **flags)
+    return in_registers(target, kernel, mems, node.params["eps"], **flags)
 
 
 def _lower_group(group: Group, target: Target) -> list[Launch]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, SortOrder
-from ggmlb.kernels.launch import Mem, flattened, launch, rowwise
+from ggmlb.kernels.launch import Mem, flattened, in_registers, launch, rowwise
 from ggmlb.kernels.lowering.base import Rule, no_elements, not_floats
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _mems(node: Tensor) -> list[Mem]:
 def _sum_rows(node: Tensor, target: Target) -> list[Launch]:
     a, d = _mems(node)
     factor = 1.0 if node.op is not Op.MEAN else 1 / a.ne[0] if a.ne[0] else math.nan
-    return [rowwise(target, "sum_rows", [a, d], factor)]
+    return [in_registers(target, "sum_rows", [a, d], factor)]
 
 
 def _sum(node: Tensor, target: Target) -> list[Launch]:

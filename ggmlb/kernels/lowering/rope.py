@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
-from ggmlb.kernels.launch import Mem, rowwise
+from ggmlb.kernels.launch import Mem, rowwise, vector_width
 from ggmlb.kernels.lowering.base import FLOATS, GroupRule, Rule, not_f32, not_floats
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
     ext, scale = p["ext_factor"], p["freq_scale"]
     magnitude = p["attn_factor"] * (1 + 0.1 * log(1 / scale) if ext else 1)
     n_pairs = p["n_dims"] if p["mode"] == RopeType.VISION else p["n_dims"] // 2
-    n_heads = _heads_of_group(node, n_pairs, target)
+    vec = _vector_width(Mem.of(a), d, p["mode"] == RopeType.NORMAL, n_pairs, p["offset"])
+    pieces = (2 if p["mode"] == RopeType.NORMAL else 1) * n_pairs // vec
+    n_heads = _heads_of_group(node, pieces, target)
     d = d.window((d.ne[0], d.ne[1] // n_heads, d.ne[2], d.ne[3]))
-    flags = {name: 1 for name, there in (("FACTORS", factors), ("PUT", ids)) if there is not None}
+    flags: dict[str, int] = {} if target.on_cpu else {"PER": 16 if vec > 1 else 4, "VEC": vec}
+    flags |= {name: 1 for name, there in (("FACTORS", factors), ("PUT", ids)) if there is not None}
     mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), ids or Mem.of(positions), d]
     numbers = (
         n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
@@ -64,7 +67,14 @@ def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
     return rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)
 
 
-def _heads_of_group(node: Tensor, n_pairs: int, target: Target) -> int:
+def _vector_width(a: Mem, d: Mem, side_by_side: bool, n_pairs: int, first: int) -> int:
+    """Return how many neighbours are turned at once: of one half, or of pairs side by side."""
+    vec = vector_width([a, d])
+    is_whole = (2 * n_pairs if side_by_side else n_pairs) % vec == first % vec == 0
+    return vec if is_whole else 1
+
+
+def _heads_of_group(node: Tensor, n_pieces: int, target: Target) -> int:
     """Return how many heads a group turns by the same angles: all, or as many as keep all its items busy.
 
     Of more tokens than there are multiprocessors by far, four times as many.
@@ -72,8 +82,8 @@ def _heads_of_group(node: Tensor, n_pairs: int, target: Target) -> int:
     heads = node.ne[1]
     if target.on_cpu:
         return heads
-    most = max(1, target.wg // max(n_pairs, 1))
-    if heads * node.ne[2] * node.ne[3] >= 4 * most * 16 * target.n_units:
+    most = max(1, target.wg // max(n_pieces, 1))
+    if heads * node.ne[2] * node.ne[3] >= 4 * most * 8 * target.n_units:
         most *= 4
     return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import Op
-from ggmlb.kernels.launch import Mem, rowwise
+from ggmlb.kernels.launch import Mem, in_registers
 from ggmlb.kernels.lowering.base import Rule, not_f32, not_floats
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     if sinks is not None:
         flags["SINKS"] = 1
     p = node.params
-    return [rowwise(target, "soft_max", mems, p["scale"], *alibi(p["max_bias"], a.ne[2]), **flags)]
+    return [in_registers(target, "soft_max", mems, p["scale"], *alibi(p["max_bias"], a.ne[2]), **flags)]
 
 
 RULES = {Op.SOFT_MAX: Rule(_declines, _soft_max)}

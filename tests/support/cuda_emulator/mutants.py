@@ -22,8 +22,8 @@ FILES = {
         "dequantize.knl",
     ),
     PORTABLE: (
-        "prelude_cuda.h", "mul_mat.h", "mul_mat_vec.knl", "mul_mat_tile.knl", "flash_attn.knl", "norm.knl",
-        "reduce.knl", "softmax.knl", "sort.knl",
+        "prelude_cuda.h", "copy.knl", "mul_mat.h", "mul_mat_vec.knl", "mul_mat_tile.knl", "flash_attn.knl",
+        "norm.knl", "reduce.knl", "rope.knl", "softmax.knl", "sort.knl",
     ),
 }  # fmt: skip
 """Texts that know of threads."""

@@ -190,15 +190,15 @@ def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> l
 
 
 DEALS_OUT = {
-    "argmax", "argsort", "cumsum", "flash_attn", "l2_norm", "layer_norm", "quantize_q8", "rms_norm",
-    "soft_max", "sum_rows", "top_k",
+    "argmax", "argsort", "copy", "cumsum", "flash_attn", "get_rows", "l2_norm", "layer_norm", "quantize_q8",
+    "rms_norm", "rope", "soft_max", "sum_rows", "top_k",
 }  # fmt: skip
 """Kernels whose blocks take row after row."""
 
 SHARING = (
-    "argmax-0", "argsort-asc-0", "argsort-desc-1", "count_equal-0", "cumsum-0", "cumsum-1",
-    "flash_attn-f32-f32-4", "l2_norm-0", "norm-0", "norm-perm", "rms_norm-0", "soft_max-0",
-    "sum-0", "sum_rows-0", "top_k-0",
+    "argmax-0", "argsort-asc-0", "argsort-desc-1", "count_equal-0", "cumsum-0", "cumsum-1", "cpy-q8_0-f32",
+    "flash_attn-f32-f32-4", "get_rows-q8_0-batch", "l2_norm-0", "norm-0", "norm-perm", "rms_norm-0",
+    "rope-neox-plain", "set_rows-f32-f16", "soft_max-0", "sum-0", "sum_rows-0", "top_k-0",
 )  # fmt: skip
 """Golden programs that reach the portable kernels with shared memory."""
 
