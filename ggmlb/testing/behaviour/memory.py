@@ -249,10 +249,10 @@ def read_only_memory_is_never_written(rig: Rig) -> None:
     """A caller's array that is read-only is read in place and never written; one with gaps is refused."""
     if not rig.device.caps.buffer_from_host_ptr:
         unsupported("the device cannot use the caller's memory")
-    array = np.zeros(2 * 4096, np.float32)
-    gaps = array[::2]
+    whole = np.zeros(2 * 4096, np.float32)
+    gaps = whole[::2]
     expect_error(ArgumentError, lambda: rig.device.buffer_from_host_ptr(gaps), "memory with gaps")
-    array = array[-array.ctypes.data % 4096 // 4 :][:4096]
+    array = whole[-whole.ctypes.data % 4096 // 4 :][:4096]
     array[:] = numbers(4096)
     array.flags.writeable = False
     buffer = rig.keep(rig.device.buffer_from_host_ptr(array))
