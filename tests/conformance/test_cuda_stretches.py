@@ -45,7 +45,7 @@ def beside_cpu(stream: CudaBackend, build: Callable[[Context], Tensor]) -> list[
 
 @pytest.mark.parametrize(
     ("ne", "per"),
-    [((5000,), "4"), ((700,), "1"), ((2049, 3, 2), "4"), ((130, 3), None), ((1500, 4), "4")],
+    [((5000,), "8"), ((700,), "4"), ((2049, 3, 2), "8"), ((130, 3), "4"), ((2, 3), None), ((1500, 4), "8")],
     ids=str,
 )
 @pytest.mark.parametrize("what", ["map", "combine", "row", "glu", "copy", "to half", "in place", "permuted"])

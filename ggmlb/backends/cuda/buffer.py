@@ -79,11 +79,7 @@ class CudaBuffer(Buffer):
         """The memory as a flat uint8 array of the array library."""
         if self._array is None:
             driver, index = self.device.driver, self.device.index
-            if self.size:
-                self._array = driver.array(self.address, self.size, index, self._memory)
-            else:  # it has no address
-                with self.device.on():
-                    self._array = driver.xp.empty(0, np.uint8)
+            self._array = driver.array(self.address, self.size, index, self._memory)
         return self._array
 
     def exported(self, tensor: Tensor, call: str) -> Any:
