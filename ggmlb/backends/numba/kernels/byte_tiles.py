@@ -189,29 +189,27 @@ def _multiply_tiles(
         ask: Whether to ask for codes that come later to be read, if that may be.
     """
     place, column, n_columns = rows
-    step, n, n_groups = place.step, k.level.lanes, 32 // form.group
+    step, n = place.step, k.level.lanes
     assert step is not None
     floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, place.k >> 5
     all_parts = [parts(place.column(column + c), place.k, form.wide) for c in range(n_columns)]
     x = all_parts[0]
     sums = [k.variable(k.const(floats, 0)) for _ in range(n_columns)]
-    room = [k.local(2 * n_groups * size) for _ in range(1 + form.wide)]
+    room = [k.local(2 * size) for _ in range(1 + form.wide)]
     if form.wide:
         _any_flags(k, all_parts, place.k, packed.flags)
 
-    def each(block: Value) -> Iterator[tuple[int, Value, Value, float]]:
-        """The products of a block: their group, with which codes, where they go, and what they count."""
-        for group in range(n_groups):
-            to = ((block & 1) * n_groups + group) * size
-            yield group, x.codes, room[0] + to, 1.0
-            if x.high is not None:
-                with k.when(k.load(I8, packed.flags + block).zext(I32) > 0):
-                    yield group, x.high, room[1] + to, float(HIGH)
+    def each(block: Value) -> Iterator[tuple[Value, Value, float]]:
+        """The products of a block: with which codes, where they go, and what they count."""
+        to = (block & 1) * size
+        yield x.codes, room[0] + to, 1.0
+        if x.high is not None:
+            with k.when(k.load(I8, packed.flags + block).zext(I32) > 0):
+                yield x.high, room[1] + to, float(HIGH)
 
     def multiply(block: Value) -> None:
-        for group, of, to, _ in each(block):
-            weights = codes + (block * n_groups + group) * (form.group * TILE_ROWS)
-            amx.product(k, of + block * 32 + group * form.group, step, weights, form.has_min, to)
+        for of, to, _ in each(block):
+            amx.product(k, of + block * 32, step, codes + block * (32 * TILE_ROWS), form.has_min, to)
 
     multiply(k.i64(0))
     with k.loop(0, n_blocks) as block:
@@ -221,20 +219,16 @@ def _multiply_tiles(
                     k.prefetch(codes + block * (32 * TILE_ROWS) + (AHEAD + at))
         with k.when(block + 1 < n_blocks):
             multiply(block + 1)  # a block ahead: what was just written from tiles takes long to be read
-        for group, _, found, times in each(block):
-            scale = k.load(floats, packed.scales + (block * n_groups + group) * (4 * TILE_ROWS)) * times
+        for _, found, times in each(block):
+            scale = k.load(floats, packed.scales + block * (4 * TILE_ROWS)) * times
             for c, slot in enumerate(sums):
                 factor = k.load(F32, x.scales + step * c + block * 4).splat(n)
                 value = k.load(vec(I32, n), found + amx.ROW_NBYTES * c, 64).to_float()
                 slot.set(k.fma(value, scale * factor, slot.now))
-        for group in range(n_groups if form.has_min else 0):
-            minimum = k.load(floats, packed.minimums + (block * n_groups + group) * (4 * TILE_ROWS))
+        if form.has_min:
+            minimum = k.load(floats, packed.minimums + block * (4 * TILE_ROWS))
             for c, slot in enumerate(sums):
-                if n_groups == 1:
-                    total = k.load(F32, x.sums + step * c + block * 4)
-                else:
-                    count = k.load(I32, x.counts + step * c + block * 8 + group * 4)
-                    total = count.to_float() * k.load(F32, x.scales + step * c + block * 4)
+                total = k.load(F32, x.sums + step * c + block * 4)
                 slot.set(k.fma(minimum, total.splat(n), slot.now))
     return [[slot.now for slot in sums]]
 
