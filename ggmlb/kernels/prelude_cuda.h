@@ -117,7 +117,8 @@ DEVICE_FN F8 F8_LOOKUP(const i8_t *table, U8 q) { F8 r; EACH_OF_8_(r.v[j_] = (fl
 DEVICE_FN float F8_SUM(F8 a)
 { return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7])); }
 
-/* every thread of the LANES that share a row gets the result, and finds what they wrote before it; s: LOCAL float[WG] */
+/* The threads of LANES that share a row get the result; where they are 32 or more, they find what the others wrote before
+   it. s: LOCAL float[WG] */
 #ifndef LANES
 #define LANES WG
 #endif
@@ -125,8 +126,8 @@ DEVICE_FN float F8_SUM(F8 a)
     UNROLL for (int o_ = LANES < 32 ? LANES/2 : 16; o_ > 0; o_ >>= 1) x = OP(x, __shfl_xor_sync(0xffffffffu, x, o_));
 #if WG == 1
 #define WG_REDUCE_(OP, ID) return x;
-#elif LANES < 32
-#define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) __syncwarp(); return x;
+#elif LANES < 32   /* whose row lies in registers: nobody reads what others wrote */
+#define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) return x;
 #else
 #define WG_REDUCE_(OP, ID) WARP_REDUCE_(OP) if (LANES > 32) { const int l_ = LOCAL_ID; __syncthreads(); \
     if ((l_ & 31) == 0) s[l_ >> 5] = x; __syncthreads(); \
