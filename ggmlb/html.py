@@ -1,17 +1,23 @@
-"""HTML for notebooks: small tables that are readable in light and in dark themes.
+"""HTML for notebooks: small tables and pictures that are readable in light and in dark themes.
 
-Colours are those of the page, more or less transparent; nothing is loaded, and nothing runs.
+Colours are those of the page, more or less transparent; nothing is loaded, and nothing runs. JupyterLab shows
+outputs that the user has not run (those of each fresh clone) through a sanitizer. All that is written here
+passes it unchanged: no inline SVG, fractions with their leading zero (`0.3`), and only tags, attributes and
+styles of its list.
 """
 
 from __future__ import annotations
 
 import html
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-_LINE = "border-bottom:1px solid rgba(128,128,128,.3)"
+_LINE = "border-bottom:1px solid rgba(128,128,128,0.3)"
 _CELL = f"text-align:left;padding:.15em .8em .15em 0;vertical-align:top;{_LINE}"
+_PALE = "opacity:0.65"
 _SHELL = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.9em;line-height:1.45"
 LINES: Final = ("#2f6db5", "#c0731a", "#3f8f35", "#98408a", "#20837f", "#b53a3a")
 """Colours of devices in pictures, readable on light and on dark pages; they repeat."""
@@ -38,7 +44,7 @@ class Raw(str):
 def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
     """Return a title line, facts by name, and what follows as HTML."""
     rows = "".join(
-        f'<tr><td style="{_CELL};opacity:.65">{escape(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
+        f'<tr><td style="{_CELL};{_PALE}">{escape(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
         for name, value in facts.items()
         if value not in ("", None)
     )
@@ -49,13 +55,13 @@ def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int = MAX_ROWS) -> str:
     """Return a table with a head; beyond `n_rows` rows are only counted."""
     lines = list(rows)
-    head = "".join(f'<th style="{_CELL};opacity:.65;font-weight:normal">{escape(c)}</th>' for c in columns)
+    head = "".join(f'<th style="{_CELL};{_PALE};font-weight:normal">{escape(c)}</th>' for c in columns)
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{_text(value)}</td>' for value in line) + "</tr>"
         for line in lines[:n_rows]
     )
     rest = len(lines) - n_rows
-    more = f'<div style="opacity:.65">and {rest} more</div>' if rest > 0 else ""
+    more = f'<div style="{_PALE}">and {rest} more</div>' if rest > 0 else ""
     return f'<table style="{_SHELL};border-collapse:collapse"><tr>{head}</tr>{body}</table>{more}'
 
 
@@ -65,15 +71,72 @@ def bar(part: float, label: str) -> Raw:
     box = "display:inline-block;vertical-align:middle;height:.7em;border-radius:.2em"
     return Raw(
         f'<span style="white-space:nowrap"><span style="{box};width:8em;margin-right:.6em;'
-        'background:rgba(128,128,128,.25)">'
-        f'<span style="{box};width:{percent}%;background:rgba(64,128,224,.8);float:left"></span></span>'
+        'background:rgba(128,128,128,0.25)">'
+        f'<span style="{box};width:{percent}%;background:rgba(64,128,224,0.8);float:left"></span></span>'
         f"{escape(label)}</span>"
     )
 
 
 def pre(text: str) -> str:
     """Return text as it stands, in lines."""
-    return f'<pre style="margin:.4em 0 0;background:none;color:inherit">{escape(text)}</pre>'
+    return f'<pre style="margin:.4em 0 0;background:none">{escape(text)}</pre>'
+
+
+@dataclass(slots=True)
+class Picture:
+    """An SVG drawing, and texts that show where the pointer rests on it.
+
+    A notebook shows it as an image under transparent elements with titles: sanitizers keep neither inline SVG
+    nor the name of an image map, and an SVG in an image shows no `<title>`. An image does not know the page's
+    colours: draw in tones that are readable on light and on dark pages.
+
+    Attributes:
+        width: Of the whole [pixels].
+        height: Of the whole [pixels].
+        parts: SVG elements, in the order in which they are drawn.
+        tips: Left, top, width and height [pixels] of an area, and its text; the first that fits is shown.
+    """
+
+    width: float
+    height: float
+    parts: list[str] = field(default_factory=list)
+    tips: list[tuple[float, float, float, float, str]] = field(default_factory=list)
+
+    def svg(self) -> str:
+        """Return the picture as a file, where each text is the title of a transparent area."""
+        areas = [
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="none" '
+            f'pointer-events="all"><title>{escape(text)}</title></rect>'
+            for x, y, w, h, text in reversed(self.tips)  # the pointer gets the last that is drawn
+        ]
+        return self._svg(areas)
+
+    def html(self, description: str) -> str:
+        """Return the picture for a notebook; the description stands where no image can be shown."""
+        image = b64encode(self._svg([]).encode()).decode()
+        areas = "".join(
+            f'<span title="{escape(text)}" style="position:absolute;left:{x:.1f}px;top:{y:.1f}px;'
+            f'width:{max(w, 2):.1f}px;height:{h:.1f}px"></span>'
+            for x, y, w, h, text in reversed(self.tips)
+        )
+        # Not scaled to the page's width: the areas would not follow.
+        return (
+            '<div style="overflow-x:auto"><div style="position:relative">'
+            f'<img src="data:image/svg+xml;base64,{image}" alt="{escape(description)}" '
+            f'style="display:block;max-width:none;margin:0">{areas}</div></div>'
+        )
+
+    def _svg(self, areas: list[str]) -> str:
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:.0f} {self.height:.0f}" '
+                f'width="{self.width:.0f}" height="{self.height:.0f}" '
+                f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">',
+                *self.parts,
+                *areas,
+                "</svg>",
+            ]
+        )
 
 
 def _text(value: object) -> str:

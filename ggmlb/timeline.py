@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ggmlb.html import LINES, escape
+from ggmlb.html import LINES, Picture, escape
 
 if TYPE_CHECKING:
     Event = Mapping[str, Any]
+
+GREY: Final = "#7a7f87"
+"""Of texts and lines: readable on light and on dark pages."""
 
 COLOURS: Final = ("#8a8f98", *LINES)
 """Of each process, the host first."""
@@ -23,8 +26,8 @@ LEAST: Final = 0.6
 MAX_BOXES: Final = 4000
 
 
-def timeline_svg(events: Sequence[Event]) -> str:
-    """Return an SVG picture of events in the Trace Event Format; times are in microseconds there.
+def timeline(events: Sequence[Event]) -> Picture:
+    """Return the picture of events in the Trace Event Format; times are in microseconds there.
 
     Hovering over a box shows what it was and how long it took.
     """
@@ -36,36 +39,33 @@ def timeline_svg(events: Sequence[Event]) -> str:
     stop = max((e["ts"] + e["dur"] for e in boxes), default=1.0)
     scale = (WIDTH - LABEL - 10) / max(stop - start, 1e-3)
     height = ROW * len(rows) + AXIS
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        'font-family="ui-monospace,Menlo,Consolas,monospace" font-size="11" fill="currentColor">'
-    ]
+    picture = Picture(WIDTH, height)
+    parts = picture.parts
     place = {row: i * ROW for i, row in enumerate(rows)}
     for (pid, tid), y in place.items():
         process = processes.get(pid, str(pid)).partition(" (")[0]
         label = f"{process}: {names.get((pid, tid), tid)}"
-        parts.append(f'<text x="0" y="{y + 15}" opacity=".75">{escape(label[:28])}</text>')
+        parts.append(f'<text x="0" y="{y + 15}" fill="{GREY}">{escape(label[:28])}</text>')
         parts.append(
-            f'<line x1="{LABEL}" x2="{WIDTH}" y1="{y + ROW}" y2="{y + ROW}" '
-            'stroke="currentColor" opacity=".15"/>'
+            f'<line x1="{LABEL}" x2="{WIDTH}" y1="{y + ROW}" y2="{y + ROW}" stroke="{GREY}" opacity=".3"/>'
         )
     for e in boxes:
         x = LABEL + (e["ts"] - start) * scale
         width = max(e["dur"] * scale, LEAST)
-        title = f"{e['name']}, {readable_time(e['dur'])}"
+        top = place[e["pid"], e["tid"]] + 4
         parts.append(
-            f'<rect x="{x:.1f}" y="{place[e["pid"], e["tid"]] + 4}" width="{width:.1f}" '
-            f'height="{ROW - 7}" rx="2" fill="{COLOURS[e["pid"] % len(COLOURS)]}" opacity=".85">'
-            f"<title>{escape(title)}</title></rect>"
+            f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" '
+            f'height="{ROW - 7}" rx="2" fill="{COLOURS[e["pid"] % len(COLOURS)]}" opacity=".85"/>'
         )
+        picture.tips.append((x, top, width, ROW - 7, f"{e['name']}, {readable_time(e['dur'])}"))
     for i in range(5):
         x = LABEL + (WIDTH - LABEL - 10) * i / 4
         anchor = "end" if i == 4 else "middle" if i else "start"
         time = readable_time((stop - start) * i / 4)
         parts.append(
-            f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}" opacity=".6">{escape(time)}</text>'
+            f'<text x="{x:.0f}" y="{height - 8}" text-anchor="{anchor}" fill="{GREY}">{escape(time)}</text>'
         )
-    return "".join([*parts, "</svg>"])
+    return picture
 
 
 def readable_time(us: float) -> str:

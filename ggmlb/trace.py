@@ -11,15 +11,15 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from html import escape
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from ggmlb.html import escape
 from ggmlb.interface import Backend, Command, GraphPlan, Queue, observe
 from ggmlb.interface.observe import Action, Observer
-from ggmlb.timeline import timeline_svg
+from ggmlb.timeline import timeline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,14 +141,14 @@ class Trace(Observer):
 
     def to_svg(self) -> str:
         """Return a picture of the trace: rows of threads and streams, boxes where something ran."""
-        return timeline_svg(self.events)
+        return timeline(self.events).svg()
 
     def __repr__(self) -> str:
         return f"<Trace {sum(e['ph'] == 'X' for e in self.events)} events>"
 
     def _repr_html_(self) -> str:
         """The picture, for a notebook."""
-        return self.to_svg() if self.events else escape(repr(self))
+        return timeline(self.events).html(repr(self)) if self.events else escape(repr(self))
 
     # -- the format ----------------------------------------------------------------------------
 

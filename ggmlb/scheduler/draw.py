@@ -1,6 +1,6 @@
 """Pictures of a split graph: a lane for each device, a box for each split, a curve for each copy.
 
-Graphviz draws the text of `to_dot`; `to_svg` needs nothing else, and stays readable where a layout of all
+Graphviz draws the text of `to_dot`; `draw` needs nothing else, and stays readable where a layout of all
 edges would not: splits stand in the order in which they run, nodes in the order in which they are computed.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import readable_size
 from ggmlb.graph import Graph, dot_quoted
-from ggmlb.html import LINES, escape
+from ggmlb.html import LINES, Picture, escape
 from ggmlb.interface import Backend
 from ggmlb.tensor import Tensor
 
@@ -100,8 +100,8 @@ class _Place:
     box: int
 
 
-def to_svg(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Tensor, str]) -> str:
-    """Return a split graph as an SVG picture, to be read from top to bottom.
+def draw(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Tensor, str]) -> Picture:
+    """Return the picture of a split graph, to be read from top to bottom.
 
     Args:
         backends: In the order of the lanes; those that run nothing get none.
@@ -115,7 +115,8 @@ def to_svg(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Te
     lane = {b: MARGIN + ARC + i * (width + ARC + LANE_GAP) for i, b in enumerate(used)}
     paint = colours(backends)
     places: dict[object, _Place] = {}
-    drawn: list[str] = []
+    picture = Picture(MARGIN + len(used) * (width + ARC + LANE_GAP), 0.0)
+    drawn = picture.parts
     y = float(MARGIN)
     for i, (split, rows) in enumerate(zip(splits, boxes, strict=True)):
         x, (fill, line) = lane[split.backend], paint[split.backend]
@@ -129,25 +130,19 @@ def to_svg(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Te
         for k, row in enumerate(rows, 1):
             middle = y + k * ROW + 13
             style = f'fill="{line}" font-style="italic"' if row.is_copy else 'fill="#222"'
-            drawn.append(_text(x + MARGIN, middle + 4, row.text, style, row.tip))
+            drawn.append(_text(x + MARGIN, middle + 4, row.text, style))
+            if row.tip:
+                picture.tips.append((x, middle - ROW / 2, width, ROW, row.tip))
             if row.key is not None:
                 places[row.key] = _Place(x, x + width, middle, i)
         y += height + BOX_GAP
-    edges = [
+    drawn += [
         _edge(places[a], places[b], paint[split.backend][1], is_copy)
         for split in splits
         for a, b, is_copy in _edges(split, places)
     ]
-    total = MARGIN + len(used) * (width + ARC + LANE_GAP)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.0f} {y:.0f}" width="{total:.0f}" '
-            f'height="{y:.0f}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="11">',
-            *drawn,
-            *edges,
-            "</svg>",
-        ]
-    )
+    picture.height = y
+    return picture
 
 
 def _rows(split: Split, causes: dict[Tensor, str]) -> list[_Row]:
@@ -217,9 +212,8 @@ def _edge(a: _Place, b: _Place, colour: str, is_copy: bool) -> str:
     return f'<path d="{path}" fill="none" stroke="#888" stroke-width="0.8"/>'
 
 
-def _text(x: float, y: float, text: str, style: str, tip: str = "") -> str:
-    title = f"<title>{escape(tip)}</title>" if tip else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}" xml:space="preserve" {style}>{title}{escape(text)}</text>'
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" xml:space="preserve" {style}>{escape(text)}</text>'
 
 
 def _cut(text: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ggmlb.enums import NO_OPS
 from ggmlb.errors import GraphError
 from ggmlb.graph import Graph
+from ggmlb.html import Picture, escape
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.scheduler import draw
 from ggmlb.scheduler.report import Placement, placements, render
@@ -71,9 +71,11 @@ class Shown:
         Raises:
             GraphError: No graph was split yet.
         """
-        graph, program = self._need_graph("to_svg")
+        return self._picture(*self._need_graph("to_svg")).svg()
+
+    def _picture(self, graph: Graph, program: Program) -> Picture:
         causes = {node: str(program.cause(node)) for node in graph.nodes if node.op not in NO_OPS}
-        return draw.to_svg(self._backends, self.splits, causes)
+        return draw.draw(self._backends, self.splits, causes)
 
     def _need_graph(self, call: str) -> tuple[Graph, Program]:
         if self._graph is None or self._program is None:
@@ -92,7 +94,9 @@ class Shown:
 
     def _repr_html_(self) -> str:
         """The picture of the split graph, for a notebook."""
-        return escape(repr(self)) if self._graph is None else self.to_svg()
+        if self._graph is None or self._program is None:
+            return escape(repr(self))
+        return self._picture(self._graph, self._program).html(repr(self))
 
     def __str__(self) -> str:
         """Splits, their inputs with sizes, and why each node landed where it did."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from page_sanitizer import sanitized
 
 from scripts.run_notebooks import run
 
@@ -36,3 +37,10 @@ def test_its_outputs_are_committed(path: Path) -> None:
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
     assert kinds and "error" not in kinds
+    html = [
+        "".join(output["data"]["text/html"])
+        for cell in cells
+        for output in cell["outputs"]
+        if "text/html" in output.get("data", ())
+    ]
+    assert [sanitized(text) for text in html] == html  # a fresh clone is not trusted

@@ -1,20 +1,29 @@
-"""What notebooks show of each object: well formed, escaped, in the page's own colours."""
+"""What notebooks show of each object: well formed, escaped, in the page's own colours, trusted or not."""
 
 from __future__ import annotations
 
+import ast
 import re
+from base64 import b64decode
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from page_sanitizer import sanitized
 
 import ggmlb
 from ggmlb import Context, Graph
-from ggmlb.timeline import LABEL, WIDTH, timeline_svg
+from ggmlb.html import Picture
+from ggmlb.timeline import LABEL, WIDTH, timeline
+
+VOID = {"br", "img"}
+IMAGE = "data:image/svg+xml;base64,"
 
 
 class Balanced(HTMLParser):
-    """Checks that every element is closed, in order; collects the text."""
+    """Checks that every element is closed, in order; collects the text, of pictures and tips too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +31,15 @@ class Balanced(HTMLParser):
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.open.append(tag)
+        for name, value in attrs:
+            if name == "src":
+                assert value.startswith(IMAGE)
+                svg = ElementTree.fromstring(b64decode(value.removeprefix(IMAGE), validate=True))
+                self.text += " ".join(svg.itertext())
+            elif name in ("title", "alt"):
+                self.text += f"{value} "
+        if tag not in VOID:
+            self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
         pass
@@ -39,7 +56,7 @@ def shown(thing: Any) -> str:
     page = Balanced()
     page.feed(html)
     assert page.open == []
-    assert "<script" not in html
+    assert sanitized(html) == html
     # Text in the page's own colour, and see-through greys, are readable on any background.
     assert not re.search(r"(?<![-\w])(?:color|background)\s*:\s*(?!inherit|none|rgba)", html)
     return page.text
@@ -119,7 +136,54 @@ def test_schedulers_and_traces() -> None:
             x.set_array(range(8))
             scheduler.graph_compute(graph)
         text = shown(trace)
-        assert "OpenCL0: computations" in text and "host" in text
+        assert "OpenCL0: computations" in text and "host" in text and " us" in text
+
+
+def test_all_that_notebooks_show_passes_the_sanitizer() -> None:
+    classes = {
+        node.name
+        for path in Path(ggmlb.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(f, ast.FunctionDef) and f.name == "_repr_html_" for f in node.body)
+    }
+    ctx = Context()
+    x = ctx.from_array([1.0, 2.0, 3.0])
+    graph = Graph().build_forward_expand(ctx.sqr(x))
+    with ggmlb.init_by_name("CPU") as cpu, ggmlb.Scheduler([cpu]) as scheduler:
+        scheduler.alloc_graph(graph)
+        with scheduler.trace() as trace:
+            scheduler.graph_compute(graph)
+        things = (ctx, x, graph, cpu.device, x.buffer, ggmlb.devices(), scheduler, trace)
+        for thing in things:
+            shown(thing)
+    found = {t.__name__ for thing in things for t in type(thing).__mro__ if "_repr_html_" in vars(t)}
+    assert found == classes
+
+
+def test_a_picture_keeps_its_tips_in_a_notebook() -> None:
+    picture = Picture(
+        100, 50, ["<circle r='5'/>"], [(1.4, 2.6, 0.3, 10, '"a" < b\nc'), (0, 0, 100, 50, "rest")]
+    )
+    html = picture.html("a picture")
+    rest, tip = re.findall(r'<span title="(.+?)" style="position:absolute;(.+?)">', html, re.S)
+    assert rest[0] == "rest"  # the first tip lies above
+    assert tip == ("&quot;a&quot; &lt; b\nc", "left:1.4px;top:2.6px;width:2.0px;height:10.0px")
+    svg = ElementTree.fromstring(picture.svg())
+    assert [e.text for e in svg.iter("{http://www.w3.org/2000/svg}title")] == ["rest", '"a" < b\nc']
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "<svg><text>a</text></svg>", "<script>a</script>", '<b onclick="a">a</b>', "<style>a</style>",
+        '<map name="a"></map>',
+        '<b style="opacity:.5">a</b>', '<td style="color:inherit">a</td>', '<a href="javascript:a">a</a>',
+        '<b style="border:1px solid rgba(1,2,3,.5)">a</b>',
+    ],
+)  # fmt: skip
+def test_the_sanitizer_of_these_tests_removes(lost: str) -> None:
+    assert sanitized(lost) != lost
 
 
 def test_a_timeline_spans_its_events() -> None:
@@ -128,10 +192,10 @@ def test_a_timeline_spans_its_events() -> None:
         {"ph": "X", "name": "a<b", "pid": 0, "tid": 0, "ts": 1000.0, "dur": 500.0},
         {"ph": "X", "name": "later", "pid": 0, "tid": 0, "ts": 2500.0, "dur": 500.0},
     ]
-    svg = timeline_svg(events)
+    svg = timeline(events).svg()
     places = [tuple(map(float, m)) for m in re.findall(r'<rect x="([\d.]+)" y="4" width="([\d.]+)"', svg)]
     (x0, w0), (x1, w1) = places
     assert w0 == pytest.approx(w1) and x1 + w1 == pytest.approx(WIDTH - 10, abs=1)
     assert x0 == pytest.approx(LABEL) and w0 / (x1 + w1 - x0) == pytest.approx(0.25, abs=0.01)
     assert "a&lt;b, 500 us" in svg and ">2 ms<" in svg
-    assert timeline_svg([]).startswith("<svg")
+    assert timeline([]).svg().startswith("<svg")
