@@ -130,7 +130,7 @@ def _why_not_shared(array: Any, dtype: DType) -> str | None:
 def _adopted(array: Any) -> tuple[Buffer, int] | None:
     """Ask the CPU first: its arrays need no other backend to be loaded."""
     if isinstance(array, np.ndarray):
-        return registry.device_by_name("CPU").adopt(array)
+        return registry.host_device().adopt(array)
     others = (d for d in registry.devices() if d.type is not DeviceType.CPU)
     return next((shared for d in others if (shared := d.adopt(array)) is not None), None)
 

@@ -30,6 +30,7 @@ __all__ = [
     "device_by_name",
     "device_by_type",
     "devices",
+    "host_device",
     "init_best",
     "init_by_name",
     "init_by_type",
@@ -49,6 +50,7 @@ _registry = Registry()
 device_by_name = _registry.device_by_name
 device_by_type = _registry.device_by_type
 devices = _registry.devices
+host_device = _registry.host_device
 init_best = _registry.init_best
 init_by_name = _registry.init_by_name
 init_by_type = _registry.init_by_type
@@ -64,8 +66,11 @@ unload = _registry.unload
 
 
 def cpu_buffer_type() -> BufferType:
-    """Plain host memory, as the CPU device uses it (ggml_backend_cpu_buffer_type)."""
-    return device_by_name("CPU").buffer_type
+    """Plain host memory, as the CPU device uses it (ggml_backend_cpu_buffer_type).
+
+    Like all host memory it needs no registered backend: it stays when the CPU backend is unloaded.
+    """
+    return host_device().buffer_type
 
 
 def cpu_buffer_from_ptr(array: npt.NDArray[Any]) -> Buffer:
@@ -74,4 +79,4 @@ def cpu_buffer_from_ptr(array: npt.NDArray[Any]) -> Buffer:
     Raises:
         ArgumentError: The array is not contiguous.
     """
-    return device_by_name("CPU").buffer_from_host_ptr(array)
+    return host_device().buffer_from_host_ptr(array)

@@ -64,7 +64,7 @@ class Candidate:
             raise BackendUnavailable(
                 f"it needs the Python module {missing.name!r}, which is not installed"
             ) from missing
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._broken(error) from error
 
     def _open(self) -> Variant:
@@ -92,7 +92,7 @@ class Candidate:
             return root == _path_module_name(self.target)
         return root == self.target.partition(":")[0].partition(".")[0]
 
-    def _broken(self, error: Exception) -> BackendBroken:
+    def _broken(self, error: BaseException) -> BackendBroken:
         return BackendBroken(f"{self.target} fails to load: {type(error).__name__}: {error}")
 
 
@@ -121,6 +121,11 @@ def check_reg(reg: Any, source: str) -> None:
         )
     if not isinstance(reg, BackendReg):
         raise BackendBroken(f"{source} gave {reg!r}; it must give a ggmlb.BackendReg")
+    for fact, kind in (("name", str), ("priority", int)):
+        if not isinstance(value := getattr(reg, fact), kind):
+            raise BackendBroken(
+                f"{source} gave a backend whose {fact} is {value!r}; it must be {kind.__name__}"
+            )
 
 
 def _module_from_path(path: str) -> ModuleType:
@@ -128,6 +133,8 @@ def _module_from_path(path: str) -> ModuleType:
     name = _path_module_name(path)
     if name in sys.modules:
         return sys.modules[name]
+    if not os.path.exists(path):
+        raise BackendBroken(f"there is no file or folder {path!r}")
     from importlib.util import module_from_spec, spec_from_file_location
 
     file, inside = (os.path.join(path, "__init__.py"), [path]) if os.path.isdir(path) else (path, None)

@@ -54,6 +54,7 @@ class Catalogue:
         loaded: Backends in use, in the order in which they came.
         single: Devices that were registered one by one.
         failed: What cannot be used.
+        unloaded: Devices of backends that were removed, by name in lower case.
     """
 
     def __init__(self, discover: Callable[[], Iterable[Candidate]]) -> None:
@@ -62,6 +63,7 @@ class Catalogue:
         self.loaded: list[Loaded] = []
         self.single: list[Device] = []
         self.failed: list[Unavailable] = []
+        self.unloaded: dict[str, Device] = {}
 
     # -- candidates ----------------------------------------------------------------------------
 
@@ -107,9 +109,19 @@ class Catalogue:
         return [loaded.reg for loaded in self.loaded[before:]]
 
     def _open_group(self, group: str) -> None:
-        """Open the pending candidates of a group, and add the best variant of each name."""
-        members = [c for c in self.pending() if c.group == group]
-        self._pending = [c for c in self.pending() if c.group != group]
+        """Open the pending candidates of a group, and add the best variant of each name.
+
+        Where Ctrl-C interrupts that, those that are not in use yet are pending again.
+        """
+        pending, failed = self.pending(), list(self.failed)
+        self._pending = [c for c in pending if c.group != group]
+        try:
+            self._open_members([c for c in pending if c.group == group])
+        except BaseException:
+            self._pending, self.failed = self.fresh(pending), failed
+            raise
+
+    def _open_members(self, members: list[Candidate]) -> None:
         variants: dict[str, list[Variant]] = {}
         for candidate in members:
             try:
@@ -160,10 +172,11 @@ class Catalogue:
 
     def remove(self, reg: BackendReg) -> bool:
         """Remove a backend and its devices; return whether it was there."""
-        kept = [loaded for loaded in self.loaded if loaded.reg is not reg]
-        if len(kept) == len(self.loaded):
+        removed = [loaded for loaded in self.loaded if loaded.reg is reg]
+        if not removed:
             return False
-        self.loaded = kept
+        self.unloaded.update((d.name.casefold(), d) for loaded in removed for d in loaded.devices)
+        self.loaded = [loaded for loaded in self.loaded if loaded.reg is not reg]
         self._drop_single(reg)
         return True
 
@@ -198,6 +211,10 @@ def _best(variants: list[Variant]) -> Variant:
 def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
     try:
         devices = tuple(reg.devices)
+        for device in devices:
+            if not (isinstance(device, Device) and isinstance(device.name, str)):
+                raise BackendBroken(f"it lists {device!r} as a device, which is no ggmlb.Device with a name")
+            _device_order(device)  # which reads what the list is sorted by
     except (BackendUnavailable, BackendBroken):
         raise
     except Exception as error:

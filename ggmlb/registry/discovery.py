@@ -36,7 +36,9 @@ def installed() -> Iterator[Candidate]:
 
     for point in entry_points(group=GROUP):
         origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
-        yield Candidate(point.name, f"{point.module}:{point.attr or FACTORY}", point.name.casefold(), origin)
+        module, _, factory = point.value.partition("[")[0].partition(":")  # as it stands: it may be malformed
+        target = f"{module.strip()}:{factory.strip() or FACTORY}"
+        yield Candidate(point.name, target, point.name.casefold(), origin)
 
 
 def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
@@ -46,19 +48,22 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
     `ggmlb_echo.py`, `echo-avx2.py`. Other Python files are left alone.
 
     Raises:
-        RegistryError: There is no such folder.
+        RegistryError: There is no such folder, or it cannot be read.
     """
     root = os.fspath(folder)
     if not os.path.isdir(root):
         raise RegistryError(f"there is no folder {root!r} to load backends from")
-    for name in sorted(os.listdir(root)):
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise RegistryError(f"the folder {root!r} cannot be read to load backends: {error}") from error
+    for name in names:
         path = os.path.join(root, name)
         file = os.path.join(path, "__init__.py") if os.path.isdir(path) else path
         if name.startswith((".", "_")) or not file.endswith(".py") or not os.path.isfile(file):
             continue
-        with open(file, encoding="utf-8", errors="replace") as text:
-            if FACTORY in text.read():
-                yield _at_path(path, group=os.path.realpath(root))
+        if _is_backend(file):
+            yield _at_path(path, group=os.path.realpath(root))
 
 
 def at(where: str | os.PathLike[str]) -> Candidate:
@@ -81,32 +86,33 @@ def at(where: str | os.PathLike[str]) -> Candidate:
 
 
 def from_environment() -> Iterator[Candidate]:
-    """The file or folder that `GGMLB_BACKEND_PATH` names.
-
-    Raises:
-        RegistryError: There is neither.
-    """
+    """The file or folder that `GGMLB_BACKEND_PATH` names; one that fails to open where there is neither."""
     where = env.backend_path()
     if where is None:
         return
-    if os.path.isfile(where) or _is_package(where):
-        yield _at_path(where, group=where)
-    elif os.path.isdir(where):
+    if os.path.isdir(where) and os.access(where, os.R_OK) and not _is_package(where):
         yield from in_folder(where)
+    elif os.path.isfile(where) or _is_package(where):
+        yield _at_path(where, group=where)
     else:
-        raise RegistryError(f"GGMLB_BACKEND_PATH is {where!r}: there is no such file or folder")
+        yield Candidate("GGMLB_BACKEND_PATH", os.path.abspath(where), where, "GGMLB_BACKEND_PATH")
 
 
 def discover() -> list[Candidate]:
-    """All candidates: ggmlb's own, those installed, those of the environment; each target once.
-
-    Raises:
-        RegistryError: `GGMLB_BACKEND_PATH` names nothing.
-    """
+    """All candidates: ggmlb's own, those installed, those of the environment; each target once."""
     found: dict[str, Candidate] = {}
     for candidate in (*in_tree(), *installed(), *from_environment()):
         found.setdefault(candidate.target, candidate)
     return list(found.values())
+
+
+def _is_backend(file: str) -> bool:
+    """Whether a file mentions `backend_reg`; one that cannot be read may, and tells so when it is opened."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as text:
+            return FACTORY in text.read()
+    except OSError:
+        return True
 
 
 def _is_package(path: str) -> bool:

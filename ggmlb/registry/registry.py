@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -12,6 +13,7 @@ from ggmlb.errors import (
     ArgumentError,
     BackendBroken,
     BackendUnavailable,
+    Error,
     RegistryError,
     did_you_mean,
     kind_of,
@@ -39,8 +41,8 @@ class Registry:
     `unavailable()` until `load_all` looks again.
 
     Two rules for what cannot be used. Who names a device gets that backend's error. Who lets ggmlb choose
-    (`init_best`, `init_by_type`, `device_by_type`) is not bothered with an absent backend, but a
-    broken one is an error, lest a slow device be taken in silence for the fast one that fails.
+    (`init_best`, `init_by_type`, `device_by_type`) is not bothered with an absent backend; of a broken one a
+    RuntimeWarning tells once, lest a slow device be taken in silence for the fast one that fails.
 
     Safe to use from several threads. A backend must not use the registry while it is being imported.
 
@@ -51,6 +53,7 @@ class Registry:
     def __init__(self, discover: Callable[[], Iterable[Candidate]] = discovery.discover) -> None:
         self._lock = threading.RLock()
         self._catalogue = Catalogue(discover)
+        self._told: set[str] = set()
 
     # -- registering ---------------------------------------------------------------------------
 
@@ -128,11 +131,7 @@ class Registry:
             return reg
 
     def load_all(self) -> list[BackendReg]:
-        """Look for backends again, import all, and return those that can be used (ggml_backend_load_all).
-
-        Raises:
-            RegistryError: `GGMLB_BACKEND_PATH` names nothing.
-        """
+        """Look for backends again, import all, and return those that can be used (ggml_backend_load_all)."""
         with self._lock:
             self._catalogue.forget()
             return self.regs()
@@ -208,7 +207,6 @@ class Registry:
 
         Raises:
             ArgumentError: There is no such type.
-            BackendBroken: A backend is installed but broken, so that the first cannot be known.
             RegistryError: No device has the type; the message says what is unavailable.
 
         Source: ggml_backend_dev_by_type.
@@ -218,6 +216,17 @@ class Registry:
             if device.type is wanted:
                 return device
         raise RegistryError(f"there is no device of type {wanted.value}{self._reasons()}")
+
+    def host_device(self) -> Device:
+        """Return the device `CPU`, whose memory is plain host memory, also when its backend was unloaded.
+
+        Raises:
+            BackendError: Its backend cannot be used; the message says why.
+            RegistryError: There is none.
+        """
+        with self._lock:
+            found = _named("CPU", self._catalogue.devices()) or self._catalogue.unloaded.get("cpu")
+            return found or self.device_by_name("CPU")
 
     def unavailable(self) -> list[Unavailable]:
         """The backends that were found but cannot be used, with the reasons."""
@@ -254,8 +263,8 @@ class Registry:
         made to work beside a CPU. Name one to use it.
 
         Raises:
-            BackendBroken: A backend is installed but broken; name a device to do without it.
             BackendUnavailable: No device opens; the message gives each one's reason.
+            Error: A device that could be used failed to open, as for lack of memory.
 
         Source: ggml_backend_init_best.
         """
@@ -265,6 +274,11 @@ class Registry:
             try:
                 return device.init_backend()
             except BackendUnavailable as why:
+                reasons.append(f"\n  {device.name}: {why}")
+            except Exception as why:  # of a backend of any author
+                if isinstance(why, Error) and not isinstance(why, BackendBroken):
+                    raise  # a failure of this moment, as too little memory
+                self._warn_of(device.name, f"it fails to open: {type(why).__name__}: {why}")
                 reasons.append(f"\n  {device.name}: {why}")
         raise BackendUnavailable(f"there is no GPU or CPU device to use{''.join(reasons)}{self._reasons()}")
 
@@ -280,16 +294,20 @@ class Registry:
                 )
 
     def _choice(self) -> list[Device]:
-        """All devices, to choose among: an error if a broken backend keeps the choice from being right."""
+        """All devices, to choose among; warns of broken backends, whose devices might have been chosen."""
         with self._lock:
             self._catalogue.open_all()
-            broken = [f"\n  {f.name}: {f.reason}" for f in self._catalogue.failed if f.kind == "broken"]
-            if broken:
-                raise BackendBroken(
-                    "cannot choose a device, because a backend is installed but broken; repair or remove "
-                    f"it, or name the device to use{''.join(broken)}"
-                )
+            for failed in self._catalogue.failed:
+                if failed.kind == "broken":
+                    self._warn_of(failed.name, failed.reason)
             return self._catalogue.devices()
+
+    def _warn_of(self, name: str, reason: str) -> None:
+        """Tell once what keeps a device from being chosen."""
+        message = f"{name} is broken, and another device is chosen; repair or remove it: {reason}"
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _look_up(self, backend: str, find: Callable[[], _Named | None]) -> _Named | None:
         """Find something: import nothing, then the backend of that name, and only then all."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ggmlb.enums import DeviceType
-from ggmlb.errors import BackendError
 from ggmlb.interface import API_VERSION, Backend, BackendReg, BufferType, Device
 from ggmlb.tensor import Tensor
 
@@ -60,7 +59,7 @@ class StubReg(BackendReg):
         *,
         priority: int = 0,
         api_version: int = API_VERSION,
-        failing: Mapping[str, BackendError] | None = None,
+        failing: Mapping[str, Exception] | None = None,
         error: Exception | None = None,
     ) -> None:
         self.name = name

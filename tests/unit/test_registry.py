@@ -196,6 +196,13 @@ def test_init_best_tells_every_reason() -> None:
         registry.init_best()
 
 
+@pytest.mark.parametrize("error", [BackendBroken("a bug"), TypeError("a bug")])
+def test_init_best_goes_on_when_a_device_is_broken_but_tells(error: Exception) -> None:
+    registry = registry_of(StubReg("G", {"g0": GPU}, failing={"g0": error}), StubReg("Host", {"c": CPU}))
+    with pytest.warns(RuntimeWarning, match="g0 is broken, and another device is chosen.*a bug"):
+        assert registry.init_best()[1] == "c"
+
+
 def test_init_best_does_not_hide_a_failure() -> None:
     failing = {"g0": BackendError("out of memory")}
     registry = registry_of(StubReg("G", {"g0": GPU, "c": CPU}, failing=failing))

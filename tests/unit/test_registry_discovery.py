@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +125,43 @@ BROKEN = {
         """,
         "fails to load: TypeError: .*abstract",
     ),
+    "exits": ("    raise SystemExit(3)", "fails to load: SystemExit: 3"),
+    "name": (
+        """
+        from stub_backend import StubReg
+        def backend_reg():
+            reg = StubReg("Bad")
+            reg.name = None
+            return reg
+        """,
+        "whose name is None; it must be str",
+    ),
+    "priority": (
+        """
+        from stub_backend import StubReg
+        def backend_reg():
+            return StubReg("Bad", priority="high")
+        """,
+        "whose priority is 'high'; it must be int",
+    ),
+    "no_device": (
+        """
+        from stub_backend import StubReg
+        def backend_reg():
+            reg = StubReg("Bad")
+            reg._devices = ["Bad0"]
+            return reg
+        """,
+        "lists 'Bad0' as a device",
+    ),
+    "device_type": (
+        """
+        from stub_backend import StubReg
+        def backend_reg():
+            return StubReg("Bad", {{"Bad0": "a type"}})
+        """,
+        "listing its devices failed: ValueError",
+    ),
     "devices": (
         """
         from stub_backend import StubReg
@@ -165,9 +203,11 @@ def test_broken(write_backend: Write, case: str) -> None:
     for named in (lambda: registry.device_by_name("Bad0"), lambda: registry.reg_by_name("bad")):
         with pytest.raises(BackendBroken, match=why):
             named()
-    for choice in (registry.init_best, lambda: registry.device_by_type("ACCEL")):
-        with pytest.raises(BackendBroken, match=f"(?s)installed but broken.*Bad: .*{why}"):
-            choice()
+    with pytest.warns(RuntimeWarning, match=f"Bad is broken, and another device is chosen.*{why}"):
+        assert registry.device_by_type("ACCEL").name == "Good0"  # a choice moves on, but tells of it
+    assert registry.device_by_type("ACCEL").name == "Good0"  # once
+    with pytest.raises(BackendUnavailable, match=f"(?s)to use.*Bad is not available: .*{why}"):
+        registry.init_best()
     assert registry.device_by_name("Good0").name == "Good0"
     with pytest.raises(BackendBroken, match=why):
         registry.load("mod_bad")
@@ -186,6 +226,69 @@ def test_load_all_looks_again_at_what_failed(write_backend: Write) -> None:
     write_backend("mod_late", "Late")
     assert [reg.name for reg in registry.load_all()] == ["Late"]
     assert registry.unavailable() == []
+
+
+INTERRUPTED = {
+    "import": "    import interrupts; interrupts.once()\n" + GOOD,
+    "score": GOOD.format(name="{name}", extra="import interrupts; score = interrupts.once"),
+    "factory": """
+        import interrupts
+        from stub_backend import StubReg
+        def backend_reg():
+            interrupts.once()
+            return StubReg("{name}")
+        """,
+    "devices": """
+        import interrupts
+        from stub_backend import StubReg
+        class Reg(StubReg):
+            @property
+            def devices(self):
+                interrupts.once()
+                return super().devices
+        def backend_reg():
+            return Reg("{name}")
+        """,
+}
+
+INTERRUPTS = """
+    n = 0
+    def once():
+        global n
+        n += 1
+        if n == 1:
+            raise KeyboardInterrupt
+        return 1
+    """
+
+
+@pytest.mark.parametrize("source", INTERRUPTED.values(), ids=INTERRUPTED)
+@pytest.mark.parametrize("call", ["devices", "regs", "unavailable", "load_all", "init_best"])
+def test_ctrl_c_while_backends_are_opened_loses_none(write_backend: Write, call: str, source: str) -> None:
+    write_backend("interrupts", source=INTERRUPTS)
+    registry = registry_of(
+        write_backend("mod_first", "First"),
+        write_backend("mod_bad", "Bad", "    1 / 0"),
+        write_backend("mod_echo", "Echo", source),
+        write_backend("mod_last", "Last"),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        getattr(registry, call)()
+    assert sorted(d.name for d in registry.devices()) == ["Echo0", "First0", "Last0"]
+    assert [u.name for u in registry.unavailable()] == ["Bad"]
+
+
+def test_ctrl_c_while_a_variant_is_opened_loses_none(write_backend: Write) -> None:
+    write_backend("interrupts", source=INTERRUPTS)
+    registry = registry_of(
+        write_backend("mod_none", extra="score = lambda: 0"),
+        write_backend("mod_echo", extra="import interrupts; score = interrupts.once"),
+        write_backend("mod_slow", extra="score = lambda: 0.5"),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        registry.device_by_name("Echo0")
+    assert registry.device_by_name("Echo0").name == "Echo0"
+    assert [u.kind for u in registry.unavailable()] == ["absent"]
 
 
 # -- variants and duplicates -----------------------------------------------------------------------
@@ -258,6 +361,39 @@ def test_the_entry_points_name_the_same_targets_as_the_folders() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for candidate in discovery.in_tree():
         assert f'{candidate.name} = "{candidate.target}"' in text
+
+
+@pytest.mark.parametrize("value", ["", "no module", "mod_gone:backend_reg", ":", "mod_gone [extra]"])
+def test_a_malformed_entry_point_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    info = tmp_path / "thing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: thing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[ggmlb.backends]\nthing = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = Registry(lambda: list(discovery.installed()))
+    assert "CPU" in [d.name for d in registry.devices()]
+    (told,) = (u for u in registry.unavailable() if u.name == "thing")
+    assert told.kind == "broken"
+
+
+def test_host_memory_stays_when_the_cpu_is_unloaded() -> None:
+    code = """
+import ggmlb, numpy as np
+{before}
+ggmlb.unload(ggmlb.reg_by_name("CPU"))
+buffer_type = ggmlb.cpu_buffer_type()
+x = ggmlb.Context().from_array(np.arange(6, dtype=np.float32))
+y = ggmlb.Context().from_array([[1.0, 2.0]])
+assert x.buffer.buft is y.buffer.buft is ggmlb.cpu_buffer_from_ptr(np.zeros(4)).buft is buffer_type
+assert x.to_numpy().tolist() == list(range(6))
+assert "CPU" not in [d.name for d in ggmlb.devices()]
+ggmlb.load_all()
+assert ggmlb.device_by_name("CPU").supports_buft(ggmlb.cpu_buffer_type())
+"""
+    for before in ("", "ggmlb.cpu_buffer_type()"):
+        subprocess.run([sys.executable, "-c", code.format(before=before)], check=True)
 
 
 def test_the_cpu_is_there() -> None:

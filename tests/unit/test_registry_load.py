@@ -116,9 +116,24 @@ def test_the_environment_is_not_imported_to_find_the_cpu(
     assert not [m for m in sys.modules if m.startswith("ggmlb_loaded_bad")]
 
 
-def test_a_wrong_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_environment_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGMLB_BACKEND_PATH", str(tmp_path / "nope"))
-    with pytest.raises(
-        RegistryError, match=r"GGMLB_BACKEND_PATH is '.*nope': there is no such file or folder"
-    ):
-        Registry().device_by_name("CPU")
+    registry = Registry()
+    assert registry.device_by_name("CPU") in registry.devices()
+    (told,) = (u for u in registry.unavailable() if u.name == "GGMLB_BACKEND_PATH")
+    assert (told.kind, told.reason) == ("broken", f"there is no file or folder {str(tmp_path / 'nope')!r}")
+    with pytest.warns(RuntimeWarning, match="GGMLB_BACKEND_PATH is broken"):
+        assert registry.device_by_type("CPU").name == "CPU"
+    with pytest.raises(RegistryError, match="GGMLB_BACKEND_PATH is not available: there is no file or"):
+        registry.device_by_name("Nope0")
+    assert registry.load_all()
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_listed(folder: Path) -> None:
+    (folder / "ggmlb_dangling").symlink_to(folder / "nope")
+    (folder / "ggmlb_loop").mkdir()
+    (folder / "ggmlb_loop" / "__init__.py").symlink_to(folder / "ggmlb_loop" / "__init__.py")
+    (folder / "binary.py").write_bytes(b"backend_reg\0\xff")
+    registry = registry_of()
+    assert sorted(reg.name for reg in registry.load_all_from_path(folder)) == ["Echo", "Other"]
+    assert {"bad", "binary"} <= {u.name for u in registry.unavailable()}
