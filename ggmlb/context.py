@@ -34,6 +34,7 @@ from ggmlb.ops.train import TrainOps
 from ggmlb.ops.unary import UnaryOps
 from ggmlb.ops.views import ViewOps
 from ggmlb.ops.window import WindowOps
+from ggmlb.placement import placement_clock
 from ggmlb.tensor import Ne, Tensor
 
 
@@ -254,5 +255,8 @@ def _where(tensor: Tensor) -> str:
 
 
 def _flag(tensor: Tensor, flag: int) -> Tensor:
-    tensor.flags |= flag
+    if not tensor.flags & flag:
+        tensor.flags |= flag
+        if tensor.buffer is not None:
+            placement_clock.tick()  # plans that have it must keep what they might have fused
     return tensor

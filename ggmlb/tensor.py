@@ -14,6 +14,7 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Op
 from ggmlb.errors import NotAllocatedError, ShapeError
 from ggmlb.exchange import ArrayProtocols, real_numbers
+from ggmlb.placement import Params
 
 if TYPE_CHECKING:
     from ggmlb.interface import Buffer
@@ -37,7 +38,7 @@ class Tensor(ArrayProtocols):
         ne: Elements per dimension in ggml order, innermost first; always four.
         nb: Byte strides per dimension, in the same order.
         op: What computes it; `Op.NONE` for a leaf.
-        params: The op's parameters by name. Change them through `Context` only.
+        params: The op's parameters by name. Plans that bound them see a changed one.
         src: The operands; `None` where an optional one is absent.
         view_src: The tensor whose memory this one shares (never itself a view), or `None`.
         view_offs: Byte offset in `view_src`.
@@ -90,7 +91,7 @@ class Tensor(ArrayProtocols):
             self.nbytes = extent_nbytes(dtype, ne, nb)
         self.op = op
         self.src = src
-        self.params: dict[str, Any] = dict(params) if params else {}
+        self.params: dict[str, Any] = Params(params) if params else Params()
         self.view_src = view_src
         self.view_offs = view_offs
         self.name = name

@@ -94,21 +94,31 @@ class Backend(Queue):
             NotAllocatedError: A tensor of the graph is in no buffer.
             UnsupportedOpError: The device declines a node; the message says why.
             BackendError: A tensor lies in memory that the device cannot use, or a result in read-only memory.
+            FreedError: A tensor lies in a freed buffer.
             GraphError: A function that this backend calls asked for it.
         """
         return self._turns.run(self, self._plan_part, graph)
 
     def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
-        """Bind a plan to a graph of the same topology; returns a plan for it, the old one or a new one."""
+        """Return a plan for a graph: the old one if it computes that as it is now, or a new one.
+
+        Raises:
+            Error: As `graph_plan_create`.
+
+        Source: graph_plan_update of ggml_backend_i.
+        """
         self._check_plan(plan, "graph_plan_update")
+        need_graph("graph_plan_update", graph)
         return plan if plan.is_valid_for(graph) else self.graph_plan_create(graph)
 
     def graph_plan_compute(self, plan: GraphPlan) -> Status:
         """Queue the steps of a plan (ggml_backend_graph_plan_compute).
 
+        If its tensors were placed elsewhere, or their parameters changed, its nodes are lowered again first.
+
         Raises:
             FreedError: A buffer that the plan uses was freed.
-            GraphError: A function that this backend calls asked for it.
+            Error: As `graph_plan_create`.
         """
         return self._turns.run(self, self._compute_part, plan)
 
@@ -175,6 +185,11 @@ class Backend(Queue):
                         f"{self.name} cannot compute {node.describe()}: {tensor.describe()} is in no buffer; "
                         "place it with alloc_ctx_tensors, a GraphAllocator or Scheduler.alloc_graph first"
                     )
+                if tensor.buffer.is_freed:
+                    raise FreedError(
+                        f"{self.name} cannot compute {node.describe()}: {tensor.describe()} lies in a freed "
+                        "buffer; place it again"
+                    )
                 if not self.supports_buft(tensor.buffer.buft):
                     raise BackendError(
                         f"{self.name} cannot compute {node.describe()}: {tensor.describe()} lies in "
@@ -202,16 +217,25 @@ class Backend(Queue):
     def _compute_part(self, plan: GraphPlan) -> Status:
         self._check_plan(plan, "graph_plan_compute")
         if not observers:
-            plan.check_memory()
-            return self._compute(plan)
-        with Action("graph_plan_compute", self, plan=plan):
-            plan.check_memory()  # observers first: a sanitizer has more to say
-            return self._compute(plan)
+            return self._compute(self._current(plan))
+        with Action("graph_plan_compute", self, plan=plan):  # observers first: a sanitizer has more to say
+            return self._compute(self._current(plan))
+
+    def _current(self, plan: GraphPlan) -> GraphPlan:
+        """Return a plan as it is to be computed now: lowered again, if its tensors have changed."""
+        current = plan.current
+        if not current.is_up_to_date():
+            graph = plan.graph()
+            self._check_graph(graph)
+            outdated, current = current, self._plan(graph)
+            plan.replace(current)
+            self._plan_free(outdated)
+        return current
 
     def _free_part(self, plan: GraphPlan) -> None:
         self._check_plan(plan, "graph_plan_free")
         plan.is_freed = True
-        self._plan_free(plan)
+        self._plan_free(plan.current)
 
     def _close(self) -> None:
         self.check_alive("free")

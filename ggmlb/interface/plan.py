@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.enums import TensorFlag
 from ggmlb.errors import FreedError
 from ggmlb.graph import Graph
-from ggmlb.placement import placement_clock
+from ggmlb.placement import Zeros, placement_clock, zeros_of
 from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -18,21 +19,26 @@ class GraphPlan:
     """A graph lowered for one backend: steps with their arrays and arguments bound.
 
     A plan stays valid while its tensors stay where they are and keep their parameters; while the placement
-    clock stands still, that needs no look at them. It holds the tensors, but neither the graph nor the
-    backend: a backend's cache of plans keeps no graphs alive, and no backend that was dropped.
+    clock stands still, that needs no look at them. Once they moved or changed, the backend lowers the nodes
+    again before it computes: as in ggml, a plan computes what its tensors are when it runs. It holds the
+    tensors, but neither the graph nor the backend: a backend's cache of plans keeps no graphs alive, and no
+    backend that was dropped.
 
     Attributes:
         nodes: The nodes it computes.
+        owner_checks: Whether who made it checks its tensors, and makes another plan when they change: a
+            scheduler, for one. Such a plan only checks that its memory was not freed.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
         self._backend = weakref.ref(backend)
         self.nodes = tuple(graph.nodes)
-        self._graph = weakref.ref(graph)
+        self.owner_checks = False
+        self._graph, self._whole = weakref.ref(graph), graph.whole
+        self._replacement: GraphPlan | None = None
         self._checked_at = placement_clock.now
         self._binding = binding(self.nodes)
         self._memory = {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
-        self._alive_at = -1
         self.is_freed = False
 
     @property
@@ -47,58 +53,83 @@ class GraphPlan:
             raise FreedError("the backend of this plan is gone; keep the backend as long as its plans")
         return backend
 
+    @property
+    def current(self) -> GraphPlan:
+        """What is computed: the plan itself, or the one that replaced it when its tensors had changed."""
+        return self if self._replacement is None else self._replacement
+
+    def graph(self) -> Graph:
+        """Return a graph of its nodes, part of the whole that they were planned in."""
+        graph = Graph(self.nodes)
+        graph.whole = self._whole
+        return graph
+
+    def replace(self, plan: GraphPlan) -> None:
+        """Let another plan of the same nodes be computed from now on."""
+        self._replacement = plan
+
     def is_valid_for(self, graph: Graph) -> bool:
-        """Whether computing the plan computes the graph as it is now.
+        """Whether computing what is lowered computes the graph as it is now.
 
         Raises:
-            FreedError: An operand lies in a freed buffer.
+            FreedError: A buffer that the plan uses was freed.
         """
         if len(graph.nodes) != len(self.nodes):
             return False
-        now = placement_clock.now
-        if self._checked_at == now and self._graph() is graph:
+        current = self.current
+        if current._checked_at == placement_clock.now and self._graph() is graph:
             return True
         if any(a is not b for a, b in zip(self.nodes, graph.nodes, strict=True)):
             return False
-        if binding(self.nodes) != self._binding:
+        if not current.is_up_to_date():
             return False
-        self._checked_at, self._graph = now, weakref.ref(graph)
+        self._graph = weakref.ref(graph)
         return True
 
-    def check_memory(self) -> None:
-        """Refuse to compute in memory that was freed; while the placement clock stands still, none was.
+    def is_up_to_date(self) -> bool:
+        """Whether its tensors are what it bound; while the placement clock stands still, they are.
 
         Raises:
             FreedError: A buffer that the plan uses was freed.
         """
         now = placement_clock.now
-        if self._alive_at != now:
-            for buffer in self._memory:
-                if buffer is not None and buffer.is_freed:
-                    raise FreedError(
-                        f"graph_plan_compute: a {buffer.name} buffer of the plan was freed; place its "
-                        "tensors again, and make another plan"
-                    )
-            self._alive_at = now
+        if self._checked_at == now:
+            return True
+        if not self.owner_checks and not _is_same(binding(self.nodes), self._binding):
+            return False
+        for buffer in self._memory:
+            if buffer is not None and buffer.is_freed:
+                raise FreedError(
+                    f"graph_plan_compute: a {buffer.name} buffer of the plan was freed; place its "
+                    "tensors again"
+                )
+        self._checked_at = now
+        return True
 
 
-def binding(nodes: tuple[Tensor, ...]) -> list[Any]:
-    """Return all that a plan binds and that may change: places, operands and parameters.
+Binding = tuple[list[Any], Zeros]
+
+
+def binding(nodes: tuple[Tensor, ...]) -> Binding:
+    """Return all that a plan binds and that may change: places, operands, parameters, what must be kept.
 
     The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
-
-    Raises:
-        FreedError: An operand lies in a freed buffer.
     """
     facts: list[Any] = []
+    params = [dict(node.params) for node in nodes]
     for node in nodes:
-        facts += (node.buffer, node.offset, node.src, dict(node.params))
+        buffer = node.buffer
+        usage = None if buffer is None else buffer.usage
+        facts += (buffer, usage, node.offset, node.src, node.flags & ~TensorFlag.COMPUTE)
         for s in node.src:
             if s is not None:
-                if s.buffer is not None and s.buffer.is_freed:
-                    raise FreedError(
-                        f"{s.describe()}, a source of {node.describe()}, lies in a freed buffer; "
-                        "place it again"
-                    )
                 facts += (s.buffer, s.offset)
-    return facts
+    facts += params
+    return facts, zeros_of(params)
+
+
+def _is_same(a: Binding, b: Binding) -> bool:
+    try:
+        return a == b
+    except ValueError:  # arrays in a custom function's data have no truth value
+        return False

@@ -153,6 +153,9 @@ class _Dealer:
                 backend.graph_plan_create(graph.view(start, end)) if end > start else None
                 for backend, graph, start, end in zip(self._backends, graphs, starts, ends, strict=True)
             )
+            for own in plans:
+                if own is not None:
+                    own.owner_checks = True  # slices change with their tensors, which this plan checks
             self._plan.stages.append(Stage(plans, then))
             starts = ends
 

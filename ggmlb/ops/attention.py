@@ -11,7 +11,6 @@ from ggmlb.enums import Op, Prec
 from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.ops.matmul import can_mul_mat
 from ggmlb.ops.softmax import add_sinks
-from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor
 
 
@@ -88,7 +87,6 @@ class AttentionOps(OpBase):
         fn = "flash_attn_ext_set_prec"
         _check_node(fn, a)
         a.params["prec"] = as_enum(fn, Prec, prec)
-        placement_clock.tick()
         return a
 
     def flash_attn_ext_get_prec(self, a: Tensor) -> Prec:

@@ -11,7 +11,6 @@ from typing import Any
 from ggmlb.dtypes import DType
 from ggmlb.enums import Hint, Op, Prec
 from ggmlb.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
-from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}
@@ -136,5 +135,4 @@ def _set(fn: str, a: Tensor, name: str, value: Prec | Hint) -> Tensor:
     if a.op is not Op.MUL_MAT:
         fail_arg(fn, f"a is {a.describe()}; it must be a MUL_MAT node")
     a.params[name] = value
-    placement_clock.tick()
     return a

@@ -14,7 +14,6 @@ from typing import Concatenate
 from ggmlb.dtypes import DType
 from ggmlb.enums import Op, RopeType
 from ggmlb.ops.base import OpBase, P, as_enum, checked, fail_arg, fail_dtype, fail_shape
-from ggmlb.placement import placement_clock
 from ggmlb.tensor import Tensor
 
 NO_SECTIONS = (0, 0, 0, 0)
@@ -187,5 +186,4 @@ class RopeOps(OpBase):
                 f"offset {offset} and n_dims {n_dims} must lie within the {a.ne[0]} elements of a row",
             )
         a.params["offset"] = offset
-        placement_clock.tick()
         return a

@@ -17,7 +17,7 @@ from ggmlb.alloc.topology import PLACE_FLAGS, check_freed
 from ggmlb.enums import NO_OPS, BufferUsage
 from ggmlb.graph import Graph
 from ggmlb.interface import Buffer
-from ggmlb.placement import placement_clock
+from ggmlb.placement import Zeros, placement_clock, zeros_of
 from ggmlb.tensor import Tensor
 
 
@@ -36,7 +36,7 @@ class Signature(Numbering):
         outside: Numbers of the tensors, no views, that lie in a buffer of the user's: weights, caches.
         places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
         wishes: Backend index of the tensors whose backend the user asked for, by number.
-        zeros: Number, name and sign of the kept parameters that are zero, once compared: 0.0 equals -0.0.
+        zeros: The kept parameters that are zero, once compared.
 
     Raises:
         FreedError: A tensor lies in a freed buffer of the user's.
@@ -55,7 +55,7 @@ class Signature(Numbering):
         )
         self.params = [t.params for t in tensors]
         self.wishes = {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
-        self.zeros: list[tuple[int, str, float]] | None = None
+        self.zeros: Zeros | None = None
         self.buffers: list[Buffer | None] = [t.buffer for t in tensors]
         self.outside: list[int] = []
         self.places: tuple[Any, ...] = ()
@@ -153,11 +153,5 @@ class Signature(Numbering):
         except ValueError:  # arrays in a custom function's data have no truth value
             return False
         if same and self.zeros is None:
-            self.zeros = [
-                (i, name, copysign(1.0, value))
-                for i, kept in enumerate(self.params)
-                if kept
-                for name, value in kept.items()
-                if type(value) is float and not value
-            ]
+            self.zeros = zeros_of(self.params)
         return same and all(copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros or ())

@@ -87,6 +87,8 @@ def test_lies_are_found(device, told):
 MISBEHAVIOUR = [
     (computing(values.StalePlan), "plans", "a_plan_follows_moved_tensors", "moved"),
     (computing(values.StalePlan), "plans", "a_plan_follows_changed_parameters", "scale was changed"),
+    (computing(values.StaleKeptPlan), "plans", "a_plan_follows_moved_tensors", "by graph_plan_compute"),
+    (computing(values.StaleKeptPlan), "plans", "a_plan_follows_changed_parameters", "by graph_plan_compute"),
     (computing(values.WorksOnce), "plans", "a_plan_can_be_computed_again", "run 1"),
     (computing(values.IgnoresAbort), "plans", "an_abort_callback_stops", "never asked"),
     (storing(memory.MemsetOffByOne), "transfers", "memset_writes_its_bytes_only", "1 of"),

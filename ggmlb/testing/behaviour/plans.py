@@ -10,7 +10,7 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import Status
 from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
 from ggmlb.graph import Graph
-from ggmlb.interface import tensor_alloc
+from ggmlb.interface import GraphPlan, tensor_alloc
 from ggmlb.tensor import Tensor
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
 from ggmlb.testing.samples import SAMPLES, TYPES, sample
@@ -32,50 +32,63 @@ def a_plan_can_be_computed_again(rig: Rig) -> None:
     rig.stream.graph_plan_free(plan)
 
 
+WAYS = ("graph_plan_compute", "graph_plan_update", "graph_compute")
+"""How a graph that was planned before is computed."""
+
+
+def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
+    """Compute a graph in one of the ways, and wait; return its plan."""
+    if way == "graph_compute":
+        rig.stream.graph_compute(graph)
+        return plan
+    if way == "graph_plan_update":
+        plan = rig.stream.graph_plan_update(plan, graph)
+    rig.stream.graph_plan_compute(plan)
+    rig.stream.synchronize()
+    return plan
+
+
 @check("plans")
 def a_plan_follows_moved_tensors(rig: Rig) -> None:
-    """When tensors were placed elsewhere, `graph_plan_update` and `graph_compute` use the new place."""
-    for update in (True, False):
+    """When tensors were placed elsewhere, a kept plan, its update and `graph_compute` use the new place."""
+    for way in WAYS:
         ctx = Context()
         x = ctx.new_tensor(DType.F32, (N,), "x")
-        y = rig.double(ctx, x)
+        y = rig.double(ctx, rig.double(ctx, x))
+        middle = y.sources[0]
         graph = Graph().build_forward_expand(y)
         rig.keep(alloc_ctx_tensors(ctx, rig.stream))
         x.set_array(numbers(N))
-        plan = rig.stream.graph_plan_create(graph) if update else None
-        rig.stream.graph_compute(graph)
-        expect_equal(y.to_numpy(), 2 * numbers(N), "a result in the first place")
-        x.buffer = y.buffer = None
-        second = rig.keep(rig.stream.alloc_buffer(2 * rig.room(x)))
-        tensor_alloc(second, y, 0)
-        tensor_alloc(second, x, rig.room(y))
-        x.set_array(numbers(N, 9))
-        if plan is None:
-            rig.stream.graph_compute(graph)
-        else:
-            plan = rig.stream.graph_plan_update(plan, graph)
-            rig.stream.graph_plan_compute(plan)
-            rig.stream.synchronize()
-        how = "graph_plan_update" if update else "graph_compute"
-        expect_equal(y.to_numpy(), 2 * numbers(N, 9), f"a result after its tensors moved, by {how}")
+        plan = compute(rig, way, graph, rig.stream.graph_plan_create(graph))
+        expect_equal(y.to_numpy(), 4 * numbers(N), "a result in the first place")
+        for start in (9, 20):
+            x.buffer = y.buffer = middle.buffer = None
+            second = rig.keep(rig.stream.alloc_buffer(3 * rig.room(x)))
+            for i, tensor in enumerate((y, x, middle)):
+                tensor_alloc(second, tensor, i * rig.room(x))
+            x.set_array(numbers(N, start))
+            plan = compute(rig, way, graph, plan)
+            expect_equal(y.to_numpy(), 4 * numbers(N, start), f"a result after its tensors moved, by {way}")
+        rig.stream.graph_plan_free(plan)
 
 
 @check("plans")
 def a_plan_follows_changed_parameters(rig: Rig) -> None:
-    """When an op's parameters were changed, `graph_compute` uses the new ones."""
-    ctx = Context()
-    x = ctx.new_tensor(DType.F32, (N,), "x")
-    y = ctx.scale(x, 2.0)
-    if not rig.device.supports_op(y):
-        unsupported("the device does not compute SCALE of f32")
-    rig.keep(alloc_ctx_tensors(ctx, rig.stream))
-    graph = Graph().build_forward_expand(y)
-    x.set_array(numbers(N))
-    rig.stream.graph_compute(graph)
-    y.params["scale"] = 5.0
-    rig.tensor(DType.F32, 1)  # plans look again when something was placed
-    rig.stream.graph_compute(graph)
-    expect_equal(y.to_numpy(), 5 * numbers(N), "a result after the scale was changed")
+    """When an op's parameters were changed, a kept plan, its update and `graph_compute` use the new ones."""
+    for way in WAYS:
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (N,), "x")
+        y = ctx.scale(x, 2.0)
+        if not rig.device.supports_op(y):
+            unsupported("the device does not compute SCALE of f32")
+        rig.keep(alloc_ctx_tensors(ctx, rig.stream))
+        graph = Graph().build_forward_expand(y)
+        x.set_array(numbers(N))
+        plan = compute(rig, way, graph, rig.stream.graph_plan_create(graph))
+        for scale in (5.0, 3.0):
+            y.params["scale"] = scale
+            plan = compute(rig, way, graph, plan)
+            expect_equal(y.to_numpy(), scale * numbers(N), f"a result after the scale was changed, by {way}")
 
 
 @check("plans")

@@ -12,7 +12,6 @@ from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.enums import NO_OPS, Op, Status
 from ggmlb.errors import BackendError
-from ggmlb.graph import Graph
 from ggmlb.interface import Device
 from ggmlb.tensor import Tensor, contiguous_nb
 
@@ -37,10 +36,10 @@ class WrongBackend(CpuBackend):
         """What happens to memory once a node is computed."""
 
     def _plan(self, graph: Any) -> Any:
-        wrong = Graph([self.node(n) if n.op not in NO_OPS else n for n in graph.nodes])
-        plan = ArrayPlan(self, wrong, CpuLowering(self._workspace, self._threads))
-        plan.nodes = tuple(graph.nodes)
-        return plan
+        lowering = CpuLowering(self._workspace, self._threads)
+        right = lowering.lower
+        lowering.lower = lambda nodes: right([self.node(n) if n.op not in NO_OPS else n for n in nodes])
+        return ArrayPlan(self, graph, lowering)
 
     def _compute(self, plan: Any) -> Status:
         status = super()._compute(plan)
@@ -161,6 +160,13 @@ class StalePlan(WrongBackend):
 
     def graph_plan_update(self, plan, graph):
         return plan
+
+
+class StaleKeptPlan(WrongBackend):
+    """It computes a plan that the caller kept as it was made, wherever the tensors lie."""
+
+    def graph_plan_compute(self, plan):
+        return self._compute(plan)
 
 
 class IgnoresAbort(WrongBackend):
