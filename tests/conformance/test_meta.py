@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from golden import CASES
+from processes import ROOT, python
 
 import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
@@ -23,7 +20,6 @@ from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case
 from ggmlb.testing.run import Runner, Selection, tasks
 
-ROOT = Path(__file__).parents[2]
 CPU = ggmlb.device_by_name("CPU")
 
 
@@ -266,7 +262,6 @@ for devices, weight_type, least in (
 """
 
 
-def test_minilm_on_several_devices_at_once() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "POCL_DEVICES": "pthread pthread pthread pthread"}
-    done = subprocess.run([sys.executable, "-c", MINILM], env=env, cwd=ROOT, capture_output=True, text=True)
+def test_minilm_on_several_devices_at_once(only_pocl: dict[str, str]) -> None:
+    done = python("-c", MINILM, cwd=ROOT, POCL_DEVICES="pthread pthread pthread pthread", **only_pocl)
     assert done.returncode == 0, done.stderr

@@ -101,9 +101,10 @@ except ggmlb.BackendUnavailable as error:
 """
 
 
-def test_two_devices_work_side_by_side(tmp_path: Path) -> None:
+def test_two_devices_work_side_by_side(tmp_path: Path, only_pocl: dict[str, str]) -> None:
+    env = {**only_pocl, "POCL_DEVICES": "pthread pthread", "GGMLB_CACHE_DIR": str(tmp_path)}
     for _ in range(2):  # on an empty cache, and on a full one
-        finish(start(COMMON + TWO_DEVICES, POCL_DEVICES="pthread pthread", GGMLB_CACHE_DIR=str(tmp_path)))
+        finish(start(COMMON + TWO_DEVICES, **env))
     assert list((tmp_path / "opencl").glob("*.bin"))
 
 
@@ -112,18 +113,17 @@ def test_a_forked_process_may_end_with_all_objects_alive() -> None:
     finish(start(COMMON + CHILD_ENDS))
 
 
-def test_a_missing_library_or_device_is_told_with_what_to_do() -> None:
+def test_a_missing_library_or_device_is_told_with_what_to_do(only_pocl: dict[str, str]) -> None:
     no_library = "import sys; sys.modules['pyopencl'] = None\nEXPECTED = 'cannot be imported'\n"
     finish(start(no_library + LAZY.replace('assert "pyopencl" not in sys.modules\n', "")))
     # PoCL takes a list of drivers; of one that it does not know, it has no devices.
-    finish(start("EXPECTED = 'no OpenCL platform has a device'\n" + LAZY, POCL_DEVICES="none"))
+    finish(start("EXPECTED = 'no OpenCL platform has a device'\n" + LAZY, POCL_DEVICES="none", **only_pocl))
 
 
-def test_a_pocl_that_cannot_write_its_cache_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_pocl_that_cannot_write_its_cache_is_told_with_what_to_do(
+    tmp_path: Path, only_pocl: dict[str, str]
+) -> None:
     (file := tmp_path / "file").touch()
+    code = "EXPECTED = 'set POCL_CACHE_DIR to a folder'\n" + LAZY
     for unwritable in ({"POCL_CACHE_DIR": str(file / "pocl")}, {"HOME": str(file), "XDG_CACHE_HOME": ""}):
-        finish(
-            start(
-                "EXPECTED = 'set POCL_CACHE_DIR to a folder'\n" + LAZY, **{"POCL_CACHE_DIR": "", **unwritable}
-            )
-        )
+        finish(start(code, **{"POCL_CACHE_DIR": "", **only_pocl, **unwritable}))

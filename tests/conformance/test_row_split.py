@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import ROOT, python
 
 import ggmlb
 from ggmlb import (
@@ -31,8 +28,6 @@ from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda import backend_reg as cuda_reg
 from ggmlb.errors import AllocationError, ArgumentError, FreedError, UnsupportedOpError
 from ggmlb.row_split import SplitBuffer
-
-ROOT = Path(__file__).parents[2]
 
 N = 256
 """Extent of the sums."""
@@ -350,7 +345,6 @@ for weight_type, least in ((None, 0.99999), ("q8_0", 0.999)):
 """
 
 
-def test_minilm_with_weights_split_over_two_opencl_devices() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "POCL_DEVICES": "pthread pthread"}
-    done = subprocess.run([sys.executable, "-c", MINILM], env=env, cwd=ROOT, capture_output=True, text=True)
+def test_minilm_with_weights_split_over_two_opencl_devices(only_pocl: dict[str, str]) -> None:
+    done = python("-c", MINILM, cwd=ROOT, POCL_DEVICES="pthread pthread", **only_pocl)
     assert done.returncode == 0, done.stderr

@@ -16,16 +16,18 @@ import pyopencl as cl
 from cuda_emulator import BACKWARD, build
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
+from ggmlb.backends.opencl import backend_reg
 from ggmlb.interface.data import Bytes
 from ggmlb.kernels import Launch, packed_args, source
 
 
 class PortableKernels:
-    """Builds portable kernels for PoCL, and runs them."""
+    """Builds portable kernels for the processor, by an OpenCL runtime such as PoCL, and runs them."""
 
     def __init__(self) -> None:
-        (platform,) = (p for p in cl.get_platforms() if "Portable" in p.name)
-        self._context = cl.Context([platform.get_devices()[0]])
+        # Of all platforms' devices, one that computes in the host's memory.
+        device = next(d.cl_device for d in backend_reg().devices if d.is_cpu)
+        self._context = cl.Context([device])
         self._queue = cl.CommandQueue(self._context)
         self._kernels: dict[Any, cl.Kernel] = {}
 

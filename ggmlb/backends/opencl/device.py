@@ -39,11 +39,11 @@ MIN_OFFLOAD_COLUMNS = 32
 
 
 class OpenClDevice(Device):
-    """A device of an OpenCL platform, in a context that it shares with the platform's others.
+    """A device of an OpenCL platform, in a context that it shares with the platform's others if possible.
 
     Attributes:
         cl_device: PyOpenCL's device.
-        context: The platform's context: its buffers and events work on all its devices.
+        context: The platform's, where it makes one for all its devices: buffers and events work on all.
         transfers: The queue of synchronous transfers.
         programs: Kernels built for it.
         ledger: What is allocated on it.
@@ -187,40 +187,67 @@ class OpenClDevice(Device):
 
 
 def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
-    """Return a device for each of every platform, each platform once.
+    """Return the usable devices of all platforms, in their order.
+
+    A machine may have several platforms, one runtime installed twice, and drivers without their card. A
+    platform or device that fails is left out, and costs none of the others.
 
     Raises:
-        BackendUnavailable: No platform or device is there; the message says what to install.
+        BackendUnavailable: No device is usable; the message has each failure, and what to install.
     """
     found: list[OpenClDevice] = []
-    platforms = _platforms()
-    for platform in platforms:
+    runtimes: set[tuple[str, ...]] = set()
+    failures: list[str] = []
+    has_pocl = False
+    for platform in _platforms():
         try:
-            cl_devices = platform.get_devices()
-            context = cl.Context(cl_devices) if cl_devices else None
-        except cl.Error:
-            continue  # a platform without a usable device, as a driver without its card is
-        for cl_device in cl_devices:
-            if context is not None and cl_device.available and cl_device.compiler_available:
-                found.append(OpenClDevice(reg, f"OpenCL{len(found)}", cl_device, context))
+            name = platform.name.strip()
+            has_pocl |= name == POCL
+            runtime = (platform.vendor, name, platform.version)
+            if runtime not in runtimes and (opened := _open(reg, platform, len(found), failures)):
+                runtimes.add(runtime)
+                found += opened
+        except cl.Error as error:
+            failures.append(f"a platform: {error}")
     if not found:
         reason = (
             "no OpenCL platform has a device: install the card's OpenCL driver, or a runtime for the CPU "
             "with pip install 'ggmlb[opencl]'"
         )
-        if any(platform.name == POCL for platform in platforms):
+        if has_pocl:
             reason += (
                 "; PoCL is there and shows none, as it does where it cannot write its cache: "
                 "set POCL_CACHE_DIR to a folder that can be written"
             )
-        raise BackendUnavailable(reason)
+        raise BackendUnavailable("; ".join((reason, *failures)))
     return tuple(found)
 
 
 def _platforms() -> Sequence[cl.Platform]:
-    """Return the platforms, one of each: a runtime that is installed twice is found twice."""
     try:
-        platforms = cl.get_platforms()
+        return cl.get_platforms()
     except cl.Error:  # the loader's way to say that it knows none
         return ()
-    return list({(p.vendor, p.name, p.version): p for p in reversed(platforms)}.values())[::-1]
+
+
+def _open(reg: OpenClReg, platform: cl.Platform, first: int, failures: list[str]) -> list[OpenClDevice]:
+    """Return the platform's usable devices, named from `OpenCL{first}` on, in one context where possible."""
+    usable: list[cl.Device] = []
+    for cl_device in platform.get_devices():
+        try:
+            if cl_device.available and cl_device.compiler_available:
+                usable.append(cl_device)
+        except cl.Error as error:
+            failures.append(f"a device of {platform.name}: {error}")
+    try:
+        context = cl.Context(usable) if usable else None
+    except cl.Error:
+        context = None  # one that fails must not cost the others: each gets a context of its own
+    opened: list[OpenClDevice] = []
+    for cl_device in usable:
+        try:
+            name = f"OpenCL{first + len(opened)}"
+            opened.append(OpenClDevice(reg, name, cl_device, context or cl.Context([cl_device])))
+        except cl.Error as error:
+            failures.append(f"a device of {platform.name}: {error}")
+    return opened
