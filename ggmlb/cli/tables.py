@@ -149,6 +149,9 @@ def _print_sum(out: Console, device: str, mode: str, cases: Sequence[Result]) ->
     bad = any(n[o] for o in Outcome if o.is_bad)
     took = sum(r.time_s or 0 for r in cases) if mode != "perf" else 0
     time = f" in {took:.1f} s" if took else ""
+    families = {r.family for r in cases}
+    ran = {r.family for r in cases if r.outcome.ran}
+    told += f"; {len(ran)} of {len(families)} families ran" if ran != families else ""
     out.print(f"{device} {mode}: {told}{time}", style="bold red" if bad else "bold green", markup=False)
 
 

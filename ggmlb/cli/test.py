@@ -101,6 +101,7 @@ def test(
       ggmlb test -d CUDA0 --format junit --output report.xml -j 4
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
     """
+    from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.results import NOTHING_RAN, exit_status
     from ggmlb.testing.run import Selection, tasks
@@ -123,6 +124,8 @@ def test(
         return
     results = _run(work, 1 if mode is Mode.perf else jobs, xfail)
     _write(results, Format.json if as_json else format, output, verbose)
+    for line in warnings(map(device_named, names), results):
+        print(f"ggmlb: {line}", file=sys.stderr)
     status = exit_status(results)
     if status == NOTHING_RAN:
         console(sys.stderr).print(f"ggmlb: nothing ran: {_why_nothing(results, names)}", markup=False)

@@ -128,7 +128,7 @@ class Bench(Freeable):
         except UnsupportedOpError as error:
             if before is None:
                 return failed, f"it claims the op, then refuses it: {error}", True
-            return Outcome.PASSED, f"refused: {before}", False
+            return Outcome.SKIPPED, f"refused: {before}", False
         except Exception as error:
             if before is None:
                 return failed, f"it claims the op, then fails: it raised {one_line(error)}", True

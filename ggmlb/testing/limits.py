@@ -36,8 +36,11 @@ LIMITS: Final[dict[str, Limit]] = {
         ("conv_3d", "conv_3d_direct", "conv_transpose_1d", "conv_transpose_2d_p0"), Limit(5e-4, _HALF)
     ),
 }
-"""By the function that computes the result, if an operand of it is not f32."""
+"""By the function that computes the result, if an operand of it is of a short float type or of blocks."""
 
+
+EXACT: Final = (DType.F32, DType.I32, DType.I64)
+"""Types that lose nothing in such an op; the integers are indices."""
 
 CHOSEN_SCALES: Final = {
     DType.IQ4_NL: Limit(5e-3, "the search for a block's scale is the device's own; its error is 5e-3 at best")
@@ -51,6 +54,6 @@ def limit(program: Program) -> float:
         rounded = [CHOSEN_SCALES[leaf.dtype].nmse for leaf in program.leafs if leaf.dtype in CHOSEN_SCALES]
         return max([program.nmse, *rounded])
     exception = LIMITS.get(program.fn)
-    if exception is None or all(leaf.dtype is DType.F32 for leaf in program.leafs):
+    if exception is None or all(leaf.dtype in EXACT for leaf in program.leafs):
         return program.nmse
     return exception.nmse

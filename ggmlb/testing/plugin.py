@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ggmlb.testing.xfail import ExpectedFailures
 
 MODES = "test,support,behaviour"
+FACTS = ("mode", "device", "family", "case")
+"""Which case a test is; properties of its report, after `ggmlb_`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,9 +92,20 @@ def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailure
 
 
 def run_case(
-    runner: Runner, xfails: Callable[[str], ExpectedFailures], case: tuple[Task, str], record: Any
+    runner: Runner,
+    xfails: Callable[[str], ExpectedFailures],
+    case: tuple[Task, str],
+    properties: list[tuple[str, object]],
 ) -> Result:
-    """Run one case and turn its outcome into pytest's."""
+    """Run one case and turn its outcome into pytest's.
+
+    Args:
+        runner: Runs it.
+        xfails: Known failures, by the device's name.
+        case: The case, with the task that holds it.
+        properties: `Item.user_properties`, which get the device and figures. Not by `record_property`: that
+            warns with `--junitxml`, and a project may make warnings errors.
+    """
     from dataclasses import replace
 
     from ggmlb.testing.results import Outcome
@@ -100,9 +113,8 @@ def run_case(
     task, name = case
     (result,) = runner.run(replace(task, ids=(name,)))
     result = xfails(task.device).judge(result)
-    record("ggmlb_device", task.device)
-    for fact, value in result.facts.items():
-        record(f"ggmlb_{fact}", value)
+    facts = {**dict(zip(FACTS, (task.mode, task.device, task.family, name), strict=True)), **result.facts}
+    properties += [(f"ggmlb_{fact}", value) for fact, value in facts.items()]
     if result.outcome is Outcome.SKIPPED:
         pytest.skip(result.reason)
     if result.outcome is Outcome.XFAILED:
@@ -110,6 +122,25 @@ def run_case(
     if result.outcome.is_bad:
         pytest.fail(result.reason, pytrace=False)
     return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which ops a device claims of which no case was computed."""
+    from ggmlb.testing.claims import warnings
+    from ggmlb.testing.devices import device_named
+    from ggmlb.testing.results import Outcome, Result
+
+    outcomes = {"passed": Outcome.PASSED, "failed": Outcome.FAILED, "xfailed": Outcome.XFAILED}
+    results = []
+    for kind in (*outcomes, "skipped"):
+        for report in terminalreporter.getreports(kind):
+            facts = dict(report.user_properties)
+            if "ggmlb_case" in facts:
+                mode, device, family, case = (facts[f"ggmlb_{of}"] for of in FACTS)
+                results.append(Result(mode, device, family, case, outcomes.get(kind, Outcome.SKIPPED)))
+    devices = [device_named(name) for name in dict.fromkeys(result.device for result in results)]
+    for line in warnings(devices, results):
+        terminalreporter.write_line(f"ggmlb: {line}", yellow=True)
 
 
 def _tasks(config: pytest.Config, name: str) -> list[Task]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ggmlb.testing.plugin import run_case
 
 if TYPE_CHECKING:
+    import pytest
+
     from ggmlb.testing.run import Runner, Task
     from ggmlb.testing.xfail import ExpectedFailures
 
@@ -16,7 +18,7 @@ def test_case(
     ggmlb_case: tuple[Task, str],
     ggmlb_runner: Runner,
     ggmlb_xfails: Callable[[str], ExpectedFailures],
-    record_property: Any,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The device does what the case asks."""
-    run_case(ggmlb_runner, ggmlb_xfails, ggmlb_case, record_property)
+    run_case(ggmlb_runner, ggmlb_xfails, ggmlb_case, request.node.user_properties)

@@ -18,8 +18,9 @@ from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.errors import ArgumentError, RegistryError
 from ggmlb.meta import SplitAxis
-from ggmlb.registry import device_by_name
+from ggmlb.registry import device_by_name, load, unload
 from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.claims import claims_not_run
 from ggmlb.testing.devices import dealt_by_chance, device_named
 from ggmlb.testing.formats import as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
@@ -43,6 +44,46 @@ def test_cases_are_the_same_in_every_process():
 def test_a_family_has_cases_of_many_kinds(family):
     cases = cases_of(family)
     assert len({case.id for case in cases}) == len(cases) >= 5
+
+
+def is_plain(case):
+    """Whether all that a program computes with is contiguous, not empty, and somewhere longer than 1."""
+    tensors = case.program.case().build().tensors.values()
+    sized = all(t.n_elements > 0 for t in tensors) and any(t.ne[0] > 1 and t.n_rows > 1 for t in tensors)
+    return sized and all(s.is_contiguous() for t in tensors for s in t.src if s is not None)
+
+
+def short_types(case):
+    """The types of its leafs that are neither float32 nor indices."""
+    return {leaf.dtype for leaf in case.program.leafs} - {DType.F32, DType.I32, DType.I64}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_begins_with_its_plainest_case(family):
+    first, *others = cases_of(family)
+    assert first.program.fn.endswith("_inplace") == family.endswith("_inplace")
+    assert is_plain(first) or family in ("arange", "diag"), first.id  # whose tensors are one row
+    assert not short_types(first) or all(short_types(case) for case in others), first.id
+
+
+def test_each_alternative_is_tried_on_an_otherwise_plain_case():
+    ids = {case.id.partition("(")[0] for case in cases_of("scale") if is_plain(case)}
+    assert ids == {"scale", "scale_inplace", "scale_bias", "scale_bias_inplace"}
+    plain = [case for case in cases_of("mul_mat") if is_plain(case)]
+    taken = {t for t in DType if t.is_quantized} - {DType.Q8_1, DType.Q8_K, DType.Q2_0}
+    assert {t for case in plain for t in short_types(case)} >= taken | {DType.F16, DType.BF16}
+
+
+BY_OTHERS = {
+    "rope_inplace", "rope_custom_inplace", "set_1d_inplace", "set_2d_inplace", "soft_max_inplace",
+    "unary_inplace",
+}  # fmt: skip
+"""Functions that do what another function of the kit does."""
+
+
+def test_every_function_in_place_has_a_plain_case():
+    made = {case.program.fn for family in FAMILIES for case in cases_of(family) if is_plain(case)}
+    assert {name for name in dir(Context) if name.endswith("_inplace")} - BY_OTHERS <= made
 
 
 def test_every_type_that_a_product_takes_is_drawn_twice():
@@ -294,6 +335,59 @@ def test_junit():
     assert skipped[0].tag == "skipped"
 
 
+# -- what a device claims --------------------------------------------------------------------------
+
+NARROW = """
+from ggmlb.backends.cpu.device import CpuDevice, CpuReg
+from ggmlb.enums import Op
+
+class Device(CpuDevice):
+    name = "Narrow0"
+    def declines(self, op):
+        if op.op is Op.MUL and op.ne[0] != 256:
+            return "rows are not of 256"
+        return super().declines(op)
+
+class Reg(CpuReg):
+    name = "Narrow"
+    def __init__(self):
+        super().__init__()
+        self._devices = [Device(self)]
+    devices = property(lambda self: self._devices)
+
+def backend_reg():
+    return Reg()
+"""
+
+
+@pytest.fixture
+def narrow(tmp_path, monkeypatch):
+    """The device `Narrow0`, which claims MUL in a form that no case has."""
+    file = tmp_path / "narrow_backend.py"
+    file.write_text(NARROW)
+    monkeypatch.setenv("GGMLB_BACKEND_PATH", str(file))
+    reg = load(file)
+    yield reg.devices[0]
+    unload(reg)
+
+
+def test_an_op_that_is_claimed_and_not_computed_is_told(narrow):
+    for mode in ("test", "support"):
+        with Runner([narrow]) as runner:
+            work = tasks(narrow, Selection(mode, ("add", "mul"), limit=2))
+            results = [result for task in work for result in runner.run(task)]
+        assert claims_not_run(narrow, results) == ["MUL"]
+        assert claims_not_run(narrow, [r for r in results if r.family != "mul"]) == []
+
+
+def test_a_refusal_is_no_pass(narrow):
+    with Runner([narrow]) as runner:
+        (task,) = tasks(narrow, Selection("support", ("mul",), limit=2))
+        results = list(runner.run(task))
+    assert [(r.outcome, r.reason) for r in results] == 2 * [(Outcome.SKIPPED, "refused: rows are not of 256")]
+    assert exit_status(results) == NOTHING_RAN
+
+
 # -- the pytest plugin -----------------------------------------------------------------------------
 
 
@@ -313,7 +407,17 @@ def test_the_plugin_makes_a_test_of_each_case(tmp_path):
         "test_case[CPU-behaviour-two_plans_do_not_mix]" in done.stdout
         or "CPU-behaviour-a_plan" in done.stdout
     )
-    assert "8 passed, 2 skipped" in done.stdout
+    assert "10 passed" in done.stdout
+
+
+def test_the_plugin_warns_of_nothing_and_tells_claims(narrow, tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    args = ("--ggmlb-device", "Narrow0", "--ggmlb-ops", "add,mul", "--ggmlb-mode", "test")
+    done = plugin(*args, "--ggmlb-limit", "1", "--junitxml", "report.xml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "Narrow0 claims MUL, of which no case was computed" in done.stdout
+    found = ElementTree.parse(tmp_path / "report.xml").iter("property")
+    assert {p.get("value") for p in found if p.get("name") == "ggmlb_device"} == {"Narrow0"}
 
 
 def test_the_plugin_takes_meta_devices(tmp_path):

@@ -1,14 +1,16 @@
 """Going through a family's choices: every alternative is drawn, in few programs, and always the same ones.
 
-A program's choices are taken least-used first, so that each type, layout, mode and flag of a family comes up
-at least `TIMES` times. Sizes follow a cycle: odd ones, ones, empty ones, large ones.
+The first program of a family is its plainest: at each choice the first alternative, on small matrices. The
+last ones differ from it in one choice each, so that a device which computes little more than the plain
+program is tested in all of that. Between them, choices are mixed: taken least-used first, so that each type,
+layout, mode and flag comes up at least `TIMES` times, with sizes in a cycle: odd ones, ones, empty, large.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -16,7 +18,7 @@ from functools import cache
 import numpy as np
 
 from ggmlb.errors import ArgumentError, Error
-from ggmlb.testing.cases.draw import FAMILIES, Program
+from ggmlb.testing.cases.draw import FAMILIES, Choices, Program
 
 TIMES = 2
 """How often each alternative is drawn, at least."""
@@ -48,6 +50,7 @@ class KitCase:
         id: Op, types, shapes and layouts: `"mul_mat(q4_0[64,17],f32[64,5].padded)"`; unique.
         ops: Names by which it can be chosen: of the function and of the op.
         program: What to compute.
+        op: The op of its result, as `Tensor.op_desc` names it.
         memory: The kind of memory in which the op's first operand lies; the device's own if empty.
     """
 
@@ -55,11 +58,58 @@ class KitCase:
     id: str
     ops: frozenset[str]
     program: Program
+    op: str
     memory: str = ""
 
     def within(self, memory: str) -> KitCase:
         """Return the same case with the op's first operand, a weight, in another kind of memory."""
         return replace(self, id=f"{self.id} in {memory}", memory=memory)
+
+
+class Plain:
+    """Choices of a family's plainest program, or of one that differs from it in one choice.
+
+    Args:
+        seed: Where random numbers start.
+        other: The place of the choice that differs, and its alternative.
+    """
+
+    beyond = True
+    large = False
+    plain = True
+
+    def __init__(self, seed: int, other: tuple[int, int] | None = None) -> None:
+        self.random = np.random.default_rng(seed)
+        self.other = other
+        self.alternatives: list[int] = []
+
+    def integer(self, low: int, high: int) -> int:
+        """A random number of the upper half, where extents are seldom 1.
+
+        Raises:
+            ArgumentError: There is none: extents before it leave no room.
+        """
+        _check_range(low, high)
+        return int(self.random.integers((low + high + 1) // 2, high, endpoint=True))
+
+    def number(self, low: float, high: float) -> float:
+        """A random float32."""
+        return float(np.float32(self.random.uniform(low, high)))
+
+    def pick(self, n: int) -> int:
+        """The first alternative."""
+        self.alternatives.append(n)
+        place, choice = self.other or (-1, 0)
+        return choice if place == len(self.alternatives) - 1 else 0
+
+    def order(self, items: Sequence[int]) -> Sequence[int]:
+        """The next order after the given one."""
+        return [*items[1:], *items[:1]]
+
+    def extents(self, limits: Sequence[int]) -> Sequence[int]:
+        """Extents of a matrix."""
+        rows = [max(2, self.integer(1, n)) for n in limits[:2]]
+        return [*rows, *(1 for _ in limits[2:])]
 
 
 class Covering:
@@ -72,6 +122,7 @@ class Covering:
     """
 
     beyond = True
+    plain = False
 
     def __init__(self, size: Size, seed: int, used: dict[tuple[int, int], Counter[int]]) -> None:
         self.size = size
@@ -86,8 +137,7 @@ class Covering:
         Raises:
             ArgumentError: There is none: extents before it leave no room.
         """
-        if low > high:
-            raise ArgumentError(f"no number lies from {low} to {high}")
+        _check_range(low, high)
         if self.size is Size.ONE and high < 1000:
             return low
         return int(self.random.integers(low, high, endpoint=True))
@@ -123,23 +173,53 @@ class Covering:
         return extents
 
 
+def _check_range(low: int, high: int) -> None:
+    if low > high:
+        raise ArgumentError(f"no number lies from {low} to {high}")
+
+
 @cache
 def cases_of(family: str) -> tuple[KitCase, ...]:
-    """Return the programs that cover a family."""
-    used: dict[tuple[int, int], Counter[int]] = {}
+    """Return the programs that cover a family, the plainest first."""
+    first = Plain(_seed(family, "plain"))
+    drawn = [_case(family, first), *_mixed(family), *_one_choice_away(family, first.alternatives)]
     found: dict[str, KitCase] = {}
-    for number in range(MOST):
-        choices = Covering(CYCLE[number % len(CYCLE)], zlib.crc32(f"{family} {number}".encode()), used)
-        program = Program(choices)
-        try:
-            FAMILIES[family](program)
-            built = program.case().build()
-        except (Error, ValueError):  # such extents do not go together
-            continue
-        node = built.tensors[program.outputs[0]]
-        ops = {program.fn, program.fn.removesuffix("_inplace"), node.op.value.lower(), node.op_desc().lower()}
-        found.setdefault(program.text, KitCase(family, program.text, frozenset(ops), program))
-        covered = all(counts[i] >= TIMES for (_, n), counts in used.items() for i in range(n))
-        if number >= LEAST and covered:
-            break
+    for case in drawn:
+        if case is not None:
+            found.setdefault(case.id, case)
     return tuple(found.values())
+
+
+def _mixed(family: str) -> Iterator[KitCase | None]:
+    """Yield programs until each alternative was drawn."""
+    used: dict[tuple[int, int], Counter[int]] = {}
+    for number in range(MOST):
+        case = _case(family, Covering(CYCLE[number % len(CYCLE)], _seed(family, str(number)), used))
+        yield case
+        covered = all(counts[i] >= TIMES for (_, n), counts in used.items() for i in range(n))
+        if case is not None and number >= LEAST and covered:
+            return
+
+
+def _one_choice_away(family: str, alternatives: Sequence[int]) -> Iterator[KitCase | None]:
+    """Yield programs that differ in one choice from the plainest, which had these numbers of alternatives."""
+    for place, n in enumerate(alternatives):
+        for other in range(1, n):
+            yield _case(family, Plain(_seed(family, "plain"), (place, other)))
+
+
+def _case(family: str, choices: Choices) -> KitCase | None:
+    """Draw a program; `None` if its extents do not go together."""
+    program = Program(choices)
+    try:
+        FAMILIES[family](program)
+        built = program.case().build()
+    except (Error, ValueError):
+        return None
+    node = built.tensors[program.outputs[0]]
+    ops = {program.fn, program.fn.removesuffix("_inplace"), node.op.value.lower(), node.op_desc().lower()}
+    return KitCase(family, program.text, frozenset(ops), program, node.op_desc())
+
+
+def _seed(family: str, name: str) -> int:
+    return zlib.crc32(f"{family} {name}".encode())

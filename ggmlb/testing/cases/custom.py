@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,14 +64,17 @@ def _operands(p: Program, dtype: DType, ne: Extents, n: int) -> list[str]:
     return [p.operand(dtype, ne, *ANY), *(p.operand(F32, ne, *ANY) for _ in range(n - 1))]
 
 
-@family("map_custom", of_ggml=False)
-def map_custom(p: Program) -> None:
-    n, inplace = p.one_of(1, 2, 3), p.bool()
+def _map_custom(n: int, p: Program) -> None:
+    inplace = p.bool()
     dtype, ne = p.one_of(F32, F16, BF16, I32), p.ne()
     operands = _operands(p, dtype, ne, n)
     p.nmse = 0
     name = f"map_custom{n}{'_inplace' if inplace else ''}"
     p.out(name, *operands, FUNCTIONS[n - 1], p.one_of(*TASKS), ne)
+
+
+for _n in (1, 2, 3):
+    family(f"map_custom{_n}", of_ggml=False)(partial(_map_custom, _n))
 
 
 @family("custom_4d", of_ggml=False)

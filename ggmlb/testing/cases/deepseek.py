@@ -14,7 +14,7 @@ def lightning_indexer(p: Program) -> None:
     p.nmse = 1e-6 if dtype is F32 else 5e-4  # as of products
     q = p.operand(F32, (d, heads, n_q, streams), PLAIN, PADDED, **LOPSIDED)
     k = p.operand(dtype, (d, 1, n_kv, streams), PLAIN, PADDED, **LOPSIDED)
-    mask = p.leaf(p.one_of(F16, F32), (n_kv, n_q, 1, streams))
+    mask = p.leaf(p.one_of(F32, F16), (n_kv, n_q, 1, streams))
     p.out("lightning_indexer", q, k, p.leaf(F32, (heads, n_q, 1, streams)), mask)
 
 

@@ -56,6 +56,8 @@ class Choices(Protocol):
     """Whether types and layouts may be chosen that ggml's own CPU backend does not take."""
     large: bool
     """Whether the program may take as long as a model's op, for edges of tiles."""
+    plain: bool
+    """Whether the program is the plainest of its family: nothing is repeated, batched, padded or skipped."""
 
     def integer(self, low: int, high: int) -> int:
         """Return a number from `low` to `high`."""
@@ -122,6 +124,10 @@ class Program:
 
     def int(self, low: Integer, high: Integer) -> Integer:
         return self.choices.integer(low, high)
+
+    def extra(self, low: Integer, high: Integer) -> Integer:
+        """As `int`, but `low` in plain programs: repeats, batches, strides, dilations, paddings."""
+        return low if self.choices.plain else self.int(low, high)
 
     def float(self, low: Number, high: Number) -> Number:
         return self.choices.number(np.float32(low).item(), np.float32(high).item())

@@ -69,7 +69,7 @@ def clamp(p: Program) -> None:
     low = p.float(-1, 0)
     p.nmse = tolerance(dtype)
     a = p.operand(dtype, p.ne(), PLAIN, beyond=ANY)  # where ggml goes astray
-    p.out("clamp", a, low, p.float(0.1, 1))
+    p.out(p.one_of("clamp", beyond=("clamp_inplace",)), a, low, p.float(0.1, 1))
 
 
 @family("leaky_relu")
@@ -91,7 +91,7 @@ def silu_back(p: Program) -> None:
 def _binary(name: str, p: Program) -> None:
     a, b = p.one_of((F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), beyond=((F32, F16),))
     small = p.ne(24, 4, 3, 2)
-    large = tuple(n * p.int(1, 3) for n in small)
+    large = tuple(n * p.extra(1, 3) for n in small)
     p.nmse = tolerance(a, b)
     positive: Any = {"low": 0.5, "high": 2}
     x = p.operand(a, large, *ROWS, beyond=ANY)
@@ -130,8 +130,11 @@ def add_id(p: Program) -> None:
     n, n_used, n_tokens, _ = p.ne(70, 5, 6)
     n_experts = p.int(1, 6)
     ids = p.random.integers(0, n_experts, (n_tokens, n_used + 2))
-    many = p.leaf(I32, (n_used + 2, n_tokens), ids)
-    chosen = p.step("view_2d", many, n_used, n_tokens, 4 * (n_used + 2), 4)
+    if p.bool():
+        many = p.leaf(I32, (n_used + 2, n_tokens), ids)
+        chosen = p.step("view_2d", many, n_used, n_tokens, 4 * (n_used + 2), 4)
+    else:
+        chosen = p.leaf(I32, (n_used, n_tokens), ids[:, :n_used])
     a = p.operand(F32, (n, n_used, n_tokens), *ROWS)
     p.out("add_id", a, p.operand(F32, (n, n_experts), PLAIN, PADDED), chosen)
 

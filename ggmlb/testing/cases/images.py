@@ -24,9 +24,9 @@ def _values(kernel: DType) -> Any:
 def _geometry(p: Program, rank: int) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
     """Extents of data and kernel, strides, paddings and dilations, so that the kernel has a place."""
     kernel = tuple(p.int(1, 4) for _ in range(rank))
-    dilation = tuple(p.int(1, 2) for _ in range(rank))
-    padding = tuple(p.int(0, 2) for _ in range(rank))
-    stride = tuple(p.int(1, 3) for _ in range(rank))
+    dilation = tuple(p.extra(1, 2) for _ in range(rank))
+    padding = tuple(p.extra(0, 2) for _ in range(rank))
+    stride = tuple(p.extra(1, 3) for _ in range(rank))
     least = [max(1, (k - 1) * d + 1 - 2 * q) for k, d, q in zip(kernel, dilation, padding, strict=True)]
     data = tuple(n + p.int(0, 9) for n in least)
     return data, kernel, stride, padding, dilation
@@ -37,8 +37,8 @@ def im2col_2d(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
     channels, dtype = p.int(1, 4), p.one_of(F32, F16)
     p.nmse = 0
-    kernel = p.leaf(dtype, (*k, channels, p.int(1, 3)))
-    p.out("im2col", kernel, p.leaf(F32, (*n, channels, p.int(1, 2))), *s, *q, *d, True, dtype)
+    kernel = p.leaf(dtype, (*k, channels, p.extra(1, 3)))
+    p.out("im2col", kernel, p.leaf(F32, (*n, channels, p.extra(1, 2))), *s, *q, *d, True, dtype)
 
 
 @family("im2col of one dimension")
@@ -46,7 +46,7 @@ def im2col_1d(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 1)
     channels, dtype = p.int(1, 4), p.one_of(F32, F16)
     p.nmse = 0
-    kernel, data = p.leaf(dtype, (*k, channels, p.int(1, 3))), p.leaf(F32, (*n, channels, p.int(1, 3)))
+    kernel, data = p.leaf(dtype, (*k, channels, p.extra(1, 3))), p.leaf(F32, (*n, channels, p.extra(1, 3)))
     p.out("im2col", kernel, data, *s, 0, *q, 0, *d, 0, False, dtype)
 
 
@@ -57,7 +57,7 @@ def _places(n: Numbers, k: Numbers, s: Numbers, q: Numbers, d: Numbers) -> Numbe
 @family("im2col_back")
 def im2col_back(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
-    channels, batch = p.int(1, 4), p.int(1, 2)
+    channels, batch = p.int(1, 4), p.extra(1, 2)
     grad = p.leaf(F32, (k[0] * k[1] * channels, *_places(n, k, s, q, d), batch))
     kernel = p.leaf(F32, (*k, channels, 1))
     p.nmse = 1e-6
@@ -105,7 +105,7 @@ def _conv_2d(name: str, p: Program) -> None:
     p.nmse = 1e-5
     kernel = p.leaf(dtype, (*k, channels, p.int(1, 5)), **_values(dtype))
     layouts = ANY if name == "conv_2d_direct" else ()
-    p.out(name, kernel, p.operand(F32, (*n, channels, p.int(1, 3)), *layouts, **_values(dtype)), *s, *q, *d)
+    p.out(name, kernel, p.operand(F32, (*n, channels, p.extra(1, 3)), *layouts, **_values(dtype)), *s, *q, *d)
 
 
 for _name in ("conv_2d", "conv_2d_direct"):
@@ -118,19 +118,19 @@ def conv_2d_dw(p: Program) -> None:
     channels = p.int(1, 5)
     p.nmse = 1e-5
     kernel = p.leaf(F16, (*k, 1, channels), **POSITIVE)
-    p.out("conv_2d_dw", kernel, p.leaf(F32, (*n, channels, p.int(1, 3)), **POSITIVE), *s, *q, *d)
+    p.out("conv_2d_dw", kernel, p.leaf(F32, (*n, channels, p.extra(1, 3)), **POSITIVE), *s, *q, *d)
 
 
 @family("conv_2d_dw_direct")
 def conv_2d_dw_direct(p: Program) -> None:
     n, k, s, q, d = _geometry(p, 2)
-    channels, batch = p.int(2, 9), p.int(1, 3)
+    channels, batch = p.int(2, 9), p.extra(1, 3)
     p.nmse = 1e-6
-    if p.bool() or n == (1, 1):  # ggml takes the kernel of an image of one place to be packed
-        kernel, data = p.leaf(F32, (*k, 1, channels)), p.leaf(F32, (*n, channels, batch))
-    else:  # channels innermost
+    if p.bool() and n != (1, 1):  # channels innermost; ggml takes the kernel of one place to be packed
         kernel = p.step("permute", p.leaf(F32, (channels, 1, *k)), 3, 2, 0, 1)
         data = p.step("permute", p.leaf(F32, (channels, *n, batch)), 2, 0, 1, 3)
+    else:
+        kernel, data = p.leaf(F32, (*k, 1, channels)), p.leaf(F32, (*n, channels, batch))
     p.out("conv_2d_dw_direct", kernel, data, *s, *q, *d)
 
 
@@ -174,8 +174,8 @@ def conv_transpose_2d(p: Program) -> None:
 def _pooling(p: Program) -> tuple[int, int, int, int]:
     """Extent of the data, size of the window, stride and padding; each window meets some data."""
     k = p.int(1, 4)
-    padding = p.int(0, k - 1)
-    return max(1, k - 2 * padding) + p.int(0, 12), k, p.int(1, 3), padding
+    padding = p.extra(0, k - 1)
+    return max(1, k - 2 * padding) + p.int(0, 12), k, p.extra(1, 3), padding
 
 
 @family("pool_1d")

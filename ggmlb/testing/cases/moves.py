@@ -13,7 +13,8 @@ from ggmlb.testing.cases.products import READ_ONLY, WEIGHTS
 @family("dup")
 def dup(p: Program) -> None:
     p.nmse = 0
-    p.out("dup", p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
+    fn = p.one_of("dup", beyond=("dup_inplace",))
+    p.out(fn, p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
 
 
 @family("cont")
@@ -130,13 +131,13 @@ def roll(p: Program) -> None:
 def tri(p: Program) -> None:
     p.nmse = 0
     n = p.int(1, 12)
-    p.out("tri", p.leaf(F32, (n, n, p.int(1, 3), p.int(1, 2))), p.one_of(*TriType))
+    p.out("tri", p.leaf(F32, (n, n, p.extra(1, 3), p.extra(1, 2))), p.one_of(*TriType))
 
 
 @family("diag")
 def diag(p: Program) -> None:
     p.nmse = 0
-    p.out("diag", p.operand(F32, (p.int(1, 12), 1, p.int(1, 3), p.int(1, 2)), PLAIN, PADDED))
+    p.out("diag", p.operand(F32, (p.int(1, 12), 1, p.extra(1, 3), p.extra(1, 2)), PLAIN, PADDED))
 
 
 @family("fill")

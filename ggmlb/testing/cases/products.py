@@ -37,12 +37,12 @@ def _weight(p: Program) -> DType:
 def mul_mat(p: Program) -> None:
     dtype = _weight(p)
     k = p.extent(3, 9) * dtype.block_size if dtype.block_size > 1 else p.extent(70, 700)
-    n2, n3 = p.int(1, 3), p.int(1, 2)
+    n2, n3 = p.extra(1, 3), p.extra(1, 2)
     layouts = ROWS if dtype.block_size == 1 else (PLAIN, PADDED)
     m, n = p.extent(20, 200), p.extent(12, 80)
     a = p.operand(dtype, (k, m, n2, n3), *layouts, beyond=ROWS, **LOPSIDED)
     b = p.operand(
-        p.one_of(F32, beyond=(F16,)), (k, n, n2 * p.int(1, 3), n3 * p.int(1, 2)), *layouts, **LOPSIDED
+        p.one_of(F32, beyond=(F16,)), (k, n, n2 * p.extra(1, 3), n3 * p.extra(1, 2)), *layouts, **LOPSIDED
     )
     p.nmse = 1e-6 if dtype is F32 else 1e-3
     p.out("mul_mat", a, b)
@@ -65,8 +65,8 @@ def mul_mat_id(p: Program) -> None:
 def out_prod(p: Program) -> None:
     dtype = p.one_of(F32, *WEIGHTS)
     n = p.int(1, 2) * dtype.block_size if dtype.block_size > 1 else p.int(1, 40)
-    k, m, n2, n3 = p.int(1, 12), p.int(1, 12), p.int(1, 3), p.int(1, 2)
-    r2, r3 = (p.int(1, 2), p.int(1, 2)) if dtype is F32 else (1, 1)
+    k, m, n2, n3 = p.int(1, 12), p.int(1, 12), p.extra(1, 3), p.extra(1, 2)
+    r2, r3 = (p.extra(1, 2), p.extra(1, 2)) if dtype is F32 else (1, 1)
     p.nmse = 1e-6
     a = p.operand(dtype, (n, k, n2, n3), PLAIN, PADDED)
     p.out("out_prod", a, p.operand(F32, (m, k, n2 * r2, n3 * r3), *ANY))
@@ -76,8 +76,8 @@ def out_prod(p: Program) -> None:
 def flash_attn_ext(p: Program) -> None:
     dtype = p.one_of(F32, F16, DType.Q8_0, DType.Q4_0, beyond=(BF16,))
     d, dv = 32 * p.int(1, 3), 32 * p.int(1, 2)
-    heads_kv, batch, n_kv, n_q = p.int(1, 3), p.int(1, 2), p.extent(40, 300), p.extent(7, 40)
-    heads = heads_kv * p.int(1, 3)
+    heads_kv, batch, n_kv, n_q = p.int(1, 3), p.extra(1, 2), p.extent(40, 300), p.extent(7, 40)
+    heads = heads_kv * p.extra(1, 3)
     q = p.operand(F32, (d, n_q, heads, batch), PLAIN, PADDED, OUTER)
     layouts = (PLAIN, PADDED, *([OUTER] if dtype.block_size == 1 else []))
     k = p.operand(dtype, (d, n_kv, heads_kv, batch), *layouts)

@@ -9,7 +9,7 @@ from ggmlb.testing.cases.draw import F32, I32, PADDED, PLAIN, Program, family
 
 @family("ssm_conv")
 def ssm_conv(p: Program) -> None:
-    taps, n, tokens, seqs = p.int(1, 4), p.int(1, 20), p.int(1, 9), p.int(1, 3)
+    taps, n, tokens, seqs = p.int(1, 4), p.int(1, 20), p.int(1, 9), p.extra(1, 3)
     p.out("ssm_conv", p.leaf(F32, (taps - 1 + tokens, n, seqs)), p.leaf(F32, (taps, n)))
 
 
@@ -84,7 +84,7 @@ def gated_delta_net(p: Program) -> None:
 
 @family("solve_tri")
 def solve_tri(p: Program) -> None:
-    n, m, n2, n3 = p.int(1, 20), p.int(1, 6), p.int(1, 3), p.int(1, 2)
+    n, m, n2, n3 = p.int(1, 20), p.int(1, 6), p.extra(1, 3), p.extra(1, 2)
     a = p.random.uniform(-0.5, 0.5, (n3, n2, n, n)).astype(np.float32) + 2 * np.eye(n, dtype=np.float32)
     p.nmse = 1e-6
     p.out("solve_tri", p.leaf(F32, (n, n, n2, n3), a), p.leaf(F32, (m, n, n2, n3)), True, True, False)

@@ -28,9 +28,8 @@ for _name in ("norm", "rms_norm", "l2_norm"):
 def group_norm(p: Program) -> None:
     p.nmse = 1e-6
     ne = p.ne(9, 5, 8, 2)
-    p.out(
-        "group_norm", p.operand(F32, ne, *ROWS, beyond=ANY, low=-2, high=3), p.int(1, ne[2]), p.one_of(*EPS)
-    )
+    a = p.operand(F32, ne, *ROWS, beyond=ANY, low=-2, high=3)
+    p.out("group_norm" + p.one_of("", "_inplace"), a, p.int(1, ne[2]), p.one_of(*EPS))
 
 
 @family("rms_norm_back")
@@ -47,7 +46,7 @@ def soft_max(p: Program) -> None:
     a = p.leaf(F32, ne, low=-4, high=4)
     mask, max_bias = None, 0.0
     if p.bool():
-        shape = (ne[0], ne[1] + p.int(0, 2), p.one_of(1, ne[2]), p.one_of(1, ne[3]))
+        shape = (ne[0], ne[1] + p.extra(0, 2), p.one_of(1, ne[2]), p.one_of(1, ne[3]))
         mask = p.mask(p.one_of(F32, F16), shape)
         max_bias = p.one_of(0.0, 8.0)
     y = p.step(p.one_of("soft_max_ext", "soft_max_ext_inplace"), a, mask, p.float(0.1, 2), max_bias)
@@ -61,7 +60,7 @@ def soft_max_back(p: Program) -> None:
     p.nmse = 1e-6
     ne = p.ne()
     y = p.step("soft_max", p.leaf(F32, ne, low=-3, high=3))
-    p.out("soft_max_ext_back", p.leaf(F32, ne), y, p.float(0.1, 2), 0.0)
+    p.out("soft_max_ext_back" + p.one_of("", "_inplace"), p.leaf(F32, ne), y, p.float(0.1, 2), 0.0)
 
 
 def _diag_mask(name: str, p: Program) -> None:
@@ -80,8 +79,8 @@ def _rope(p: Program, back: bool) -> None:
     multi = bool(mode & RopeType.MROPE)
     pairs = p.int(1, 16)
     n_dims = 2 * pairs
-    row = 2 * n_dims if mode is RopeType.VISION else n_dims + (0 if multi else 2 * p.int(0, 4))
-    heads, tokens, batch = p.int(1, 4), p.int(1, 5), p.int(1, 2)
+    row = 2 * n_dims if mode is RopeType.VISION else n_dims + (0 if multi else 2 * p.extra(0, 4))
+    heads, tokens, batch = p.int(1, 4), p.int(1, 5), p.extra(1, 2)
     dtype = p.one_of(F32, F16, beyond=(BF16,))
     p.nmse = {F32: 1e-6, F16: 1e-5, BF16: 1e-4}[dtype]
     a = p.operand(dtype, (row, heads, tokens, batch), *ROWS)

@@ -15,6 +15,7 @@ class Hypothesis:
 
     beyond = False
     large = False
+    plain = False
 
     def __init__(self, draw: Callable[..., Any]) -> None:
         self.draw = draw

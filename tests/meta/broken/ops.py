@@ -1,0 +1,79 @@
+"""A small device, and streams of it that compute one op wrongly."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from broken.values import WrongBackend, WrongDevice
+from ggmlb.backends.cpu.device import CpuReg
+from ggmlb.dtypes import DType
+from ggmlb.enums import NO_OPS, Op
+from ggmlb.interface import Device
+from ggmlb.testing.samples import SAMPLES, sample
+
+BINARY = (Op.ADD, Op.SUB, Op.MUL, Op.DIV)
+
+
+class SmallDevice(WrongDevice):
+    """It computes little more than a first version of a backend: contiguous float32, and no broadcasts."""
+
+    def declines(self, op):
+        if op.op in NO_OPS:
+            return None
+        for t in (op, *op.src):
+            if t is not None and t.dtype not in (DType.F32, DType.I32, DType.I64):
+                return f"{t.describe()} is not float32"
+            if t is not None and not t.is_contiguous():
+                return f"{t.describe()} is not contiguous"
+        if op.op in BINARY and op.src[1].ne != op.ne:
+            return "shapes differ"
+        return super().declines(op)
+
+
+class WrongOp(WrongBackend):
+    """It computes one op wrongly."""
+
+    op = ""
+
+    def after(self, node, memory):
+        if node.op_desc() == self.op and self.is_wrong(node):
+            values = memory[node.offset : node.offset + node.nbytes].view(node.dtype.numpy)
+            self.spoil(values)
+
+    def is_wrong(self, node):
+        """Whether this node is computed wrongly."""
+        return True
+
+    def spoil(self, values):
+        """Change the result, all of it."""
+        with np.errstate(invalid="ignore"):
+            values += (np.abs(values) / 8 + 1).astype(values.dtype)
+
+
+class WrongOnOneElement(WrongOp):
+    """One element is wrong."""
+
+    def spoil(self, values):
+        middle = values[values.size // 2 :][:1]
+        middle[np.isinf(middle)] = 0
+        super().spoil(middle)
+
+
+class WrongInPlace(WrongOp):
+    """It is wrong where the result takes an operand's place."""
+
+    def is_wrong(self, node):
+        return node.view_src is not None
+
+
+def op_names() -> list[str]:
+    """The ops that the small device computes, as `Tensor.op_desc` names them."""
+    device = small(WrongOp, "")
+    nodes = (sample(name, dtype) for name in SAMPLES for dtype in (DType.F32, DType.I32))
+    return list(dict.fromkeys(n.op_desc() for n in nodes if n is not None and device.supports_op(n)))
+
+
+def small(backend: type[WrongOp], op: str) -> Device:
+    """A small device that computes an op wrongly."""
+    stream = type(backend.__name__, (backend,), {"op": op})
+    return type("Small", (SmallDevice,), {"backend": stream})(CpuReg())

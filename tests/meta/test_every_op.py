@@ -1,0 +1,42 @@
+"""The default `ggmlb test` finds an op that a small device computes wrongly, whichever it is."""
+
+from __future__ import annotations
+
+import pytest
+from broken.ops import SmallDevice, WrongInPlace, WrongOnOneElement, WrongOp, op_names, small
+
+from ggmlb.backends.cpu.device import CpuReg
+from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.results import Outcome
+from ggmlb.testing.run import Runner, Selection, tasks
+
+
+def outcomes(device, op):
+    """Yield how the cases of an op end."""
+    with Runner([device]) as runner:
+        for task in tasks(device, Selection(ops=(op,))):
+            yield from (result.outcome for result in runner.run(task))
+
+
+def inplace_ops():
+    """The ops that the small device computes and that functions compute in an operand's place."""
+    cases = [case for family in FAMILIES for case in cases_of(family)]
+    found = set().union(*(case.ops for case in cases if case.program.fn.endswith("_inplace")))
+    return [op for op in op_names() if op.lower() in found]
+
+
+@pytest.mark.parametrize("op", op_names())
+@pytest.mark.parametrize("kind", [WrongOp, WrongOnOneElement])
+def test_an_op_that_is_wrong_is_found(kind, op):
+    assert Outcome.FAILED in outcomes(small(kind, op), op)
+
+
+@pytest.mark.parametrize("op", inplace_ops())
+def test_an_op_that_is_wrong_in_place_is_found(op):
+    assert Outcome.FAILED in outcomes(small(WrongInPlace, op), op)
+
+
+def test_what_they_are_made_of_computes():
+    found = [outcome for op in op_names() for outcome in outcomes(SmallDevice(CpuReg()), op)]
+    assert Outcome.FAILED not in found
+    assert Outcome.PASSED in found
