@@ -183,9 +183,8 @@ class Assignment:
         ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._signature.ops, Op.ROPE
         weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
         # Who can use a buffer, and whether another may find its weights worth copying.
-        may_offload = self._op_offload and self._last > 0
         homes: dict[Buffer | None, tuple[Sequence[int], bool]]
-        homes = {b: (self.holders(b.buft), may_offload and b.is_host) for b in weights}
+        homes = {b: (self.holders(b.buft), self._op_offload and b.is_host) for b in weights}
         for node in work:
             if ids[node] >= 0:
                 continue
@@ -201,16 +200,20 @@ class Assignment:
                 if self.supports(owner, node):
                     ids[node] = owner
                     causes[node] = _WEIGHT
-                    if is_offered and owner == self._last:
-                        self._offload(node)
+                    if is_offered and self.bufts[owner] is self.bufts[self._last]:
+                        self._offload(node, owner)
                     break
             else:
                 if holders:
                     self._leaves(node, holders[0], "holds its weight")
 
-    def _offload(self, node: int) -> None:
-        """Give a node to the first device that finds it worth copying its weights out of host memory."""
-        for b in range(self._last):
+    def _offload(self, node: int, owner: int) -> None:
+        """Give a node to the first device that finds it worth copying its weights out of host memory.
+
+        Its owner is the last backend or one in the same memory, such as an accelerator beside the CPU; ggml
+        looks no further where that has the weight. Devices after it take nothing from it.
+        """
+        for b in range(owner):
             if self.supports(b, node) and self.backends[b].offload_op(self._tensors[node]):
                 self._set(node, b, Cause.OFFLOAD)
                 return

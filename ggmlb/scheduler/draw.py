@@ -152,7 +152,7 @@ def _rows(split: Split, causes: dict[Tensor, str]) -> list[_Row]:
         name = item.tensor.name or item.tensor.op_desc().lower()
         rows.append(
             _Row(
-                _cut(f"copy {name}, {readable_size(item.nbytes)} from {item.backend.name}"),
+                _cut(f"copy {name}, {readable_size(item.nbytes)} from {item.origin}"),
                 item.tensor.describe(),
                 (split.backend, item.tensor),
                 is_copy=True,

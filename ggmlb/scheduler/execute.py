@@ -2,8 +2,8 @@
 
 Work on one backend runs in the order in which it was queued. What a split reads from elsewhere comes to it
 
-- from host memory: as bytes that nobody changes any more (a weight, or a snapshot), queued on the device
-  that reads them, so that nobody waits;
+- from host memory, where inputs lie: as bytes that nobody changes any more (a weight, or a snapshot), queued
+  on the device that reads them, so that nobody waits;
 - from a device, with several copies: queued on the source, which waits (on the device, not here) until the
   reader has done with what it read from the same copy; the reader waits for the copy;
 - else by `tensor_copy_async`, which is ordered after what was queued before on both sides, and before what
@@ -154,7 +154,7 @@ class Executor:
         """Queue a copy out of host memory, of bytes that stay as they are."""
         src, buffer = item.src, item.src.buffer
         assert buffer is not None
-        if self._is_async[owner]:  # it may compute what is read here
+        if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
             item.backend.synchronize()
         data = buffer.base[src.offset : src.offset + src.nbytes] if item.is_constant else src.get()
         split.backend.set_tensor_async(item.copy, data)

@@ -59,16 +59,17 @@ class ExpertCopies:
 
     def _find_used(self, ids: Tensor, n_experts: int, node: Tensor, split: Split) -> npt.NDArray[np.intp]:
         """Return the numbers of the experts in use, in order; waits for what computes the ids."""
-        where, backend = ids, split.backend
+        where, backend, is_staged = ids, split.backend, False
         for other in self._splits:
             for item in other.inputs:
                 if ids not in item.copies:
                     continue
-                if other is split:  # it may not have been copied yet
-                    where, backend = item.src, item.backend
+                if item.is_staged or other is split:  # it may not have been copied yet
+                    where, backend, is_staged = item.src, item.backend, item.is_staged
                 elif len(item.copies) > 1:
                     where = item.copies[self._c]
-        backend.synchronize()
+        if not is_staged:
+            backend.synchronize()
         used: npt.NDArray[np.intp] = np.unique(where.to_numpy())
         if used.size and not 0 <= used[0] <= used[-1] < n_experts:
             bad = used[-1] if used[0] >= 0 else used[0]

@@ -33,7 +33,7 @@ class Image:
     Attributes:
         signature: The graph; its tensors are another's of the same signature, once that is bound.
         topology: What the allocator sees.
-        ids: Backend index by number.
+        ids: Index by number, of a backend, whose memory it lies in; behind the last, of the host's.
         buffers: Where each tensor lies, by number, once allocated.
         offsets: Offset of each in its buffer.
     """
@@ -44,6 +44,8 @@ class Image:
         self.ids = list(assignment.ids)
         if UNKNOWN in self.ids:
             self.ids = [last if b < 0 else b for b in self.ids]
+        for i in cut.staged:
+            self.ids[i] = last + 1
         self.buffers: list[Buffer | None] = []
         self.offsets: list[int] = []
         self._tensors = list(signature.tensors)

@@ -77,7 +77,7 @@ def render(graph: Graph, program: Program) -> str:
         work = [n for n in split.nodes if n.op not in NO_OPS]
         lines.append(f"split {i} on {split.backend.name}: {_count(len(work), 'node')}")
         lines += [
-            f"  copies {item.tensor.name or item.tensor.describe()} from {item.backend.name} "
+            f"  copies {item.tensor.name or item.tensor.describe()} from {item.origin} "
             f"({readable_size(item.nbytes)})"
             for item in split.inputs
         ]

@@ -12,6 +12,7 @@ from ggmlb.graph import Graph, need_graph
 from ggmlb.interface import Backend, BufferType
 from ggmlb.lifetime import Freeable
 from ggmlb.placement import placement_clock
+from ggmlb.registry import cpu_buffer_type
 from ggmlb.sanitizer import start_sanitizer
 from ggmlb.scheduler.execute import EvalCallback, Executor
 from ggmlb.scheduler.program import Program, Programs
@@ -33,7 +34,7 @@ class Scheduler(Shown, Freeable):
 
     Args:
         backends: In order of priority, highest first. The last (the CPU, usually) takes what no other
-            runs, and holds the graph's inputs.
+            runs, and holds the graph's inputs: in host memory, also where it is a GPU, which copies them.
         bufts: The memory each computes in; each backend's default by default.
         graph_size: The number of nodes expected; kept for ggml's signature, graphs may be larger.
         parallel: Pipelining: what a device sends to another goes into one of `n_copies` copies in turn, so
@@ -90,7 +91,9 @@ class Scheduler(Shown, Freeable):
         self._callback: EvalCallback | None = None
         self._n_copies = n_copies if parallel else 1
         separate = self._n_copies > 1
-        self._allocator = GraphAllocator(self._bufts, keep_inputs=True, separate=separate)
+        self._allocator = GraphAllocator(
+            (*self._bufts, self._host_memory()), keep_inputs=True, separate=separate
+        )
         self._executor = Executor(self._backends, self._n_copies)
         rules = Rules(self._backends, self._bufts, op_offload, strict, separate)
         self._programs = Programs(rules, self._n_copies)
@@ -233,7 +236,7 @@ class Scheduler(Shown, Freeable):
             sizes = self._allocator.topology_size(program.image.topology, program.image.ids)
         finally:
             self.reset()
-        return list(sizes)
+        return list(sizes[: self.n_backends])
 
     def alloc_graph(self, graph: Graph) -> None:
         """Split a graph and place its tensors, so that inputs can be set and it can be computed.
@@ -284,7 +287,9 @@ class Scheduler(Shown, Freeable):
     def graph_compute_async(self, graph: Graph) -> Status:
         """Queue a graph, allocating it if it is not allocated; another graph loses its place.
 
-        Computing the same graph again plans nothing anew. Inputs may be overwritten when this returns.
+        Computing the same graph again plans nothing anew. Inputs may be overwritten when this returns; only
+        those that lie in a device's memory, because the user placed them there, asked for it
+        (`set_tensor_backend`), or lets nodes write them, make it wait for that.
 
         Raises:
             GraphError: The graph was allocated here, but its tensors were moved since; or a callback of this
@@ -357,6 +362,13 @@ class Scheduler(Shown, Freeable):
                 f"{call}: this Scheduler is in the middle of a computation; give a callback that computes, "
                 "or another thread, a scheduler of its own"
             )
+
+    def _host_memory(self) -> BufferType:
+        """Return where inputs lie that the last backend, an asynchronous device, copies when it computes."""
+        last = self._bufts[-1]
+        if last.is_host or not self._backends[-1].device.caps.async_:
+            return last  # it needs no other
+        return self._backends[-1].device.host_buffer_type or cpu_buffer_type()
 
     def _need_program(self) -> Program:
         assert self._program is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import BufferUsage, Op, TensorFlag
+from ggmlb.enums import ALSO_WRITTEN, BufferUsage, Op, TensorFlag
 from ggmlb.graph import Graph
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.scheduler.assign import UNKNOWN
@@ -33,13 +33,23 @@ class SplitInput:
         copies: The copies in the split's memory: several if the next computation may write one while this
             one still reads another.
         backend: The backend that owns the tensor.
+        is_staged: Whether it is an input of the graph that lies in host memory although a device owns it.
         is_constant: Whether it is a weight that the graph does not write.
         has_experts: Whether it holds the weights of experts, of which its one reader names those it reads.
         readers: Numbers of the nodes on the split's device that read it.
         image: Where numbers are tensors.
     """
 
-    __slots__ = ("backend", "copies", "has_experts", "image", "is_constant", "number", "readers")
+    __slots__ = (
+        "backend",
+        "copies",
+        "has_experts",
+        "image",
+        "is_constant",
+        "is_staged",
+        "number",
+        "readers",
+    )
 
     image: Image
 
@@ -47,6 +57,7 @@ class SplitInput:
         self.number = number
         self.copies = copies
         self.backend = backend
+        self.is_staged = False
         self.is_constant = False
         self.has_experts = False
         self.readers: list[int] = []
@@ -67,6 +78,11 @@ class SplitInput:
         return self.image.twin(self.readers[0]) if self.has_experts else None
 
     @property
+    def origin(self) -> str:
+        """Where it comes from, for people."""
+        return "host memory" if self.is_staged else self.backend.name
+
+    @property
     def copy(self) -> Tensor:
         """The first of the copies."""
         return self.copies[0]
@@ -77,7 +93,7 @@ class SplitInput:
         return self.copies[0].nbytes
 
     def __repr__(self) -> str:
-        return f"<SplitInput {self.tensor.describe()} from {self.backend.name}, {self.nbytes:,} bytes>"
+        return f"<SplitInput {self.tensor.describe()} from {self.origin}, {self.nbytes:,} bytes>"
 
 
 class Split:
@@ -156,6 +172,7 @@ class Cut:
 
     Attributes:
         splits: In the order of execution.
+        staged: Numbers of the inputs that lie in host memory, though a device owns them: it copies them.
     """
 
     def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
@@ -167,15 +184,37 @@ class Cut:
         self._copied: list[dict[int, SplitInput]] = [{} for _ in assignment.backends]
         flagged = [i for i in signature.flagged if signature.flags[i] & TensorFlag.INPUT]
         self._inputs = {i for i in flagged if signature.bases[i] < 0}
+        self.staged = self._find_staged()
         ids, backends = assignment.ids, assignment.backends
         first = next((ids[i] for i in signature.work), len(backends) - 1)
         self.splits.append(Split(backends[first], first))
-        if len({*ids} - {UNKNOWN}) > 1 or assignment.foreign:
+        if len({*ids} - {UNKNOWN}) > 1 or assignment.foreign or self.staged:
             self._cut()
         else:  # nothing needs to move
             self.splits[0].numbers = list(signature.nodes)
             self.splits[0].reads_user_input = bool(self._inputs)
         self._order_shared_memory()
+
+    def _find_staged(self) -> set[int]:
+        """Return the inputs that would lie in memory of an asynchronous device, but need not.
+
+        The user may overwrite an input once a computation is queued. What a device reads in its own memory it
+        must have read by then, or be waited for; what lies in host memory is queued as a snapshot. An input
+        that the user placed there, or asked to have there, is read where it lies, as is one that nodes write.
+        """
+        signature, assignment = self._signature, self._assignment
+        last = len(assignment.backends) - 1
+        if assignment.bufts[last].is_host or not assignment.backends[last].device.caps.async_:
+            return set()
+        ids, ops, buffers = assignment.ids, signature.ops, signature.buffers
+        unplaced = {i for i in self._inputs if ids[i] == last and ops[i] is Op.NONE and buffers[i] is None}
+        found = unplaced - signature.wishes.keys()
+        if found:
+            found -= {signature.bases[i] for i in signature.views if signature.computes[i]}
+            for node in signature.work:
+                also = ALSO_WRITTEN.get(signature.ops[node], ())
+                found -= {assignment.roots[signature.reads(node)[i]] for i in also}
+        return found
 
     def _cut(self) -> None:
         signature, assignment = self._signature, self._assignment
@@ -238,7 +277,9 @@ class Cut:
 
     def _needs_copy(self, src: int, b: int) -> bool:
         """Whether a backend cannot read a source where it lies."""
-        return src >= 0 and not self._assignment.readable(src, b)
+        if src < 0:
+            return False
+        return self._assignment.roots[src] in self.staged or not self._assignment.readable(src, b)
 
     def _add_input(self, split: Split, src: int, owner: int) -> None:
         tensor = self._signature.tensors[src]
@@ -249,6 +290,7 @@ class Cut:
             for copy in copies:
                 copy.flags = TensorFlag.INPUT | TensorFlag.OUTPUT
         item = SplitInput(src, copies, self._assignment.backends[owner])
+        item.is_staged = self._assignment.roots[src] in self.staged
         self._copied[split.backend_id][src] = item
         split.inputs.append(item)
 

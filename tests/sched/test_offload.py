@@ -11,6 +11,8 @@ from ggmlb.dtypes import DType
 from ggmlb.enums import BufferUsage, Op
 from ggmlb.errors import AllocationError, ArgumentError, BackendError
 from ggmlb.graph import Graph
+from ggmlb.interface import Backend
+from ggmlb.registry import init_by_name
 from ggmlb.scheduler import Scheduler
 from ggmlb.scheduler.assign import Cause
 from ggmlb.tensor import Tensor
@@ -161,6 +163,37 @@ def test_offloaded_weights_share_memory_one_after_another(offloading):
         sched.alloc_graph(graph)
         assert [len(s.inputs) for s in sched.splits] == [2] + [1] * 9
         assert sched.buffer_size(offloading.gpu0) == sizes[0] < 3 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "order", ["GPU, host, CPU", "host, GPU, CPU", "GPU, GPU, host, host, CPU", "GPU, host"]
+)
+@pytest.mark.parametrize("op_offload", [True, False])
+def test_devices_in_the_memory_of_the_cpu_take_no_offload_from_those_before_them(
+    offloading, order, op_offload
+):
+    """Accelerators beside the CPU compute in its memory: their weights are the CPU's, for a GPU to copy."""
+    kinds = order.split(", ")
+    gpus = iter([offloading.gpu0, offloading.gpu1])
+    backends: list[Backend] = []
+    for kind in kinds:
+        one = {"GPU": lambda: next(gpus), "host": lambda: init_by_name("Numba")}.get(kind)
+        backends.append(offloading.cpu if one is None else one())
+        if kind == "host":
+            offloading.stack.enter_context(backends[-1])
+    c = Context()
+    x = c.set_input(c.new_tensor(DType.F32, (64, 2), name="x"))
+    w = offloading.weight(offloading.cpu, 64, 64, name="w")
+    y = c.set_output(c.mul_mat(w, x))
+    graph = Graph().build_forward_expand(y)
+    offers = op_offload and kinds[0] == "GPU"
+    with Scheduler(backends, op_offload=op_offload) as sched:
+        sched.alloc_graph(graph)
+        assert sched.get_tensor_backend(y) is (backends[0] if offers else backends[kinds.index("host")])
+        assert sched.placement[-1].cause is (Cause.OFFLOAD if offers else Cause.WEIGHT)
+        x.set_array(np.ones((2, 64)))
+        sched.graph_compute(graph)
+        np.testing.assert_allclose(y.to_numpy()[0], w.to_numpy().sum(1), rtol=1e-4, atol=1e-5)
 
 
 # -- overrides -----------------------------------------------------------------------------------------------

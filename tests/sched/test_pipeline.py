@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.context import Context
 from ggmlb.dtypes import DType
 from ggmlb.enums import TensorFlag
@@ -229,19 +230,83 @@ def test_another_topology_takes_over_memory_that_is_still_in_use(bench):
         assert all(map(np.array_equal, compute(sched, wait=False), compute(plain, wait=True)))
 
 
-def test_a_single_stream_reads_inputs_in_place_and_is_waited_for(bench):
-    layers = Layers(bench, [bench.gpu0] * 4)
+@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("events", [False, True])
+def test_devices_without_the_cpu_run_ahead(make_bench, n_devices, parallel, rebuild, events):
+    bench = make_bench(FakeReg(2, events=events))
+    backends = [bench.gpu0, bench.gpu1][:n_devices]
+    layers = Layers(bench, sorted(backends * (4 // n_devices), key=lambda b: b.name))
     expected = one_by_one(bench, layers)
+    with Scheduler(backends, parallel=parallel) as sched:
+        assert all(map(np.array_equal, pipelined(sched, layers, rebuild=rebuild), expected))
+        graph, x, _ = layers.build()
+        sched.alloc_graph(graph)
+        bench.reg.calls.clear()
+        for batch in batches():
+            x.set_array(batch)
+            sched.graph_compute_async(graph)
+            x.set_array(np.full((3, WIDTH), 99.0))
+        if n_devices == 1 or events:  # else one device waits for the other
+            assert bench.reg.calls == []
+        sched.synchronize()
+        assert sum("computes" in call for call in bench.reg.calls) == n_devices * N_BATCHES
+
+
+@pytest.mark.parametrize("use", ["view", "view of a view", "output", "nothing else"])
+def test_an_input_of_one_device_in_other_roles(bench, use):
+    c = Context()
+    x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 4), name="x"))
+    read = x
+    if use.startswith("view"):
+        read = c.view_2d(x, WIDTH, 2, x.nb[1], x.nb[1])
+    if use == "view of a view":
+        read = c.reshape_1d(read, 2 * WIDTH)
+    if use == "output":
+        c.set_output(x)
+    y = c.set_output(c.add(c.sqr(read), read))
+    graph = Graph().build_forward_expand(x, read, y)
     with Scheduler([bench.gpu0]) as sched:
-        assert all(map(np.array_equal, pipelined(sched, layers, rebuild=False), expected))
+        sched.alloc_graph(graph)
+        assert sched.get_tensor_backend(x) is bench.gpu0
+        bench.reg.calls.clear()
+        results = [np.zeros(y.shape, np.float32) for _ in range(N_BATCHES)]
+        for i, result in enumerate(results):
+            x.set_array(np.full((4, WIDTH), i))
+            sched.graph_compute_async(graph)
+            bench.gpu0.get_tensor_async(y, result)
+        assert bench.reg.calls == []
+        assert (x.to_numpy() == N_BATCHES - 1).all()
+        sched.synchronize()
+        assert [r.flat[0] for r in results] == [i * i + i for i in range(N_BATCHES)]
+        sched.graph_compute(graph)  # inputs keep their data
+        assert (y.to_numpy() == results[-1]).all()
+        assert sched.reserve_size(graph) == [sched.buffer_size(bench.gpu0)]
 
 
-def test_inputs_that_lie_on_the_last_device(bench):
-    layers = Layers(bench, [bench.gpu0, bench.gpu0, bench.gpu1, bench.gpu1])
-    expected = one_by_one(bench, layers)
-    for parallel in (False, True):
-        with Scheduler([bench.gpu0, bench.gpu1], parallel=parallel) as sched:
-            assert all(map(np.array_equal, pipelined(sched, layers, rebuild=True), expected))
+@pytest.mark.parametrize("why", ["asked for", "placed", "written"])
+def test_an_input_that_is_read_in_memory_of_the_device_is_waited_for(bench, why):
+    c, own = Context(), Context()
+    x = (own if why == "placed" else c).new_tensor(DType.F32, (WIDTH, 4), name="x")
+    c.set_input(x)
+    if why == "placed":
+        bench.stack.enter_context(alloc_ctx_tensors(own, bench.gpu0))
+    y = c.scale(x, 2.0)
+    graph = Graph().build_forward_expand(c.set_output(y))
+    if why == "written":
+        graph.build_forward_expand(c.scale_inplace(x, 10.0))
+    with Scheduler([bench.gpu0]) as sched:
+        if why == "asked for":
+            sched.set_tensor_backend(x, bench.gpu0)
+        sched.alloc_graph(graph)
+        assert x.buffer is not None
+        assert x.buffer.buft is bench.gpu0.default_buffer_type
+        for i in range(4):
+            x.set_array(np.full((4, WIDTH), i))
+            sched.graph_compute_async(graph)
+            x.set_array(np.full((4, WIDTH), 99.0))
+            assert (y.to_numpy() == 2 * i).all()
 
 
 def test_no_copies_is_an_error(bench):
