@@ -56,11 +56,11 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/opencl_plan.py
 	$(BIN)/python benchmarks/several_devices.py
 	$(BIN)/python benchmarks/embed.py
-	$(BIN)/python benchmarks/numba_ops.py
-	$(BIN)/python benchmarks/numba_ops.py --threads 1
-	$(BIN)/python benchmarks/numba_decode.py --threads 1
-	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU
-	$(BIN)/python benchmarks/embed.py --threads 1 --devices Numba,CPU --weights q8_0
+	$(BIN)/python benchmarks/llvm_ops.py
+	$(BIN)/python benchmarks/llvm_ops.py --threads 1
+	$(BIN)/python benchmarks/llvm_decode.py --threads 1
+	$(BIN)/python benchmarks/embed.py --threads 1 --devices LLVM,CPU
+	$(BIN)/python benchmarks/embed.py --threads 1 --devices LLVM,CPU --weights q8_0
 
 # With what is installed, where that is enough: a machine with a card may have no network.
 # $(1): modules that must be there; $(2): the script; $(3): what is installed into .venv where they are not

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
 
 F32, F16, I32, Q4_0 = DType.F32, DType.F16, DType.I32, DType.Q4_0
 SIZE = {F32: 4, F16: 2}

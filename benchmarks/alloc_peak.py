@@ -26,11 +26,11 @@ from collections.abc import Callable
 from alloc_graphs import GRAPHS, llama, random_graph
 from ggml_context import GgmlContext
 
-from ggmlb.alloc import GraphAllocator
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestMemory
 
 RESULTS = Path(__file__).parent / "results" / "alloc_peak.md"

@@ -158,7 +158,7 @@ def ggmlb_chain(device: str, stack: ExitStack) -> tuple[Run, Run]:
 
 LIBRARIES: dict[str, Callable[[ExitStack], tuple[Run, Run]]] = {
     "ggmlb, CPU": partial(ggmlb_chain, "CPU"),
-    "ggmlb, Numba": partial(ggmlb_chain, "Numba"),
+    "ggmlb, LLVM": partial(ggmlb_chain, "LLVM"),
     "ggmlb, OpenCL0 (PoCL)": partial(ggmlb_chain, "OpenCL0"),
     "NumPy": numpy_chain,
     "PyTorch": torch_chain,

@@ -142,7 +142,7 @@ def main() -> None:
             sys.exit(f"{name}: the least cosine to PyTorch's embeddings is {cosine:.7f}; nothing is written")
     ours, *peers = LIBRARIES
     table = Table("batch", ours, "target", *(cell for name in peers for cell in (name, f"ggmlb to {name}")))
-    for batch, target in (NUMBA_TARGETS if "Numba" in args.devices else TARGETS).items():
+    for batch, target in (NUMBA_TARGETS if "LLVM" in args.devices else TARGETS).items():
         cells = [cell for name in peers for cell in (spread(rates[name, batch]), ratio(rates, name, batch))]
         table.row(batch, spread(rates[ours, batch]), f"{target:.1f} of PyTorch", *cells)
     if others > 0.05 and args.threads > 1:

@@ -28,9 +28,9 @@ from gpu_measure import FILLING, Bench, RawCopies, Torch, machine
 from report import RESULTS, Table, save
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
-from ggmlb.enums import Op
-from ggmlb.errors import Error, ModelError
-from ggmlb.tensor import Tensor
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import Error, ModelError
+from ggmlb.core.tensor import Tensor
 
 BUDGET_S = 420
 """Sections that have not begun by then are left out, and named in the summary [s]."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ggmlb import Context, Graph, alloc_ctx_tensors, device_by_name
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
-from ggmlb.tensor import Tensor
 
 SPREAD_NBYTES = 1 << 30
 """So much memory is walked through between two uses of the same: no cache has it."""

@@ -11,8 +11,8 @@ import numpy as np
 from ops_cases import F32, Ggml, Ggmlb, Library, _flash_attn, _mul_mat, _mul_mat_id
 from ops_cases import Case as Program
 
-from ggmlb import dtypes
-from ggmlb.dtypes import DType
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
 
 M, K = 4096, 14336
 SIZE = 1024

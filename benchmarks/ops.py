@@ -2,7 +2,7 @@
 
 Each library computes in a process of its own, so that neither's idle threads disturb the other; they take
 turns, never run at the same time, and get the same data. Both run a graph of one op through their CPU
-backend; what has a target and is no product also runs on the Numba device, which computes in the CPU's
+backend; what has a target and is no product also runs on the LLVM device, which computes in the CPU's
 memory and takes such nodes over where it is installed. The times are those of the best call of all rounds,
 and the ratio is ggml's divided by ours: more than 1 is faster than ggml. The column `median` has the median
 of the rounds' ratios of best calls: the two differ where the machine was busy with other work, which slows

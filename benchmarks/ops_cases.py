@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb import dtypes
-from ggmlb.dtypes import DType
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
 
 F32, F16, I32 = DType.F32, DType.F16, DType.I32
 
@@ -305,7 +305,7 @@ def _rows(op: str, *args: Any, n: int = 1, **values: float) -> Callable[[Any], A
 
 SIZE = "4096 x 256"
 CALLS = "NumPy takes 1.6 times as long to add a row to each as to scale; waking a thread takes 0.03 ms"
-EXP = "several passes of NumPy, whose exp takes 0.35 (AVX-512) to 1.6 ns a value; ggml and Numba need one"
+EXP = "several passes of NumPy, whose exp takes 0.35 (AVX-512) to 1.6 ns a value; ggml and LLVM need one"
 HALVES = "NumPy takes 3.2 ns of a thread to make a half; ggml has the processor's instruction"
 HALF_ROWS = "seven passes over half rows of 64 values, and NumPy begins its loop anew for each of them"
 PYTHON_STEPS = "tokens follow each other, so the state passes through some NumPy calls for each"
@@ -374,6 +374,6 @@ CASES = [
     Case("ssm_scan", "state 16, 64 x 32, 512 tokens", _ssm_scan, note=PYTHON_STEPS),
     Case("rwkv_wkv6", "64 x 32, 512 tokens", _rwkv, note=PYTHON_STEPS),
 ]
-CASES += [replace(case, device="Numba", note="") for case in CASES if case.target and case.op != "mul_mat"]
+CASES += [replace(case, device="LLVM", note="") for case in CASES if case.target and case.op != "mul_mat"]
 
 LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml}

@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from report import Table, save
 
-from ggmlb.dtypes import DType, can_quantize, dequantize_into, quantize
+from ggmlb.core.dtypes import DType, can_quantize, dequantize_into, quantize
 
 N_COLUMNS = 4096
 SEARCHES = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"}

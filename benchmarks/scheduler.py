@@ -29,13 +29,13 @@ from report import Table, save
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler, Tensor, tensor_copy
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.interface import Backend
-from ggmlb.scheduler.assign import Assignment
-from ggmlb.scheduler.program import Program
-from ggmlb.scheduler.rules import Rules
-from ggmlb.scheduler.signature import Signature
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.scheduler.assign import Assignment
+from ggmlb.runtime.scheduler.program import Program
+from ggmlb.runtime.scheduler.rules import Rules
+from ggmlb.runtime.scheduler.signature import Signature
 from ggmlb.testing.fake import FakeReg
 
 WIDTH, HEADS, N_KV = 64, 4, 32

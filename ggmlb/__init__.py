@@ -1,8 +1,8 @@
 """ggml's backend layer for Python, GPU first: one compute graph, many devices.
 
     Context, Tensor, Graph        describe what to compute; one method per ggml op
-    devices, init_best, ...       what there is to compute on (`ggmlb.registry`)
-    alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.alloc`)
+    devices, init_best, ...       what there is to compute on (`ggmlb.interface.registry`)
+    alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.runtime.alloc`)
     Scheduler                     split a graph over several devices, and run it
     evaluate                      all of it in one call, for notebooks
 
@@ -10,18 +10,9 @@ Importing this package imports NumPy and nothing heavier: a backend and its arra
 when a device of theirs is first asked for.
 """
 
-from ggmlb import env as _env
-from ggmlb.alloc import (
-    GraphAllocator,
-    TensorAllocator,
-    alloc_ctx_tensors,
-    alloc_ctx_tensors_size,
-    override_for,
-)
-from ggmlb.compare import GraphCopy, compare_graph_backend, graph_copy
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import (
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import (
     BufferUsage,
     DeviceType,
     GluOp,
@@ -38,7 +29,7 @@ from ggmlb.enums import (
     TriType,
     UnaryOp,
 )
-from ggmlb.errors import (
+from ggmlb.core.errors import (
     AllocationError,
     ArgumentError,
     BackendBroken,
@@ -57,8 +48,10 @@ from ggmlb.errors import (
     UnknownOpError,
     UnsupportedOpError,
 )
-from ggmlb.evaluate import evaluate
-from ggmlb.graph import Graph
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.inspect.compare import GraphCopy, compare_graph_backend, graph_copy
+from ggmlb.inspect.sanitizer import Sanitizer, sanitize
 from ggmlb.interface import (
     API_VERSION,
     Backend,
@@ -76,16 +69,7 @@ from ggmlb.interface import (
     tensor_copy_async,
     view_init,
 )
-from ggmlb.meta import (
-    MetaBackend,
-    MetaBuffer,
-    MetaBufferType,
-    SplitAxis,
-    SplitState,
-    meta_device,
-    split_evenly,
-)
-from ggmlb.registry import (
+from ggmlb.interface.registry import (
     cpu_buffer_from_ptr,
     cpu_buffer_type,
     device_by_name,
@@ -104,9 +88,25 @@ from ggmlb.registry import (
     unavailable,
     unload,
 )
-from ggmlb.sanitizer import Sanitizer, sanitize
-from ggmlb.scheduler import Placement, Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.parallel.meta import (
+    MetaBackend,
+    MetaBuffer,
+    MetaBufferType,
+    SplitAxis,
+    SplitState,
+    meta_device,
+    split_evenly,
+)
+from ggmlb.runtime.alloc import (
+    GraphAllocator,
+    TensorAllocator,
+    alloc_ctx_tensors,
+    alloc_ctx_tensors_size,
+    override_for,
+)
+from ggmlb.runtime.evaluate import evaluate
+from ggmlb.runtime.scheduler import Placement, Scheduler
+from ggmlb.system import env as _env
 
 __version__ = "0.1.0"
 

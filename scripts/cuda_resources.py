@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ggmlb import Context, DType, Graph
+from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
-from ggmlb.fusion import Group, fuse
-from ggmlb.kernels import Kernel, Launch, Target
+from ggmlb.backends.gpu import Kernel, Launch, Target
 
 Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 
@@ -127,7 +127,7 @@ def _launches(node: object) -> list[Launch]:
 
 
 def _add(found: dict[str, Variant], name: str, launch: Launch) -> None:
-    if launch.kernel.package != "ggmlb.kernels":
+    if launch.kernel.package != "ggmlb.backends.gpu":
         found.setdefault(name, (launch.kernel, launch.defines, launch.wg))
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
 from nvrtc import Nvrtc
 
-import ggmlb.kernels
+import ggmlb.backends.gpu
+from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.cuda.program import OPTIONS, text
-from ggmlb.fusion import Group, fuse
-from ggmlb.kernels import Launch, Target, declines, kernels, lower, lower_group, takes
+from ggmlb.backends.gpu import Launch, Target, declines, kernels, lower, lower_group, takes
 from ggmlb.testing.programs import load_cases
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -33,7 +33,9 @@ OF_CUPY = ("-ftz=true", "-std=c++17", "--device-as-default-execution-space")
 ONLY_OPENCL: dict[str, str] = {}
 """Kernels that need not compile for CUDA, and why."""
 
-PACKED = re.findall(r"TRAITS\((\w+)_x8,", (Path(ggmlb.kernels.__file__).parent / "rows.h").read_text())
+PACKED = re.findall(
+    r"TRAITS\((\w+)_x8,", (Path(ggmlb.backends.gpu.__file__).parent / "kernels/rows.h").read_text()
+)
 """Types that some memories keep in another order."""
 
 

@@ -68,7 +68,7 @@ class Recorder:
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Leave other backends' tests alone: they import what a machine with a card need not have."""
-        return True if collection_path.name.startswith(("test_opencl", "test_numba")) else None
+        return True if collection_path.name.startswith(("test_opencl", "test_llvm")) else None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

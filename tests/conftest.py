@@ -45,7 +45,7 @@ def cpu() -> Iterator[Backend]:
 # there is skipped, and says which. Where all are there, as in our own CI, nothing is skipped by this.
 
 EXTRAS = {
-    "hatchling": "test", "llvmlite": "numba", "nbformat": "notebook", "platformdirs": "opencl",
+    "hatchling": "test", "llvmlite": "llvm", "nbformat": "notebook", "platformdirs": "opencl",
     "pyopencl": "opencl", "rich": "cli", "safetensors": "models", "tokenizers": "models", "typer": "cli",
 }  # fmt: skip
 MISSING = {module: extra for module, extra in EXTRAS.items() if find_spec(module) is None}

@@ -1,7 +1,7 @@
 """The `ggmlb` command: devices, ops, test, bench, compare, embed, demo.
 
 A command is a module of this package with one function, added to the list in `app.py`. At its top a
-command module imports only `typer`, `ggmlb.errors` and `ggmlb.cli.frame`; what it works with is imported
+command module imports only `typer`, `ggmlb.core.errors` and `ggmlb.cli.frame`; what it works with is imported
 when it runs, so that `--help` is quick and shows even where an extra is missing.
 
 Exit status: 0 done; 1 one of our errors, told in one line (`--debug` shows the traceback); 2 wrong usage.

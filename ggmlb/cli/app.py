@@ -10,7 +10,7 @@ import typer
 
 from ggmlb.cli import bench, compare, demo, devices, embed, ops, test
 from ggmlb.cli.frame import console
-from ggmlb.errors import Error, one_line
+from ggmlb.core.errors import Error, one_line
 
 app = typer.Typer(
     name="ggmlb",

@@ -18,13 +18,13 @@ import typer
 
 from ggmlb.cli.frame import console
 from ggmlb.cli.options import JsonOption, complete_devices, device_names
-from ggmlb.errors import ArgumentError, Error
+from ggmlb.core.errors import ArgumentError, Error
 
 if TYPE_CHECKING:
-    from ggmlb.compare import Difference
-    from ggmlb.graph import Graph
+    from ggmlb.core.graph import Graph
+    from ggmlb.core.tensor import Tensor
+    from ggmlb.inspect.compare import Difference
     from ggmlb.interface import Backend
-    from ggmlb.tensor import Tensor
     from ggmlb.testing.programs import Case
 
 LIMIT = 1e-5
@@ -129,7 +129,7 @@ def compare(
 
 def _compared(program: Program, a: Backend, b: Backend, nmse: float | None) -> Comparison:
     from ggmlb import Context, alloc_ctx_tensors
-    from ggmlb.compare import differences
+    from ggmlb.inspect.compare import differences
 
     ctx = Context()
     ctx.tensors = [t for t in program.graph if t.buffer is None]

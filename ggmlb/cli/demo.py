@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ggmlb.cli.frame import console
 from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
-from ggmlb.errors import readable_size
+from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +107,7 @@ def _held(parts: list[str]) -> str:
 def _print_splits(out: Console, embedder: BertEmbedder) -> None:
     from rich.table import Table
 
-    from ggmlb.enums import NO_OPS
+    from ggmlb.core.enums import NO_OPS
 
     scheduler = embedder.scheduler
     assert scheduler is not None  # a batch was embedded

@@ -11,7 +11,7 @@ from ggmlb.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from ggmlb.cli.plain import Found
-    from ggmlb.registry import Unavailable
+    from ggmlb.interface.registry import Unavailable
 
 
 def devices(

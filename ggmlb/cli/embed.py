@@ -12,7 +12,7 @@ import typer
 
 from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
-from ggmlb.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError
 
 
 def embed(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ggmlb.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError
 from ggmlb.testing.names import device_names as device_names
 
 

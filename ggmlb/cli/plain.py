@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.errors import readable_size
+from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
     from ggmlb.interface import DeviceProps
-    from ggmlb.registry import Unavailable
+    from ggmlb.interface.registry import Unavailable
 
 Found = tuple[str, "DeviceProps"]
 """The backend's name, and a device of it."""
@@ -20,7 +20,9 @@ def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:
     """Return the devices, and the backends that cannot be used."""
     import ggmlb
 
-    return [(device.reg.name, device.props) for device in ggmlb.devices()], ggmlb.registry.unavailable()
+    return [
+        (device.reg.name, device.props) for device in ggmlb.devices()
+    ], ggmlb.interface.registry.unavailable()
 
 
 def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from ggmlb.cli.frame import console, progress_bar
 from ggmlb.cli.options import complete_devices, complete_ops, device_names
-from ggmlb.errors import ArgumentError, BackendUnavailable, RegistryError
+from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
 if TYPE_CHECKING:
     from ggmlb.testing.results import Result
@@ -149,7 +149,7 @@ def _devices(wanted: str | None) -> list[str]:
         return names
     found = [device.name for device in ggmlb.devices() if device.name != "CPU"]
     if not found:
-        why = "; ".join(f"{m.name}: {m.reason}" for m in ggmlb.registry.unavailable())
+        why = "; ".join(f"{m.name}: {m.reason}" for m in ggmlb.interface.registry.unavailable())
         raise RegistryError(
             "there is no device but the CPU, which is the reference; '-d CPU' tests its memory and behaviour"
             + (f" ({why})" if why else "")

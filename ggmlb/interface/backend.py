@@ -7,13 +7,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ggmlb.enums import NO_OPS, Status
-from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
-from ggmlb.graph import Graph, need_graph
+from ggmlb.core.enums import NO_OPS, Status
+from ggmlb.core.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.core.graph import Graph, need_graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.observe import QUIET, Action, observers
 from ggmlb.interface.queue import Queue
 from ggmlb.interface.turns import Turns
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer

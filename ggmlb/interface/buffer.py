@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError, readable_size
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import ArgumentError, readable_size
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading
 from ggmlb.interface.storage import Storage, check_byte
-from ggmlb.placement import placement_clock
-from ggmlb.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer_type import BufferType
@@ -197,7 +197,7 @@ class Buffer(Storage):
 
     def _repr_html_(self) -> str:
         """Its facts, for a notebook."""
-        from ggmlb.html import card
+        from ggmlb.inspect.html import card
 
         facts = {
             "size": f"{readable_size(self.size)} ({self.size:,} bytes)",

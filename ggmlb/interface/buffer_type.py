@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import AllocationError, ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.core.lifetime import Unique
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.observe import Action, observers
-from ggmlb.lifetime import Unique
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.errors import ArgumentError, BoundsError, kind_of
-from ggmlb.tensor import Tensor
+from ggmlb.core.errors import ArgumentError, BoundsError, kind_of
+from ggmlb.core.tensor import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError, BackendError, readable_size
-from ggmlb.lifetime import Unique
-from ggmlb.tensor import Tensor
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError, BackendError, readable_size
+from ggmlb.core.lifetime import Unique
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend
@@ -219,7 +219,7 @@ class Device(Unique, ABC):
 
     def _repr_html_(self) -> str:
         """Its facts, for a notebook."""
-        from ggmlb.html import card
+        from ggmlb.inspect.html import card
 
         props = self.props
         facts = {
@@ -234,7 +234,7 @@ class Device(Unique, ABC):
 
 def memory_bar(props: DeviceProps) -> str:
     """Return how much of a device's memory is in use, as HTML; nothing if it is not known."""
-    from ggmlb.html import bar
+    from ggmlb.inspect.html import bar
 
     free, total = props.memory_free, props.memory_total
     if not total:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+from ggmlb.core.lifetime import Freeable
 from ggmlb.interface.observe import Action, observers
-from ggmlb.lifetime import Freeable
 
 if TYPE_CHECKING:
     from ggmlb.interface.device import Device

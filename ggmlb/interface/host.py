@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.buffer import Buffer
 from ggmlb.interface.buffer_type import BufferType
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.data import Bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import ArgumentError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.buffer import Buffer
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer_type import BufferType

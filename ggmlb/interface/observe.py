@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy.typing as npt
 
-from ggmlb.enums import ALSO_WRITTEN, NO_OPS
-from ggmlb.tensor import Tensor
+from ggmlb.core.enums import ALSO_WRITTEN, NO_OPS
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.enums import TensorFlag
-from ggmlb.errors import FreedError
-from ggmlb.graph import Graph
-from ggmlb.placement import Zeros, placement_clock, zeros_of
-from ggmlb.tensor import Tensor
+from ggmlb.core.enums import TensorFlag
+from ggmlb.core.errors import FreedError
+from ggmlb.core.graph import Graph
+from ggmlb.core.placement import Zeros, placement_clock, zeros_of
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend

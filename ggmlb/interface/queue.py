@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ggmlb.errors import BackendError, GraphError
+from ggmlb.core.errors import BackendError, GraphError
+from ggmlb.core.lifetime import Freeable
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.data import Pieces, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
-from ggmlb.lifetime import Freeable
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend

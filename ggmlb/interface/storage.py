@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.errors import ArgumentError, BackendError, BoundsError
+from ggmlb.core.errors import ArgumentError, BackendError, BoundsError
+from ggmlb.core.lifetime import Freeable
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, whole_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
-from ggmlb.lifetime import Freeable
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.interface.observe import Access

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError, kind_of
+from ggmlb.core.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError, kind_of
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Tensor, same_layout
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
-from ggmlb.placement import placement_clock
-from ggmlb.tensor import Tensor, same_layout
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from ggmlb.errors import GraphError
-from ggmlb.lifetime import Freeable
-from ggmlb.process import after_fork, fate
+from ggmlb.core.errors import GraphError
+from ggmlb.core.lifetime import Freeable
+from ggmlb.system.process import after_fork, fate
 
 if TYPE_CHECKING:
     Arg = TypeVar("Arg")

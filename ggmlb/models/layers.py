@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from ggmlb.errors import ArgumentError, RegistryError, did_you_mean
+from ggmlb.core.errors import ArgumentError, RegistryError, did_you_mean
 
 EMBEDDINGS = "embeddings"
 """In place of a layer: the weights before the first layer."""

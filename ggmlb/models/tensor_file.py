@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.dtypes import DType
-from ggmlb.errors import DTypeError, ModelError
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import DTypeError, ModelError
 
 
 class Entry(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.errors import ModelError
+from ggmlb.core.errors import ModelError
 
 Tokens = npt.NDArray[np.int32]
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.alloc import alloc_ctx_tensors, override_for
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, tensor_alloc
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors, override_for
 
 if TYPE_CHECKING:
     from ggmlb.models.tensor_file import TensorFile

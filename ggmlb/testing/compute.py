@@ -6,11 +6,11 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.enums import NO_OPS, Status
-from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError, one_line
+from ggmlb.core.enums import NO_OPS, Status
+from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError, one_line
+from ggmlb.core.lifetime import Freeable
 from ggmlb.interface import Backend, Device
-from ggmlb.lifetime import Freeable
-from ggmlb.registry import device_by_name
+from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.limits import limit
 from ggmlb.testing.placing import WeightMemory, memory_of

@@ -7,10 +7,10 @@ import random
 import re
 from functools import partial
 
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType, Device
-from ggmlb.meta import MIRRORED, SplitAxis, SplitState, meta_device
-from ggmlb.registry import device_by_name
-from ggmlb.tensor import Tensor
+from ggmlb.interface.registry import device_by_name
+from ggmlb.parallel.meta import MIRRORED, SplitAxis, SplitState, meta_device
 from ggmlb.testing.names import device_names
 
 _META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.array.plan import ArrayPlan
-from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.common.workspace import Workspace
+from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
-from ggmlb.enums import DeviceType, Status
-from ggmlb.graph import Graph
+from ggmlb.core.enums import DeviceType, Status
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device, Event, GraphPlan
 from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import HostBuffer, aligned_empty
-from ggmlb.tensor import Tensor
 from ggmlb.testing.memory import POISON
 
 Declines = Callable[[Tensor], "str | None"]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.alloc.linear import padded
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import NO_OPS
-from ggmlb.errors import BackendError
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS
+from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType, tensor_alloc, view_init
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc.linear import padded
 
 if TYPE_CHECKING:
     from ggmlb.testing.programs import Built

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.testing.cases import Program

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ggmlb.enums import DeviceType
-from ggmlb.errors import BackendError
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BackendReg, Buffer, BufferType, Device
 from ggmlb.interface.host import HostBuffer, HostBufferType
-from ggmlb.tensor import Tensor
 
 POISON = 0xFF
 """Fills fresh memory: NaN in every float type, -1 in every integer type."""

@@ -19,15 +19,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from ggmlb import dtypes
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import NO_OPS, DeviceType, Op
-from ggmlb.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
-from ggmlb.graph import Graph
+from ggmlb.core import dtypes
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS, DeviceType, Op
+from ggmlb.core.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.placing import alloc_weight
 from ggmlb.testing.results import Outcome, Result

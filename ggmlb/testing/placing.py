@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ggmlb.alloc import alloc_tensors
-from ggmlb.enums import BufferUsage
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType, view_init
-from ggmlb.meta import MetaBuffer, MetaBufferType
-from ggmlb.tensor import Tensor
+from ggmlb.parallel.meta import MetaBuffer, MetaBufferType
+from ggmlb.runtime.alloc import alloc_tensors
 from ggmlb.testing.guarded import GuardedMemory, Held, Image, Memory, Watch, results
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ggmlb.errors import BackendUnavailable, RegistryError
+from ggmlb.core.errors import BackendUnavailable, RegistryError
 from ggmlb.testing.names import device_names
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def _tasks(config: pytest.Config, name: str) -> list[Task]:
-    from ggmlb.errors import ArgumentError
+    from ggmlb.core.errors import ArgumentError
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.run import Selection, known_ops, tasks
 

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import dtypes, enums
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.errors import ArgumentError, did_you_mean
-from ggmlb.graph import Graph
-from ggmlb.tensor import Ne, Tensor
+from ggmlb.core import dtypes, enums
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import ArgumentError, did_you_mean
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Ne, Tensor
 
 CONSTANTS: dict[str, type[IntEnum]] = {
     "TYPE_": DType,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Final
 
-from ggmlb.errors import ArgumentError, did_you_mean
+from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.interface import Device
 from ggmlb.testing import perf
 from ggmlb.testing.behaviour import CHECKS, behaves

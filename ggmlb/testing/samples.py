@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import GluOp, Op, OpPool, ScaleMode, TriType, UnaryOp
-from ggmlb.errors import DTypeError, ShapeError
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import GluOp, Op, OpPool, ScaleMode, TriType, UnaryOp
+from ggmlb.core.errors import DTypeError, ShapeError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
-from ggmlb.tensor import Tensor
 
 Sample = Callable[[Context, DType], Tensor]
 

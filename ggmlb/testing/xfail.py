@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ggmlb.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError
 from ggmlb.interface import Device
 from ggmlb.testing.results import Outcome, Result
 

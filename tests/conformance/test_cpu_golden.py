@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from golden import CASES, POISON
 
-from ggmlb.alloc import GraphAllocator, alloc_ctx_tensors
-from ggmlb.backends.array import tiling
+from ggmlb.backends.cpu.array import tiling
 from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.enums import Status
+from ggmlb.core.enums import Status
+from ggmlb.runtime.alloc import GraphAllocator, alloc_ctx_tensors
 
 
 def check(built):

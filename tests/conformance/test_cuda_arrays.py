@@ -11,9 +11,10 @@ import pytest
 from gpus import host_driver
 
 import ggmlb
-from ggmlb import Context, Tensor, registry
+from ggmlb import Context, Tensor
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.device import CudaDevice
+from ggmlb.interface import registry
 
 
 class LibraryArray(np.ndarray[Any, Any]):

@@ -12,8 +12,8 @@ from gpus import hold_up, leaf
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg, backend_reg
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError, BackendError
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_copy, tensor_copy_async
 
 

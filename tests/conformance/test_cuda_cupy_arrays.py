@@ -14,10 +14,11 @@ import pytest
 from gpus import host_driver
 
 import ggmlb
-from ggmlb import Context, registry
+from ggmlb import Context
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.device import CudaDevice
-from ggmlb.exchange import spanned_bytes
+from ggmlb.core.exchange import spanned_bytes
+from ggmlb.interface import registry
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
 

@@ -14,8 +14,8 @@ from gpus import CUDA, device_fixture
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.errors import BackendError, BackendUnavailable, FreedError
-from ggmlb.tensor import Tensor
+from ggmlb.core.errors import BackendError, BackendUnavailable, FreedError
+from ggmlb.core.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -12,7 +12,7 @@ from gpus import first, scaled
 from ggmlb import BackendError
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.driver import Driver
-from ggmlb.errors import BackendBroken
+from ggmlb.core.errors import BackendBroken
 from ggmlb.interface import tensor_copy, tensor_copy_async
 
 HARMLESS = {"array", "array_address", "bind", "is_out_of_memory", "view"}
@@ -78,7 +78,7 @@ def test_a_lost_card_is_told_by_every_call(monkeypatch: pytest.MonkeyPatch) -> N
     for what, do in todo.items():
         with pytest.raises(BackendError) as raised:
             do()
-        assert type(raised.value).__module__ == "ggmlb.errors", what
+        assert type(raised.value).__module__ == "ggmlb.core.errors", what
 
 
 def test_host_memory_is_given_without_the_card() -> None:

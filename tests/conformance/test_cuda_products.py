@@ -9,7 +9,7 @@ from gpus import CUDA, device_fixture
 from ggmlb import Context, DType, Graph, GraphAllocator
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
-from ggmlb.tensor import Tensor
+from ggmlb.core.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -13,9 +13,9 @@ from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.graphs import MAX_IDLE
-from ggmlb.enums import BufferUsage
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc
-from ggmlb.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

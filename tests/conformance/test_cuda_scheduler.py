@@ -8,7 +8,7 @@ from gpus import CUDA, device_fixture
 import ggmlb
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.enums import BufferUsage
+from ggmlb.core.enums import BufferUsage
 
 device = device_fixture(*CUDA)
 

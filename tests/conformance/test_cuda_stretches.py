@@ -11,7 +11,7 @@ from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.tensor import Tensor
+from ggmlb.core.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -10,7 +10,7 @@ from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
-from ggmlb.trace import Trace
+from ggmlb.inspect.trace import Trace
 
 device = device_fixture(*CUDA)
 

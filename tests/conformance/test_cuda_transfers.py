@@ -14,10 +14,10 @@ from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
 from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.backends.cuda.host import CudaHostBuffer
-from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError, BackendError
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError, BackendError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc, tensor_copy
-from ggmlb.tensor import Tensor
 
 device = device_fixture(*CUDA)
 

@@ -16,10 +16,10 @@ from golden import CASES
 from gpus import CARD, NUMBA, PLAYED, first
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, init_by_name
+from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
-from ggmlb.enums import NO_OPS
-from ggmlb.fusion import Group, fuse
-from ggmlb.tensor import Tensor
+from ggmlb.core.enums import NO_OPS
+from ggmlb.core.tensor import Tensor
 
 Way = Callable[[RandomGraph, Any], dict[int, np.ndarray]]
 
@@ -29,12 +29,12 @@ ROWS_PER_CORE = pytest.param("cpu", id="rows per core")
 GROUPS_PER_ROW = pytest.param("gpu", id="groups per row")
 
 
-PARAMS = {"cpu": {"work_split": "cpu"}, "gpu": {"work_split": "gpu"}, "Numba": {"n_threads": 3}}
+PARAMS = {"cpu": {"work_split": "cpu"}, "gpu": {"work_split": "gpu"}, "LLVM": {"n_threads": 3}}
 
 
 @pytest.fixture(params=[ROWS_PER_CORE, GROUPS_PER_ROW, NUMBA, PLAYED, CARD])
 def stream(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Of OpenCL with each work split, of Numba, and of CUDA."""
+    """Of OpenCL with each work split, of LLVM, and of CUDA."""
     device = first("OpenCL0" if request.param in ("cpu", "gpu") else request.param)
     with device.init_backend(PARAMS.get(request.param)) as backend:
         yield backend

@@ -30,7 +30,7 @@ NUMBA = SHARED | {
 }  # fmt: skip
 OPENCL = GPUS | {"get_rows": 26, "mul_mat": 89}
 CUDA = GPUS | {"loss_opt": 8, "norm": 32, "out_prod": 5, "softmax": 21}
-CLAIMED = {"OpenCL0": OPENCL, "Numba": NUMBA, "played": CUDA, "CUDA0": CUDA}
+CLAIMED = {"OpenCL0": OPENCL, "LLVM": NUMBA, "played": CUDA, "CUDA0": CUDA}
 
 
 # -- what cases reach ------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ CLAIMED = {"OpenCL0": OPENCL, "Numba": NUMBA, "played": CUDA, "CUDA0": CUDA}
 
 def portable(stream: Any, graph: Graph) -> set[Hashable]:
     """The portable kernels."""
-    from ggmlb.kernels import lower
+    from ggmlb.backends.gpu import lower
 
     launches = [launch for node in graph.nodes for launch in lower(node, stream.target)]
     return {(launch.kernel.name, dict(launch.defines).get("a_T")) for launch in launches}
@@ -47,7 +47,7 @@ def portable(stream: Any, graph: Graph) -> set[Hashable]:
 def cuda(stream: Any, graph: Graph) -> set[Hashable]:
     """CUDA's own kernels, and ops that it computes by CuPy."""
     from ggmlb.backends.cuda.kernels import Lowering
-    from ggmlb.kernels import Launch, declines
+    from ggmlb.backends.gpu import Launch, declines
 
     lowering = Lowering(stream.device.target, stream.device.facts.capability)
     found: set[Hashable] = {node.op for node in graph.nodes if declines(node)}
@@ -83,7 +83,7 @@ class Way(NamedTuple):
 def _levels() -> list[str]:
     if find_spec("llvmlite") is None:
         return []
-    from ggmlb.backends.numba.llvm.host import levels_here
+    from ggmlb.backends.llvm.codegen.host import levels_here
 
     return [level.name for level in levels_here()]
 
@@ -92,9 +92,9 @@ PLAYED = Way("played", {}, cuda, 3)
 WAYS = [
     pytest.param(Way("OpenCL0", {}), id="opencl"),
     pytest.param(Way("OpenCL0", {"work_split": "other"}, portable), id="opencl, other split"),
-    pytest.param(Way("Numba", {"n_threads": 3}), id="numba"),
+    pytest.param(Way("LLVM", {"n_threads": 3}), id="llvm"),
     *(
-        pytest.param(Way("Numba", {"n_threads": 3, "simd": level}, ops), id=f"numba, {level}")
+        pytest.param(Way("LLVM", {"n_threads": 3, "simd": level}, ops), id=f"llvm, {level}")
         for level in _levels()[1:]
     ),
     pytest.param(PLAYED, id="played"),

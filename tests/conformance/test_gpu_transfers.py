@@ -10,7 +10,7 @@ import pytest
 from gpus import held, leaf
 
 from ggmlb import Backend, Context, Device, DType, alloc_ctx_tensors, device_by_name
-from ggmlb.errors import FreedError
+from ggmlb.core.errors import FreedError
 from ggmlb.interface import tensor_copy, tensor_copy_async
 
 N = 1000

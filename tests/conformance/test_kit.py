@@ -8,9 +8,9 @@ import pytest
 from gpus import CUDA, first, host_driver
 
 from ggmlb.backends.cuda import CudaReg
-from ggmlb.errors import BackendUnavailable, RegistryError
+from ggmlb.core.errors import BackendUnavailable, RegistryError
 from ggmlb.interface import Device
-from ggmlb.registry import device_by_name
+from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.devices import device_named
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
@@ -20,7 +20,7 @@ SAMPLE = 2
 
 pytestmark = pytest.mark.timeout(1800)  # hundreds of kernels are compiled, where no cache has them
 
-SAMPLED = ("Numba", "OpenCL0", "Meta(CPU,CPU)", "Meta(CPU,OpenCL0,CPU)")
+SAMPLED = ("LLVM", "OpenCL0", "Meta(CPU,CPU)", "Meta(CPU,OpenCL0,CPU)")
 RUNS = [
     *(("CPU", mode, 0) for mode in ("behaviour", "test", "support")),
     *((name, "behaviour", 0) for name in SAMPLED),

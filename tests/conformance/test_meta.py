@@ -13,8 +13,8 @@ from processes import ROOT, python
 import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
 from ggmlb.backends.cuda import CudaReg
-from ggmlb.meta import MIRRORED
-from ggmlb.meta.reduce import Communicator
+from ggmlb.parallel.meta import MIRRORED
+from ggmlb.parallel.meta.reduce import Communicator
 from ggmlb.testing.devices import dealt_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case

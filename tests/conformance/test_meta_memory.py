@@ -10,7 +10,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, Graph, SplitAxis, SplitState, split_evenly
-from ggmlb.meta import MIRRORED, split_by
+from ggmlb.parallel.meta import MIRRORED, split_by
 from ggmlb.testing.fake import FakeDevice, FakeReg
 
 CPU = ggmlb.device_by_name("CPU")

@@ -9,9 +9,9 @@ import pytest
 from gpus import OPENCL, device_fixture
 
 from ggmlb import Context, DType
+from ggmlb.backends.gpu import Target, lower
 from ggmlb.backends.opencl.cache import Entry
 from ggmlb.backends.opencl.program import Programs
-from ggmlb.kernels import Target, lower
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
-from ggmlb.enums import Op
+from ggmlb.core.enums import Op
 
 
 @pytest.mark.parametrize("dtype", [DType.F32, DType.Q8_0])

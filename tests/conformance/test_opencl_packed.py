@@ -10,9 +10,9 @@ import pytest
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.backends.opencl.packed_buffer import SCALE_SIZES
-from ggmlb.errors import UnsupportedOpError
+from ggmlb.core.errors import UnsupportedOpError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, tensor_copy
-from ggmlb.tensor import Tensor
 
 K, M = 512, 40
 

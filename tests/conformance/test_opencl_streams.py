@@ -9,8 +9,8 @@ import pytest
 from gpus import OPENCL, Gate, device_fixture, scaled
 
 from ggmlb.backends.opencl.plan import OpenClPlan
-from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError, FreedError
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError, FreedError
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend

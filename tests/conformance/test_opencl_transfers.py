@@ -12,7 +12,7 @@ from gpus import OPENCL, device_fixture, held, leaf
 
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.opencl.buffer import OpenClBuffer
-from ggmlb.errors import AllocationError, BackendError
+from ggmlb.core.errors import AllocationError, BackendError
 from ggmlb.interface import tensor_alloc
 
 if TYPE_CHECKING:

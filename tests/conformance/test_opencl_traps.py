@@ -19,9 +19,9 @@ from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBufferType
 from ggmlb.backends.opencl.host import OpenClHostBuffer
 from ggmlb.backends.opencl.memory import MemoryLedger
-from ggmlb.errors import AllocationError, ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import MultiBuffer
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

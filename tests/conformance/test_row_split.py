@@ -26,8 +26,8 @@ from ggmlb import (
 )
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda import backend_reg as cuda_reg
-from ggmlb.errors import AllocationError, ArgumentError, FreedError, UnsupportedOpError
-from ggmlb.row_split import SplitBuffer
+from ggmlb.core.errors import AllocationError, ArgumentError, FreedError, UnsupportedOpError
+from ggmlb.parallel.row_split import SplitBuffer
 
 N = 256
 """Extent of the sums."""

@@ -13,7 +13,7 @@ from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.backends.cuda.driver import Way, address_of
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.tensor import Tensor
+from ggmlb.core.tensor import Tensor
 
 
 def chain(backend: CudaBackend, n: int = 1000, factor: float = 2.0) -> tuple[Tensor, Tensor, Graph]:

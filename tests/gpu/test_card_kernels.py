@@ -9,8 +9,8 @@ import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.tensor import Tensor
 
 Fill = dict[str, "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"]
 

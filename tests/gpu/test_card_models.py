@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ggmlb.errors import ModelError
+from ggmlb.core.errors import ModelError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "minilm"
 

@@ -14,7 +14,7 @@ from broken.weights import keeping
 
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.backends.cpu.float_buffer import FloatBuffer
-from ggmlb.meta import meta_device
+from ggmlb.parallel.meta import meta_device
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import cases_of
 from ggmlb.testing.compute import Bench

@@ -17,7 +17,7 @@ import pytest
 from ggmlb.cli import main
 from ggmlb.cli.options import layers_by_device
 from ggmlb.cli.passages import PASSAGES, QUESTIONS
-from ggmlb.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError
 
 
 def check(file: Path, reference: npt.NDArray[np.float32]) -> None:

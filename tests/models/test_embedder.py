@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import ggmlb
-from ggmlb.errors import ArgumentError, DTypeError, FreedError, RegistryError, ShapeError
+from ggmlb.core.errors import ArgumentError, DTypeError, FreedError, RegistryError, ShapeError
 from ggmlb.models import BertEmbedder
 
 F32 = npt.NDArray[np.float32]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ggmlb.errors import ModelError
+from ggmlb.core.errors import ModelError
 from ggmlb.models import BertConfig, BertEmbedder, ModelFolder, default_model_dir
 from ggmlb.models.folder import DEFAULT_PACKAGE
 from ggmlb.models.tensor_file import TensorFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ggmlb.errors import ArgumentError, RegistryError
+from ggmlb.core.errors import ArgumentError, RegistryError
 from ggmlb.models.layers import EMBEDDINGS, assign_layers
 
 TWO = ["OpenCL0", "CPU"]

@@ -13,9 +13,9 @@ if importlib.util.find_spec("ggml") is None:
 
 from oracle import GgmlProcess, Missing, Refused, programs
 
-from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.cpu import backend_reg
-from ggmlb.enums import Status
+from ggmlb.core.enums import Status
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.cases import FAMILIES, NOT_OF_GGML
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]

@@ -14,7 +14,7 @@ if importlib.util.find_spec("ggml") is None:
 
 from quants_data import WRITABLE, dequantize_by_ggml, knows, quantize_by_ggml
 
-from ggmlb.dtypes import DType, dequantize, quantize
+from ggmlb.core.dtypes import DType, dequantize, quantize
 
 pytestmark = pytest.mark.oracle
 

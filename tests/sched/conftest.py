@@ -10,9 +10,9 @@ import pytest
 from chain import Chain, new_weight
 
 import ggmlb
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.registry import init_by_name
-from ggmlb.tensor import Tensor
+from ggmlb.interface.registry import init_by_name
 from ggmlb.testing.fake import FakeReg
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from chain import new_input
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op, Status
-from ggmlb.errors import ArgumentError, GraphError, UnsupportedOpError
-from ggmlb.graph import Graph
-from ggmlb.scheduler import Cause, Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, Status
+from ggmlb.core.errors import ArgumentError, GraphError, UnsupportedOpError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.scheduler import Cause, Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeReg
 
 F32 = DType.F32

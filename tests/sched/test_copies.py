@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from split_programs import N_ROWS, WIDTH, Recipe, build, recipe
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage, Op
-from ggmlb.graph import Graph
-from ggmlb.registry import init_by_name
-from ggmlb.scheduler import Scheduler
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage, Op
+from ggmlb.core.graph import Graph
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
 
 TABLE = json.loads(Path(__file__).with_name("ggml_copies.json").read_text())

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ggmlb import Context, DType, Graph, GraphError, Scheduler
-from ggmlb.html import card, pre
-from ggmlb.scheduler.draw import FILLS, MAX_ROWS
+from ggmlb.inspect.draw import FILLS, MAX_ROWS
+from ggmlb.inspect.html import card, pre
 
 SVG = "{http://www.w3.org/2000/svg}"
 

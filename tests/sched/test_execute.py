@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from chain import new_input
 
-from ggmlb import env
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.enums import Op, Status
-from ggmlb.errors import GraphError, NotAllocatedError
-from ggmlb.graph import Graph
-from ggmlb.scheduler import Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.enums import Op, Status
+from ggmlb.core.errors import GraphError, NotAllocatedError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.scheduler import Scheduler
+from ggmlb.system import env
 from ggmlb.testing.fake import FakeReg
 
 

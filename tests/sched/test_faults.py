@@ -20,7 +20,7 @@ from chain import Chain
 
 import ggmlb
 from ggmlb import Scheduler, Status
-from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.opencl import program
 from ggmlb.interface import Backend
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
@@ -198,7 +198,7 @@ def test_after_an_abort_nothing_of_it_is_overwritten(stack):
 
 
 @pytest.mark.parametrize("which", ["eval", "abort"])
-@pytest.mark.parametrize("device", ["CPU", "Numba", "OpenCL0"])
+@pytest.mark.parametrize("device", ["CPU", "LLVM", "OpenCL0"])
 def test_an_error_of_a_callback_is_the_users_own(device, which, stack):
     backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in dict.fromkeys((device, "CPU"))]
     chain = Chain(stack, backends)
@@ -254,7 +254,7 @@ def test_two_schedulers_in_two_threads(devices, stack):
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("device", ["CPU", "OpenCL0", "Numba"])
+@pytest.mark.parametrize("device", ["CPU", "OpenCL0", "LLVM"])
 def test_two_threads_may_compute_on_one_stream(device, stack):
     """They take turns: what they plan and compute has the stream's scratch memory to itself."""
     backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in (device, "CPU")]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from chain import new_input
 
-from ggmlb.context import Context
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import AllocationError, FreedError, NotAllocatedError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import AllocationError, FreedError, NotAllocatedError
+from ggmlb.core.graph import Graph
 from ggmlb.interface import BufferType
-from ggmlb.scheduler import Scheduler
+from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeDevice, FakeReg
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ggmlb.alloc import alloc_ctx_tensors, alloc_ctx_tensors_size
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage, Op
-from ggmlb.errors import AllocationError, ArgumentError, BackendError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage, Op
+from ggmlb.core.errors import AllocationError, ArgumentError, BackendError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.registry import init_by_name
-from ggmlb.scheduler import Scheduler
-from ggmlb.scheduler.assign import Cause
-from ggmlb.tensor import Tensor
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors, alloc_ctx_tensors_size
+from ggmlb.runtime.scheduler import Scheduler
+from ggmlb.runtime.scheduler.assign import Cause
 from ggmlb.testing.fake import FakeBackend, FakeReg
 
 N_EXPERTS, WIDTH = 8, 4
@@ -177,7 +177,7 @@ def test_devices_in_the_memory_of_the_cpu_take_no_offload_from_those_before_them
     gpus = iter([offloading.gpu0, offloading.gpu1])
     backends: list[Backend] = []
     for kind in kinds:
-        one = {"GPU": lambda: next(gpus), "host": lambda: init_by_name("Numba")}.get(kind)
+        one = {"GPU": lambda: next(gpus), "host": lambda: init_by_name("LLVM")}.get(kind)
         backends.append(offloading.cpu if one is None else one())
         if kind == "host":
             offloading.stack.enter_context(backends[-1])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import TensorFlag
-from ggmlb.errors import ArgumentError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import TensorFlag
+from ggmlb.core.errors import ArgumentError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.scheduler import Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
 
 N_BATCHES, WIDTH = 16, 8

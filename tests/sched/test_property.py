@@ -10,15 +10,15 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import NO_OPS, BufferUsage, Op
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS, BufferUsage, Op
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.registry import init_by_name
-from ggmlb.scheduler import Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
 
 NE = (8, 4)

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import FreedError, GraphError, NotAllocatedError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import FreedError, GraphError, NotAllocatedError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.registry import init_by_name
-from ggmlb.scheduler import Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
 
 

@@ -8,7 +8,7 @@ from races import F32, doubled, found, placed
 
 import ggmlb
 from ggmlb import Context, alloc_ctx_tensors
-from ggmlb.tensor import Tensor
+from ggmlb.core.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend
 
 

@@ -11,7 +11,7 @@ from golden import CASES
 
 import ggmlb
 from ggmlb import Scheduler
-from ggmlb.enums import NO_OPS
+from ggmlb.core.enums import NO_OPS
 from ggmlb.models import BertEmbedder
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case

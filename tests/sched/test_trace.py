@@ -14,9 +14,9 @@ import pytest
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, GraphError, Scheduler, alloc_ctx_tensors
+from ggmlb.inspect.trace import COMPUTE, COPIES, HOST, Trace
 from ggmlb.interface import Backend
 from ggmlb.interface.observe import observers
-from ggmlb.trace import COMPUTE, COPIES, HOST, Trace
 
 N_LAYERS = 6
 

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from ggmlb.alloc import TensorAllocator
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op, TensorFlag
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, TensorFlag
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor, contiguous_nb
 from ggmlb.interface import BufferType
-from ggmlb.tensor import Tensor, contiguous_nb
+from ggmlb.runtime.alloc import TensorAllocator
 from ggmlb.testing.memory import TestMemory
 
 SHAPES = [(4, 4), (2, 4), (4, 2), (8, 4), (0, 4), (1, 1)]

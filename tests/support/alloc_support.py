@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ggmlb.alloc import TensorAllocator
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
-from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import TensorAllocator
 from ggmlb.testing.memory import TestMemory
 
 N = 64

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Status
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Status
+from ggmlb.core.graph import Graph
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 
 POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from textwrap import dedent
 
-from ggmlb.registry import Registry
-from ggmlb.registry.candidate import Candidate
+from ggmlb.interface.registry import Registry
+from ggmlb.interface.registry.candidate import Candidate
 
 Write = Callable[..., Candidate]
 

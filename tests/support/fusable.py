@@ -1,4 +1,4 @@
-"""Random small graphs that hold the patterns of `ggmlb.fusion`, and what forbids them; a llama-like layer."""
+"""Random small graphs that hold the patterns of `ggmlb.backends.common.fusion`, and what forbids them; a llama-like layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ggmlb import Context, DType, Graph
-from ggmlb.enums import NO_OPS, TensorFlag
-from ggmlb.tensor import Tensor
+from ggmlb.core.enums import NO_OPS, TensorFlag
+from ggmlb.core.tensor import Tensor
 
 ROW, HEADS, CACHE_ROWS = 64, 4, 16
 

@@ -23,9 +23,9 @@ from host_streams import HostError, HostStream, Op, Point
 
 from ggmlb.backends.cuda.arguments import layout
 from ggmlb.backends.cuda.driver import Call, Collective, Way
-from ggmlb.errors import BackendUnavailable
-from ggmlb.kernels import Launch
-from ggmlb.kernels.source import PORTABLE
+from ggmlb.backends.gpu import Launch
+from ggmlb.backends.gpu.source import PORTABLE
+from ggmlb.core.errors import BackendUnavailable
 
 
 class HostDriver(HostMemory):

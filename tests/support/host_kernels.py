@@ -16,9 +16,9 @@ import pyopencl as cl
 from cuda_emulator import BACKWARD, build
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
+from ggmlb.backends.gpu import Launch, packed_args, source
 from ggmlb.backends.opencl import backend_reg
 from ggmlb.interface.data import Bytes
-from ggmlb.kernels import Launch, packed_args, source
 
 
 class PortableKernels:

@@ -10,7 +10,7 @@ import numpy as np
 from cuda_emulator.blas import NOT_INITIALISED, HostBlas
 from host_streams import Op
 
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from host_driver import HostDriver

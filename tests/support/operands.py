@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import Tensor
 
 
 def operand(ctx: Context, text: str) -> Tensor:

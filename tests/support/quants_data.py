@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggmlb.dtypes import DType, can_quantize
+from ggmlb.core.dtypes import DType, can_quantize
 
 PATH = Path(__file__).parents[1] / "unit" / "quants.npz"
 

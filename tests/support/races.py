@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from ggmlb import Context, DType, Graph, SanitizerError, alloc_ctx_tensors
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Event
-from ggmlb.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend, FakeDevice
 
 F32 = DType.F32

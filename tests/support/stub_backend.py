@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ggmlb.enums import DeviceType
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import API_VERSION, Backend, BackendReg, BufferType, Device
-from ggmlb.tensor import Tensor
 
 
 class StubDevice(Device):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from backend_files import GOOD, Write, source_of
 
-from ggmlb.registry.candidate import Candidate
+from ggmlb.interface.registry.candidate import Candidate
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from alloc_support import N, f32, graph_of, memory, model
 
-from ggmlb.alloc import GraphAllocator
-from ggmlb.context import Context
-from ggmlb.errors import AllocationError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.errors import AllocationError
+from ggmlb.core.graph import Graph
+from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestBuffer, TestMemory
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from alloc_support import N, f32, graph_of, memory, place
 
-from ggmlb.alloc import INPLACE_OPERANDS, GraphAllocator
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op
-from ggmlb.errors import AllocationError
-from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import AllocationError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import INPLACE_OPERANDS, GraphAllocator
 from ggmlb.testing.memory import TestMemory
 
 # -- who lies where --------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ggmlb.alloc import TensorAllocator, alloc_ctx_tensors, alloc_ctx_tensors_size
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.errors import AllocationError, ArgumentError, FreedError, NotAllocatedError
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import AllocationError, ArgumentError, FreedError, NotAllocatedError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import MultiBuffer
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc import TensorAllocator, alloc_ctx_tensors, alloc_ctx_tensors_size
 from ggmlb.testing.memory import TestBuffer, TestMemory
 
 

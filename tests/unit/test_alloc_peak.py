@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.alloc_graphs import GRAPHS
-from ggmlb.alloc import GraphAllocator
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestMemory
 
 # Nodes, and bytes that ggml 0.15.3 reserves for the same graph, for tensors aligned to 32 bytes.

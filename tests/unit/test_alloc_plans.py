@@ -9,14 +9,14 @@ from collections.abc import Callable
 import pytest
 from alloc_support import f32, graph_of, memory, model, place
 
-from ggmlb.alloc import GraphAllocator
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op, TensorFlag
-from ggmlb.errors import FreedError, GraphError
-from ggmlb.graph import Graph
-from ggmlb.placement import placement_clock
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, TensorFlag
+from ggmlb.core.errors import FreedError, GraphError
+from ggmlb.core.graph import Graph
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestBuffer
 
 # -- plans that are kept ---------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from alloc_programs import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.alloc import GraphAllocator, TensorAllocator
-from ggmlb.registry import init_by_name
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import GraphAllocator, TensorAllocator
 from ggmlb.testing.memory import TestMemory
 
 N_BUFTS = 3

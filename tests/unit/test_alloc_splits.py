@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from alloc_support import N, f32, graph_of, memory
 
-from ggmlb.alloc import GraphAllocator
-from ggmlb.context import Context
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import ArgumentError, GraphError
-from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import ArgumentError, GraphError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import GraphAllocator
 
 
 def test_copies_and_dependencies_of_splits() -> None:

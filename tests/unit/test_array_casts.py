@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ggmlb.backends.array.casts import Casts
+from ggmlb.backends.cpu.array.casts import Casts
 from ggmlb.backends.cpu.casts import CpuCasts
-from ggmlb.dtypes import DType, dequantize
+from ggmlb.core.dtypes import DType, dequantize
 
 HALVES = np.arange(1 << 16, dtype=np.uint16)
 BOTH = pytest.mark.parametrize("casts", [Casts(np), CpuCasts(np)], ids=["reference", "cpu"])

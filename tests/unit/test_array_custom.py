@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from array_program import Program, close
 
-from ggmlb.backends.array.casts import Casts
-from ggmlb.backends.array.rules import reference
 from ggmlb.backends.cpu import backend_reg
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.errors import BackendError
-from ggmlb.ops.custom import N_TASKS_MAX
+from ggmlb.backends.cpu.array.casts import Casts
+from ggmlb.backends.cpu.array.rules import reference
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import BackendError
+from ggmlb.core.ops.custom import N_TASKS_MAX
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 

@@ -5,19 +5,19 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.backends.array.rules import FLOAT, Rules, RuleTable, operands
-from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.common.workspace import Workspace
+from ggmlb.backends.cpu.array.rules import FLOAT, Rules, RuleTable, operands
 from ggmlb.backends.cpu.casts import CpuCasts
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op, Status
-from ggmlb.errors import BackendError, UnsupportedOpError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, Status
+from ggmlb.core.errors import BackendError, UnsupportedOpError
+from ggmlb.core.graph import Graph
 from ggmlb.interface import tensor_alloc
-from ggmlb.registry import cpu_buffer_from_ptr
+from ggmlb.interface.registry import cpu_buffer_from_ptr
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 
 
 def bytes_for(n):

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from array_program import Program, close
 
-from ggmlb.backends.array.ops import conv, deepseek
-from ggmlb.backends.array.rules import reference
 from ggmlb.backends.cpu import backend_reg
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import NO_OPS, Op, OpPool, ScaleFlag, ScaleMode
-from ggmlb.errors import BackendError
+from ggmlb.backends.cpu.array.ops import conv, deepseek
+from ggmlb.backends.cpu.array.rules import reference
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS, Op, OpPool, ScaleFlag, ScaleMode
+from ggmlb.core.errors import BackendError
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 

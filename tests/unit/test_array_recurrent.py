@@ -9,7 +9,7 @@ import pytest
 from array_program import Program, close
 
 from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
 
 I32 = DType.I32
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.backends.array.views import View, broadcast, cuts, is_blas_matrix, merged, tiles
-from ggmlb.dtypes import DType
+from ggmlb.backends.cpu.array.views import View, broadcast, cuts, is_blas_matrix, merged, tiles
+from ggmlb.core.dtypes import DType
 
 F32 = np.dtype(np.float32)
 EXTENTS = st.sampled_from([1, 2, 3, 4, 6])

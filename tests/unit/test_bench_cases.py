@@ -11,7 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("device", ["OpenCL0", "CPU", "Numba"])
+@pytest.mark.parametrize("device", ["OpenCL0", "CPU", "LLVM"])
 @pytest.mark.parametrize("op", ["rms_norm", "soft_max"])
 def test_a_program_gives_what_numpy_gives(op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)

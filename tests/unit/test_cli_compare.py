@@ -10,7 +10,7 @@ import pytest
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
 from ggmlb.cli import main
-from ggmlb.compare import differences
+from ggmlb.inspect.compare import differences
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
 

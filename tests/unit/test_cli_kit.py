@@ -19,7 +19,7 @@ BROKEN = """
 import os
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.backend import CpuBackend
-from ggmlb.enums import Op
+from ggmlb.core.enums import Op
 
 class Stream(CpuBackend):
     def _compute(self, plan):

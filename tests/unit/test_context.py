@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op, TensorFlag
-from ggmlb.errors import ArgumentError, DTypeError, NotAllocatedError, ShapeError, UnknownOpError
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, TensorFlag
+from ggmlb.core.errors import ArgumentError, DTypeError, NotAllocatedError, ShapeError, UnknownOpError
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import threadpoolctl
 
-from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.threads import Threads
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import DeviceType, Op, Status
-from ggmlb.errors import ArgumentError, UnsupportedOpError
-from ggmlb.graph import Graph
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import DeviceType, Op, Status
+from ggmlb.core.errors import ArgumentError, UnsupportedOpError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 
 REG = backend_reg()
 DEVICE = REG.devices[0]

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from ggmlb.backends.cpu import backend_reg
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.graph import Graph
 from ggmlb.interface import tensor_alloc, tensor_copy
 from ggmlb.interface.host import ALIGNMENT, aligned_empty
-from ggmlb.registry import cpu_buffer_from_ptr, cpu_buffer_type
+from ggmlb.interface.registry import cpu_buffer_from_ptr, cpu_buffer_type
 
 DEVICE = backend_reg().devices[0]
 

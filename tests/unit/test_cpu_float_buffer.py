@@ -9,8 +9,8 @@ import pytest
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Tensor
-from ggmlb.dtypes import dequantize, quantize
-from ggmlb.errors import BackendError, BoundsError, ShapeError, UnsupportedOpError
+from ggmlb.core.dtypes import dequantize, quantize
+from ggmlb.core.errors import BackendError, BoundsError, ShapeError, UnsupportedOpError
 
 K, M, N = 256, 48, 5
 

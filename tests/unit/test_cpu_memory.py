@@ -9,7 +9,7 @@ import pytest
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler
-from ggmlb.dtypes import dequantize
+from ggmlb.core.dtypes import dequantize
 
 K, M, N = 14336, 4096, 8
 

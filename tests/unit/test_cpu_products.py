@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ggmlb.alloc import alloc_ctx_tensors
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.graph import Graph
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 
 ROWS = [1, 7, 40, 300]  # a vector, few rows, some, and as many as are cut among threads
 

@@ -11,9 +11,9 @@ import pytest
 
 from ggmlb.backends.cuda.arguments import FORMATS, argument_block, layout
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.dtypes import DType
-from ggmlb.kernels import Kernel, Launch, Mem, Param, kernels
-from ggmlb.kernels.source import PORTABLE
+from ggmlb.backends.gpu import Kernel, Launch, Mem, Param, kernels
+from ggmlb.backends.gpu.source import PORTABLE
+from ggmlb.core.dtypes import DType
 
 KERNELS = [*kernels().values(), *kernels(PACKAGE).values()]
 HEAD = re.compile(r"^KERNEL \w+\((?:[^()]|\(\w+\))*\)", re.MULTILINE)

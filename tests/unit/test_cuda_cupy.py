@@ -18,8 +18,8 @@ cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x"
 from ggmlb.backends.cuda import CudaReg, cupy_driver  # noqa: E402
 from ggmlb.backends.cuda.driver import Driver, Way  # noqa: E402
 from ggmlb.backends.cuda.program import OPTIONS  # noqa: E402
-from ggmlb.dtypes import DType  # noqa: E402
-from ggmlb.errors import BackendError, BackendUnavailable  # noqa: E402
+from ggmlb.core.dtypes import DType  # noqa: E402
+from ggmlb.core.errors import BackendError, BackendUnavailable  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PLAYED = ROOT / "tests/support/played/cupy"
@@ -232,7 +232,7 @@ def test_an_argument_block_is_found_where_the_driver_looks_for_it() -> None:
 @no_card
 def test_what_the_compiler_says_becomes_our_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from ggmlb import Context
-    from ggmlb.kernels import Target, lower
+    from ggmlb.backends.gpu import Target, lower
 
     driver, ctx = cupy_driver.CupyDriver(), Context()
     (launch, *_) = lower(ctx.relu(ctx.new_tensor(DType.F32, (4,))), Target(False, 2, 128))

@@ -12,9 +12,9 @@ from cuda_emulator.runner import Runner, place
 from ggmlb import Context, DType, Graph, init_by_name
 from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.gemm import Gemm, cannot_describe, gemms
-from ggmlb.errors import BackendError
-from ggmlb.kernels import Mem
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Mem
+from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor
 
 Pair = tuple["Tensor", "Tensor"]
 

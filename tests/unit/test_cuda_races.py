@@ -18,8 +18,8 @@ from cuda_emulator.runner import place
 from golden import CASES, FAMILIES
 
 from ggmlb import Context, DType
-from ggmlb.kernels import Kernel, Mem, Param, declines, kernels
-from ggmlb.kernels.launch import launch
+from ggmlb.backends.gpu import Kernel, Mem, Param, declines, kernels
+from ggmlb.backends.gpu.launch import launch
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
 
@@ -98,7 +98,7 @@ RIGHT = {
 
 def run_planted(body: str, monkeypatch: pytest.MonkeyPatch, order: int, groups: int) -> None:
     """Run a kernel with such a body."""
-    texts = sys.modules["ggmlb.kernels.source"]
+    texts = sys.modules["ggmlb.backends.gpu.source"]
     text = (
         '#include "tensors.h"\nKERNEL planted(IN(a), OUT(d))\n{\n'
         f"    LOCAL_ARRAY(float, s, WG);\n    {body}\n}}\n"

@@ -14,15 +14,15 @@ from cuda_emulator.programs import CARD, FEW, beside_cpu, close, fill, in_both_o
 from cuda_emulator.runner import Runner, place
 
 from ggmlb import Context, DType, Graph
-from ggmlb.enums import RopeType
-from ggmlb.fusion import Group, fuse
-from ggmlb.kernels import Launch, Mem, lower, lower_group, takes
-from ggmlb.kernels.launch import vector_width
+from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.gpu import Launch, Mem, lower, lower_group, takes
+from ggmlb.backends.gpu.launch import vector_width
+from ggmlb.core.enums import RopeType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ggmlb.tensor import Tensor
+    from ggmlb.core.tensor import Tensor
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 emulated = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ggmlb import DType, DTypeError, ShapeError
-from ggmlb.dtypes import dequantize, dequantize_into, quantize
+from ggmlb.core.dtypes import dequantize, dequantize_into, quantize
 
 PLAIN = [d for d in DType if not d.is_quantized]
 QUANTIZED = [d for d in DType if d.is_quantized]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import errors
+from ggmlb.core import errors
 
 PARENTS = {
     "AllocationError": MemoryError,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, alloc_ctx_tensors, cpu_buffer_type
-from ggmlb.enums import Op
-from ggmlb.fusion import Group, fuse, gather
-from ggmlb.placement import overlap
-from ggmlb.tensor import Tensor
+from ggmlb.backends.common.fusion import Group, fuse, gather
+from ggmlb.core.enums import Op
+from ggmlb.core.placement import overlap
+from ggmlb.core.tensor import Tensor
 
 
 class Maker(Context):

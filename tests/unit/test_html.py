@@ -15,8 +15,8 @@ from page_sanitizer import sanitized
 
 import ggmlb
 from ggmlb import Context, Graph
-from ggmlb.html import Picture
-from ggmlb.timeline import LABEL, WIDTH, timeline
+from ggmlb.inspect.html import Picture
+from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
 
 VOID = {"br", "img"}
 IMAGE = "data:image/svg+xml;base64,"

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from golden import CASES
 
-import ggmlb.kernels
+import ggmlb.backends.gpu
 from ggmlb import Context, DType, Graph
-from ggmlb.errors import BackendBroken
-from ggmlb.kernels import Mem, Target, declines, families, kernels, lower, source
-from ggmlb.kernels.launch import flattened, row_length
-from ggmlb.kernels.source import _param
+from ggmlb.backends.gpu import Mem, Target, declines, families, kernels, lower, source
+from ggmlb.backends.gpu.launch import flattened, row_length
+from ggmlb.backends.gpu.source import _param
+from ggmlb.core.errors import BackendBroken
 
-FOLDER = Path(ggmlb.kernels.__file__).parent
+FOLDER = Path(ggmlb.backends.gpu.__file__).parent
 GPU, CPU = Target(False, 2, 128), Target(True, 2, 1)
 
 
-def claimed_launches(target: Target) -> list[ggmlb.kernels.Launch]:
+def claimed_launches(target: Target) -> list[ggmlb.backends.gpu.Launch]:
     nodes = [node for case in CASES for node in case.build().graph.nodes if declines(node) is None]
     return [launch for node in nodes for launch in lower(node, target)]
 
@@ -39,7 +39,7 @@ def test_parameter_lists_are_read_from_the_text() -> None:
 
 
 @pytest.mark.parametrize("language", ["opencl", "cuda"])
-def test_a_source_holds_one_kernel_and_each_header_once(language: ggmlb.kernels.source.Language) -> None:
+def test_a_source_holds_one_kernel_and_each_header_once(language: ggmlb.backends.gpu.source.Language) -> None:
     for kernel in kernels().values():
         text = source(kernel, language)
         assert re.findall(r"^KERNEL (\w+)", text, re.M) == [kernel.name]

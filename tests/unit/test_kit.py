@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from processes import python
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.errors import ArgumentError, RegistryError
-from ggmlb.meta import SplitAxis
-from ggmlb.registry import device_by_name, load, unload
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import ArgumentError, RegistryError
+from ggmlb.interface.registry import device_by_name, load, unload
+from ggmlb.parallel.meta import SplitAxis
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
 from ggmlb.testing.devices import dealt_by_chance, device_named
@@ -339,7 +339,7 @@ def test_junit():
 
 NARROW = """
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
-from ggmlb.enums import Op
+from ggmlb.core.enums import Op
 
 class Device(CpuDevice):
     name = "Narrow0"

@@ -63,11 +63,11 @@ FOR_BACKENDS = frozenset(LAYERS[: LAYERS.index("row_split") + 1]) | {"kernels"}
 
 ALLOWED = {
     # `Tensor.copy_to` is a method for comfort; copying is the business of buffers.
-    ("ggmlb.tensor", "ggmlb.interface"),
+    ("ggmlb.core.tensor", "ggmlb.interface"),
     # `Context.from_array` is a method for comfort as well; who can use an array's memory, the registry knows.
-    ("ggmlb.context", "ggmlb.arrays"),
-    # The Numba device computes in the CPU's buffers: it has no memory of its own.
-    ("ggmlb.backends.numba.device", "ggmlb.backends.cpu"),
+    ("ggmlb.core.context", "ggmlb.interface.arrays"),
+    # The LLVM device computes in the CPU's buffers: it has no memory of its own.
+    ("ggmlb.backends.llvm.device", "ggmlb.backends.cpu"),
 }
 """Exceptions: (module, what it imports)."""
 
@@ -189,16 +189,16 @@ def test_models_use_public_names_only() -> None:
 @pytest.mark.parametrize(
     ("module", "text", "why"),
     [
-        ("ggmlb.tensor", "from ggmlb.scheduler import Scheduler", "stands below 'tensor'"),
-        ("ggmlb.tensor", "def f():\n    import ggmlb.graph", "stands below 'tensor'"),
-        ("ggmlb.registry", "from ggmlb.backends.cpu import backend_reg", "stands below 'registry'"),
-        ("ggmlb.scheduler.x", "from ggmlb.backends import cpu", "stands below 'scheduler'"),
+        ("ggmlb.core.tensor", "from ggmlb.runtime.scheduler import Scheduler", "stands below 'tensor'"),
+        ("ggmlb.core.tensor", "def f():\n    import ggmlb.core.graph", "stands below 'tensor'"),
+        ("ggmlb.interface.registry", "from ggmlb.backends.cpu import backend_reg", "stands below 'registry'"),
+        ("ggmlb.runtime.scheduler.x", "from ggmlb.backends import cpu", "stands below 'scheduler'"),
         ("ggmlb.backends.cpu", "from ggmlb.backends.opencl import queue", "of the backend 'opencl'"),
-        ("ggmlb.backends.array.x", "from ggmlb.backends.cpu.y import z", "of the backend 'cpu'"),
-        ("ggmlb.backends.cpu.x", "import ggmlb.registry", "not for backends"),
+        ("ggmlb.backends.cpu.array.x", "from ggmlb.backends.cpu.y import z", "of the backend 'cpu'"),
+        ("ggmlb.backends.cpu.x", "import ggmlb.interface.registry", "not for backends"),
         ("ggmlb.backends.cpu.x", "import ggmlb", "not for backends"),
-        ("ggmlb.alloc", "import ggmlb", "stands below 'alloc'"),
-        ("ggmlb.new", "import ggmlb.errors", "not in the list"),
+        ("ggmlb.runtime.alloc", "import ggmlb", "stands below 'alloc'"),
+        ("ggmlb.new", "import ggmlb.core.errors", "not in the list"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, text: str, why: str) -> None:
@@ -210,12 +210,18 @@ def test_a_wrong_import_is_found(module: str, text: str, why: str) -> None:
     ("module", "text"),
     [
         (
-            "ggmlb.tensor",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ggmlb.graph import Graph",
+            "ggmlb.core.tensor",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ggmlb.core.graph import Graph",
         ),
-        ("ggmlb.backends.cpu.x", "from ggmlb.backends.array.plan import ArrayPlan\nimport ggmlb.kernels"),
+        (
+            "ggmlb.backends.cpu.x",
+            "from ggmlb.backends.cpu.array.plan import ArrayPlan\nimport ggmlb.backends.gpu",
+        ),
         ("ggmlb.backends.cpu.x", "from ggmlb.backends.cpu.y import z"),
-        ("ggmlb.scheduler.x", "from ggmlb.scheduler.y import z\nimport ggmlb.alloc\nimport numpy"),
+        (
+            "ggmlb.runtime.scheduler.x",
+            "from ggmlb.runtime.scheduler.y import z\nimport ggmlb.runtime.alloc\nimport numpy",
+        ),
         ("ggmlb.models.x", "from ggmlb import Context"),
     ],
 )
@@ -227,4 +233,4 @@ def test_the_environment_is_read_in_one_place() -> None:
     readers = [
         m for m, text in sources().items() if "GGMLB_" in text and re.search(r"os\.(environ|getenv)", text)
     ]
-    assert readers == ["ggmlb.env"]
+    assert readers == ["ggmlb.system.env"]

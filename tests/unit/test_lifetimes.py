@@ -17,10 +17,10 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, Graph, Scheduler, SplitAxis, SplitState, split_evenly
-from ggmlb.meta import MIRRORED
+from ggmlb.parallel.meta import MIRRORED
 from ggmlb.testing.fake import FakeBuffer, FakeReg
 
-DEVICES = ["CPU", "OpenCL0", "Numba"]
+DEVICES = ["CPU", "OpenCL0", "LLVM"]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_dropped_backend_and_its_plans_are_gone(device: str) -> None:
     assert left[1]() is None
 
 
-@pytest.mark.parametrize("device", ["CPU", "Numba"])
+@pytest.mark.parametrize("device", ["CPU", "LLVM"])
 @pytest.mark.usefixtures("no_collection")
 def test_threads_end_with_their_backend(device: str) -> None:
     before = set(threading.enumerate())
@@ -233,7 +233,7 @@ def fail() -> None:
 
 
 def compare() -> None:
-    backends = [ggmlb.init_by_name(name) for name in ("CPU", "Numba")]
+    backends = [ggmlb.init_by_name(name) for name in ("CPU", "LLVM")]
     c, graph = layer()
     ggmlb.alloc_ctx_tensors(c, backends[0])
     ggmlb.compare_graph_backend(*backends, graph, lambda *_: True)

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from ggmlb.dtypes import DType
-from ggmlb.meta.layout import slices_of_view
-from ggmlb.meta.state import SplitAxis, SplitState
-from ggmlb.tensor import contiguous_nb
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import contiguous_nb
+from ggmlb.parallel.meta.layout import slices_of_view
+from ggmlb.parallel.meta.state import SplitAxis, SplitState
 
 Array = np.ndarray[Any, Any]
 Four = tuple[int, int, int, int]

@@ -10,8 +10,8 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, Graph, GraphAllocator, SplitState, Tensor
-from ggmlb.meta import MIRRORED
-from ggmlb.meta.reduce import Communicator
+from ggmlb.parallel.meta import MIRRORED
+from ggmlb.parallel.meta.reduce import Communicator
 from ggmlb.testing.fake import FakeReg
 
 CPU = ggmlb.device_by_name("CPU")

@@ -165,7 +165,7 @@ def test_it_is_our_error_and_says_what_to_do(case: str, things: Things) -> None:
 
 
 def test_what_goes_wrong_inside_an_op_is_not_explained_away() -> None:
-    from ggmlb.ops.misuse import explained
+    from ggmlb.core.ops.misuse import explained
 
     def op(self: Any, a: ggmlb.Tensor) -> None:
         raise AttributeError("a fault of ours")

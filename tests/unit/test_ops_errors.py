@@ -7,9 +7,9 @@ import pickle
 import pytest
 from operands import call
 
-from ggmlb.context import Context
-from ggmlb.enums import GluOp, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, TriType, UnaryOp
-from ggmlb.errors import ArgumentError, DTypeError, Error, ShapeError
+from ggmlb.core.context import Context
+from ggmlb.core.enums import GluOp, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, TriType, UnaryOp
+from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError
 
 S, D, A = ShapeError, DTypeError, ArgumentError
 ROPE = (0, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0)
@@ -373,7 +373,7 @@ def test_wrong_call(fn, args, error, part):
 
 
 def test_the_table_covers_every_family():
-    from ggmlb.ops.base import OpBase
+    from ggmlb.core.ops.base import OpBase
 
     families = [k for k in Context.__mro__ if issubclass(k, OpBase) and k not in (Context, OpBase)]
     tried = {fn for fn, *_ in WRONG}

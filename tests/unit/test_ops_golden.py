@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from golden import CASES
 
-from ggmlb.context import Context
-from ggmlb.enums import NO_OPS, Op, TensorFlag
-from ggmlb.ops import PARAMS
+from ggmlb.core.context import Context
+from ggmlb.core.enums import NO_OPS, Op, TensorFlag
+from ggmlb.core.ops import PARAMS
 
 HERE = Path(__file__).parent
 MORE_PARAMS = {"XIELU": {"alpha_n", "alpha_p", "beta", "eps"}, "SWIGLU_OAI": {"alpha", "limit"}}

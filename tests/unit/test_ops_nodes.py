@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from operands import call, operand
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, UnaryOp
-from ggmlb.graph import Graph
-from ggmlb.ops import PARAMS
-from ggmlb.ops.custom import N_TASKS_MAX
-from ggmlb.placement import placement_clock
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, UnaryOp
+from ggmlb.core.graph import Graph
+from ggmlb.core.ops import PARAMS
+from ggmlb.core.ops.custom import N_TASKS_MAX
+from ggmlb.core.placement import placement_clock
 
 NAMES = (Path(__file__).parent / "ggml_functions.txt").read_text().splitlines()[1:]
 ROPE = (0, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0)

@@ -13,11 +13,11 @@ from golden import CASES as GOLDEN
 from golden import FOLDER
 
 import ggmlb
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType, can_dequantize
-from ggmlb.enums import Op, RopeType, ScaleFlag, ScaleMode, TensorFlag
-from ggmlb.errors import ArgumentError
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType, can_dequantize
+from ggmlb.core.enums import Op, RopeType, ScaleFlag, ScaleMode, TensorFlag
+from ggmlb.core.errors import ArgumentError
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.programs import Archive, Case, Spec, Step, compare_bytes, load_cases
 
 CASES = {case.id: case for case in GOLDEN}
@@ -96,13 +96,13 @@ def test_integers_must_be_equal():
 def test_quantised_outputs_are_compared_dequantised_or_block_by_block():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 32)).astype(F)
-    blocks = ggmlb.dtypes.quantize(x, DType.Q8_0)
-    near = ggmlb.dtypes.quantize(x * F(1.001), DType.Q8_0)
+    blocks = ggmlb.core.dtypes.quantize(x, DType.Q8_0)
+    near = ggmlb.core.dtypes.quantize(x * F(1.001), DType.Q8_0)
     loose = make(blocks, dtype=DType.Q8_0, rule="dequant", nmse=1e-4)
     exact = make(blocks, dtype=DType.Q8_0, rule="dequant", nmse=0.0)
     assert verdict(loose, blocks).ok
     assert verdict(loose, near).ok
-    assert not verdict(loose, ggmlb.dtypes.quantize(x * F(1.1), DType.Q8_0)).ok
+    assert not verdict(loose, ggmlb.core.dtypes.quantize(x * F(1.1), DType.Q8_0)).ok
     assert verdict(exact, blocks).ok
     assert not verdict(exact, near).ok
 

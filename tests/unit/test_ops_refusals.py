@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ggmlb.context import Context
-from ggmlb.errors import ArgumentError, DTypeError, ShapeError
+from ggmlb.core.context import Context
+from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError
 
 S, D, A = ShapeError, DTypeError, ArgumentError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ggmlb
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.testing.samples import SAMPLES, ops_covered, supported_types
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
@@ -29,7 +29,7 @@ def test_the_page_is_current():
     pytest.importorskip("pyopencl")
     from ggmlb.cli.ops import as_markdown
 
-    devices = [ggmlb.device_by_name(name) for name in ("CPU", "Numba", "OpenCL0")]
+    devices = [ggmlb.device_by_name(name) for name in ("CPU", "LLVM", "OpenCL0")]
     assert PAGE.read_text(encoding="utf-8") == as_markdown(devices), (
-        "run `python -m ggmlb ops --devices CPU,Numba,OpenCL0 --markdown docs/ops.md`"
+        "run `python -m ggmlb ops --devices CPU,LLVM,OpenCL0 --markdown docs/ops.md`"
     )

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.enums import BufferUsage
-from ggmlb.graph import Graph
-from ggmlb.placement import placement_clock
-from ggmlb.registry import init_by_name
+from ggmlb.core.context import Context
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.graph import Graph
+from ggmlb.core.placement import placement_clock
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 
 
 def test_a_new_buffer_with_the_id_of_a_dropped_one_is_noticed() -> None:
@@ -129,14 +129,14 @@ def test_a_result_that_becomes_an_output_is_written_by_a_kept_plan() -> None:
     x, w = ctx.new_tensor("f32", (64, 4)), ctx.new_tensor("f32", 64)
     h = ctx.rms_norm(x, 1e-6)
     graph = Graph().build_forward_expand(ctx.set_output(ctx.mul(h, w)))
-    with init_by_name("Numba") as numba, alloc_ctx_tensors(ctx, numba) as buffer:
+    with init_by_name("LLVM") as llvm, alloc_ctx_tensors(ctx, llvm) as buffer:
         buffer.usage = BufferUsage.COMPUTE
         for leaf in graph.leafs:
             leaf.set_array(np.ones(leaf.shape))
         h.memset(0)
-        plan = numba.graph_plan_create(graph)
-        numba.graph_plan_compute(plan)
+        plan = llvm.graph_plan_create(graph)
+        llvm.graph_plan_compute(plan)
         assert not h.to_numpy().any(), "this test needs a kernel that leaves the norm out"
         ctx.set_output(h)
-        numba.graph_plan_compute(plan)
+        llvm.graph_plan_compute(plan)
         assert np.allclose(h.to_numpy(), 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import COMMON, finish, start
 
-NATIVE = ["CPU", "Numba", "OpenCL0"]
+NATIVE = ["CPU", "LLVM", "OpenCL0"]
 
 OPENED = """
 import sys, threading, time
@@ -62,10 +62,10 @@ def ask():     # registered before ggmlb's, and so called after it
     assert "Python is ending" in said[0]
     streams[0].graph_compute(work[0][2])    # the thread that ends may go on
     print("done", flush=True)
-import ggmlb.process
-atexit.unregister(ggmlb.process.fate._end)
+import ggmlb.system.process
+atexit.unregister(ggmlb.system.process.fate._end)
 atexit.register(ask)
-atexit.register(ggmlb.process.fate._end)
+atexit.register(ggmlb.system.process.fate._end)
 thread.start()
 """
 
@@ -82,7 +82,7 @@ for _ in range(3):
     pid = os.fork()
     if pid == 0:
         for stream, (a, y, graph) in zip(streams, work):
-            if stream.name in ("CPU", "Numba"):
+            if stream.name in ("CPU", "LLVM"):
                 a.set(np.full(1000, 3, np.float32))
                 stream.graph_compute(graph)
                 assert (y.to_numpy() == 6).all()
@@ -143,6 +143,6 @@ def test_a_fork_in_the_middle_of_computing(names: list[str]) -> None:
 
 
 @forks
-@pytest.mark.parametrize("name", ["CPU", "Numba"])
+@pytest.mark.parametrize("name", ["CPU", "LLVM"])
 def test_a_pool_of_forks_computes(name: str) -> None:
     run(POOL, name)

@@ -8,7 +8,7 @@ from time import sleep
 
 import pytest
 
-from ggmlb import progress
+from ggmlb.system import progress
 
 
 class Screen(io.StringIO):

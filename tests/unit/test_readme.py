@@ -94,12 +94,12 @@ def ratios(page: str, column: str = "ratio", among: str = "") -> list[float]:
 def test_figures_are_those_of_the_results() -> None:
     """Whoever records anew corrects the README as well."""
     for peer in ("PyTorch", "ONNX Runtime"):
-        numba, numpy = (ratios(page, f"ggmlb to {peer}") for page in ("embed_numba_cpu.md", "embed.md"))
+        llvm, numpy = (ratios(page, f"ggmlb to {peer}") for page in ("embed_llvm_cpu.md", "embed.md"))
         (row,) = re.findall(rf"^\| .*{peer}.*MiniLM.*$", README, re.MULTILINE)
-        assert f"{numba[0]:.1f} and {numba[1]:.1f} times as fast with the `Numba` device" in row
+        assert f"{llvm[0]:.1f} and {llvm[1]:.1f} times as fast with the `LLVM` device" in row
         assert f"{numpy[0]:.1f} and {numpy[1]:.1f} times [with NumPy alone]" in row
-    one, many = (ratios("numba.md", among=f"n = {n}, Numba_Repacked beside") for n in (1, 512))
+    one, many = (ratios("llvm.md", among=f"n = {n}, LLVM_Repacked beside") for n in (1, 512))
     assert f"is {min(one):.1f} to {max(one):.1f} times as fast with one column" in SMOOTH
     assert f"{min(many):.1f} to {max(many):.1f} times with 512" in SMOOTH
-    decode = ratios("numba_decode.md")
+    decode = ratios("llvm_decode.md")
     assert README.count(f"{min(decode):.1f} to {max(decode):.1f} times") == 2

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from stub_backend import StubReg
 
-from ggmlb.enums import DeviceType
-from ggmlb.errors import ArgumentError, BackendBroken, BackendError, BackendUnavailable, RegistryError
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError, BackendUnavailable, RegistryError
 from ggmlb.interface import API_VERSION
-from ggmlb.registry import Registry
+from ggmlb.interface.registry import Registry
 
 CPU, GPU, IGPU, ACCEL, META = (DeviceType[n] for n in ("CPU", "GPU", "IGPU", "ACCEL", "META"))
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from backend_files import GOOD, Write, registry_of
 
-from ggmlb.errors import BackendBroken, BackendUnavailable, RegistryError
+from ggmlb.core.errors import BackendBroken, BackendUnavailable, RegistryError
 from ggmlb.interface import API_VERSION
-from ggmlb.registry import Registry, discovery
-from ggmlb.registry.candidate import Candidate
+from ggmlb.interface.registry import Registry, discovery
+from ggmlb.interface.registry.candidate import Candidate
 
 # -- laziness --------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from backend_files import Write, registry_of, source_of
 
-from ggmlb.errors import BackendBroken, RegistryError
-from ggmlb.registry import Registry
+from ggmlb.core.errors import BackendBroken, RegistryError
+from ggmlb.interface.registry import Registry
 
 # -- load ------------------------------------------------------------------------------------------
 

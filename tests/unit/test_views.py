@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op
-from ggmlb.errors import ArgumentError, BoundsError, ShapeError
-from ggmlb.tensor import Tensor
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import ArgumentError, BoundsError, ShapeError
+from ggmlb.core.tensor import Tensor
 
 A = (6, 5, 4, 3)  # f32: nb (4, 24, 120, 480), 1440 bytes
 

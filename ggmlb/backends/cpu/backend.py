@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from ggmlb.backends.array.plan import ArrayPlan
-from ggmlb.backends.array.workspace import Workspace
+from ggmlb.backends.common.workspace import Workspace
+from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.backends.cpu.threads import Threads
-from ggmlb.enums import Status
-from ggmlb.graph import Graph
+from ggmlb.core.enums import Status
+from ggmlb.core.graph import Graph
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.interface.host import aligned_empty
-from ggmlb.process import checked_n_threads
+from ggmlb.system.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice

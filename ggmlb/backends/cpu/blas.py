@@ -9,7 +9,7 @@ from typing import Any
 
 import threadpoolctl  # type: ignore[import-untyped]
 
-from ggmlb.process import after_fork
+from ggmlb.system.process import after_fork
 
 
 @cache

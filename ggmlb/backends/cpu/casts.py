@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.backends.array.casts import Cast, Casts
-from ggmlb.dtypes import DType
+from ggmlb.backends.cpu.array.casts import Cast, Casts
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.array.workspace import Array
+    from ggmlb.backends.common.workspace import Array
 
 _F16 = DType.F16  # looked up once
 _HALF_INF = 0x7C00

@@ -15,14 +15,14 @@ import numpy.typing as npt
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.lowering import TABLE
-from ggmlb.enums import DeviceType
-from ggmlb.exchange import spanned
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.exchange import spanned
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, HostBufferType
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
-from ggmlb.process import n_cpus
-from ggmlb.tensor import Tensor
+from ggmlb.system.process import n_cpus
 
 
 class CpuDevice(Device):

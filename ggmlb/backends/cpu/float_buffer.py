@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ggmlb import dtypes
-from ggmlb.backends.array.weight_memory import misplaced, weight_in
-from ggmlb.dtypes import DType
-from ggmlb.errors import BackendError, BoundsError, DTypeError, ShapeError
+from ggmlb.backends.common.weight_memory import misplaced, weight_in
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import BackendError, BoundsError, DTypeError, ShapeError
+from ggmlb.core.tensor import Ne, Tensor, same_layout
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
-from ggmlb.tensor import Ne, Tensor, same_layout
 
 if TYPE_CHECKING:
     from ggmlb.backends.cpu.device import CpuDevice

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import ggmlb.backends.array.ops  # noqa: F401 (registers the reference rules)
-from ggmlb.backends.array.lowering import Lowering, Step
-from ggmlb.backends.array.rules import RuleTable, reference
+import ggmlb.backends.cpu.array.ops  # noqa: F401 (registers the reference rules)
+from ggmlb.backends.cpu.array.lowering import Lowering, Step
+from ggmlb.backends.cpu.array.rules import RuleTable, reference
 from ggmlb.backends.cpu.casts import CpuCasts
 from ggmlb.backends.cpu.products import product
-from ggmlb.errors import BackendError
+from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:
-    from ggmlb.backends.array.views import Memory, View
-    from ggmlb.backends.array.workspace import Array, Workspace
+    from ggmlb.backends.common.workspace import Array, Workspace
+    from ggmlb.backends.cpu.array.views import Memory, View
     from ggmlb.backends.cpu.threads import Threads
 
 TABLE = RuleTable(CpuCasts(np), reference)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.backends.array.products import is_ready
-from ggmlb.backends.array.views import View, cuts, grouped
+from ggmlb.backends.cpu.array.products import is_ready
+from ggmlb.backends.cpu.array.views import View, cuts, grouped
 
 if TYPE_CHECKING:
-    from ggmlb.backends.array.lowering import Step
-    from ggmlb.backends.array.workspace import Array
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.array.lowering import Step
     from ggmlb.backends.cpu.lowering import CpuLowering
 
 FUSED_ADDS = 8

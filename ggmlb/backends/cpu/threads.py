@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.interface.turns import Turns
-from ggmlb.process import fate
+from ggmlb.system.process import fate
 
 if TYPE_CHECKING:
     Steps = Sequence[Callable[[], Any]]

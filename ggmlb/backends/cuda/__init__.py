@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.errors import BackendBroken, BackendUnavailable
+from ggmlb.core.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import BackendReg
 
 if TYPE_CHECKING:

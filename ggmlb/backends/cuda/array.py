@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ggmlb.backends.array.ops  # noqa: F401 (registers the reference rules)
-from ggmlb.backends.array.casts import Casts
-from ggmlb.backends.array.lowering import Lowering
-from ggmlb.backends.array.rules import RuleTable, reference
-from ggmlb.backends.array.workspace import Workspace
+import ggmlb.backends.cpu.array.ops  # noqa: F401 (registers the reference rules)
+from ggmlb.backends.common.workspace import Workspace
+from ggmlb.backends.cpu.array.casts import Casts
+from ggmlb.backends.cpu.array.lowering import Lowering
+from ggmlb.backends.cpu.array.rules import RuleTable, reference
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer
 from ggmlb.backends.cuda.work import allocate
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op
-from ggmlb.tensor import Tensor
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.backends.array.views import View
-    from ggmlb.backends.array.workspace import Array
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.array.views import View
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.work import Binder, Outside
 

@@ -6,6 +6,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
+from ggmlb.backends.common.fusion import gather
 from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy, queue_read_2d, queue_write_2d
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
@@ -16,20 +17,19 @@ from ggmlb.backends.cuda.memory import Remains
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.backends.cuda.work import Arena, allocate
-from ggmlb.errors import BackendError
-from ggmlb.fusion import gather
+from ggmlb.core.errors import BackendError
+from ggmlb.core.placement import overlap
 from ggmlb.interface import Backend
-from ggmlb.placement import overlap
-from ggmlb.row_split import Helpers
+from ggmlb.parallel.row_split import Helpers
 
 if TYPE_CHECKING:
+    from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.enums import Status
-    from ggmlb.fusion import Group
-    from ggmlb.graph import Graph
+    from ggmlb.core.enums import Status
+    from ggmlb.core.graph import Graph
+    from ggmlb.core.tensor import Tensor
     from ggmlb.interface import Event, GraphPlan
     from ggmlb.interface.data import Bytes, Pieces
-    from ggmlb.tensor import Tensor
 
 MAX_HELD = 64
 """Host arrays of transfers that are kept before those whose transfer ended are looked for."""

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
 from ggmlb.backends.cuda.memory import Lent
+from ggmlb.core.placement import overlap
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes, Pieces
-from ggmlb.placement import overlap
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.driver import cuda_errors
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Collective

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.dtypes import DType
-from ggmlb.errors import BackendError, BackendUnavailable
-from ggmlb.kernels import Mem
+from ggmlb.backends.gpu import Mem
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import BackendError, BackendUnavailable
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.gemm import Gemm

@@ -15,14 +15,14 @@ from cupy.cuda import runtime as rt
 from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
-from ggmlb import progress
 from ggmlb.backends.cuda.cublas import library
 from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
 from ggmlb.backends.cuda.program import OPTIONS, text
-from ggmlb.dtypes import DType
-from ggmlb.errors import BackendError
+from ggmlb.backends.gpu import Launch
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import BackendError
 from ggmlb.interface.data import Bytes
-from ggmlb.kernels import Launch
+from ggmlb.system import progress
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Collective

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ggmlb import env
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.buffer import ALIGNMENT, CudaBuffer, CudaBufferType
 from ggmlb.backends.cuda.driver import cuda_errors, guard
 from ggmlb.backends.cuda.lowering import declines
 from ggmlb.backends.cuda.memory import DeviceMemory
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
-from ggmlb.enums import DeviceType, Op
-from ggmlb.errors import BackendError, BackendUnavailable, readable_size
-from ggmlb.exchange import spanned_bytes
+from ggmlb.backends.gpu import Target
+from ggmlb.core.enums import DeviceType, Op
+from ggmlb.core.errors import BackendError, BackendUnavailable, readable_size
+from ggmlb.core.exchange import spanned_bytes
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
-from ggmlb.kernels import Target
-from ggmlb.row_split import SplitBufferType
-from ggmlb.tensor import Tensor
+from ggmlb.parallel.row_split import SplitBufferType
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg

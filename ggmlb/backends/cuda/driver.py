@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
 
-from ggmlb.dtypes import DType
-from ggmlb.errors import BackendError
+from ggmlb.backends.gpu import Launch
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import BackendError
 from ggmlb.interface import BufferType
 from ggmlb.interface.data import Bytes
-from ggmlb.kernels import Launch
-from ggmlb.process import LibraryGuard
+from ggmlb.system.process import LibraryGuard
 
 guard: Final = LibraryGuard("CUDA")
 

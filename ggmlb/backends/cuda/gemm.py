@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ggmlb.kernels import Mem
+from ggmlb.backends.gpu import Mem
 
 MAX_CALLS = 2
 """Batches that strides cannot tell are done in so many calls; in one call with lists of pointers beyond."""

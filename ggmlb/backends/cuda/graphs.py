@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ggmlb.errors import BackendError
+from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Driver

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ggmlb import env
 from ggmlb.backends.cuda.buffer import ALIGNMENT
 from ggmlb.backends.cuda.driver import address_of, cuda_errors
 from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import HostBuffer, HostBufferType, allocate
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice

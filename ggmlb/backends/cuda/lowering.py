@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb import kernels, row_split
+from ggmlb.backends import gpu
+from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda import array
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import MAX_GROUPS, Lowering
 from ggmlb.backends.cuda.work import Part
-from ggmlb.enums import NO_OPS
-from ggmlb.fusion import Group, fuse
-from ggmlb.graph import Graph
-from ggmlb.kernels import Launch, Target
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Launch, Target
+from ggmlb.core.enums import NO_OPS
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.parallel import row_split
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend

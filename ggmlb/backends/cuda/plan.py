@@ -5,14 +5,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ggmlb import env
 from ggmlb.backends.cuda.graphs import Segment
 from ggmlb.backends.cuda.lowering import lower
 from ggmlb.backends.cuda.work import Binder
-from ggmlb.enums import Status
-from ggmlb.errors import BackendError
-from ggmlb.graph import Graph
+from ggmlb.core.enums import Status
+from ggmlb.core.errors import BackendError
+from ggmlb.core.graph import Graph
 from ggmlb.interface import GraphPlan
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend

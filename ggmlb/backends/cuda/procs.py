@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from ggmlb import env
 from ggmlb.backends.cuda.collectives import comm_allreduce_tensor, comm_free, comm_init
 from ggmlb.interface.data import host_bytes
 from ggmlb.interface.procs import set_abort_callback
-from ggmlb.row_split import split_buffer_type
+from ggmlb.parallel.row_split import split_buffer_type
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg

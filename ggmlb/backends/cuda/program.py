@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ggmlb.kernels import Defines, Kernel, source
+from ggmlb.backends.gpu import Defines, Kernel, source
 
 OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
 """NVRTC's options, the same for all kernels: CuPy asks the compiler for its version once for each set."""

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from ggmlb.backends.cuda.arguments import argument_block
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import place
-from ggmlb.errors import BackendError
-from ggmlb.kernels import Launch, Mem, Scratch
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Launch, Mem, Scratch
+from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend

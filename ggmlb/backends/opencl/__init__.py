@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
-from ggmlb.errors import BackendUnavailable
+from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface import BackendReg, Device
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback
-from ggmlb.row_split import split_buffer_type
+from ggmlb.parallel.row_split import split_buffer_type
 
 
 class OpenClReg(BackendReg):

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 
 import pyopencl as cl
 
+from ggmlb.backends.common.fusion import Group, gather
+from ggmlb.backends.gpu import Target, takes
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import Clock
 from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_done
-from ggmlb.enums import Status
-from ggmlb.fusion import Group, gather
-from ggmlb.graph import Graph
+from ggmlb.core.enums import Status
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Event, GraphPlan
 from ggmlb.interface.data import Bytes
-from ggmlb.kernels import Target, takes
-from ggmlb.row_split import Helpers, is_split
-from ggmlb.tensor import Tensor
+from ggmlb.parallel.row_split import Helpers, is_split
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

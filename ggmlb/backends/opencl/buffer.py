@@ -10,10 +10,10 @@ import pyopencl as cl
 import pyopencl.array
 
 from ggmlb.backends.opencl.runtime import cl_errors, is_done
+from ggmlb.core.placement import overlap
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes
-from ggmlb.placement import overlap
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

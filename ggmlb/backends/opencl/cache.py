@@ -13,7 +13,7 @@ from typing import Any
 
 import pyopencl as cl
 
-from ggmlb import disk_cache
+from ggmlb.system import disk_cache
 
 
 class Entry:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyopencl as cl
 import pyopencl.array
 
-from ggmlb import row_split
+from ggmlb.backends.gpu import Target, declines
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.backends.opencl.event import OpenClEvent
@@ -18,12 +18,12 @@ from ggmlb.backends.opencl.memory import MemoryLedger
 from ggmlb.backends.opencl.packed_buffer import OpenClPackedBufferType
 from ggmlb.backends.opencl.program import Programs
 from ggmlb.backends.opencl.runtime import cl_errors
-from ggmlb.enums import DeviceType, Op
-from ggmlb.errors import ArgumentError, BackendError, BackendUnavailable
+from ggmlb.core.enums import DeviceType, Op
+from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
-from ggmlb.kernels import Target, declines
-from ggmlb.tensor import Tensor
+from ggmlb.parallel import row_split
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl import OpenClReg

@@ -10,7 +10,7 @@ import pyopencl as cl
 
 from ggmlb.backends.opencl.buffer import ALIGNMENT
 from ggmlb.backends.opencl.runtime import cl_errors
-from ggmlb.errors import AllocationError
+from ggmlb.core.errors import AllocationError
 from ggmlb.interface.data import Bytes
 from ggmlb.interface.host import HostBuffer, HostBufferType, allocate
 

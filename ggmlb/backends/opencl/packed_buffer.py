@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ggmlb.backends.array.packed_buffer import PackedBuffer
-from ggmlb.backends.array.weight_memory import PRODUCTS, misplaced, weight_in
+from ggmlb.backends.common.packed_buffer import PackedBuffer
+from ggmlb.backends.common.weight_memory import PRODUCTS, misplaced, weight_in
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
-from ggmlb.dtypes import DType
-from ggmlb.enums import Op
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface.data import Bytes
-from ggmlb.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

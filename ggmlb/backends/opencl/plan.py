@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.fusion import Group, fuse
-from ggmlb.graph import Graph
+from ggmlb.backends.common.fusion import Group, fuse
+from ggmlb.backends.gpu import Launch, Mem, lower, lower_group, packed_args
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
-from ggmlb.kernels import Launch, Mem, lower, lower_group, packed_args
-from ggmlb.row_split import RowSplitProduct, is_split
-from ggmlb.tensor import Tensor
+from ggmlb.parallel.row_split import RowSplitProduct, is_split
 
 if TYPE_CHECKING:
     import pyopencl as cl

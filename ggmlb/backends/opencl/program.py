@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pyopencl as cl
 
-from ggmlb import progress
+from ggmlb.backends.gpu import Defines, Kernel, Launch, source
 from ggmlb.backends.opencl.cache import Entry
 from ggmlb.backends.opencl.runtime import cl_errors
-from ggmlb.kernels import Defines, Kernel, Launch, source
+from ggmlb.system import progress
 
 _Key = tuple[Kernel, Defines, int, bool]
 Loan = tuple[_Key, "cl.Kernel"]

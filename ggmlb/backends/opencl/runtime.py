@@ -8,9 +8,9 @@ from typing import Final
 
 import pyopencl as cl
 
-from ggmlb.errors import BackendError
+from ggmlb.core.errors import BackendError
 from ggmlb.interface import BufferType
-from ggmlb.process import LibraryGuard
+from ggmlb.system.process import LibraryGuard
 
 guard: Final = LibraryGuard("OpenCL")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from ggmlb.errors import one_line
+from ggmlb.core.errors import one_line
 from ggmlb.interface import Device
 from ggmlb.testing.behaviour import memory, order, plans, transfers, weights
 from ggmlb.testing.behaviour.rig import CHECKS, Fault, NotApplicable, Rig

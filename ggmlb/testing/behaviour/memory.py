@@ -7,14 +7,14 @@ from contextlib import suppress
 
 import numpy as np
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import AllocationError, ArgumentError, BackendError, FreedError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, FreedError
+from ggmlb.core.graph import Graph
 from ggmlb.interface import tensor_alloc, tensor_copy
-from ggmlb.registry import device_by_name
+from ggmlb.interface.registry import device_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
 
 N = 5000

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from ggmlb.errors import BackendError, FreedError
+from ggmlb.core.errors import BackendError, FreedError
 from ggmlb.interface import tensor_copy_async
 from ggmlb.testing.behaviour.rig import Rig, check, expect_equal, expect_error, numbers, unsupported
 

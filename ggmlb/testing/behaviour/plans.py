@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import Status
-from ggmlb.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Status
+from ggmlb.core.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import GraphPlan, tensor_alloc
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
 from ggmlb.testing.samples import SAMPLES, TYPES, sample
 

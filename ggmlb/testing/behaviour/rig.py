@@ -9,15 +9,15 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.alloc import alloc_ctx_tensors
-from ggmlb.alloc.linear import padded
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import DeviceType
-from ggmlb.graph import Graph
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, Device, PartedBuffer, tensor_alloc
-from ggmlb.registry import device_by_name
-from ggmlb.tensor import Tensor
+from ggmlb.interface.registry import device_by_name
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.alloc.linear import padded
 
 Floats = npt.NDArray[np.float32]
 

@@ -10,11 +10,11 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.errors import BoundsError
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import BoundsError
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc, tensor_copy
-from ggmlb.tensor import Tensor
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers
 from ggmlb.testing.guarded import poison
 

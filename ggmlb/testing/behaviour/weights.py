@@ -9,16 +9,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import dtypes
-from ggmlb.alloc import alloc_ctx_tensors, alloc_tensors
-from ggmlb.context import Context
-from ggmlb.dtypes import DType
-from ggmlb.enums import BufferUsage
-from ggmlb.errors import AllocationError, BackendError, BoundsError, FreedError
-from ggmlb.graph import Graph
+from ggmlb.core import dtypes
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import AllocationError, BackendError, BoundsError, FreedError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType, tensor_copy, tensor_copy_async
-from ggmlb.scheduler import Scheduler
-from ggmlb.tensor import Tensor
+from ggmlb.runtime.alloc import alloc_ctx_tensors, alloc_tensors
+from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, unsupported
 from ggmlb.testing.devices import weight_memories
 

@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from ggmlb.errors import ArgumentError, Error
+from ggmlb.core.errors import ArgumentError, Error
 from ggmlb.testing.cases.draw import FAMILIES, Choices, Program
 
 TIMES = 2

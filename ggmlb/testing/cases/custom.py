@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.dtypes import DType
-from ggmlb.ops.custom import N_TASKS_MAX
+from ggmlb.core.dtypes import DType
+from ggmlb.core.ops.custom import N_TASKS_MAX
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, PLAIN, Extents, Program, family
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import dtypes
-from ggmlb.dtypes import DType
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
 from ggmlb.testing.programs import Case, Spec, Step
 
 PLAIN = "plain"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, GAPS, I32, PADDED, PLAIN, ROWS, Program, family
 
 UNARY = (

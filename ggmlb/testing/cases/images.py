@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ggmlb.dtypes import DType
-from ggmlb.enums import OpPool, ScaleFlag, ScaleMode
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import OpPool, ScaleFlag, ScaleMode
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, LOPSIDED, PADDED, PLAIN, Program, family
 from ggmlb.testing.cases.elementwise import tolerance
 

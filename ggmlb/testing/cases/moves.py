@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from ggmlb.dtypes import DType
-from ggmlb.enums import TriType
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import TriType
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
 from ggmlb.testing.cases.products import READ_ONLY, WEIGHTS
 

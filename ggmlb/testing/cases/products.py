@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ggmlb import dtypes
-from ggmlb.dtypes import DType
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
 from ggmlb.testing.cases.draw import (
     ANY,
     BF16,

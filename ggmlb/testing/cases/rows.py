@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from ggmlb.enums import RopeType, SortOrder
+from ggmlb.core.enums import RopeType, SortOrder
 from ggmlb.testing.cases.draw import ANY, BF16, F16, F32, I32, I64, PADDED, PLAIN, ROWS, Program, family
 from ggmlb.testing.cases.elementwise import tolerance
 from ggmlb.testing.cases.products import READ_ONLY, WEIGHTS

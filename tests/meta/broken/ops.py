@@ -6,8 +6,8 @@ import numpy as np
 
 from broken.values import WrongBackend, WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
-from ggmlb.dtypes import DType
-from ggmlb.enums import NO_OPS, Op
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.interface import Device
 from ggmlb.testing.samples import SAMPLES, sample
 

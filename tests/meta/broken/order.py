@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ggmlb.errors import BackendError
+from ggmlb.core.errors import BackendError
 from ggmlb.interface import Caps, Device
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeDevice, FakeEvent, FakeReg
 

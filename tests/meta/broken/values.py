@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.array.plan import ArrayPlan
+from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.lowering import CpuLowering
-from ggmlb.enums import NO_OPS, Op, Status
-from ggmlb.errors import BackendError
+from ggmlb.core.enums import NO_OPS, Op, Status
+from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor, contiguous_nb
 from ggmlb.interface import Device
-from ggmlb.tensor import Tensor, contiguous_nb
 
 
 def like(t: Tensor, **changes: Any) -> Tensor:

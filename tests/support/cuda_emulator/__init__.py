@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.kernels import Kernel, Launch, Mem, Scratch, assemble
+from ggmlb.backends.gpu import Kernel, Launch, Mem, Scratch, assemble
 
 HERE = Path(__file__).parent
 HEADER = '#include "emulator.h"\n'

@@ -13,8 +13,8 @@ from importlib import resources
 from cuda_emulator import build, text
 from cuda_emulator.programs import PROGRAMS
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.kernels import Kernel, Launch
-from ggmlb.kernels.source import PORTABLE
+from ggmlb.backends.gpu import Kernel, Launch
+from ggmlb.backends.gpu.source import PORTABLE
 
 FILES = {
     PACKAGE: (
@@ -69,7 +69,7 @@ class Mutant:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """Have kernels built from this text."""
-        source = sys.modules["ggmlb.kernels.source"]
+        source = sys.modules["ggmlb.backends.gpu.source"]
         real: Callable[[str, str], str] = source._text  # type: ignore[attr-defined]
 
         def changed(package: str, file: str) -> str:

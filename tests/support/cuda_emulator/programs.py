@@ -16,10 +16,10 @@ from cuda_emulator import BACKWARD, FORWARD
 from cuda_emulator.runner import Runner, place
 from ggmlb import Context, DType, Graph, init_by_name
 from ggmlb.backends.cuda.kernels import Lowering, Step, products
-from ggmlb.enums import GluOp
-from ggmlb.kernels import Launch, Mem, Target, lower
-from ggmlb.kernels.lowering.matmul import Glu
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Launch, Mem, Target, lower
+from ggmlb.backends.gpu.lowering.matmul import Glu
+from ggmlb.core.enums import GluOp
+from ggmlb.core.tensor import Tensor
 
 CARD = Target(False, 132, 128)
 

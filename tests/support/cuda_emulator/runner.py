@@ -12,7 +12,7 @@ from cuda_emulator.blas import HostBlas
 from ggmlb import Context, cpu_buffer_from_ptr, tensor_alloc, view_init
 from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.kernels import Step
-from ggmlb.kernels import Launch
+from ggmlb.backends.gpu import Launch
 
 
 class Runner:

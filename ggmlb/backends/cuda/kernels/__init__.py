@@ -12,5 +12,5 @@ from ggmlb.backends.cuda.kernels.scratch import place
 
 __all__ = ["MAX_GROUPS", "PACKAGE", "Lowering", "Step", "place"]
 
-PACKAGE = __name__
-"""Where the texts lie, as `ggmlb.kernels.kernels` wants to know."""
+PACKAGE = "ggmlb.backends.cuda"
+"""Where the texts lie, as `ggmlb.backends.gpu.kernels` wants to know."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.dtypes import DType
-from ggmlb.kernels import Mem, Scratch, kernels
-from ggmlb.kernels.launch import launch
-from ggmlb.kernels.lowering.softmax import alibi
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Mem, Scratch, kernels
+from ggmlb.backends.gpu.launch import launch
+from ggmlb.backends.gpu.lowering.softmax import alibi
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
-from ggmlb.enums import NO_OPS, Op
-from ggmlb.fusion import Group
-from ggmlb.kernels import Launch, Mem, Target, declines, lower, lower_group, takes
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Launch, Mem, Target, declines, lower, lower_group, takes
+from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.tensor import Tensor
 
 Step: TypeAlias = Launch | Gemm
 

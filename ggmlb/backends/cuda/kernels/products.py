@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.cuda.gemm import cannot_describe, gemms
-from ggmlb.dtypes import DType
-from ggmlb.enums import Prec
-from ggmlb.fusion import Group
-from ggmlb.kernels import Launch, Mem, Scratch, kernels
-from ggmlb.kernels.launch import flattened, launch, mapped
-from ggmlb.kernels.lowering.base import FLOATS
-from ggmlb.kernels.lowering.copy import copy
-from ggmlb.kernels.lowering.matmul import READ_IN_EIGHTS, Glu, gated
-from ggmlb.placement import overlap
-from ggmlb.tensor import Tensor
+from ggmlb.backends.gpu import Launch, Mem, Scratch, kernels
+from ggmlb.backends.gpu.launch import flattened, launch, mapped
+from ggmlb.backends.gpu.lowering.base import FLOATS
+from ggmlb.backends.gpu.lowering.copy import copy
+from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS, Glu, gated
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Prec
+from ggmlb.core.placement import overlap
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step

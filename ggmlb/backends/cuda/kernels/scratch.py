@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ggmlb.kernels import Mem, Scratch
+from ggmlb.backends.gpu import Mem, Scratch
 
 ALIGNMENT = 256
 """Bytes: what `Scratch` promises."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from cupy._host import FUNCTIONS, HOST, HostError
-from ggmlb.kernels import Launch
+from ggmlb.backends.gpu import Launch
 
 END, BUFFER, SIZE = 0, 1, 2
 """CU_LAUNCH_PARAM_*."""

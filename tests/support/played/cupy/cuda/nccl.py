@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupy._host import HOST
-from ggmlb.dtypes import DType
+from ggmlb.core.dtypes import DType
 
 available = True
 

@@ -1,0 +1,187 @@
+"""Finding the groups of a graph that may be fused, and moving their nodes together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cached_property
+
+from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Part, Pattern
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.core.graph import Graph
+from ggmlb.core.placement import overlap, same_place
+from ggmlb.core.tensor import Tensor
+from ggmlb.system import env
+
+Takes = Callable[["Group"], bool]
+"""Says whether a backend computes a group."""
+
+_NEEDED = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS
+_BY_OP: dict[Op, list[Pattern]] = {}
+for _pattern in PATTERNS:
+    for _op in _pattern.last.ops:
+        _BY_OP.setdefault(_op, []).append(_pattern)
+
+
+def fuse(graph: Graph, takes: Takes) -> list[Tensor | Group]:
+    """Return the nodes of a graph, some of them in groups, in an order in which they can be computed.
+
+    A group stands where its last node stood. A node is in one group at most.
+
+    Args:
+        graph: A graph, or a part of one that knows its whole (`Graph.view`).
+        takes: The backend's answer, for groups that may be fused.
+    """
+    if len(graph) < 2 or not env.fuse():
+        return list(graph.nodes)
+    groups = _Finder(graph, takes).groups()
+    ends = {group.result: group for group in groups}
+    inner = {node for group in groups for node in group.nodes}
+    return [ends.get(node, node) for node in graph.nodes if node in ends or node not in inner]
+
+
+def gather(graph: Graph, takes: Takes) -> None:
+    """Move the nodes of each group that `fuse` finds to its last node; for `Backend.graph_optimize`.
+
+    Views without an op follow a group, so that the allocator keeps its operands until its result has a place.
+    """
+    owners: dict[Tensor, Group] = {}
+    waiting: dict[Tensor, list[Tensor]] = {}
+    needed: dict[Tensor, list[Tensor]] = {}
+    for item in fuse(graph, takes):
+        if isinstance(item, Group):
+            waiting[item.result] = []
+            needed[item.result] = [_view_of(t) for t in _to_be_placed(item)]
+            owners.update(dict.fromkeys(item.nodes[:-1], item))
+    ordered: list[Tensor] = []
+    for node in graph.nodes:
+        if node in waiting:
+            ordered += waiting[node]
+            for member in waiting.pop(node):
+                del owners[member]
+        elif node.op in NO_OPS and node.view_src is not None and node.src[0] in owners:
+            owners[node] = owners[node.src[0]]  # a view comes after what it views
+        if node in owners:
+            waiting[owners[node].result].append(node)
+        else:
+            ordered.append(node)
+        if node in needed:
+            ordered += needed[node]
+    graph.nodes = ordered
+
+
+def _to_be_placed(group: Group) -> list[Tensor]:
+    """Return the operands that no result may overlap, and that have no place yet."""
+    operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside(part)]
+    return [t for t in dict.fromkeys(operands) if t.buffer is None]
+
+
+def _view_of(tensor: Tensor) -> Tensor:
+    name = f"{tensor.name} (needed)"
+    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=name)
+
+
+class _Finder:
+    """Finds the groups of one graph."""
+
+    def __init__(self, graph: Graph, takes: Takes) -> None:
+        self._graph = graph
+        self._nodes = graph.nodes
+        self._places = {node: i for i, node in enumerate(graph.nodes)}
+        self._takes = takes
+        self._taken: set[Tensor] = set()
+
+    @cached_property
+    def _uses(self) -> Counter[Tensor]:
+        return self._graph.use_counts()
+
+    def groups(self) -> list[Group]:
+        found: list[Group] = []
+        for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
+            for pattern in _BY_OP.get(node.op, ()):
+                group = self._match(pattern, node)
+                if group is not None and pattern.fits(group) and self._is_safe(group) and self._takes(group):
+                    self._taken.update(group.nodes)
+                    found.append(group)
+                    break
+        return found
+
+    # -- structure -----------------------------------------------------------------------------
+
+    def _match(self, pattern: Pattern, node: Tensor) -> Group | None:
+        parts: dict[str, Tensor] = {}
+        views: list[Tensor] = []
+        if not self._find(pattern.last, node, parts, views):
+            return None
+        kept = tuple(t for t in parts.values() if t is not node and not self._may_drop(t))
+        return Group(pattern.name, parts, tuple(views), kept)
+
+    def _find(self, part: Part, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
+        """Add a part and what it takes, in the order of computing; `parts` is of no use where it fails."""
+        if (
+            node.op not in part.ops
+            or node not in self._places
+            or node in self._taken
+            or node.is_empty
+            or node in parts.values()
+        ):
+            return False
+        for inner, operands in part.inputs:
+            if not any(self._find_input(part, inner, node, i, parts, views) for i in operands):
+                return False
+        parts[part.name] = node
+        return True
+
+    def _find_input(
+        self, part: Part, inner: Part, node: Tensor, i: int, parts: dict[str, Tensor], views: list[Tensor]
+    ) -> bool:
+        source = node.src[i] if i < len(node.src) else None
+        between = []
+        while part.by_views and source is not None and source.op in NO_OPS and source.src:
+            if self._uses[source] != 1 or source.flags & _NEEDED:
+                return False
+            between.append(source)
+            source = source.src[0]
+        if source is None or source.op not in inner.ops or source.dtype is not DType.F32:
+            return False
+        if not (inner.keepable or self._may_drop(source)):
+            return False
+        views += between
+        return self._find(inner, source, parts, views)
+
+    def _may_drop(self, node: Tensor) -> bool:
+        return (
+            self._uses[node] == 1
+            and not node.flags & _NEEDED
+            and node.view_src is None
+            and (node.buffer is None or node.buffer.usage is BufferUsage.COMPUTE)
+        )
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _is_safe(self, group: Group) -> bool:
+        """Whether one kernel, run where the last node stands, reads and leaves what the nodes would."""
+        written = [*group.kept, group.result]
+        operands = [(part, s) for part in group.parts for s in group.outside(part)]
+        for i, result in enumerate(written):
+            if any(overlap(result, other) for other in written[:i]):
+                return False
+            for part, operand in operands:
+                if overlap(result, operand) and not (part in IN_PLACE and same_place(result, operand)):
+                    return False
+        return all(self._may_wait(node, group) for node in group.nodes[:-1])
+
+    def _may_wait(self, node: Tensor, group: Group) -> bool:
+        """Whether nothing between a node and the group's last minds that the node is computed late."""
+        kept = node in group.kept
+        inside = {*group.nodes, *group.views}
+        reads = [s for s in node.src if s is not None and s not in inside]
+        for other in self._nodes[self._places[node] + 1 : self._places[group.result]]:
+            if other in inside or other.op in NO_OPS:
+                continue
+            if any(overlap(other, s) for s in reads):
+                return False
+            if kept and any(overlap(t, node) for t in (other, *other.src) if t is not None):
+                return False
+        return True

@@ -1,0 +1,180 @@
+"""The table: which nodes may be one group, and what a group is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+Name = Literal["norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu"]
+
+IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"})
+"""Parts whose operands from outside may lie exactly where a result of the group does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A node of a pattern.
+
+    Attributes:
+        name: What the group calls it.
+        ops: What it may be.
+        inputs: Parts whose results it takes, and at which operands each may stand.
+        keepable: Its result may be needed elsewhere too.
+        by_views: Views may lie between it and what it takes.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    inputs: tuple[tuple[Part, tuple[int, ...]], ...] = ()
+    keepable: bool = False
+    by_views: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A tree of parts, told by its last, and what else must hold."""
+
+    name: Name
+    last: Part
+    fits: Callable[[Group], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Nodes that one kernel may compute.
+
+    Attributes:
+        pattern: The pattern's name.
+        parts: The nodes by the names of their parts.
+        views: Views between them, none of which anybody else reads.
+        kept: Results that must be written besides the last.
+    """
+
+    pattern: Name
+    parts: dict[str, Tensor]
+    views: tuple[Tensor, ...] = ()
+    kept: tuple[Tensor, ...] = ()
+
+    @property
+    def result(self) -> Tensor:
+        """The last node."""
+        return self.parts[next(reversed(self.parts))]
+
+    @property
+    def nodes(self) -> tuple[Tensor, ...]:
+        """The nodes, each after those that it reads."""
+        return tuple(self.parts.values())
+
+    def outside(self, part: str) -> tuple[Tensor, ...]:
+        """Return the operands of a part that no node of the group computes."""
+        inside = {*self.parts.values(), *self.views}
+        return tuple(s for s in self.parts[part].src if s is not None and s not in inside)
+
+    def other(self, part: str) -> Tensor:
+        """Return the one operand of a part that no node of the group computes."""
+        (tensor,) = self.outside(part)
+        return tensor
+
+    def __getitem__(self, part: str) -> Tensor:
+        return self.parts[part]
+
+    def __contains__(self, part: str) -> bool:
+        return part in self.parts
+
+    def __repr__(self) -> str:
+        return f"<Group {self.pattern}: {', '.join(f'{k}={n.describe()}' for k, n in self.parts.items())}>"
+
+
+def _tiles(part: str) -> Callable[[Group], bool]:
+    """Make the condition that a part adds or multiplies by a tensor whose extents are its own, or 1."""
+
+    def tiles(group: Group) -> bool:
+        if part not in group:
+            return True
+        node = group[part]
+        inner = next((s for s in node.src if s in group.parts.values()), node.src[0])
+        others = group.outside(part)
+        return (
+            inner is not None
+            and inner.ne == node.ne
+            and (len(others) == 1 or inner in others)
+            and all(a == b or a == 1 for s in others for a, b in zip(s.ne, node.ne, strict=True))
+        )
+
+    return tiles
+
+
+def _all(*conditions: Callable[[Group], bool]) -> Callable[[Group], bool]:
+    return lambda group: all(condition(group) for condition in conditions)
+
+
+def _same_operand(group: Group) -> bool:
+    """Whether both products are of one operand, with weights of one type and shape; or there is but one."""
+    if "up" not in group:
+        return all(s is None for s in group["glu"].src[1:])
+    (w, x), (v, y) = group["gate"].sources, group["up"].sources
+    return x is y and (w.dtype, w.ne, w.nb) == (v.dtype, v.ne, v.nb)
+
+
+def _rows_of_heads(group: Group) -> bool:
+    """Whether a row that is written is all heads of a token, in order."""
+    rope, rows = group["rope"], group["set_rows"].sources[0]
+    return (
+        rope.is_contiguous()
+        and rows.is_contiguous()
+        and rows.view_offs == rope.view_offs
+        and rows.ne == (rope.ne[0] * rope.ne[1], rope.ne[2], rope.ne[3], 1)
+    )
+
+
+def _norm(*, add: bool, mul: bool, shift: bool) -> Pattern:
+    sum_ = Part("add", (Op.ADD,), keepable=True)
+    last = Part("norm", (Op.NORM, Op.RMS_NORM), ((sum_, (0,)),) if add else ())
+    if mul:
+        last = Part("mul", (Op.MUL,), ((last, (0, 1)),))
+    if shift:
+        last = Part("shift", (Op.ADD,), ((last, (0, 1)),))
+    return Pattern("norm", last, _all(_tiles("add"), _tiles("mul"), _tiles("shift")))
+
+
+def _product(name: str, added: str | None) -> Part:
+    product = Part(name, (Op.MUL_MAT,))
+    return Part(added, (Op.ADD,), ((product, (0, 1)),)) if added else product
+
+
+def _glu(*, add: bool, split: bool) -> Pattern:
+    inputs = [(_product("gate", "gate_add" if add else None), (0,))]
+    if split:
+        inputs.append((_product("up", "up_add" if add else None), (1,)))
+    fits = _all(_same_operand, _tiles("gate_add"), _tiles("up_add"))
+    return Pattern("glu", Part("glu", (Op.GLU,), tuple(inputs)), fits)
+
+
+PATTERNS: Final[tuple[Pattern, ...]] = (
+    _norm(add=True, mul=True, shift=True),
+    _norm(add=False, mul=True, shift=True),
+    _norm(add=True, mul=True, shift=False),
+    _norm(add=False, mul=True, shift=False),
+    _norm(add=True, mul=False, shift=False),
+    Pattern(
+        "rope_set_rows",
+        Part("set_rows", (Op.SET_ROWS,), ((Part("rope", (Op.ROPE,)), (0,)),), by_views=True),
+        _rows_of_heads,
+    ),
+    _glu(add=True, split=True),
+    _glu(add=False, split=True),
+    _glu(add=True, split=False),
+    _glu(add=False, split=False),
+    Pattern("mul_mat_add", _product("mul_mat", "add"), _tiles("add")),
+    *(
+        Pattern(
+            "mul_mat_unary", Part("unary", (Op.UNARY,), ((_product("mul_mat", added), (0,)),)), _tiles("add")
+        )
+        for added in ("add", None)
+    ),
+)
+"""In the order in which they are tried: of two that end at one node, the longer first."""

@@ -1,0 +1,61 @@
+"""Memory that keeps the blocks of weights in another order: what its transfers have in common.
+
+Bytes change places within groups only; a transfer that ends inside a group reads the rest of it first.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer
+from ggmlb.interface.data import Bytes
+
+
+class PackedBuffer(Buffer):
+    """Converts weights on their way; mixed in before the buffer that moves bytes."""
+
+    @abstractmethod
+    def group_nbytes(self, tensor: Tensor) -> int:
+        """Bytes of a group of a weight that is packed; it begins with one."""
+
+    @abstractmethod
+    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
+        """Whole groups in this memory's order."""
+
+    @abstractmethod
+    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
+        """Whole groups as ggml has them: what `pack` was given."""
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        if not self.packing(tensor):
+            super()._set_tensor(tensor, data, offset)  # type: ignore[safe-super]
+            return
+        whole, start, first, end = self._whole_groups(tensor, offset, data.size)
+        if (first, end) != (start, start + data.size):
+            plain = np.empty(end - first, np.uint8)
+            self._get_tensor(whole, plain, first)
+            plain[start - first : start - first + data.size] = data
+            data = plain
+        super()._set_tensor(whole, self.pack(data, whole), first)  # type: ignore[safe-super]
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        if not self.packing(tensor):
+            super()._get_tensor(tensor, out, offset)  # type: ignore[safe-super]
+            return
+        whole, start, first, end = self._whole_groups(tensor, offset, out.size)
+        packed = np.empty(end - first, np.uint8)
+        super()._get_tensor(whole, packed, first)  # type: ignore[safe-super]
+        out[:] = self.unpack(packed, whole)[start - first : start - first + out.size]
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
+
+    def _whole_groups(self, tensor: Tensor, offset: int, nbytes: int) -> tuple[Tensor, int, int, int]:
+        """The weight that a tensor is part of, where bytes begin in it, and the ends of their groups."""
+        whole = tensor.view_src or tensor
+        size = self.group_nbytes(whole)
+        start = tensor.offset - whole.offset + offset
+        return whole, start, start // size * size, -(-(start + nbytes) // size) * size

@@ -1,0 +1,32 @@
+"""Memory for weights alone, which keeps them in an order or a type of its own: who may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import BufferType
+
+PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID})
+"""Ops whose first operand is a weight."""
+
+
+def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS) -> Tensor | None:
+    """Return the weight that a node reads from such memory, as its first operand; `None` if it reads none."""
+    weight = node.src[0] if node.op in readers else None
+    return weight if weight is not None and weight.buffer is not None and weight.buffer.buft is buft else None
+
+
+def misplaced(
+    buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS, who: str = "products"
+) -> str | None:
+    """Return why a node cannot use what lies in such memory: `who`, the readers, may read `src0` there."""
+    if node.op in NO_OPS:
+        return None
+    for i, src in enumerate(node.src):
+        lies_there = src is not None and src.buffer is not None and src.buffer.buft is buft
+        if lies_there and (i or node.op not in readers):
+            return f"src{i} lies in {buft.name} memory, which only {who} read"
+    return None

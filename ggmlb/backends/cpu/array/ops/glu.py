@@ -1,0 +1,70 @@
+"""Gated linear units: an activated half times the other half."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.backends.cpu.array.ops import unary
+from ggmlb.backends.cpu.array.rules import FLOAT, operands, rule
+from ggmlb.backends.cpu.array.views import View
+from ggmlb.core.enums import GluOp, Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.array.casts import Casts
+    from ggmlb.backends.cpu.array.lowering import Kernel, Lowering
+
+ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
+    GluOp.REGLU: (unary.relu, 0, 1),
+    GluOp.GEGLU: (unary.gelu, 1, 2 * unary.EXP),
+    GluOp.SWIGLU: (unary.silu, 1, unary.EXP),
+    GluOp.GEGLU_ERF: (unary.gelu_erf, 2, 3 * unary.EXP),
+    GluOp.GEGLU_QUICK: (unary.gelu_quick, 1, unary.EXP),
+}
+"""The function of the gate, how many scratch arrays it wants, and its work per element in additions."""
+
+
+def _is_known(node: Tensor, casts: Casts) -> str | None:
+    op = node.params["op"]
+    return None if op in ACTIVATIONS or op == GluOp.SWIGLU_OAI else f"it has no function {op!r}"
+
+
+@rule(Op.GLU, operands(FLOAT, FLOAT), _is_known)
+def glu(lw: Lowering, t: Tensor) -> None:
+    """`act(gate) * up`; gate and up are two tensors, or the halves of each row of one."""
+    a, b = t.src[:2]
+    assert a is not None
+    gate = View.of(a)
+    if b is not None:
+        up = View.of(b)
+    else:
+        n = t.ne[0]
+        gate, up = gate.cut(3, 0, n), gate.cut(3, n, n)
+        if t.params["swapped"]:
+            gate, up = up, gate
+    xp = lw.xp
+    if t.params["op"] == GluOp.SWIGLU_OAI:
+        kernel = partial(swiglu_oai, xp, alpha=t.params["alpha"], limit=t.params["limit"])
+        lw.tiled(kernel, View.of(t), gate, up, scratch=2, work=2 * unary.EXP)
+        return
+    activation, n_scratch, work = ACTIVATIONS[t.params["op"]]
+
+    def kernel_of(y: Array, gate: Array, up: Array, tmp: Array, *scratch: Array) -> None:
+        activation(xp, tmp, gate, *scratch)
+        xp.multiply(tmp, up, out=y)
+
+    lw.tiled(kernel_of, View.of(t), gate, up, scratch=1 + n_scratch, work=work)
+
+
+def swiglu_oai(
+    xp: Any, y: Array, gate: Array, up: Array, tmp: Array, g: Array, *, alpha: float, limit: float
+) -> None:
+    """`g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)` with `g = min(gate, limit)`."""
+    xp.minimum(gate, limit, out=g)
+    unary.one_plus_exp(xp, tmp, g, -alpha)
+    xp.divide(g, tmp, out=g)
+    xp.clip(up, -limit, limit, out=tmp)
+    xp.add(tmp, 1, out=tmp)
+    xp.multiply(tmp, g, out=y)

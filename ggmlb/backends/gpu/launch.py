@@ -1,0 +1,378 @@
+"""Launches: a kernel, the tensors and numbers it takes, and how its work is split. No device is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.gpu.source import Kernel, kernels
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import contiguous_nb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.core.tensor import Ne, Tensor
+    from ggmlb.interface import Buffer
+
+Defines = tuple[tuple[str, str], ...]
+
+MIN_GROUP_WORK = 4096
+"""Elements that a core should have before the work is dealt out to another."""
+
+IN_VECTORS = frozenset({DType.F32, DType.F16, DType.BF16, DType.I32})
+"""Types of which kernels read and write several neighbours at once."""
+
+MAX_PER = 32
+"""Elements that a work-item has registers for."""
+
+MAX_WG = 512
+"""Work-items of a group that have registers for so many."""
+
+_PER = {
+    1: (1, 2, 3, 4, 6, 8, 12, 16, 24, MAX_PER),
+    4: (4, 8, 12, 16, 20, 24, 28, MAX_PER),
+    8: (8, 16, 24, MAX_PER),
+}
+"""How many elements of a row a work-item gets, by the width of vectors: few, because each is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How the work of kernels is split on a device.
+
+    Attributes:
+        on_cpu: A group is one work-item that has rows to itself, and the compiler vectorises its loops.
+        n_units: Cores, or multiprocessors.
+        wg: Work-items of a group, where a kernel does not fix it; 1 with `on_cpu`.
+        max_wg: As many as a group may have for a long row.
+    """
+
+    on_cpu: bool
+    n_units: int
+    wg: int
+    max_wg: int = MAX_WG
+
+    def groups_for(self, n_rows: int, row_size: int) -> int:
+        """Return how many groups share `n_rows` rows: one each, or few where a core has rows to itself."""
+        if not self.on_cpu:
+            return n_rows
+        return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
+
+
+@dataclass(slots=True, eq=False)
+class Scratch:
+    """Device memory that launches of a plan hand over to later ones; the plan that runs them provides it.
+
+    It is written before it is read in every run, and starts at a multiple of 256 bytes.
+
+    Attributes:
+        nbytes: Its size [bytes].
+    """
+
+    nbytes: int
+
+    def mem(self, dtype: DType, ne: Ne, offset: int = 0) -> Mem:
+        """Return a part of it as a contiguous tensor, from `offset` bytes on."""
+        return Mem(self, offset, dtype, ne, contiguous_nb(dtype, ne))
+
+
+@dataclass(slots=True)
+class Mem:
+    """A tensor as a kernel sees it: where it lies and how it is walked; a view of it needs no Tensor.
+
+    Attributes:
+        buffer: The buffer, or the plan's memory, that it lies in.
+        offset: Of its first element [bytes].
+        dtype: Its type.
+        ne: Extents, innermost first.
+        nb: Strides in the same order [bytes]; 0 where one element stands for all.
+        packing: What its memory's order of bytes adds to the type's name (`Buffer.packing`).
+    """
+
+    buffer: Buffer | Scratch | None
+    offset: int
+    dtype: DType
+    ne: Ne
+    nb: Ne
+    packing: str = ""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Mem:
+        """Describe a tensor as it lies."""
+        packing = "" if tensor.buffer is None else tensor.buffer.packing(tensor)
+        return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb, packing)
+
+    def window(self, ne: Ne, nb: Ne | None = None, offset: int = 0, dtype: DType | None = None) -> Mem:
+        """Return the same memory under other extents, strides or type, from `offset` bytes on."""
+        return Mem(
+            self.buffer,
+            self.offset + offset,
+            self.dtype if dtype is None else dtype,
+            ne,
+            self.nb if nb is None else nb,
+            self.packing if dtype is None else "",
+        )
+
+    def tiled_to(self, ne: Ne) -> Mem:
+        """Return itself as a loop over `ne` sees it: strides of 0 in dimensions where it has one element."""
+        nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
+        return self.window(ne, nb)  # type: ignore[arg-type]
+
+    def steps(self) -> list[int]:
+        """Return what leads to the starts of its rows: the offset, and strides that are taken [bytes]."""
+        return [self.offset, *(b for n, b in zip(self.ne[1:], self.nb[1:], strict=True) if n > 1)]
+
+    def defines(self, name: str) -> Defines:
+        """Return what a kernel is told of its tensor `name`: its type, and the stride of dimension 0.
+
+        That is a number where it is of a row without gaps, or of one element repeated.
+        """
+        size, nb0 = self.dtype.type_size, self.nb[0]
+        if self.ne[0] == 1 and nb0:
+            nb0 = size
+        step = str(nb0) if nb0 in (0, size) else f"{name}_nb0"
+        return (f"{name}_T", self.dtype.name.lower() + self.packing), (f"{name}_STEP", step)
+
+
+@dataclass(slots=True)
+class Launch:
+    """A kernel to run.
+
+    Attributes:
+        kernel: What it runs.
+        defines: Macros to build it with, sorted.
+        args: A `Mem` for each tensor parameter, a number for each other.
+        groups: Work-groups in three dimensions.
+        wg: Work-items of a group.
+    """
+
+    kernel: Kernel
+    defines: Defines
+    args: tuple[Mem | int | float, ...]
+    groups: tuple[int, int, int]
+    wg: int
+
+
+def launch(
+    name: str | Kernel,
+    args: Sequence[Mem | int | float],
+    groups: tuple[int, int, int],
+    wg: int,
+    **defines: str | int,
+) -> Launch:
+    """Return a launch of a kernel, or of the portable one of that name.
+
+    The types and steps of its tensors become defines by themselves.
+    """
+    kernel = kernels()[name] if isinstance(name, str) else name
+    macros = {key: str(value) for key, value in defines.items()}
+    for param, arg in zip(kernel.params, args, strict=True):
+        if isinstance(arg, Mem):
+            macros.update(arg.defines(param.name))
+    return Launch(kernel, tuple(sorted(macros.items())), tuple(args), groups, wg)
+
+
+def elementwise(
+    target: Target,
+    name: str | Kernel,
+    mems: Sequence[Mem],
+    *numbers: float,
+    over: int = -1,
+    **defines: str | int,
+) -> Launch:
+    """Return a launch with a step for each element of `mems[over]`."""
+    ne = mems[over].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    if target.on_cpu:
+        groups = target.groups_for(n_rows, ne[0])
+    else:
+        groups = min(-(-ne[0] * n_rows // target.wg), 1 << 20)
+    return launch(name, (*mems, *numbers), (groups, 1, 1), target.wg, **defines)
+
+
+def vector_width(mems: Sequence[Mem]) -> int:
+    """Return how many neighbours of a row are read at once: 16 bytes of the largest type, or one element.
+
+    That asks for rows without gaps, of whole vectors, which begin where vectors may; an element that is
+    repeated along the row is read alone. Buffers begin at multiples of 16 bytes.
+    """
+    size = max(m.dtype.type_size for m in mems)
+    width = 16 // size
+    for m in mems:
+        if m.nb[0] == 0:
+            continue
+        nbytes = width * m.dtype.type_size
+        if m.nb[0] != m.dtype.type_size or m.ne[0] % width or any(x % nbytes for x in m.steps()):
+            return 1
+    return width if all(m.dtype in IN_VECTORS and not m.packing for m in mems) else 1
+
+
+class Share(NamedTuple):
+    """How work-items share a row that lies in their registers.
+
+    Attributes:
+        wg: Work-items of a group.
+        lanes: Of these, how many share a row.
+        per: Elements that each has of it, at most.
+        sure: Elements that each has of it, at least.
+    """
+
+    wg: int
+    lanes: int
+    per: int
+    sure: int
+
+
+def mapped(
+    target: Target,
+    name: str | Kernel,
+    mems: Sequence[Mem],
+    *numbers: float,
+    over: int = -1,
+    beside: Sequence[Mem] = (),
+    **defines: str | int,
+) -> Launch:
+    """Return a launch of a kernel with a step for each element of a mem, all at the same place in rows.
+
+    On a GPU, work-items have stretches of rows (`MAP_ROWS` in tensors.h): long ones, where that leaves work
+    for all multiprocessors.
+
+    Args:
+        target: How work is split.
+        name: The kernel.
+        mems: What it reads and writes in step.
+        numbers: What it takes besides.
+        over: The mem whose elements are counted.
+        beside: Mems that it reads in another way, which come before the last one.
+        defines: Macros.
+    """
+    args = [*mems[:-1], *beside, mems[-1]]
+    if target.on_cpu:
+        return elementwise(target, name, args, *numbers, over=args.index(mems[over]), **defines)
+    ne = mems[over].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    vec = vector_width(mems)
+    some = max(vec, 4)
+    for lanes, per in ((target.wg, 2 * some), (target.wg, some), (32, some), (8, some), (8, 1)):
+        n_stretches = -(-ne[0] // (lanes * per)) * n_rows
+        groups = -(-n_stretches * lanes // target.wg)
+        is_full = ne[0] * n_rows * 4 >= n_stretches * lanes * per * 3
+        if is_full and (per <= some or groups >= 2 * target.n_units):
+            return launch(
+                name,
+                (*args, *numbers),
+                (min(groups, 1 << 20), 1, 1),
+                target.wg,
+                **defines,
+                **_shared(Share(target.wg, lanes, per, 0), vec if per > 1 else 1),
+            )
+    return elementwise(target, name, args, *numbers, over=args.index(mems[over]), **defines)
+
+
+def stretched(target: Target, name: str, mems: Sequence[Mem], vec: int, **defines: str | int) -> Launch:
+    """Return a launch with a group for each stretch of a row of the last mem; a work-item has eights of it.
+
+    Stretches are as long as rows fill; `vec` elements are written at once.
+    """
+    ne = mems[-1].ne
+    for wg, per in ((target.wg, 16), (target.wg, 8), (64, 8), (32, 8)):
+        n_stretches = -(-ne[0] // (per * wg))
+        if ne[0] * 4 >= n_stretches * per * wg * 3:
+            break
+    groups = min(n_stretches * ne[1] * ne[2] * ne[3], 1 << 20)
+    return launch(name, mems, (groups, 1, 1), wg, PER=per, SURE=0, VEC=vec, **defines)
+
+
+def _shared(share: Share, vec: int) -> dict[str, str | int]:
+    """Return the macros that say so."""
+    lanes = {"LANES": share.lanes} if share.lanes != share.wg else {}
+    return {**lanes, "PER": share.per, "SURE": share.sure, "VEC": vec}
+
+
+def in_registers(
+    target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
+) -> Launch:
+    """Return a launch with a row of `mems[over]` for work-items that keep what they read of it in registers.
+
+    As few share a row as have room for it: a part of a group, which then has several rows, or a larger group;
+    but of few rows, which leave most of the device idle, more take a part. Where a row is too long, or on a
+    CPU, it is read again.
+    """
+    if target.on_cpu:
+        return rowwise(target, name, mems, *numbers, over=over, **defines)
+    n = mems[0].ne[0]
+    ne = mems[over].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    vec = vector_width([m for m in mems if m.ne[0] == n or not m.nb[0]])
+    share = _share(target, n, vec, 8 if n_rows <= target.n_units else MAX_PER)
+    if share is None:
+        return launch(name, (*mems, *numbers), (n_rows, 1, 1), max(target.wg, target.max_wg), **defines)
+    groups = -(-n_rows * share.lanes // share.wg)
+    return launch(name, (*mems, *numbers), (groups, 1, 1), share.wg, **defines, **_shared(share, vec))
+
+
+def _share(target: Target, n: int, vec: int, most: int) -> Share | None:
+    """Return how a row of `n` is shared, by preference with up to `most` elements each."""
+    lanes = [(8, 16), (32, 16), *((target.wg << i, MAX_PER) for i in range(5))]
+    fits = []
+    for k, limit in lanes:
+        if k * limit >= n and k <= max(target.wg, target.max_wg):
+            per = next(p for p in _PER[vec] if p * k >= n)
+            sure = max(p for p in (0, *_PER[vec]) if p * k <= n)
+            fits.append(Share(max(target.wg, k), k, per, sure))
+    return next((share for share in fits if share.per <= max(most, vec)), fits[-1] if fits else None)
+
+
+def rowwise(
+    target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
+) -> Launch:
+    """Return a launch with a group for each row of `mems[over]`, or for several on a CPU."""
+    ne = mems[over].ne
+    n_rows = ne[1] * ne[2] * ne[3]
+    groups = target.groups_for(n_rows, max(m.ne[0] for m in mems))
+    return launch(name, (*mems, *numbers), (groups, 1, 1), target.wg, **defines)
+
+
+def flattened(target: Target, mems: Sequence[Mem]) -> list[Mem]:
+    """Return mems of equal extents with as few, and as long, dimensions as their strides allow.
+
+    Where a core has rows to itself, one long row is cut into several.
+    """
+    ne: list[int] = []
+    nbs: list[list[int]] = [[] for _ in mems]
+    for i, n in enumerate(mems[0].ne):
+        if n == 1:
+            continue
+        if ne and all(m.nb[i] == nb[-1] * ne[-1] for m, nb in zip(mems, nbs, strict=True)):
+            ne[-1] *= n
+            continue
+        ne.append(n)
+        for m, nb in zip(mems, nbs, strict=True):
+            nb.append(m.nb[i])
+    if not ne:
+        ne = [1]
+        for m, nb in zip(mems, nbs, strict=True):
+            nb.append(m.dtype.type_size)
+    if target.on_cpu and len(ne) == 1:
+        row = row_length(ne[0])
+        ne = [row, ne[0] // row if row else 1]
+        for nb in nbs:
+            nb.append(nb[0] * row)
+    return [m.window(_four(ne, 1), _four(nb, 0)) for m, nb in zip(mems, nbs, strict=True)]
+
+
+def _four(values: list[int], rest: int) -> Ne:
+    return tuple((*values, rest, rest, rest)[:4])  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1024)
+def row_length(n: int) -> int:
+    """Return the length of equal rows to cut `n` elements into: the largest divisor in 256..4096, or `n`."""
+    if n <= MIN_GROUP_WORK:
+        return n
+    for length in range(MIN_GROUP_WORK, 255, -1):
+        if n % length == 0:
+            return length
+    return n

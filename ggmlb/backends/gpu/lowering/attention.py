@@ -1,0 +1,72 @@
+"""Fused attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.gpu.launch import Mem, launch
+from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats, not_in_rows
+from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
+from ggmlb.backends.gpu.lowering.softmax import alibi
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.gpu.launch import Launch, Target
+
+MAX_HEAD_SIZE = 576
+"""Elements of a head that fit in local memory with what else is there."""
+
+MAX_QUERIES = 8
+"""Queries that a core takes at once."""
+
+
+def _declines(node: Tensor) -> str | None:
+    q, k, v, mask, sinks = (*node.src, None, None)[:5]
+    assert q is not None and k is not None and v is not None
+    for t in (k, v):
+        if t.dtype not in READ_IN_EIGHTS:
+            return f"no kernel reads {t.dtype.name.lower()} keys or values"
+        if t.ne[0] % 8 or t.ne[0] > MAX_HEAD_SIZE:
+            return f"a head size of {t.ne[0]}: only multiples of 8 up to {MAX_HEAD_SIZE}"
+    return not_floats(q, mask) or not_f32(sinks, node) or not_in_rows(q, k, v)
+
+
+def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
+    q, k, v, mask, sinks = (*node.src, None, None)[:5]
+    assert q is not None and k is not None and v is not None
+    p = node.params
+    mems = [Mem.of(t or q) for t in (q, k, v, mask, sinks)]
+    numbers = p["scale"], p["logit_softcap"], *alibi(p["max_bias"], q.ne[2])
+    flags = {"D_K": k.ne[0], "D_V": v.ne[0]}
+    if mask is not None:
+        flags["MASK"] = 1
+    if sinks is not None:
+        flags["SINKS"] = 1
+    n_groups = max(k.ne[2], v.ne[2]) * q.ne[3]
+    n_queries = q.ne[1] * q.ne[2] * q.ne[3] // n_groups  # that share keys
+    at_once = queries_at_once(target, n_queries, n_groups)
+    work = k.ne[1] * (k.ne[0] + v.ne[0])  # of a query
+    groups = target.groups_for(n_groups * -(-n_queries // at_once), work * at_once)
+    return [
+        launch(
+            "flash_attn", [*mems, Mem.of(node), *numbers], (groups, 1, 1), target.wg, QUERIES=at_once, **flags
+        )
+    ]
+
+
+def queries_at_once(target: Target, n_queries: int, n_groups: int) -> int:
+    """Return how many of the queries that share keys a group of work-items takes: a power of two.
+
+    The keys are then read once for all of them. Their sums are kept in registers and local memory, and there
+    must be enough groups for all cores.
+    """
+    at_once = MAX_QUERIES if target.on_cpu else MAX_QUERIES // 2
+    while at_once > 1 and (
+        at_once // 2 >= n_queries or n_groups * -(-n_queries // at_once) < 2 * target.n_units
+    ):
+        at_once //= 2
+    return at_once
+
+
+RULES = {Op.FLASH_ATTN_EXT: Rule(_declines, _flash_attn)}

@@ -1,0 +1,83 @@
+"""Convolution, its patches, and pooling."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.gpu.launch import Mem, elementwise
+from ggmlb.backends.gpu.lowering.base import Rule, not_floats
+from ggmlb.core.enums import Op, OpPool
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.gpu.launch import Launch, Target
+
+_GEOMETRY_2D = ("s0", "s1", "p0", "p1", "d0", "d1")
+_GEOMETRY_3D = ("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2")
+
+
+def _floats(node: Tensor) -> str | None:
+    return not_floats(*node.src, node)
+
+
+def _numbers(node: Tensor, *names: str) -> list[int]:
+    return [node.params[name] for name in names]
+
+
+def _mems(node: Tensor) -> list[Mem]:
+    return [*(Mem.of(t) for t in node.src if t is not None), Mem.of(node)]
+
+
+_NUMBERS = {
+    Op.CONV_2D: _GEOMETRY_2D,
+    Op.CONV_2D_DW: _GEOMETRY_2D,
+    Op.CONV_3D: (*_GEOMETRY_3D, "c", "oc"),
+    Op.CONV_TRANSPOSE_1D: ("s0",),
+    Op.CONV_TRANSPOSE_2D: ("stride",),
+}
+
+
+def _convolve(node: Tensor, target: Target) -> list[Launch]:
+    return [elementwise(target, node.op.lower(), _mems(node), *_numbers(node, *_NUMBERS[node.op]))]
+
+
+def _patches_declines(node: Tensor) -> str | None:
+    return not_floats(node.src[1], node)
+
+
+def _im2col(node: Tensor, target: Target) -> list[Launch]:
+    kernel, data = node.sources
+    a, d = Mem.of(data), Mem.of(node)
+    numbers = [kernel.ne[0], kernel.ne[1], *_numbers(node, *_GEOMETRY_2D)]
+    if not node.params["is_2d"]:  # [width, channels, batch]: a height of 1 between
+        a = a.window((a.ne[0], 1, a.ne[1], a.ne[2]), (a.nb[0], 0, a.nb[1], a.nb[2]))
+        d = d.window((d.ne[0], d.ne[1], 1, d.ne[2]), (d.nb[0], d.nb[1], 0, d.nb[2]))
+        numbers = [kernel.ne[0], 1, node.params["s0"], 1, node.params["p0"], 0, node.params["d0"], 1]
+    return [elementwise(target, "im2col", [a, d], *numbers)]
+
+
+def _im2col_3d(node: Tensor, target: Target) -> list[Launch]:
+    kernel, data = node.sources
+    n_in = node.params["ic"]
+    depth = node.ne[3] // (data.ne[3] // n_in)
+    numbers = [*kernel.ne[:3], *_numbers(node, *_GEOMETRY_3D), n_in, depth]
+    return [elementwise(target, "im2col_3d", [Mem.of(data), Mem.of(node)], *numbers)]
+
+
+def _pool(node: Tensor, target: Target) -> list[Launch]:
+    p = node.params
+    if node.op is Op.POOL_2D:
+        numbers = [*_numbers(node, "k0", "k1", "s0", "s1", "p0", "p1")]
+        divisor = p["k0"] * p["k1"]
+    else:
+        numbers = [p["k0"], 1, p["s0"], 1, p["p0"], 0]
+        divisor = 0
+    return [elementwise(target, "pool", _mems(node), *numbers, int(p["op"] is OpPool.AVG), divisor)]
+
+
+RULES = {
+    **dict.fromkeys(_NUMBERS, Rule(_floats, _convolve)),
+    Op.IM2COL: Rule(_patches_declines, _im2col),
+    Op.IM2COL_3D: Rule(_patches_declines, _im2col_3d),
+    **dict.fromkeys((Op.POOL_1D, Op.POOL_2D), Rule(_floats, _pool)),
+}

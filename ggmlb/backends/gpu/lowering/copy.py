@@ -1,0 +1,145 @@
+"""Copies between types, shapes and places; rows taken and put by index; windows written."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.gpu.launch import Mem, elementwise, flattened, mapped, stretched, vector_width
+from ggmlb.backends.gpu.lowering.base import FLOATS, Rule
+from ggmlb.backends.gpu.lowering.elementwise import combine
+from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.backends.gpu.launch import Launch, Target
+    from ggmlb.core.tensor import Tensor
+
+_PLAIN = FLOATS | {DType.I8, DType.I16, DType.I32, DType.I64}
+_WRITTEN = frozenset({DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.IQ4_NL})
+_WORDS = {8: DType.I64, 4: DType.I32, 2: DType.I16, 1: DType.I8}
+
+
+def _conversion(src: DType, dst: DType) -> str | None:
+    """Return how elements of one type become another's: the kernel's CONVERT; `None` where nothing does."""
+    if src == dst or (src in _PLAIN and dst in _PLAIN):
+        return "plain"
+    if src in READ_IN_EIGHTS and dst in FLOATS:
+        return "dequantize"
+    if src in FLOATS and dst in _WRITTEN:
+        return "quantize"
+    return None
+
+
+def _moved(target: Target, kernel: str, a: Mem, d: Mem, beside: Sequence[Mem] = (), over: int = -1) -> Launch:
+    """Return a launch that moves elements of `a`, or of some of its rows, to `d`, or to some of its rows."""
+    kind = _conversion(a.dtype, d.dtype)
+    assert kind is not None
+    if kind == "plain":
+        mems = [*_as_words(a, d, target)] if a.dtype is d.dtype else [a, d]
+        if kernel == "copy":
+            mems = flattened(target, mems)
+        return mapped(target, kernel, mems, over=over, beside=beside, CONVERT=kind)
+    if kind == "dequantize" and not target.on_cpu:
+        return stretched(target, kernel, [a, *beside, d], vector_width([d]), CONVERT=kind, EIGHTS=1)
+    step = 8 if kind == "dequantize" else d.dtype.block_size
+    # what the kernel moves at a step is counted: eights, or blocks
+    a, d = (m.window((m.ne[0] // step, *m.ne[1:])) for m in (a, d))
+    flags = {"FROM": a.dtype.name.lower()} if kind == "quantize" else {}
+    return elementwise(target, kernel, [a, *beside, d], over=over, CONVERT=kind, **flags)
+
+
+def _as_words(a: Mem, d: Mem, target: Target) -> tuple[Mem, Mem]:
+    """Return two mems of one type as integers where bytes are moved: quantised, or rows without gaps."""
+    dtype = a.dtype
+    if not dtype.is_quantized and any(m.nb[0] != dtype.type_size for m in (a, d)):
+        return a, d
+    largest = 8 if target.on_cpu else 4  # GPUs move several of four bytes at once
+    size = math.gcd(largest, dtype.row_size(a.ne[0]), *a.steps(), *d.steps())
+
+    def words(m: Mem) -> Mem:
+        n = m.ne[0] // dtype.block_size * dtype.type_size // size
+        return m.window((n, *m.ne[1:]), (size, *m.nb[1:]), dtype=_WORDS[size])
+
+    return words(a), words(d)
+
+
+def _no_conversion(src: Tensor, dst: Tensor) -> str | None:
+    if _conversion(src.dtype, dst.dtype) is None:
+        return f"no kernel converts {src.dtype.name.lower()} to {dst.dtype.name.lower()}"
+    if src.dtype.is_quantized or dst.dtype.is_quantized:
+        for t in (src, dst):
+            if not t.is_contiguous_rows():
+                return f"rows of {t.describe()} are not contiguous: apply cont"
+    return None
+
+
+def _copy_declines(node: Tensor) -> str | None:
+    a = node.sources[0]
+    why = _no_conversion(a, node)
+    if why is None and a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
+        return "a copy between shapes of quantised tensors"
+    return why
+
+
+def copy(target: Target, a: Mem, d: Mem) -> Launch:
+    """Return the launch that copies `a` to `d`, of as many elements, converting."""
+    if a.ne != d.ne:
+        return elementwise(target, "copy_reshape", [a, d])
+    return _moved(target, "copy", a, d)
+
+
+def _copy(node: Tensor, target: Target) -> list[Launch]:
+    return [copy(target, Mem.of(node.sources[0]), Mem.of(node))]
+
+
+def _get_rows_declines(node: Tensor) -> str | None:
+    return _no_conversion(node.sources[0], node)
+
+
+def _get_rows(node: Tensor, target: Target) -> list[Launch]:
+    a, b = node.sources
+    return [_moved(target, "get_rows", Mem.of(a), Mem.of(node), [Mem.of(b)])]
+
+
+def _set_rows_declines(node: Tensor) -> str | None:
+    a = node.sources[0]
+    return _no_conversion(a, node)
+
+
+def _set_rows(node: Tensor, target: Target) -> list[Launch]:
+    a, ids = node.sources[:2]
+    return [_moved(target, "set_rows", Mem.of(a), Mem.of(node), [Mem.of(ids)], over=0)]
+
+
+def _window_declines(node: Tensor) -> str | None:
+    a, b = node.sources
+    if a.dtype != b.dtype or a.dtype not in _PLAIN:
+        return f"a is {a.dtype.name.lower()} and b {b.dtype.name.lower()}: both must have one plain type"
+    if node.op is Op.ACC and a.dtype not in FLOATS:
+        return f"a is {a.dtype.name.lower()}: only f32, f16 and bf16 are added"
+    return None
+
+
+def _write_window(node: Tensor, target: Target) -> list[Launch]:
+    """ACC and SET: the result is `a`, but for a window that takes b's shape, where b is added or put."""
+    a, b = node.sources
+    p, d, y = node.params, Mem.of(node), Mem.of(b)
+    window = d.window(b.ne, (node.dtype.type_size, p["nb1"], p["nb2"], p["nb3"]), p["offset"])
+    steps = [] if p["inplace"] else [copy(target, Mem.of(a), d)]
+    put = copy(target, y, window) if node.op is Op.SET else combine(target, "add", window, y, window)
+    return [*steps, put]
+
+
+_COPY = Rule(_copy_declines, _copy)
+_WINDOW = Rule(_window_declines, _write_window)
+
+RULES = {
+    **dict.fromkeys((Op.DUP, Op.CPY, Op.CONT), _COPY),
+    Op.GET_ROWS: Rule(_get_rows_declines, _get_rows),
+    Op.SET_ROWS: Rule(_set_rows_declines, _set_rows),
+    **dict.fromkeys((Op.ACC, Op.SET), _WINDOW),
+}

@@ -1,0 +1,201 @@
+"""Products of matrices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ggmlb.backends.common.fusion import Group, Name
+from ggmlb.backends.gpu.launch import Mem, launch
+from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_in_rows
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import GluOp, Op
+from ggmlb.core.placement import overlap
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.gpu.launch import Launch, Target
+
+READ_IN_EIGHTS = FLOATS | {
+    DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q8_1, DType.Q1_0, DType.Q2_0,
+    DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.Q8_K,
+    DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.NVFP4, DType.TQ1_0, DType.TQ2_0,
+}  # fmt: skip
+"""Types whose rows the kernels read (`deq8_*` in rows.h and rows_k.h)."""
+
+VEC_COLUMNS = 8
+"""Up to so many columns, each row of the weights is decoded once and used at once."""
+
+TILE = 64
+TILE_WG = 256
+PANEL_ROWS = 16
+PANEL_COLUMNS = 252
+PANEL_K = 256
+
+MIN_COLUMNS_OF_EXPERT = 2
+"""From so many columns an expert on, the columns of each are gathered, and its rows decoded once for them."""
+
+
+def _declines(node: Tensor) -> str | None:
+    a, b = node.sources[:2]
+    if a.dtype not in READ_IN_EIGHTS:
+        return f"no kernel reads {a.dtype.name.lower()} rows"
+    if b.dtype not in FLOATS:
+        return f"b is {b.dtype.name.lower()}: only f32, f16 and bf16"
+    return not_in_rows(a, b)
+
+
+def _rest(a: Mem) -> dict[str, str | int]:
+    return {"REST": 1} if a.ne[0] % 8 else {}
+
+
+def _rows_per_group(target: Target, a: Mem, n_columns: int) -> int:
+    """Return how many rows of the weights a group takes: one, or a core's fair share."""
+    if not target.on_cpu:
+        return 1
+    most = -(-a.ne[1] // (4 * target.n_units))
+    return max(1, min(most, 65536 // (a.ne[0] * n_columns + 1)))
+
+
+def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
+    """Return how many rows of the weights a group takes side by side, to have independent sums to work on."""
+    if not target.on_cpu:
+        return 1
+    return max(1, min(2 if a.dtype.is_quantized else 4, 8 // columns))
+
+
+def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
+    a, b = node.sources
+    return [_launch(target, Mem.of(a), Mem.of(b), Mem.of(node))]
+
+
+def _launch(
+    target: Target, a: Mem, b: Mem, d: Mem, bias: Mem | None = None, glu: Glu | None = None
+) -> Launch:
+    """Return the launch of `d = a b + bias`, or of a gated unit of that and another product."""
+    m, n, n_matrices = a.ne[1], b.ne[1], b.ne[2] * b.ne[3]
+    mems = [a, b, bias or d]
+    r2, r3 = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
+    flags = _rest(a)
+    if bias is not None:
+        flags["ADDED"] = 1
+    if n <= VEC_COLUMNS:
+        columns = 1 << (n - 1).bit_length()
+        rows = _rows_per_group(target, a, columns)
+        flags |= {"COLUMNS": columns, "ROWS": _rows_at_once(target, a, columns)}
+        numbers, others = (r2, r3, rows, 0.0, 0.0), [a, d]
+        if glu is not None:
+            flags["GLU"] = f"glu_{glu.op.name.lower()}"
+            numbers, others = (*numbers[:3], glu.alpha, glu.limit), [glu.a, glu.bias or d]
+        return launch(
+            "mul_mat_vec", [*mems, *others, d, *numbers], (-(-m // rows), 1, n_matrices), target.wg, **flags
+        )
+    if target.on_cpu:
+        columns = _columns_per_group(target, m, n, n_matrices)
+        groups = (-(-m // PANEL_ROWS), -(-n // columns), n_matrices)
+        return launch("mul_mat_panel", [*mems, d, r2, r3, columns], groups, 1, **flags)
+    groups = (-(-m // TILE), -(-n // TILE), n_matrices)
+    return launch("mul_mat_tile", [*mems, d, r2, r3], groups, TILE_WG, **flags)
+
+
+def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
+    """Return a multiple of 3 near which all cores have work, and a panel once decoded is used long enough."""
+    panels = -(-m // PANEL_ROWS) * n_matrices
+    shares = max(1, -(-4 * target.n_units // panels))
+    return max(48, min(PANEL_COLUMNS, -(-n // shares) + 2)) // 3 * 3
+
+
+def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
+    a, b, ids = (Mem.of(t) for t in node.src if t is not None)
+    m, n_pairs, n_experts = a.ne[1], ids.ne[0] * ids.ne[1], a.ne[2]
+    mems = [a, b, ids, Mem.of(node)]
+    if n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts:
+        kernel, rows, columns, wg = (
+            ("mul_mat_id_panel", PANEL_ROWS, PANEL_COLUMNS, 1)
+            if target.on_cpu
+            else ("mul_mat_id_tile", TILE, TILE, TILE_WG)
+        )
+        groups = (-(-m // rows), -(-n_pairs // (columns * n_experts)), n_experts)
+        return [launch(kernel, mems, groups, wg, **_rest(a))]
+    rows = _rows_per_group(target, a, 1)
+    groups = (-(-m // rows), ids.ne[0], ids.ne[1])
+    flags = {"COLUMNS": 1, "ROWS": _rows_at_once(target, a, 1), **_rest(a)}
+    return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **flags)]
+
+
+# -- with what follows -------------------------------------------------------------------------
+
+
+class Glu(NamedTuple):
+    """The other product of a gated unit."""
+
+    a: Mem
+    bias: Mem | None
+    op: GluOp
+    alpha: float
+    limit: float
+
+
+def _takes_add(group: Group, target: Target) -> bool:
+    weights, x = group["mul_mat"].sources
+    other = group.other("add")
+    # Of long rows, a panel adds up parts in the result's memory before it reads what is added.
+    in_parts = target.on_cpu and x.ne[1] > VEC_COLUMNS and weights.ne[0] > PANEL_K
+    in_rows = other.ne[0] == 1 or other.nb[0] == other.dtype.type_size
+    return in_rows and not (in_parts and overlap(group.result, other))
+
+
+def _mul_mat_add(group: Group, target: Target) -> list[Launch]:
+    a, b = (Mem.of(t) for t in group["mul_mat"].src if t is not None)
+    d = Mem.of(group.result)
+    return [_launch(target, a, b, d, Mem.of(group.other("add")).tiled_to(d.ne))]
+
+
+def _takes_glu(group: Group, target: Target) -> bool:
+    weights = [group[part].src[0] for part in ("gate", "up") if part in group]
+    packings = {Mem.of(w).packing for w in weights if w is not None}
+    return group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1
+
+
+def _glu(group: Group, target: Target) -> list[Launch]:
+    x = group["gate"].src[1]
+    assert x is not None
+    weights, bias, glu = gated(group)
+    return [_launch(target, weights, Mem.of(x), Mem.of(group.result), bias, glu)]
+
+
+def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
+    """Return the weights and bias of the product that is activated, and the other one."""
+    p, d, weights = group["glu"].params, Mem.of(group.result), group["gate"].src[0]
+    assert weights is not None
+
+    def bias(part: str) -> Mem | None:
+        return Mem.of(group.other(part)).tiled_to(group[part].ne) if part in group else None
+
+    gate: tuple[Mem, Mem | None] = Mem.of(weights), bias("gate_add")
+    if "up" in group:
+        other = group["up"].sources[0]
+        up: tuple[Mem, Mem | None] = Mem.of(other), bias("up_add")
+    else:
+        gate, up = _halves(*gate, d.ne[0])
+        if p["swapped"]:
+            gate, up = up, gate
+    return *gate, Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
+
+
+def _halves(weights: Mem, bias: Mem | None, m: int) -> Any:
+    """Return the weights and bias of the first and of the second `m` columns of a product."""
+    return [
+        (
+            weights.window((weights.ne[0], m, *weights.ne[2:]), offset=i * m * weights.nb[1]),
+            bias and bias.window((m, *bias.ne[1:]), offset=i * m * bias.nb[0]),
+        )
+        for i in (0, 1)
+    ]
+
+
+RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_declines, _mul_mat_id)}
+
+GROUP_RULES: dict[Name, GroupRule] = {
+    "mul_mat_add": GroupRule(_takes_add, _mul_mat_add),
+    "glu": GroupRule(_takes_glu, _glu),
+}

@@ -1,0 +1,101 @@
+"""Norms of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.gpu.launch import Mem, in_registers
+from ggmlb.backends.gpu.lowering.base import GroupRule, Rule, not_floats
+from ggmlb.core.enums import Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.fusion import Group, Name
+    from ggmlb.backends.gpu.launch import Launch, Target
+    from ggmlb.core.tensor import Tensor
+
+
+def _declines(node: Tensor) -> str | None:
+    return not_floats(node.src[0], node)
+
+
+def _norm(node: Tensor, target: Target) -> list[Launch]:
+    a = node.sources[0]
+    if node.op is Op.L2_NORM:
+        return [in_registers(target, "l2_norm", [Mem.of(a), Mem.of(node)], node.params["eps"])]
+    return [_launch(target, node, Mem.of(a), Mem.of(node))]
+
+
+def _launch(
+    target: Target,
+    node: Tensor,
+    a: Mem,
+    d: Mem,
+    *,
+    added: Mem | None = None,
+    kept: Mem | None = None,
+    scale: Mem | None = None,
+    shift: Mem | None = None,
+) -> Launch:
+    """Return the launch of `d = norm(a + added) * scale + shift`, which leaves the sum in `kept`."""
+    kernel = "rms_norm" if node.op is Op.RMS_NORM else "layer_norm"
+    given = {"ADDED": added, "KEEP": kept, "SCALED": scale, "SHIFTED": shift}
+    mems = [a, added or a, kept or d, scale or a, shift or a, d]
+    flags = {name: 1 for name, mem in given.items() if mem is not None}
+    return in_registers(target, kernel, mems, node.params["eps"], **flags)
+
+
+def _lower_group(group: Group, target: Target) -> list[Launch]:
+    node, d = group["norm"], Mem.of(group.result)
+
+    def beside(part: str) -> Mem | None:
+        return Mem.of(group.other(part)).tiled_to(d.ne) if part in group else None
+
+    if "add" not in group:
+        a, added, kept = node.sources[0], None, None
+    else:
+        total = group["add"]
+        a, b = total.sources
+        added = Mem.of(b).tiled_to(d.ne)
+        kept = Mem.of(total) if total in group.kept else None
+    scale, shift = beside("mul"), beside("shift")
+    return [_launch(target, node, Mem.of(a), d, added=added, kept=kept, scale=scale, shift=shift)]
+
+
+def _group_declines(node: Tensor) -> str | None:
+    why = _declines(node)
+    if why is None and not (_packed_planes(node) and _packed_planes(node.src[0])):  # type: ignore[arg-type]
+        why = "the planes of a group are not contiguous: apply cont"
+    return why
+
+
+def _packed_planes(t: Tensor) -> bool:
+    nb0 = t.dtype.type_size
+    return t.nb[:3] == (nb0, nb0 * t.ne[0], nb0 * t.ne[0] * t.ne[1])
+
+
+def _group_norm(node: Tensor, target: Target) -> list[Launch]:
+    """A group of channels is a row; the last one may be shorter, and some empty."""
+    plane, n_channels, n_images = node.ne[0] * node.ne[1], node.ne[2], node.ne[3]
+    size = -(-n_channels // node.params["n_groups"])
+    launches = []
+    for first, n_groups, n in (
+        (0, n_channels // size, size),
+        (n_channels // size * size, 1, n_channels % size),
+    ):
+        if n_groups and n:
+            mems = [
+                m.window(
+                    (n * plane, n_groups, 1, n_images), (m.nb[0], n * m.nb[2], 0, m.nb[3]), first * m.nb[2]
+                )
+                for m in (Mem.of(node.sources[0]), Mem.of(node))
+            ]
+            launches.append(_launch(target, node, *mems))
+    return launches
+
+
+RULES = {
+    **dict.fromkeys((Op.NORM, Op.RMS_NORM, Op.L2_NORM), Rule(_declines, _norm)),
+    Op.GROUP_NORM: Rule(_group_declines, _group_norm),
+}
+
+GROUP_RULES: dict[Name, GroupRule] = {"norm": GroupRule(lambda group, target: True, _lower_group)}

@@ -1,0 +1,106 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from math import ceil, floor, inf, log, pi
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.gpu.launch import Mem, rowwise, vector_width
+from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_f32, not_floats
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, RopeType
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from ggmlb.backends.common.fusion import Group, Name
+    from ggmlb.backends.gpu.launch import Launch, Target
+    from ggmlb.core.tensor import Tensor
+
+
+def _declines(node: Tensor) -> str | None:
+    a, positions, factors = (*node.src, None)[:3]
+    assert positions is not None
+    if positions.dtype is not DType.I32:
+        return f"positions are {positions.dtype.name.lower()}: only i32"
+    return not_floats(a, node) or not_f32(factors)
+
+
+def yarn_ramp(p: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the pair from which frequencies begin to be interpolated, and over how many pairs that grows."""
+    n_dims, n_ctx = p["n_dims"], p["n_ctx_orig"]
+    if not n_ctx:
+        return 0.0, 0.001
+
+    def pair_of(n_turns: float) -> float:
+        return n_dims * log(n_ctx / (n_turns * 2 * pi)) / (2 * log(p["freq_base"])) if n_turns else inf
+
+    low = max(0, floor(pair_of(p["beta_fast"])))
+    high = min(n_dims - 1, ceil(pair_of(p["beta_slow"])))
+    return low, max(0.001, high - low)
+
+
+def _rope(node: Tensor, target: Target) -> list[Launch]:
+    return [_launch(node, target, Mem.of(node), None)]
+
+
+def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
+    """Return the launch that writes to `d`, whose planes `ids` names if it is given."""
+    a, positions, factors = (*node.src, None)[:3]
+    assert a is not None and positions is not None
+    p = node.params
+    ext, scale = p["ext_factor"], p["freq_scale"]
+    magnitude = p["attn_factor"] * (1 + 0.1 * log(1 / scale) if ext else 1)
+    n_pairs = p["n_dims"] if p["mode"] == RopeType.VISION else p["n_dims"] // 2
+    vec = _vector_width(Mem.of(a), d, p["mode"] == RopeType.NORMAL, n_pairs, p["offset"])
+    pieces = (2 if p["mode"] == RopeType.NORMAL else 1) * n_pairs // vec
+    n_heads = _heads_of_group(node, pieces, target)
+    d = d.window((d.ne[0], d.ne[1] // n_heads, d.ne[2], d.ne[3]))
+    flags: dict[str, int] = {} if target.on_cpu else {"PER": 16 if vec > 1 else 4, "VEC": vec}
+    flags |= {name: 1 for name, there in (("FACTORS", factors), ("PUT", ids)) if there is not None}
+    mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), ids or Mem.of(positions), d]
+    numbers = (
+        n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
+        p["freq_base"], scale, ext, magnitude, *yarn_ramp(p), 1.0 if node.op is Op.ROPE else -1.0,
+    )  # fmt: skip
+    return rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)
+
+
+def _vector_width(a: Mem, d: Mem, side_by_side: bool, n_pairs: int, first: int) -> int:
+    """Return how many neighbours are turned at once: of one half, or of pairs side by side."""
+    vec = vector_width([a, d])
+    is_whole = (2 * n_pairs if side_by_side else n_pairs) % vec == first % vec == 0
+    return vec if is_whole else 1
+
+
+def _heads_of_group(node: Tensor, n_pieces: int, target: Target) -> int:
+    """Return how many heads a group turns by the same angles: all, or as many as keep all its items busy.
+
+    Of more tokens than there are multiprocessors by far, four times as many.
+    """
+    heads = node.ne[1]
+    if target.on_cpu:
+        return heads
+    most = max(1, target.wg // max(n_pieces, 1))
+    if heads * node.ne[2] * node.ne[3] >= 4 * most * 8 * target.n_units:
+        most *= 4
+    return next(n for n in range(min(most, heads), 0, -1) if heads % n == 0)
+
+
+def _takes_put(group: Group, target: Target) -> bool:
+    return group.result.dtype in FLOATS
+
+
+def _put(group: Group, target: Target) -> list[Launch]:
+    """Write the heads of a token side by side into the row of the cache that is named for it."""
+    node, cache = group["rope"], group.result
+    ids = cache.sources[1]
+    size = cache.dtype.type_size
+    d = Mem.of(cache).window(node.ne, (size, size * node.ne[0], cache.nb[1], cache.nb[2]))
+    return [_launch(node, target, d, Mem.of(ids))]
+
+
+RULES = dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_declines, _rope))
+
+GROUP_RULES: dict[Name, GroupRule] = {"rope_set_rows": GroupRule(_takes_put, _put)}

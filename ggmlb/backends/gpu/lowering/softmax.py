@@ -1,0 +1,39 @@
+"""Soft max."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.gpu.launch import Mem, in_registers
+from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats
+from ggmlb.core.enums import Op
+
+if TYPE_CHECKING:
+    from ggmlb.backends.gpu.launch import Launch, Target
+    from ggmlb.core.tensor import Tensor
+
+
+def alibi(max_bias: float, n_head: int) -> tuple[float, int, float, float]:
+    """Return what the kernels take for ALiBi: the bias, the power of two below the heads, both bases."""
+    n_log2 = 1 << int(math.log2(n_head))
+    return max_bias, n_log2, 2.0 ** (-max_bias / n_log2), 2.0 ** (-max_bias / 2 / n_log2)
+
+
+def _declines(node: Tensor) -> str | None:
+    a, mask, sinks = node.src
+    return not_f32(a, sinks, node) or not_floats(mask)
+
+
+def _soft_max(node: Tensor, target: Target) -> list[Launch]:
+    a, mask, sinks = node.src
+    assert a is not None
+    mems = [Mem.of(t or node) for t in (a, mask, sinks, node)]  # an absent one is not read
+    flags = {"MASK": 1} if mask is not None else {}
+    if sinks is not None:
+        flags["SINKS"] = 1
+    p = node.params
+    return [in_registers(target, "soft_max", mems, p["scale"], *alibi(p["max_bias"], a.ne[2]), **flags)]
+
+
+RULES = {Op.SOFT_MAX: Rule(_declines, _soft_max)}

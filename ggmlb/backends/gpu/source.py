@@ -1,0 +1,155 @@
+"""Kernel texts: found, assembled for a language, and their parameter lists read from the text itself."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Final, Literal
+
+from ggmlb.core.errors import BackendBroken
+
+Language = Literal["opencl", "cuda"]
+ParamKind = Literal["tensor", "int", "float"]
+
+PORTABLE: Final = "ggmlb.backends.gpu"
+"""The package of the portable texts. A backend's own texts stand in a package of its own."""
+
+_INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
+_HEAD = re.compile(_KERNEL.pattern + r"\s*\{\n", re.MULTILINE)
+_PACKED: Final = {"tensor": ("tensor_t_", "q4i4q"), "int": ("int", "i"), "float": ("float", "f")}
+_BODY = re.compile(r"^KERNEL (\w+)\(.*?^}\n", re.MULTILINE | re.DOTALL)
+_PARAM = re.compile(r"(?:(?:IN|OUT)\((?P<tensor>\w+)\)|(?P<kind>int|float) (?P<scalar>\w+))$")
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A kernel's parameter; a tensor's stands for buffer, i64 offset, four int extents, four i64 strides.
+
+    In OpenCL, all parameters but the buffers are one struct (PACKED_ARGS in tensors.h).
+    """
+
+    kind: ParamKind
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel as its text declares it.
+
+    Attributes:
+        name: Its name, unique over all families.
+        family: The file that holds it, without the ending.
+        params: What it takes.
+        package: Where that file lies.
+    """
+
+    name: str
+    family: str
+    params: tuple[Param, ...]
+    package: str = PORTABLE
+
+
+@cache
+def families(package: str = PORTABLE) -> tuple[str, ...]:
+    """Return the names of a backend package's kernel files, sorted."""
+    folder = _folder(package)
+    return tuple(sorted(f.name.removesuffix(".knl") for f in folder.iterdir() if f.name.endswith(".knl")))
+
+
+@cache
+def kernels(package: str = PORTABLE) -> dict[str, Kernel]:
+    """Return all kernels of a package by name.
+
+    Raises:
+        BackendBroken: A text declares a parameter of another kind, or a name twice.
+    """
+    found: dict[str, Kernel] = {}
+    for family in families(package):
+        for name, params in _KERNEL.findall(_text(package, f"{family}.knl")):
+            if name in found:
+                raise BackendBroken(f"kernel {name} stands in both {found[name].family}.knl and {family}.knl")
+            found[name] = Kernel(name, family, tuple(_param(name, p) for p in params.split(",")), package)
+    return found
+
+
+def _param(kernel: str, text: str) -> Param:
+    match = _PARAM.match(" ".join(text.split()))
+    if match is None:
+        raise BackendBroken(f"kernel {kernel}: parameter {text!r} is none of IN(x), OUT(x), int x, float x")
+    if match["tensor"]:
+        return Param("tensor", match["tensor"])
+    return Param("int" if match["kind"] == "int" else "float", match["scalar"])
+
+
+@cache
+def source(kernel: Kernel, language: Language) -> str:
+    """Return the whole text of one kernel for a compiler: the language's prelude, the headers, its file.
+
+    The file's other kernels are left out: they need not compile with this one's macros.
+    """
+    text = assemble(kernel, f"prelude_{language}.h", {})
+    return _with_packed_args(kernel, text) if language == "opencl" else text
+
+
+@cache
+def packed_args(kernel: Kernel) -> struct.Struct:
+    """Return the layout of a kernel's last argument in OpenCL: all that it takes, but the buffers."""
+    return struct.Struct("@" + "".join(_PACKED[param.kind][1] for param in kernel.params) + "0q")
+
+
+def _with_packed_args(kernel: Kernel, text: str) -> str:
+    """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
+    members = " ".join(f"{_PACKED[p.kind][0]} {p.name};" for p in kernel.params)
+    unpack = " ".join(
+        f"UNPACK({p.name})" if p.kind == "tensor" else f"const {p.kind} {p.name} = args_.{p.name};"
+        for p in kernel.params
+    )
+
+    def head(match: re.Match[str]) -> str:
+        buffers = [p for p in match[2].split(",") if p.endswith(")")]
+        return (
+            f"typedef struct {{ {members} }} args_t_;\n"
+            f"KERNEL {match[1]}({','.join(buffers)}, const args_t_ args_)\n{{\n    {unpack}\n"
+        )
+
+    return _HEAD.sub(head, text)
+
+
+def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
+    """Return a kernel's whole text behind a prelude.
+
+    Args:
+        kernel: Headers that its package lacks are the portable ones.
+        prelude: The file that comes first.
+        instead: Texts that stand for the headers they are named for.
+    """
+    seen: set[str] = set()
+
+    def put(file: str) -> str:
+        """Put each header in the place where it is first included."""
+        if file in seen:
+            return ""
+        seen.add(file)
+        text = instead[file] if file in instead else _text(kernel.package, file)
+        return _INCLUDE.sub(lambda m: put(m[1]), text)
+
+    text = put(prelude) + put(f"{kernel.family}.knl")
+    return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
+
+
+def _folder(package: str) -> Traversable:
+    return resources.files(package) / "kernels"
+
+
+@cache
+def _text(package: str, file: str) -> str:
+    path = _folder(package) / file
+    if package != PORTABLE and not path.is_file():
+        path = _folder(PORTABLE) / file
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,66 @@
+"""The LLVM backend: kernels in machine code made here, for the processor that Python runs on.
+
+It computes in the CPU's own memory, so that a scheduler gives it what it does better than NumPy, with no copy
+between them. Importing it imports no compiler; that happens when its device is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ggmlb.core.errors import BackendUnavailable
+from ggmlb.interface import BackendReg, Device
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
+
+
+class LlvmReg(BackendReg):
+    """The registration: one device."""
+
+    name = "LLVM"
+
+    priority = 10
+
+    def __init__(self) -> None:
+        self._devices: tuple[Device, ...] | None = None
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The device `LLVM`.
+
+        Raises:
+            BackendUnavailable: llvmlite is missing.
+        """
+        if self._devices is None:
+            try:
+                import llvmlite.binding  # noqa: F401
+            except ImportError as error:
+                raise BackendUnavailable(
+                    f"llvmlite cannot be imported ({error}): pip install 'ggmlb[llvm]'"
+                ) from error
+            from ggmlb.backends.llvm.device import LlvmDevice
+
+            self._devices = (LlvmDevice(self),)
+        return self._devices
+
+    def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        return {
+            "set_n_threads": set_n_threads,
+            "set_abort_callback": set_abort_callback,
+            "get_features": _features,
+            "dev_get_extra_bufts": dev_get_extra_bufts,
+        }
+
+
+@cache
+def backend_reg() -> LlvmReg:
+    """Return the registration; the registry calls this."""
+    return LlvmReg()
+
+
+def _features(reg: BackendReg) -> list[tuple[str, str]]:
+    """The LLVM, and the instruction set that it makes code for."""
+    from ggmlb.backends.llvm.device import features
+
+    return features()

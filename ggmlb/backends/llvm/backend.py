@@ -1,0 +1,77 @@
+"""The stream: it computes at once, over its threads, in one call of machine code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from ggmlb.backends.common.fusion import Group, gather
+from ggmlb.backends.common.workspace import Workspace
+from ggmlb.backends.llvm.lowering import fused
+from ggmlb.backends.llvm.plan import LlvmPlan
+from ggmlb.backends.llvm.pool import Pool
+from ggmlb.core.enums import Status
+from ggmlb.core.graph import Graph
+from ggmlb.interface import Backend, Device, GraphPlan
+from ggmlb.interface.host import aligned_empty
+from ggmlb.system.process import checked_n_threads
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.library import Library
+
+
+class LlvmBackend(Backend):
+    """Computes plans of compiled kernels.
+
+    Args:
+        device: The device.
+        n_threads: Threads that share the work of a node, the caller's included.
+        library: The kernels.
+
+    Raises:
+        ArgumentError: Less than one thread.
+    """
+
+    guid = "ggmlb-llvm"
+
+    def __init__(self, device: Device, n_threads: int, library: Library) -> None:
+        super().__init__(device)
+        self.library = library
+        self.scratch = Workspace(aligned_empty)
+        self.activations = Workspace(aligned_empty)
+        self.pool = Pool(checked_n_threads(n_threads), library)
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that it uses."""
+        return self.pool.n
+
+    def set_n_threads(self, n: int) -> None:
+        """Use `n` threads from now on.
+
+        Raises:
+            ArgumentError: `n` is less than 1.
+            GraphError: A function that this backend calls asked for it.
+        """
+        self._turns.run(self, self._use_threads, checked_n_threads(n))
+
+    def _use_threads(self, n: int) -> None:
+        self.pool.free()
+        self.pool = Pool(n, self.library)
+        self._plans.clear()
+
+    def takes(self, group: Group) -> bool:
+        """Whether a kernel computes a group of nodes at once."""
+        return fused.takes(group)
+
+    def graph_optimize(self, graph: Graph) -> None:
+        """Bring nodes together that one kernel computes."""
+        gather(graph, self.takes)
+
+    def _plan(self, graph: Graph) -> GraphPlan:
+        return LlvmPlan(self, graph)
+
+    def _compute(self, plan: GraphPlan) -> Status:
+        return cast("LlvmPlan", plan).run()
+
+    def _free(self) -> None:
+        self.pool.free()

@@ -1,0 +1,165 @@
+"""The processor that code is made for: its instruction set, and LLVM's machine for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import binding
+
+from ggmlb.core.errors import ArgumentError, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """An instruction set that the vector layer knows.
+
+    Attributes:
+        name: As GGMLB_SIMD gives it.
+        lanes: 32-bit lanes of its vectors.
+        dot: How it multiplies bytes: `vnni`, `maddubs`, `sdot` or `widen`.
+        tiles: Whether it multiplies matrices of bytes that lie in tiles (AMX).
+        f16: Whether it converts halves itself.
+        needs: Features of the host, by LLVM's names.
+        cpu: The processor that LLVM makes code for where the level is below the host's own.
+        features: What is added to that processor.
+    """
+
+    name: str
+    lanes: int
+    dot: str
+    f16: bool
+    needs: frozenset[str]
+    cpu: str
+    features: str
+    tiles: bool = False
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+_AMX = frozenset({"amx-tile", "amx-int8"})
+
+LEVELS = (
+    Level(
+        "amx", 16, "vnni", True, _AVX512 | _AMX, "x86-64-v4", "+avx512vnni,+amx-tile,+amx-int8", tiles=True
+    ),
+    Level("avx512", 16, "vnni", True, _AVX512, "x86-64-v4", "+avx512vnni"),
+    Level("avxvnni", 8, "vnni", True, _AVX2 | {"avxvnni"}, "x86-64-v3", "+avxvnni"),
+    Level("avx2", 8, "maddubs", True, _AVX2, "x86-64-v3", ""),
+    Level("neon", 4, "sdot", True, frozenset({"dotprod"}), "generic", "+neon,+dotprod"),
+    Level("plain", 8, "widen", False, frozenset(), "", ""),
+)  # fmt: skip
+"""From the widest on: the host gets the first whose needs it meets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What code is made for: a level, and what LLVM is told.
+
+    Attributes:
+        triple: LLVM's name of architecture and system; the host's if empty.
+    """
+
+    level: Level
+    cpu: str
+    features: str
+    triple: str = ""
+
+    @property
+    def key(self) -> str:
+        """Tells compiled code of one target from that of another."""
+        return f"{self.level.name}|{self.cpu}|{self.features}|{self.triple}"
+
+    def machine(self, jit: bool = True) -> Any:
+        """Return LLVM's machine that emits the code."""
+        triple = self.triple or binding.get_process_triple()
+        target = binding.Target.from_triple(triple)
+        model = "jitdefault" if jit else "default"
+        return target.create_target_machine(
+            cpu=self.cpu, features=self.features, opt=3, codemodel=model, jit=jit
+        )
+
+
+@cache
+def initialize() -> None:
+    """Let LLVM make code for all processors that it knows: once per process."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+
+
+_L2 = "SC_LEVEL2_CACHE_SIZE"
+_WRITES_PAST_CACHES = frozenset({"sapphirerapids", "emeraldrapids"})
+"""Processors, by LLVM's names, that write what their caches cannot keep faster to memory than to the last of
+the caches, even where it is read next: measured on the first, whose last cache is reached by a mesh."""
+
+
+@cache
+def kept_nbytes() -> float:
+    """Bytes of a thread's operands up to which its result is better kept in the caches; perhaps infinity."""
+    cpu, _, _ = _host()
+    if cpu not in _WRITES_PAST_CACHES:
+        return float("inf")
+    known = os.sysconf(_L2) if _L2 in getattr(os, "sysconf_names", ()) else 0
+    return known if known > 0 else 2 << 20
+
+
+@cache
+def _host() -> tuple[str, Mapping[str, bool], str]:
+    initialize()
+    features = binding.get_host_cpu_features()
+    return binding.get_host_cpu_name(), dict(features), features.flatten()
+
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Of Linux on x86-64: a system call, what is asked of it, and for which part of the processor's state."""
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask the kernel that the threads of this process may use tiles: it keeps room for them only then."""
+    if not sys.platform.startswith("linux"):
+        return False
+    ask = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(ask(_ARCH_PRCTL, _REQUEST_PERMISSION, ctypes.c_ulong(_TILE_DATA)) == 0)
+
+
+def levels_here() -> tuple[Level, ...]:
+    """The levels that this processor can run, from the widest on."""
+    _, features, _ = _host()
+    have = {name for name, on in features.items() if on}
+    if not (have >= _AMX and _may_use_tiles()):
+        have -= _AMX
+    return tuple(level for level in LEVELS if level.needs <= have)
+
+
+@cache
+def target_for(name: str | None) -> Target:
+    """Return the target of a level by its name; of the host's widest by `None`.
+
+    Raises:
+        ArgumentError: There is no such level, or the processor cannot run it.
+    """
+    cpu, _, features = _host()
+    here = levels_here()
+    if name is None:
+        best = here[0]
+        # Where only the plain level is left, LLVM's own choice of instructions stays open to it.
+        return Target(best, cpu, features)
+    for level in here:
+        if level.name == name:
+            return Target(level, level.cpu or _baseline(), level.features)
+    names = [level.name for level in here]
+    raise ArgumentError(
+        f"no instruction set {name!r} (GGMLB_SIMD): this processor runs {', '.join(names)}"
+        f"{did_you_mean(name, names)}"
+    )
+
+
+def _baseline() -> str:
+    return "x86-64" if platform.machine().lower() in ("x86_64", "amd64") else "generic"

@@ -1,0 +1,129 @@
+"""Compiled kernels: made when first needed, kept on disk, loaded once per process.
+
+A file (`disk_cache`) holds the machine code of one kernel, which depends on the processor, the LLVM, the
+source of the emitters, and the kernel's own name and parameters. Loading one takes no compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from llvmlite import binding, ir
+
+from ggmlb.backends.llvm.codegen import host
+from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.system import disk_cache, env
+from ggmlb.system.progress import Task
+
+Emit = Callable[..., None]
+"""Writes a kernel: `emit(kernel, *params)`."""
+
+_lock = RLock()
+
+
+class Library:
+    """The kernels of one target.
+
+    Attributes:
+        target: The processor.
+        n_compiled: Kernels that were compiled, not found on disk.
+    """
+
+    def __init__(self, target: host.Target) -> None:
+        self.target = target
+        self.n_compiled = 0
+        self._machine = target.machine()
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
+        self._addresses: dict[Hashable, int] = {}
+        self._folder = disk_cache.folder("llvm")
+        self._salt = f"{target.key}|{binding.llvm_version_info}|{_sources()}"
+
+    def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
+        """Return where the kernel is that `emit(kernel, *params)` writes.
+
+        Args:
+            emit: A function of a module of this package.
+            params: What it is specialised for; their `repr` must tell them apart.
+            task: Is told if it must be compiled.
+        """
+        key = (emit, params)
+        found = self._addresses.get(key)
+        if found is None:
+            with _lock:
+                found = self._addresses.get(key) or self._load(emit, params, task)
+                self._addresses[key] = found
+        return found
+
+    def _load(self, emit: Emit, params: tuple[Any, ...], task: Task | None) -> int:
+        name = f"{emit.__module__.rpartition('.')[2]}.{emit.__name__}{params!r}"
+        digest = sha256(f"{self._salt}|{name}".encode()).hexdigest()[:32]
+        symbol = f"ggmlb_{digest}"
+        path = self._folder / f"{digest}.o"
+        code = disk_cache.load(path)
+        if code is None:
+            if task is not None:
+                task.step(name)
+            code = self.compile(emit, params, symbol)
+            self.n_compiled += 1
+            disk_cache.save(path, code)
+        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        return int(self._engine.get_function_address(symbol))
+
+    def compile(self, emit: Emit, params: tuple[Any, ...], symbol: str) -> bytes:
+        """Return the machine code of a kernel."""
+        code: bytes = self._machine.emit_object(optimised(self.target, self._machine, emit, params, symbol))
+        return code
+
+
+def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, ...], symbol: str) -> Any:
+    """Return the kernel as an LLVM module, optimised."""
+    module = ir.Module(symbol)
+    module.triple = machine.triple
+    kernel = Kernel(module, symbol, target.level)
+    emit(kernel, *params)
+    kernel.finish()
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    tuning = binding.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_unrolling = False
+    tuning.loop_vectorization = False
+    passes = binding.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(parsed, passes)
+    return parsed
+
+
+@cache
+def _sources() -> str:
+    """A digest of the modules that write kernels."""
+    digest = sha256()
+    root = Path(__file__).parents[1]
+    for folder in ("llvm", "kernels"):
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def library(level: str | None = None) -> Library:
+    """The kernels for a level by its name; by default for what GGMLB_SIMD says, or the host's widest.
+
+    Raises:
+        ArgumentError: The processor cannot run the level, or there is none of that name.
+    """
+    return _library(level or env.simd())
+
+
+@cache
+def _library(level: str | None) -> Library:
+    return Library(host.target_for(level))
+
+
+def function(address: int, n_args: int) -> Any:
+    """A callable of 64-bit integers; the interpreter's lock is free while it runs."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * n_args)(address)

@@ -1,0 +1,381 @@
+"""The vector layer: what kernels are made of, for each instruction set.
+
+Products of bytes, conversions of halves, table look-ups, sums over lanes, and functions of floats that
+processors lack. Where LLVM has an operation for vectors of any length that is used; where it has none, the
+instruction of the level is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.value import F16, F32, F64, I1, I8, I16, I32, I64, Value, lanes_of, like, vec
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+class Dot:
+    """Sums of products of codes and signed bytes: of four neighbours each, added to 32-bit lanes.
+
+    Codes are unsigned and stand for `code - offset`; or signed, with an `offset` of `None`. What the
+    offset takes away depends on the signed bytes only: it is where the sums start, once for many rows.
+    """
+
+    def __init__(self, k: Kernel, lanes: int) -> None:
+        self.k = k
+        self.lanes = lanes
+
+    def start(self, x: Value, offset: int | None) -> Value:
+        """What the sums of products with `x`, `<4 lanes x i8>`, begin at."""
+        k, zero = self.k, self.k.const(vec(I32, self.lanes), 0)
+        if shift := self._shift(offset):
+            return zero - self._unsigned(zero, k.const(x.type, shift), x)
+        return zero
+
+    def start_from(self, count: Value, offset: int | None) -> Value:
+        """The same, for lanes that all meet the same signed bytes, from the sum of these."""
+        if shift := self._shift(offset):
+            return (count * -shift).splat(self.lanes)
+        return self.k.const(vec(I32, self.lanes), 0)
+
+    def _shift(self, offset: int | None) -> int:
+        """What codes are above the values that they are multiplied as."""
+        if self.k.level.dot != "vnni":
+            return 0
+        return 128 if offset is None else offset
+
+    def __call__(self, sums: Value, codes: Value, x: Value, offset: int | None) -> Value:
+        """`sums + codes . x`, where `sums` began at `start(x, offset)`."""
+        k = self.k
+        if k.level.dot == "vnni":
+            return self._unsigned(sums, codes ^ -128 if offset is None else codes, x)
+        if offset:
+            codes = codes - offset
+        if k.level.dot == "maddubs":
+            if offset is None or offset:
+                codes, x = self._magnitudes(codes, x)
+            return self._unsigned(sums, codes, x)
+        return self._signed(sums, codes, x)
+
+    def packed(self, sums: Value, codes: Value, x: Value, unsigned: bool) -> Value:
+        """The product of codes of a tile: small unsigned ones; else signed, with VNNI 128 above that."""
+        if self.k.level.dot == "vnni":
+            return self._unsigned(sums, codes, x)
+        if self.k.level.dot == "maddubs":
+            return self._unsigned(sums, *((codes, x) if unsigned else self._magnitudes(codes, x)))
+        return self._signed(sums, codes, x)
+
+    def _unsigned(self, sums: Value, codes: Value, x: Value) -> Value:
+        k, n = self.k, self.lanes
+        if k.level.dot == "vnni":
+            if n == 16 and k.level.lanes < 16:
+                return self._halves(self._unsigned, sums, codes, x)
+            return k.call(f"llvm.x86.avx512.vpdpbusd.{32 * n}", sums.type, sums, codes, x)
+        if n != 8:
+            return self._halves(self._unsigned, sums, codes, x)
+        pairs = k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), codes, x)
+        return sums + k.call("llvm.x86.avx2.pmadd.wd", vec(I32, 8), pairs, k.const(vec(I16, 16), 1))
+
+    def _magnitudes(self, codes: Value, x: Value) -> tuple[Value, Value]:
+        """The codes without their signs, and `x` with them."""
+        if self.lanes != 8:
+            halves = [Dot(self.k, 8)._magnitudes(c, y) for c, y in zip(codes.split(), x.split(), strict=True)]
+            return halves[0][0].join(halves[1][0]), halves[0][1].join(halves[1][1])
+        x = self.k.call("llvm.x86.avx2.psign.b", x.type, x, codes)
+        return self.k.call("llvm.abs.v32i8", codes.type, codes, self.k.const(I1, 0)), x
+
+    def _signed(self, sums: Value, codes: Value, x: Value) -> Value:
+        k, n = self.k, self.lanes
+        if k.level.dot == "sdot":
+            if n == 4:
+                return k.call("llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, sums, codes, x)
+            return self._halves(self._signed, sums, codes, x)
+        products = codes.sext(I32) * x.sext(I32)
+        for i in range(4):
+            sums = sums + products.shuffle(range(i, 4 * n, 4))
+        return sums
+
+    def _halves(self, product: Callable[..., Value], *operands: Value) -> Value:
+        half = Dot(self.k, self.lanes // 2)
+        parts = zip(*(v.split() for v in operands), strict=True)
+        values: list[Value] = [getattr(half, product.__name__)(*part) for part in parts]
+        return values[0].join(values[1])
+
+
+def look_up(k: Kernel, table: Sequence[int], index: Value) -> Value:
+    """Bytes of a table of 16 by index, 32 or 64 at a time."""
+    n = lanes_of(index.type)
+    if n == 64:
+        return k.call("llvm.x86.avx512.pshuf.b.512", index.type, k.table(index.type, [*table] * 4), index)
+    if k.level.dot in ("vnni", "maddubs"):
+        both = k.table(vec(I8, 32), [*table, *table])
+        return k.call("llvm.x86.avx2.pshuf.b", index.type, both, index)
+    if k.level.dot == "sdot":
+        one = k.table(vec(I8, 16), table)
+        low, high = (k.call("llvm.aarch64.neon.tbl1.v16i8", vec(I8, 16), one, half) for half in index.split())
+        return low.join(high)
+    found = k.const(index.type, 0)
+    for i in range(16):
+        found = k.select(index.equals(i), k.const(index.type, table[i]), found)
+    assert n == 32
+    return found
+
+
+# -- floats in memory ------------------------------------------------------------------------------
+
+
+def from_half(k: Kernel, bits: Value) -> Value:
+    """16-bit patterns of halves as float32."""
+    if k.level.f16:
+        return bits.bits(like(bits.type, F16)).to_float()
+    wide = bits.zext(I32)
+    magnitude = wide & 0x7FFF
+    shifted = (magnitude << 13).bits(like(bits.type, F32)) * 2.0**112
+    special = ((magnitude << 13) | 0x7F800000).bits(shifted.type)
+    value = k.select(magnitude >= 0x7C00, special, shifted)
+    return (value.bits(wide.type) | ((wide & 0x8000) << 16)).bits(value.type)
+
+
+def to_half(k: Kernel, x: Value) -> Value:
+    """Float32 as 16-bit patterns of halves, to the nearest, halves to even."""
+    if k.level.f16:
+        return x.trunc(F16).bits(like(x.type, I16))
+    ints = like(x.type, I32)
+    bits = x.bits(ints)
+    magnitude = bits & 0x7FFFFFFF
+    # By adding a number whose last bit is worth what a half's is, the sum is rounded to it.
+    exponent = magnitude & 0x7F800000
+    least = k.select(exponent > 0x38800000, exponent, k.const(ints, 0x38800000))
+    unit = (least + (13 << 23)).bits(x.type)
+    rounded = (magnitude.bits(x.type) + unit) - unit
+    scaled = (rounded * 2.0**-112).bits(ints) >> 13
+    half = k.select(rounded >= 65536.0, k.const(ints, 0x7C00), scaled)
+    half = k.select(magnitude > 0x7F800000, k.const(ints, 0x7E00), half)
+    return (half | ((bits >> 16) & 0x8000)).trunc(I16)
+
+
+def from_bfloat(bits: Value) -> Value:
+    """16-bit patterns of bfloat16 as float32."""
+    return (bits.zext(I32) << 16).bits(like(bits.type, F32))
+
+
+def to_bfloat(k: Kernel, x: Value) -> Value:
+    """Float32 as 16-bit patterns of bfloat16, to the nearest, halves to even."""
+    bits = x.bits(like(x.type, I32))
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return k.select(is_nan, (bits >> 16) | 64, rounded).trunc(I16)
+
+
+def load_floats(k: Kernel, dtype: str, address: Value, lanes: int, mask: Value | None = None) -> Value:
+    """Read `lanes` values of a type (f32, f16, bf16) as float32; those that a mask leaves out are 0."""
+    type_ = vec(F32 if dtype == "f32" else I16, lanes)
+    raw = k.load(type_, address) if mask is None else k.load_masked(type_, address, mask)
+    if dtype == "f32":
+        return raw
+    return from_half(k, raw) if dtype == "f16" else from_bfloat(raw)
+
+
+def store_floats(
+    k: Kernel, dtype: str, value: Value, address: Value, mask: Value | None = None, past_caches: bool = False
+) -> None:
+    """Write float32 as values of a type; past the caches, `address` is a multiple of the vector's bytes."""
+    if dtype != "f32":
+        value = to_half(k, value) if dtype == "f16" else to_bfloat(k, value)
+    if mask is None and past_caches:
+        k.store_past_caches(value, address, lanes_of(value.type) * SIZES[dtype])
+    elif mask is None:
+        k.store(value, address)
+    else:
+        k.store_masked(value, address, mask)
+
+
+def load_float(k: Kernel, dtype: str, address: Value) -> Value:
+    """Read one value."""
+    if dtype == "f32":
+        return k.load(F32, address)
+    bits = k.load(I16, address)
+    return from_half(k, bits) if dtype == "f16" else from_bfloat(bits)
+
+
+SIZES = {"f32": 4, "f16": 2, "bf16": 2}
+"""Bytes of the types that are computed with."""
+
+# -- over lanes ------------------------------------------------------------------------------------
+
+
+def fold(k: Kernel, x: Value, both: Callable[[Value, Value], Value]) -> Value:
+    """Combine all lanes to one, halves with halves."""
+    n = lanes_of(x.type)
+    while n > 1:
+        n //= 2
+        x = both(x.shuffle(range(n)), x.shuffle(range(n, 2 * n)))
+    return x[0]
+
+
+def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value]) -> Value:
+    """Combine the lanes of each vector to one; a power of two of them, at most the lanes."""
+    n = lanes_of(vectors[0].type)
+    found = list(vectors)
+    order = [[i] for i in range(len(found))]
+    low = [i // 2 + n * (i % 2) for i in range(n)]
+    high = [i + n // 2 for i in low]
+    while len(found) > 1:
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [both(a.shuffle(low, b), a.shuffle(high, b)) for a, b in pairs]
+        order = [
+            [x for pair in zip(a, b, strict=True) for x in pair]
+            for a, b in zip(order[::2], order[1::2], strict=True)
+        ]
+    result = found[0]
+    while n > len(vectors):
+        n //= 2
+        result = both(result.shuffle(range(n)), result.shuffle(range(n, 2 * n)))
+    return result.shuffle([order[0].index(i) for i in range(len(vectors))])
+
+
+def total(k: Kernel, x: Value) -> Value:
+    """The sum of the lanes."""
+    return fold(k, x, lambda a, b: a + b)
+
+
+def greatest(k: Kernel, x: Value) -> Value:
+    """The greatest lane."""
+    return fold(k, x, k.maximum)
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_LOG2_E = 1.4426950408889634
+_EXP = (1.3814540579915047e-3, 8.36874544620514e-3, 4.166838899254799e-2, 1.666652113199234e-1, 0.49999994)
+"""`(exp(r) - 1 - r) / r^2` up to half of ln 2: minimax, 3e-9 of the exponential; highest power first."""
+
+_ROUND = 12582912.0
+"""Added and taken away, it rounds what is small beside it to an integer."""
+
+
+def polynomial(k: Kernel, x: Value, coefficients: Sequence[float]) -> Value:
+    """Evaluate a polynomial, highest power first."""
+    sum_ = k.const(x.type, coefficients[0])
+    for c in coefficients[1:]:
+        sum_ = k.fma(sum_, x, k.const(x.type, c))
+    return sum_
+
+
+def _power_of_two(k: Kernel, x: Value) -> tuple[Value, Value]:
+    """`n` and `r` with `exp(x) = 2^n exp(r)`, where `r` is small, for `x` from -104 to 104."""
+    n = k.fma(x, k.const(x.type, _LOG2_E), k.const(x.type, _ROUND)) - _ROUND
+    r = k.fma(n, k.const(x.type, -_LN2_HIGH), x)
+    return n, k.fma(n, k.const(x.type, -_LN2_LOW), r)
+
+
+def _scaled(k: Kernel, x: Value, n: Value) -> Value:
+    """`x 2^n`."""
+    if k.level.lanes == 16 and lanes_of(x.type) == 16:
+        mask, rounding = k.const(I16, -1), k.const(I32, 4)
+        return k.call("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, x, mask, rounding)
+    # In two factors, because one alone has not the range.
+    exponent = n.to_int()
+    half = k.select(exponent < -126, k.const(exponent.type, -126), exponent)
+    half = k.select(half > 127, k.const(exponent.type, 127), half)
+    for part in (half, exponent - half):
+        x = x * ((part + 127) << 23).bits(x.type)
+    return x
+
+
+def _between(k: Kernel, x: Value, low: float, high: float) -> Value:
+    """The nearest number between two; NaN of NaN."""
+    most, least = k.const(x.type, high), k.const(x.type, low)
+    x = k.select(most < x, most, x)
+    return k.select(least > x, least, x)
+
+
+def _exp(k: Kernel, x: Value) -> Value:
+    n, r = _power_of_two(k, x)
+    return _scaled(k, polynomial(k, r, (*_EXP, 1.0, 1.0)), n)
+
+
+def exp(k: Kernel, x: Value) -> Value:
+    """The exponential, to about 1e-7 of its value; 0 and infinity where float32 ends."""
+    return _exp(k, _between(k, x, -104.0, 89.0))
+
+
+def expm1(k: Kernel, x: Value) -> Value:
+    """`exp(x) - 1`, near 0 too."""
+    n, r = _power_of_two(k, _between(k, x, -104.0, 89.0))
+    e = k.fma(polynomial(k, r, _EXP), r * r, r)
+    return _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
+
+
+_LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+"""The logarithm's polynomial from Cephes (logf), highest power first."""
+
+
+def log(k: Kernel, x: Value) -> Value:
+    """The natural logarithm; NaN below 0."""
+    ints = like(x.type, I32)
+    small = x < 1.17549435e-38
+    y = k.select(small, x * 2.0**24, x)
+    bits = y.bits(ints)
+    exponent = (bits >> 23).to_float() - k.select(small, k.const(x.type, 126.0 + 24), 126.0)
+    m = ((bits & 0x007FFFFF) | 0x3F000000).bits(x.type)  # in [0.5, 1)
+    low = m < 0.70710678118654752
+    exponent = exponent - k.select(low, k.const(x.type, 1.0), 0.0)
+    r = k.select(low, m + m, m) - 1.0
+    square = r * r
+    value = polynomial(k, r, _LOG) * r * square
+    value = k.fma(exponent, k.const(x.type, _LN2_LOW), value) - square * 0.5
+    value = k.fma(exponent, k.const(x.type, _LN2_HIGH), r + value)
+    value = k.select(x > 3.4028234e38, x, value)
+    value = k.select(x > 0.0, value, float("nan"))
+    return k.select(x.equals(0.0), k.const(x.type, float("-inf")), value)
+
+
+_SIN = (
+    2.60831598e-06,
+    -0.000198106907,
+    0.00833307859,
+    -0.166666597,
+)
+_COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+
+
+def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
+    """Sine and cosine; the angle is brought near 0 in float64, so that large ones are right too."""
+    wide = x.to_float(F64)
+    turns = k.generic("rint", wide * (2 / 3.141592653589793))
+    r = (wide - turns * (3.141592653589793 / 2)).trunc(F32)
+    quadrant = turns.to_int(I64).trunc(I32)
+    square = r * r
+    sine = k.fma(polynomial(k, square, _SIN) * square, r, r)
+    cosine = k.fma(polynomial(k, square, _COS), square * square, 1.0 - square * 0.5)
+    odd = (quadrant & 1).equals(1)
+    signs = like(x.type, I32)
+    s, c = k.select(odd, cosine, sine), k.select(odd, sine, cosine)
+    s = (s.bits(signs) ^ ((quadrant & 2) << 30)).bits(x.type)
+    c = (c.bits(signs) ^ (((quadrant + 1) & 2) << 30)).bits(x.type)
+    return s, c
+
+
+def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
+    """`x / (1 + exp(-z))`, for `x` that is NaN where `z` is."""
+    if k.level.lanes == 16 and lanes_of(x.type) == 16:
+        most, absolute_least = k.const(x.type, 104.0), k.const(I32, 2)
+        rest = (k.const(x.type, 0.0), k.const(I16, -1), k.const(I32, 4))
+        z = k.call("llvm.x86.avx512.mask.range.ps.512", x.type, z, most, absolute_least, *rest)
+    else:
+        z = _between(k, z, -104.0, 104.0)
+    return x / (_exp(k, -z) + 1.0)
+
+
+def sigmoid(k: Kernel, x: Value) -> Value:
+    """`1 / (1 + exp(-x))`."""
+    return 1.0 / (exp(k, -x) + 1.0)

@@ -1,0 +1,94 @@
+"""The device `LLVM`: the processor, through machine code of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+from llvmlite import binding
+
+from ggmlb.backends.cpu import backend_reg
+from ggmlb.backends.llvm.backend import LlvmBackend
+from ggmlb.backends.llvm.codegen.library import library
+from ggmlb.backends.llvm.lowering import declines
+from ggmlb.backends.llvm.repacked_buffer import RepackedBufferType
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
+from ggmlb.system.process import n_cpus
+
+
+class LlvmDevice(Device):
+    """Computes where the CPU does: in host memory, of the CPU's own buffer type."""
+
+    name = "LLVM"
+    type = DeviceType.ACCEL
+
+    def __init__(self, reg: BackendReg) -> None:
+        self._reg = reg
+        self._cpu = backend_reg().devices[0]
+        self._repacked = RepackedBufferType(self)
+
+    @property
+    def description(self) -> str:
+        """The processor, and the instruction set."""
+        return f"{self._cpu.description}, {library().target.level.name} kernels"
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The CPU's [bytes]."""
+        return self._cpu.memory
+
+    @property
+    def caps(self) -> Caps:
+        """As the CPU's: it computes in the caller's memory."""
+        return self._cpu.caps
+
+    @property
+    def reg(self) -> BackendReg:
+        """The registration `LLVM`."""
+        return self._reg
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream.
+
+        Args:
+            params: `n_threads`: as many as the process may use by default. `simd`: the instruction set,
+                the widest by default (see `llvm.host.LEVELS`).
+
+        Raises:
+            ArgumentError: An unknown parameter, less than one thread, or what the processor cannot run.
+        """
+        params = self.check_params(params, "n_threads", "simd")
+        n_threads = params.get("n_threads")
+        return LlvmBackend(self, n_cpus() if n_threads is None else n_threads, library(params.get("simd")))
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """The CPU's, so that a scheduler knows that nothing need be copied."""
+        return self._cpu.buffer_type
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`."""
+        return self._cpu.buffer_from_host_ptr(array, max_tensor_size)
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the kernels cannot compute the node, from the table that computes it."""
+        return declines(op) or self._repacked.declines(op)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Any host memory, and the extra buffer types."""
+        return buft.is_host or buft in self.extra_bufts
+
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """`LLVM_Repacked`, which keeps rows of weights side by side (ggml_backend_dev_get_extra_bufts)."""
+        return (self._repacked,)
+
+
+def features() -> list[tuple[str, str]]:
+    """The LLVM, and what code is made for."""
+    target = library().target
+    version = ".".join(map(str, binding.llvm_version_info))
+    return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]

@@ -1,0 +1,133 @@
+"""Activations as bytes: rows of float32 quantised in blocks of 32, once for all products with them.
+
+A row of `k` elements becomes, one part after the other: `k` codes (int8), `k / 32` scales (float32),
+`k / 32` sums of the values as quantised (float32), and `k / 16` sums of codes (int32).
+
+Weights of 8 bits deserve more: some channels of a model's hidden states are many times as large as their
+neighbours, which 8 bits with a common scale leave little of. For such weights the codes of a block with a
+value that stands out are `128 high + low`; `k` high parts (int8) follow, and `k / 32` bytes that tell which
+blocks have them, so that products leave out the others' zeros.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ggmlb.backends.llvm.codegen.simd import SIZES, folds, load_floats
+from ggmlb.backends.llvm.codegen.value import I8, Value
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+
+HIGH = 128
+"""What high parts of codes count. With low parts up to 64 no sum of two products of bytes leaves 16 bits."""
+
+CREST = 5.0
+"""A block has high parts if its greatest value is that many times the root of the mean square."""
+
+AT_ONCE = 4
+"""Blocks that are quantised together."""
+
+FLAGS = 16
+"""Flags that are read at a time."""
+
+
+class Parts(NamedTuple):
+    """Where the parts of a row are.
+
+    Attributes:
+        codes: The codes, or their low parts.
+        scales: Of 32 each.
+        sums: Of 32 values each.
+        counts: Sums of 16 codes each.
+        high: The high parts of codes, if a row is to have them.
+        flags: Whether a block has high parts.
+    """
+
+    codes: Value
+    scales: Value
+    sums: Value
+    counts: Value
+    high: Value | None = None
+    flags: Value | None = None
+
+
+def row_nbytes(k: int, wide: bool) -> int:
+    """Bytes of a row of `k` elements as quantised, with high parts if it is `wide`."""
+    return k + k // 2 + (k + _flags_nbytes(k) if wide else 0)
+
+
+def _flags_nbytes(k: Any) -> Any:
+    """Whole vectors of flags."""
+    return (k // 32 + (FLAGS - 1)) // FLAGS * FLAGS
+
+
+def parts(address: Value, k: Value, wide: bool) -> Parts:
+    """Where the parts of a row of `k` elements are."""
+    scales = address + k
+    sums = scales + (k >> 3)
+    counts = sums + (k >> 3)
+    if not wide:
+        return Parts(address, scales, sums, counts)
+    high = counts + (k >> 2)
+    return Parts(address, scales, sums, counts, high, high + k)
+
+
+def quantize(k: Kernel, dtype: str, wide: bool) -> None:
+    """Quantise rows: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
+    x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
+    blocks = n >> 5
+    work = blocks * n1 * n2 * n3
+    first, last = work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks
+    nbytes = n + (n >> 1) + (n + _flags_nbytes(n) if wide else 0)
+    with k.loop(first // blocks, (last + blocks - 1) // blocks) as row:
+        i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
+        source = x + i1 * nb1 + i2 * nb2 + i3 * nb3
+        to = parts(out + row * nbytes, n, wide)
+        begin, end = k.maximum(first - row * blocks, 0), k.least(last - row * blocks, blocks)
+        whole = begin + (end - begin) // AT_ONCE * AT_ONCE
+        with k.loop(begin, whole, AT_ONCE) as block:
+            _quantize(k, dtype, source, block, AT_ONCE, to)
+        with k.loop(whole, end) as block:
+            _quantize(k, dtype, source, block, 1, to)
+
+
+def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Parts) -> None:
+    """Quantise `n` blocks of a row from one on."""
+    start = source + block * (32 * SIZES[dtype])
+    values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
+    tops = folds([k.maximum(*k.generic("fabs", x).split()) for x in values], k.maximum)
+    most = k.const(tops.type, 127.0)
+    stands_out = None
+    if to.high is not None:
+        squares = folds([_both(operator.add, x * x) for x in values], operator.add)
+        stands_out = tops * tops > squares * (CREST**2 / 32)
+        most = k.select(stands_out, k.const(tops.type, 127.0 * HIGH), most)
+    inverse, scales = k.select(tops > 0.0, most / tops, 0.0), tops / most
+    halves: list[Value] = []
+    for i, x in enumerate(values):
+        whole = k.generic("rint", x * inverse[i].splat(32))
+        codes = whole.to_int()
+        low = codes
+        at = (block + i) * 32
+        if stands_out is not None and to.high is not None and to.flags is not None:
+            upper = k.select(stands_out[i].splat(32), k.generic("rint", whole * (1 / HIGH)).to_int(), 0)
+            low = codes - upper * HIGH
+            k.store(upper.trunc(I8), to.high + at)
+        k.store(low.trunc(I8), to.codes + at)
+        halves += codes.split()
+    counts = folds(halves, operator.add)
+    both = counts.shuffle(range(0, 2 * n, 2)) + counts.shuffle(range(1, 2 * n, 2))
+    k.store(scales, to.scales + block * 4)
+    k.store(both.to_float() * scales, to.sums + block * 4)
+    k.store(counts, to.counts + block * 8)
+    if stands_out is not None and to.flags is not None:
+        k.store(stands_out.zext(I8), to.flags + block)
+
+
+def _both(fn: Callable[[Value, Value], Value], x: Value) -> Value:
+    """Combine the halves of a vector."""
+    low, high = x.split()
+    return fn(low, high)

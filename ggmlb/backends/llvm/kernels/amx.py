@@ -1,0 +1,68 @@
+"""Products of bytes in registers that hold matrices (AMX): 16 rows of activations meet 16 of a weight.
+
+A register holds a matrix: codes of some rows of activations; or of 16 rows of the weight, four neighbours
+side by side, as packed tiles and strips have them; or their products, in 32 bits. Only elements that share
+a scale are added up there: the rest is done in vectors, by way of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from llvmlite import ir
+
+from ggmlb.backends.llvm.codegen.value import I8, Value, vec
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+
+ROWS = 16
+"""Rows of a register, and of a weight that meet."""
+
+ROW_NBYTES = 64
+
+_SUMS, _CODES, _WEIGHTS = range(3)
+"""The registers that are used, by number."""
+
+
+@contextmanager
+def tiles(k: Kernel, n_rows: int, depth: int) -> Iterator[None]:
+    """Give the registers their shapes, for `n_rows` rows of `depth` bytes and the weight's, in the block."""
+    shapes = {_SUMS: (n_rows, ROW_NBYTES), _CODES: (n_rows, depth), _WEIGHTS: (depth // 4, ROW_NBYTES)}
+    config = [0] * 64
+    config[0] = 1
+    for number, (rows, nbytes) in shapes.items():
+        config[16 + 2 * number] = nbytes
+        config[48 + number] = rows
+    at = k.local(64)
+    k.store(k.table(vec(I8, 64), config), at)
+    _call(k, "ldtilecfg", _pointer(k, at))
+    yield
+    _call(k, "tilerelease")
+
+
+def product(k: Kernel, rows: Value, step: Value, weights: Value, unsigned: bool, to: Value) -> None:
+    """Write products of rows of signed bytes, `step` bytes apart, with a tile of a weight, signed or not.
+
+    The result has `ROW_NBYTES` for each row of activations: 32 bits for each row of the weight.
+    """
+    _call(k, "tilezero", _number(k, _SUMS))
+    _call(k, "tileloadd64", _number(k, _CODES), _pointer(k, rows), step)
+    _call(k, "tileloadd64", _number(k, _WEIGHTS), _pointer(k, weights), k.i64(ROW_NBYTES))
+    name = "tdpbsud" if unsigned else "tdpbssd"
+    _call(k, name, *(_number(k, n) for n in (_SUMS, _CODES, _WEIGHTS)))
+    _call(k, "tilestored64", _number(k, _SUMS), _pointer(k, to), k.i64(ROW_NBYTES))
+
+
+def _call(k: Kernel, name: str, *args: Value) -> None:
+    k.call(f"llvm.x86.{name}", ir.VoidType(), *args)
+
+
+def _number(k: Kernel, register: int) -> Value:
+    return k.const(I8, register)
+
+
+def _pointer(k: Kernel, address: Value) -> Value:
+    return Value(k, k.build.inttoptr(address.raw, I8.as_pointer()))

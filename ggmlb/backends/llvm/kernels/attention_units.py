@@ -1,0 +1,255 @@
+"""What both kernels of attention share: their arguments, the units of work, and the running soft max.
+
+A unit of work is some queries that meet the same head of keys: of several tokens, or of several heads that
+share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.llvm.codegen.simd import SIZES, exp, expm1, greatest, load_floats, total
+from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+
+TILE = 64
+"""Positions of keys and values that are done together."""
+
+MANY_ROWS = 24
+"""Queries of a unit where there are many."""
+
+BLOCK_ROWS = 6
+"""Queries whose sums are kept in registers together."""
+
+LOWEST = -1e30
+"""Stands for minus infinity where a difference of two must not be NaN."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is specialised for: head sizes, types, options."""
+
+    d_k: int
+    d_v: int
+    q: str
+    k: str
+    v: str
+    mask: bool
+    sinks: bool
+    softcap: bool
+
+
+ARGS = (
+    "q", "q1", "q2", "q3", "k", "k1", "k2", "k3", "v", "v1", "v2", "v3", "y", "y1", "y2", "y3",
+    "mask", "m1", "m2", "m3", "m_ne2", "m_ne3", "slopes", "sinks",
+    "n_kv", "n_q", "n_heads_kv", "group", "batches", "rk3", "rv3", "scratch", "stride",
+)  # fmt: skip
+
+
+def scratch_nbytes(shape: Shape) -> int:
+    """Bytes that a thread needs where there are many queries."""
+    tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
+    return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
+
+
+def record_nbytes(d_v: int) -> int:
+    """Bytes that hold what is known of a query: its weighted values, maximum and sum; whole cache lines."""
+    return -(-4 * (d_v + 2) // 64) * 64
+
+
+def width_for(k: Kernel, *sizes: int) -> int:
+    """Lanes of vectors that divide the head sizes."""
+    return next(w for w in (16, 8, 4, 2, 1) if w <= k.level.lanes and not any(s % w for s in sizes))
+
+
+def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
+    """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
+    if dtype in SIZES:
+        return load_floats(k, dtype, row + i * SIZES[dtype], n)
+    form = FORMS[dtype]
+    block = row + (i >> 5) * form.nbytes
+    scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, block))
+    assert scale is not None
+    if dtype == "q8_0":
+        return k.load(vec(I8, n), block + 2 + (i & 31)).sext(I32).to_float() * scale
+    (run,) = form.codes(k, block)
+    codes: Value = run.shuffle(range(n))
+    for first in range(n, 32, n):
+        codes = k.select((i & 31).equals(first), run.shuffle(range(first, first + n)), codes)
+    wide = codes.sext(I32) if form.offset is None else codes.zext(I32) - form.offset
+    value = wide.to_float() * scale
+    return value if least is None else value + least
+
+
+class Unit:
+    """Addresses of a unit: some queries of a batch that meet one head of keys."""
+
+    def __init__(self, k: Kernel, p: dict[str, Value], unit: Value, n_rows: int) -> None:
+        self.k, self.p, self.n_rows = k, p, n_rows
+        self.rows = p["n_q"] * p["group"]
+        blocks = (self.rows + (n_rows - 1)) // n_rows
+        block, rest = unit % blocks, unit // blocks
+        self.head, self.batch = rest % p["n_heads_kv"], rest // p["n_heads_kv"]
+        self.first = block * n_rows
+        self.keys = p["k"] + self.head * p["k2"] + self.batch // p["rk3"] * p["k3"]
+        self.values = p["v"] + self.head * p["v2"] + self.batch // p["rv3"] * p["v3"]
+
+    def row(self, r: int | Value) -> tuple[Value, Value]:
+        """The token and the head of a query; beyond the last, those of the last."""
+        at = self.k.least(self.first + r, self.rows - 1)
+        n_q = self.p["n_q"]
+        return at % n_q, self.head * self.p["group"] + at // n_q
+
+    def query(self, r: int | Value) -> Value:
+        """Address of a query."""
+        token, head = self.row(r)
+        p = self.p
+        return p["q"] + token * p["q1"] + head * p["q2"] + self.batch * p["q3"]
+
+    def result(self, r: int | Value) -> Value:
+        """Address of its result."""
+        token, head = self.row(r)
+        p = self.p
+        return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
+
+    def sink(self, r: int | Value) -> Value:
+        """The logit that only takes part in its sum."""
+        _, head = self.row(r)
+        return self.k.load(F32, self.p["sinks"] + head * 4)
+
+    def mask(self, r: int | Value) -> tuple[Value, Value]:
+        """Address of its row of the mask, and the mask's factor."""
+        token, head = self.row(r)
+        p = self.p
+        row = p["mask"] + token * p["m1"] + head % p["m_ne2"] * p["m2"] + self.batch % p["m_ne3"] * p["m3"]
+        return row, self.k.load(F32, p["slopes"] + head * 4)
+
+
+def arguments(k: Kernel) -> tuple[dict[str, Value], Value, Value]:
+    """Read `ARGS` by name, after the scale and the cap."""
+    scale, softcap = k.float_arg(), k.float_arg()
+    return dict(zip(ARGS, k.ints(len(ARGS)), strict=True)), scale, softcap
+
+
+def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
+    """How many units of `n_rows` queries there are."""
+    return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
+
+
+class Part:
+    """The keys that a unit meets: all, or where few units would leave threads idle, a part of them.
+
+    Parts take two arguments: how many there are, and memory for what each finds; `merge` puts that together.
+
+    Attributes:
+        first: The first key.
+        stop: The one after the last.
+    """
+
+    def __init__(self, k: Kernel, n_kv: Value, index: Value, n_parts: Value, parts: Value | None) -> None:
+        part, n_tiles = index % n_parts, (n_kv + (TILE - 1)) // TILE
+        self.first = n_tiles * part // n_parts * TILE
+        self.stop = k.least(n_kv, n_tiles * (part + 1) // n_parts * TILE)
+        self._index, self._parts = index, parts
+
+    def records(self, own: Value, nbytes: Value | int) -> Value:
+        """Where what is found goes, of that many bytes: to memory of one's own if all keys are met."""
+        return own if self._parts is None else self._parts + self._index * nbytes
+
+
+@contextmanager
+def units(k: Kernel, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[tuple[Unit, Part]]:
+    """Run the block for each unit of the chunk, or part of one."""
+    n_parts, parts = k.ints(2) if split else (k.i64(1), None)
+    n = n_units_of(p, n_rows) * n_parts
+    with k.loop(n * k.chunk // k.n_chunks, n * (k.chunk + 1) // k.n_chunks) as index:
+        yield Unit(k, p, index // n_parts, n_rows), Part(k, p["n_kv"], index, n_parts, parts)
+
+
+def finished(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | None, slope: Value) -> Value:
+    """What the exponential is taken of, from scaled products."""
+    n = x.type.count
+    if shape.softcap:
+        e = expm1(k, x * -2.0)
+        x = softcap.splat(n) * (-e / (e + 2.0))
+    return x if bias is None else x + bias * slope.splat(n)
+
+
+class Softmax:
+    """The running maximum, sum and weighted values of one query, in memory."""
+
+    def __init__(self, k: Kernel, maximum: Value, total: Value, values: Value) -> None:
+        self.k, self.maximum, self.total, self.values = k, maximum, total, values
+
+    @classmethod
+    def at(cls, k: Kernel, record: Value, d_v: int) -> Softmax:
+        """Return that in a record of `record_nbytes`."""
+        return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
+
+    def begin(self, d_v: int, width: int) -> None:
+        """Forget everything."""
+        k = self.k
+        k.store(k.const(F32, float("-inf")), self.maximum)
+        k.store(k.const(F32, 0), self.total)
+        with k.loop(0, d_v, width) as i:
+            k.store(k.const(vec(F32, width), 0), self.values + i * 4)
+
+    def rescale(self, most: Value, d_v: int, width: int) -> Value:
+        """Take in a maximum; return the one to subtract."""
+        k = self.k
+        before = k.load(F32, self.maximum)
+        after = k.maximum(before, most)
+        level = k.maximum(after, LOWEST)
+        with k.when(after > before):
+            factor = exp(k, before - level)
+            k.store(after, self.maximum)
+            k.store(k.load(F32, self.total) * factor, self.total)
+            spread = factor.splat(width)
+            with k.loop(0, d_v, width) as i:
+                k.store(k.load(vec(F32, width), self.values + i * 4) * spread, self.values + i * 4)
+        return level
+
+    def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
+        """Make weights of logits in memory, a whole tile, and add them to the sum."""
+        k, lanes = self.k, self.k.level.lanes
+        sums = k.variable(k.const(vec(F32, lanes), 0))
+        with k.loop(0, n, lanes) as j:
+            weights = exp(k, k.load(vec(F32, lanes), logits + j * 4) - level.splat(lanes))
+            k.store(weights, logits + j * 4)
+            sums.set(sums.now + weights)
+        k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
+
+    def take_in(self, other: Softmax, d_v: int, width: int) -> None:
+        """Add what was found of the same query with other keys."""
+        k = self.k
+        most = k.load(F32, other.maximum)
+        factor = exp(k, most - self.rescale(most, d_v, width))
+        k.store(k.fma(k.load(F32, other.total), factor, k.load(F32, self.total)), self.total)
+        spread = factor.splat(width)
+        with k.loop(0, d_v, width) as i:
+            more = k.load(vec(F32, width), other.values + i * 4)
+            k.store(k.fma(more, spread, k.load(vec(F32, width), self.values + i * 4)), self.values + i * 4)
+
+    def end(self, to: Value, sink: Value | None, d_v: int, width: int) -> None:
+        """Write the result."""
+        k = self.k
+        if sink is not None:
+            level = self.rescale(sink, d_v, width)
+            k.store(k.load(F32, self.total) + exp(k, sink - level), self.total)
+        sum_ = k.load(F32, self.total)
+        factor = k.select(sum_ > 0.0, 1.0 / sum_, 0.0).splat(width)
+        with k.loop(0, d_v, width) as i:
+            k.store(k.load(vec(F32, width), self.values + i * 4) * factor, to + i * 4)
+
+
+def highest(k: Kernel, logits: Value) -> Value:
+    """The greatest of a tile of logits in memory."""
+    lanes = k.level.lanes
+    top = k.load(vec(F32, lanes), logits)
+    for j in range(lanes, TILE, lanes):
+        top = k.maximum(top, k.load(vec(F32, lanes), logits + j * 4))
+    return greatest(k, top)

@@ -1,0 +1,306 @@
+"""Tiles of bytes: blocks of weights as codes and scales, with activations as bytes; see `tiles`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.simd import Dot
+from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
+from ggmlb.backends.llvm.kernels import amx
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
+from ggmlb.backends.llvm.kernels.strip import AHEAD, FIELDS, ROWS, Strip, lanes, prefetch
+from ggmlb.backends.llvm.kernels.strip_scales import SCALES
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, Tail, store, transposed
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.host import Level
+    from ggmlb.backends.llvm.kernels.activations import Parts
+    from ggmlb.backends.llvm.kernels.blocks import Form
+
+TILE_ROWS = 16
+"""Rows of a tile of bytes."""
+
+
+def columns_at_once(level: Level, dtype: str) -> int:
+    """Most rows of activations that meet a tile of bytes together."""
+    return amx.ROWS if _in_registers(level, dtype) else _chosen_columns(level)
+
+
+def _in_registers(level: Level, dtype: str) -> bool:
+    """Whether registers hold matrices of codes: where few elements share a scale, vectors are faster."""
+    return level.tiles and FORMS[dtype].group == 32
+
+
+def _chosen_columns(level: Level) -> int:
+    """The same of rows that do not lie one after the other."""
+    return 8 if level.lanes == 16 else 3
+
+
+def scratch_nbytes(k: int, dtype: str) -> int:
+    """Bytes that a thread needs to pack a tile of rows of `k` elements."""
+    form, whole = FORMS[dtype], -(-k // DEPTH) * DEPTH
+    floats = whole // form.group * (2 if form.has_min else 1)
+    flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
+    return TILE_ROWS * (whole + 4 * floats) + flags
+
+
+def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
+    """Turn rows of 32-bit words, `stride` bytes apart, into columns of `n_rows` words."""
+    n = k.level.lanes
+    for first in range(0, n_rows, n):
+        with k.loop(0, words, n) as w:
+            rows = [k.load(vec(I32, n), source + (first + r) * stride + w * 4) for r in range(n)]
+            for i, column in enumerate(transposed(rows)):
+                k.store(column, to + (w + i) * (n_rows * 4) + first * 4)
+
+
+class _Packed:
+    """Where the parts of a packed tile are: codes, scales, minimums; and flags of activations."""
+
+    def __init__(self, form: Form, size: Value, scratch: Value) -> None:
+        whole = (size + (DEPTH - 1)) // DEPTH * DEPTH
+        self.codes = scratch
+        self.scales = scratch + whole * TILE_ROWS
+        self.minimums = self.scales + whole // form.group * (4 * TILE_ROWS)
+        self.flags = self.minimums  # types with the one have not the other
+
+
+def _centered(k: Kernel, form: Form, codes: Value, shifted: bool) -> Value:
+    """Codes as the product of tiles takes them: with minimums as they are, else signed, or 128 above."""
+    if form.has_min:
+        return codes
+    if shifted:
+        return codes ^ -128 if form.offset is None else codes + (128 - form.offset)
+    return codes - form.offset if form.offset else codes
+
+
+def _pack_bytes(
+    k: Kernel, form: Form, packed: _Packed, rows: list[Value], place: Place, shifted: bool
+) -> None:
+    (tile, first, last), size, nb1 = rows, place.k, place.a_nb1
+    local = k.local(TILE_ROWS * DEPTH)
+    per_turn = DEPTH // form.block
+    n_blocks = size // form.block
+    with k.loop(0, n_blocks, per_turn) as begin:
+        count = k.least(n_blocks - begin, per_turn)
+        with k.loop(0, TILE_ROWS) as r:
+            row = tile + k.least(first + r, last) * nb1
+            with k.loop(0, count) as b:
+                at = row + (begin + b) * form.nbytes
+                for i, run in enumerate(form.codes(k, at)):
+                    k.store(_centered(k, form, run, shifted), local + r * DEPTH + b * form.block + 32 * i)
+                scales, minimums = form.scales(k, at)
+                groups = form.block // form.group
+                to = (begin + b) * (groups * 4 * TILE_ROWS) + r * 4
+                for g in range(groups):
+                    k.store(scales[g], packed.scales + to + g * 4 * TILE_ROWS)
+                    if minimums is not None:
+                        k.store(minimums[g], packed.minimums + to + g * 4 * TILE_ROWS)
+        to = packed.codes + begin * (form.block * TILE_ROWS)
+        _transpose(k, local, DEPTH, to, TILE_ROWS, k.i64(DEPTH // 4))
+
+
+def _codes_in_place(dtype: str) -> int | None:
+    """Where the codes of a strip lie as in a tile of signed bytes: the offset of their field."""
+    fields = (f.offset for f in FIELDS[dtype] if f.nbytes == FORMS[dtype].block)
+    return next(fields, None) if FORMS[dtype].offset is None else None
+
+
+def _unpack_strip(
+    k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool, in_place: int | None
+) -> Value:
+    """Return where the codes are: in the strip, if they may stay there."""
+    form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
+    base = place.a + strip * (place.a_nb1 * ROWS)
+    row = 4 * ROWS
+    fields = [f for f in FIELDS[dtype] if f.offset != in_place]
+    with k.loop(0, n_blocks) as block:
+        prefetch(k, fields, (base, n_blocks, block))
+        for first in range(0, ROWS, lanes(k.level)):
+            at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
+            to = packed.codes + block * (form.block * ROWS) + 4 * first
+            words = [word for run in form.codes(k, at) for word in run.values] if in_place is None else []
+            for i, word in enumerate(words):
+                k.store(_centered(k, form, word, shifted), to + row * i)
+            scales, minimums = SCALES[dtype](at)
+            to = block * (form.block // form.group * row) + 4 * first
+            for g, scale in enumerate(scales):
+                k.store(scale, packed.scales + to + row * g)
+                if minimums is not None:
+                    k.store(minimums[g], packed.minimums + to + row * g)
+    return packed.codes if in_place is None else base + n_blocks * (ROWS * in_place)
+
+
+def quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, tail: Tail) -> None:
+    """Multiply blocks with bytes: arguments of a product, scratch and its size per thread, the tail's."""
+    _quantized(k, dtype, in_strips, n_columns, Place(k, TILE_ROWS), tail)
+
+
+def chosen_quantized(k: Kernel, dtype: str, in_strips: bool) -> None:
+    """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
+    _quantized(k, dtype, in_strips, _chosen_columns(k.level), Chosen(k, TILE_ROWS), Tail())
+
+
+def _quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, place: Place, tail: Tail) -> None:
+    form = FORMS[dtype]
+    scratch, stride = k.ints(2)
+    finish = tail.read(k)
+    packed = _Packed(form, place.k, scratch + k.thread * stride)
+    on_tiles = _in_registers(k.level, dtype) and place.step is not None
+    shifted = k.level.dot == "vnni" and not on_tiles
+    in_place = _codes_in_place(dtype) if on_tiles and in_strips else None
+    registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
+    with registers, k.loop(place.first, place.last) as tile:
+        first = tile * TILE_ROWS
+        codes = packed.codes
+        if in_strips:
+            codes = _unpack_strip(k, dtype, packed, place, tile, shifted, in_place)
+        else:
+            _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, shifted)
+        with k.loop(0, place.n, n_columns) as start:
+            column = start
+            if on_tiles:
+                column = k.least(start, place.n - n_columns)  # the last ones may be multiplied again
+                ask = start.equals(0) if in_place is not None else None
+                sums = _multiply_tiles(k, form, packed, codes, (place, column, n_columns), ask)
+            else:
+                # Beyond the last row of activations the last one is read again.
+                rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
+                sums = _multiply_bytes(k, form, packed, rows, place.k)
+            store(k, sums, place, first, (column, start), finish)
+
+
+def _multiply_tiles(
+    k: Kernel, form: Form, packed: _Packed, codes: Value, rows: tuple[Place, Value, int], ask: Value | None
+) -> list[list[Value]]:
+    """Return the sums for each vector of rows and each column.
+
+    Args:
+        k: Is written.
+        form: Of the weight.
+        packed: What was unpacked of its rows.
+        codes: Where their codes are.
+        rows: The product, the first row of activations, and how many.
+        ask: Whether to ask for codes that come later to be read, if that may be.
+    """
+    place, column, n_columns = rows
+    step, n = place.step, k.level.lanes
+    assert step is not None
+    floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, place.k >> 5
+    all_parts = [parts(place.column(column + c), place.k, form.wide) for c in range(n_columns)]
+    x = all_parts[0]
+    sums = [k.variable(k.const(floats, 0)) for _ in range(n_columns)]
+    room = [k.local(2 * size) for _ in range(1 + form.wide)]
+    if form.wide:
+        _any_flags(k, all_parts, place.k, packed.flags)
+
+    def each(block: Value) -> Iterator[tuple[Value, Value, float]]:
+        """The products of a block: with which codes, where they go, and what they count."""
+        to = (block & 1) * size
+        yield x.codes, room[0] + to, 1.0
+        if x.high is not None:
+            with k.when(k.load(I8, packed.flags + block).zext(I32) > 0):
+                yield x.high, room[1] + to, float(HIGH)
+
+    def multiply(block: Value) -> None:
+        for of, to, _ in each(block):
+            amx.product(k, of + block * 32, step, codes + block * (32 * TILE_ROWS), form.has_min, to)
+
+    multiply(k.i64(0))
+    with k.loop(0, n_blocks) as block:
+        if ask is not None:
+            with k.when(ask):
+                for at in range(0, 32 * TILE_ROWS, 64):
+                    k.prefetch(codes + block * (32 * TILE_ROWS) + (AHEAD + at))
+        with k.when(block + 1 < n_blocks):
+            multiply(block + 1)  # a block ahead: what was just written from tiles takes long to be read
+        for _, found, times in each(block):
+            scale = k.load(floats, packed.scales + block * (4 * TILE_ROWS)) * times
+            for c, slot in enumerate(sums):
+                factor = k.load(F32, x.scales + step * c + block * 4).splat(n)
+                value = k.load(vec(I32, n), found + amx.ROW_NBYTES * c, 64).to_float()
+                slot.set(k.fma(value, scale * factor, slot.now))
+        if form.has_min:
+            minimum = k.load(floats, packed.minimums + block * (4 * TILE_ROWS))
+            for c, slot in enumerate(sums):
+                total = k.load(F32, x.sums + step * c + block * 4)
+                slot.set(k.fma(minimum, total.splat(n), slot.now))
+    return [[slot.now for slot in sums]]
+
+
+def _multiply_bytes(
+    k: Kernel, form: Form, packed: _Packed, rows: list[Value], size: Value
+) -> list[list[Value]]:
+    """Return the sums for each vector of rows and each column."""
+    n, n_columns = k.level.lanes, len(rows)
+    vectors = range(0, TILE_ROWS, n)
+    floats, ints = vec(F32, n), vec(I32, n)
+    zero = k.const(floats, 0)
+    sums = [[k.variable(zero) for _ in range(n_columns)] for _ in vectors]
+    columns = [parts(row, size, form.wide) for row in rows]
+    dot, flags = Dot(k, n), packed.flags
+    if form.wide:
+        _any_flags(k, columns, size, flags)
+    shifted = k.level.dot == "vnni" and not form.has_min
+    with k.loop(0, size >> 5) as block:
+        for group in range(32 // form.group):
+            per_group = form.group // 16
+            at = (block * (32 // form.group) + group) * (4 * TILE_ROWS)
+            counts = [
+                sum(
+                    (k.load(I32, x.counts + block * 8 + (group + i) * 4) for i in range(1, per_group)),
+                    start=k.load(I32, x.counts + block * 8 + group * 4),
+                )
+                for x in columns
+            ]
+            starts = [(count * -128).splat(n) if shifted else k.const(ints, 0) for count in counts]
+
+            def add(codes: list[Value], starts: list[Value], times: float, group: int = group) -> None:
+                products = [list(starts) for _ in vectors]
+                for word in range(group * form.group // 4, (group + 1) * form.group // 4):
+                    of = packed.codes + (block * 8 + word) * (4 * TILE_ROWS)
+                    weights = [k.load(vec(I8, 4 * n), of + v * 4, 4) for v in vectors]
+                    for c, term in enumerate(codes):
+                        x = k.load(I32, term + block * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
+                        for v in range(len(vectors)):
+                            products[v][c] = dot.packed(products[v][c], weights[v], x, form.has_min)
+                for v, first in enumerate(vectors):
+                    scale = k.load(floats, packed.scales + at + first * 4)  # noqa: B023
+                    for c, column in enumerate(columns):
+                        factor = k.load(F32, column.scales + block * 4) * times
+                        slot = sums[v][c]
+                        slot.set(k.fma(products[v][c].to_float(), scale * factor.splat(n), slot.now))
+
+            add([x.codes for x in columns], starts, 1.0)
+            high = [x.high for x in columns if x.high is not None]
+            if high:
+                with k.when(k.load(I8, flags + block).zext(I32) > 0):
+                    add(high, [k.const(ints, 0)] * n_columns, float(HIGH))
+            if not form.has_min:
+                continue
+            for v, first in enumerate(vectors):
+                minimum = k.load(floats, packed.minimums + at + first * 4)
+                for c, column in enumerate(columns):
+                    if form.group == 32:
+                        total = k.load(F32, column.sums + block * 4)
+                    else:
+                        total = counts[c].to_float() * k.load(F32, column.scales + block * 4)
+                    slot = sums[v][c]
+                    slot.set(k.fma(minimum, total.splat(n), slot.now))
+    return [[slot.now for slot in row] for row in sums]
+
+
+def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:
+    """Write which blocks have high parts in any of some rows of activations."""
+    flags = vec(I8, FLAGS)
+    with k.loop(0, size >> 5, FLAGS) as i:
+        any_ = k.const(flags, 0)
+        for x in columns:
+            if x.flags is not None:
+                any_ = any_ | k.load(flags, x.flags + i)
+        k.store(any_, to + i)

@@ -1,0 +1,187 @@
+"""Functions of one element, of two, and gated linear units: one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.cpu.array.ops.unary import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
+from ggmlb.backends.llvm.codegen.simd import (
+    SIZES,
+    exp,
+    expm1,
+    load_float,
+    load_floats,
+    log,
+    over_one_plus_exp,
+    polynomial,
+    sigmoid,
+    sin_cos,
+    store_floats,
+)
+from ggmlb.backends.llvm.codegen.value import I32, Value, like
+from ggmlb.backends.llvm.kernels.walk import lanes, rows
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+
+    Function = Callable[..., Value]
+    """`f(kernel, x, *params)`"""
+
+
+def _sign(k: Kernel, x: Value) -> Value:
+    return k.select(x > 0.0, k.const(x.type, 1.0), k.select(x < 0.0, k.const(x.type, -1.0), 0.0))
+
+
+def _with_sign(x: Value, sign: Value) -> Value:
+    ints = like(x.type, I32)
+    return (x.bits(ints) | (sign.bits(ints) & -0x80000000)).bits(x.type)
+
+
+def _tanh(k: Kernel, x: Value) -> Value:
+    e = expm1(k, k.generic("fabs", x) * -2.0)
+    return _with_sign(-e / (e + 2.0), x)
+
+
+def _gelu(k: Kernel, x: Value) -> Value:
+    z = x * (x * x * GELU_COEF + 1.0)
+    return over_one_plus_exp(k, x, z * (2 * SQRT_2_OVER_PI))
+
+
+def _gelu_erf(k: Kernel, x: Value) -> Value:
+    return over_one_plus_exp(k, x, x * polynomial(k, x * x, NORMAL_AS_SIGMOID))
+
+
+def _hardsigmoid(k: Kernel, x: Value) -> Value:
+    return k.minimum(k.maximum((x + 3.0) / 6.0, 0.0), 1.0)
+
+
+def _softplus(k: Kernel, x: Value) -> Value:
+    t = exp(k, -k.generic("fabs", x))
+    u = t + 1.0
+    grown = log(k, u) * t / (u - 1.0)
+    return k.maximum(x, 0.0) + k.select(u.equals(1.0), t, grown)
+
+
+def _xielu(k: Kernel, x: Value, alpha_n: Value, alpha_p: Value, beta: Value, eps: Value) -> Value:
+    below = (expm1(k, k.minimum(x, eps)) - x) * alpha_n
+    return k.select(x > 0.0, x * x * alpha_p, below) + x * beta
+
+
+def _positive(k: Kernel, x: Value) -> Value:
+    return k.select(x < 0.0, k.const(x.type, 0.0), x)
+
+
+def _clamp(k: Kernel, x: Value, low: Value, high: Value) -> Value:
+    return k.select(x < low, low, k.select(x > high, high, x))
+
+
+def _round(k: Kernel, x: Value) -> Value:
+    return k.generic("round", x)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "abs": lambda k, x: k.generic("fabs", x),
+    "sgn": _sign,
+    "neg": lambda k, x: -x,
+    "step": lambda k, x: k.select(x > 0.0, k.const(x.type, 1.0), 0.0),
+    "tanh": _tanh,
+    "elu": lambda k, x: k.select(x > 0.0, x, expm1(k, k.minimum(x, 0.0))),
+    "relu": _positive,
+    "sigmoid": sigmoid,
+    "gelu": _gelu,
+    "gelu_quick": lambda k, x: over_one_plus_exp(k, x, x * GELU_QUICK_COEF),
+    "gelu_erf": _gelu_erf,
+    "silu": lambda k, x: over_one_plus_exp(k, x, x),
+    "hardswish": lambda k, x: x * _hardsigmoid(k, x),
+    "hardsigmoid": _hardsigmoid,
+    "exp": exp,
+    "expm1": expm1,
+    "softplus": _softplus,
+    "xielu": _xielu,
+    "floor": lambda k, x: k.generic("floor", x),
+    "ceil": lambda k, x: k.generic("ceil", x),
+    "round": _round,
+    "trunc": lambda k, x: k.generic("trunc", x),
+    "sqr": lambda k, x: x * x,
+    "sqrt": lambda k, x: k.generic("sqrt", x),
+    "log": log,
+    "sin": lambda k, x: sin_cos(k, x)[0],
+    "cos": lambda k, x: sin_cos(k, x)[1],
+    "scale": lambda k, x, scale, bias: x * scale + bias,
+    "clamp": _clamp,
+    "leaky_relu": lambda k, x, slope: k.select(x > 0.0, x, x * slope),
+    "copy": lambda k, x: x,
+}
+"""By ggml's name in small letters."""
+
+PAIRS: dict[str, Function] = {
+    "add": lambda k, x, y: x + y,
+    "sub": lambda k, x, y: x - y,
+    "mul": lambda k, x, y: x * y,
+    "div": lambda k, x, y: x / y,
+}
+
+
+def unary(k: Kernel, name: str, n_params: int, dtypes: Sequence[str], past_caches: bool) -> None:
+    """Apply a function: operands `y, x` of the walk, after the function's parameters."""
+    params = [k.float_arg().splat(k.level.lanes) for _ in range(n_params)]
+    out, src = dtypes
+    with rows(k, 2) as row:
+
+        def body(i: Value, mask: Value | None) -> None:
+            x = load_floats(k, src, row.at[1] + i * SIZES[src], k.level.lanes, mask)
+            y = FUNCTIONS[name](k, x, *params)
+            store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
+
+        lanes(k, row.start, row.stop, body)
+    if past_caches:
+        k.fence()
+
+
+def binary(k: Kernel, name: str, one_per_row: bool, dtypes: Sequence[str], past_caches: bool) -> None:
+    """Combine two operands: `y, a, b`; `b` may have one element for each row."""
+    out, a, b = dtypes
+    n = k.level.lanes
+    with rows(k, 3) as row:
+        same = load_float(k, b, row.at[2]).splat(n) if one_per_row else None
+
+        def body(i: Value, mask: Value | None) -> None:
+            x = load_floats(k, a, row.at[1] + i * SIZES[a], n, mask)
+            y = load_floats(k, b, row.at[2] + i * SIZES[b], n, mask) if same is None else same
+            store_floats(k, out, PAIRS[name](k, x, y), row.at[0] + i * SIZES[out], mask, past_caches)
+
+        lanes(k, row.start, row.stop, body)
+    if past_caches:
+        k.fence()
+
+
+_GATES = {
+    "reglu": "relu", "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick",
+}  # fmt: skip
+
+
+def gated(k: Kernel, name: str, gate: Value, up: Value, params: Sequence[Value] = ()) -> Value:
+    """A gated linear unit; swiglu_oai has `alpha` and `limit`."""
+    if not params:
+        return FUNCTIONS[_GATES[name]](k, gate) * up
+    alpha, limit = params
+    g = k.select(gate > limit, limit, gate)
+    return over_one_plus_exp(k, g, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
+
+
+def glu(k: Kernel, name: str, dtypes: Sequence[str], past_caches: bool) -> None:
+    """`f(gate) up`: operands `y, gate, up`; swiglu_oai has `alpha` and `limit` before them."""
+    out, src = dtypes
+    n = k.level.lanes
+    params = [k.float_arg().splat(n) for _ in range(2)] if name == "swiglu_oai" else []
+    with rows(k, 3) as row:
+
+        def body(i: Value, mask: Value | None) -> None:
+            gate, up = (load_floats(k, src, row.at[j] + i * SIZES[src], n, mask) for j in (1, 2))
+            y = gated(k, name, gate, up, params)
+            store_floats(k, out, y, row.at[0] + i * SIZES[out], mask, past_caches)
+
+        lanes(k, row.start, row.stop, body)
+    if past_caches:
+        k.fence()

@@ -1,0 +1,126 @@
+"""Tiles of floats, with float activations; see `tiles`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
+from ggmlb.backends.llvm.codegen.value import F32, Value, vec
+from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
+from ggmlb.backends.llvm.kernels.strip import AHEAD, ROWS
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, Tail, store, transposed
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.host import Level
+
+STRIP_DEPTH = 2048
+"""Elements of rows in strips, which need no packing, that are multiplied at a time."""
+
+
+def tile_rows(level: Level) -> int:
+    """Rows of a tile."""
+    return 2 * level.lanes
+
+
+def columns_at_once(level: Level) -> int:
+    """Most rows of activations that meet a tile together."""
+    return 12 if level.lanes == 16 else 6
+
+
+def depth(in_strips: bool) -> int:
+    """Elements of a row that are multiplied at a time; products of more have no tail."""
+    return STRIP_DEPTH if in_strips else DEPTH
+
+
+def scratch_nbytes(level: Level) -> int:
+    """Bytes that a thread needs to pack a tile."""
+    return tile_rows(level) * DEPTH * 4
+
+
+def floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool, n_columns: int, tail: Tail) -> None:
+    """Multiply floats: arguments of a product, scratch and its size per thread, the tail's."""
+    _floats(k, (dtype, b_dtype), in_strips, n_columns, Place(k, tile_rows(k.level)), tail)
+
+
+def chosen_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool) -> None:
+    """Multiply chosen matrices of floats; see `matvec.Chosen`."""
+    place = Chosen(k, tile_rows(k.level))
+    _floats(k, (dtype, b_dtype), in_strips, columns_at_once(k.level), place, Tail())
+
+
+def _floats(
+    k: Kernel, types: tuple[str, str], in_strips: bool, n_columns: int, place: Place, tail: Tail
+) -> None:
+    (dtype, b_dtype), n_rows, n = types, tile_rows(k.level), k.level.lanes
+    scratch, stride = k.ints(2)
+    finish = tail.read(k)
+    packed = scratch + k.thread * stride
+    b_size = SIZES[b_dtype]
+    with k.loop(place.first, place.last) as tile:
+        first = tile * n_rows
+        with k.loop(0, place.k, depth(in_strips)) as begin:
+            count = k.least(place.k - begin, depth(in_strips))
+            if in_strips:  # they are as a tile is
+                tiles, step, stored = _strip_vectors(k, place, first, begin, SIZES[dtype]), ROWS, dtype
+            else:
+                _pack(k, dtype, place, first, begin, count, packed)
+                tiles, step, stored = [packed, packed + 4 * n], n_rows, "f32"
+            with k.loop(0, place.n, n_columns) as column:
+                sums = [[k.variable(k.const(vec(F32, n), 0)) for _ in range(n_columns)] for _ in range(2)]
+                # Beyond the last row of activations the last one is read again.
+                rows = [
+                    place.column(k.least(column + c, place.n - 1)) + begin * b_size for c in range(n_columns)
+                ]
+                with k.loop(0, count) as i:
+                    if in_strips:
+                        for at in tiles:
+                            k.prefetch(at + i * (step * SIZES[stored]) + AHEAD)
+                    weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in tiles]
+                    for c, row in enumerate(rows):
+                        x = load_float(k, b_dtype, row + i * b_size).splat(n)
+                        for v in range(2):
+                            sums[v][c].set(k.fma(weights[v], x, sums[v][c].now))
+                if finish is None:
+                    with k.when(begin > 0):
+                        _add_written(k, sums, place, first, column)
+                values = [[slot.now for slot in row] for row in sums]
+                store(k, values, place, first, (column, column), finish)
+
+
+def _strip_vectors(k: Kernel, place: Place, first: Value, begin: Value, size: int) -> list[Value]:
+    """Where the values of the rows of a tile begin, vector by vector."""
+    n, found = k.level.lanes, []
+    for v in range(2):
+        row = k.least(first + v * n, place.m - n)
+        strip = place.a + row // ROWS * ROWS * place.a_nb1
+        found.append(strip + begin * (ROWS * size) + row % ROWS * size)
+    return found
+
+
+def _pack(
+    k: Kernel, dtype: str, place: Place, first: Value, begin: Value, depth: Value, packed: Value
+) -> None:
+    n, size = k.level.lanes, SIZES[dtype]
+    n_rows = tile_rows(k.level)
+    for v in range(0, n_rows, n):
+        rows = [place.a + k.least(first + v + r, place.m - 1) * place.a_nb1 + begin * size for r in range(n)]
+        whole = depth // n * n
+        with k.loop(0, whole, n) as i:
+            loaded = [load_floats(k, dtype, row + i * size, n) for row in rows]
+            for j, column in enumerate(transposed(loaded)):
+                k.store(column, packed + (i + j) * (4 * n_rows) + v * 4, 4)
+        with k.loop(whole, depth) as i:
+            for r, row in enumerate(rows):
+                k.store(load_float(k, dtype, row + i * size), packed + i * (4 * n_rows) + (v + r) * 4)
+
+
+def _add_written(k: Kernel, sums: list[list[Variable]], place: Place, first: Value, column: Value) -> None:
+    """Add what was written for the elements before."""
+    n = k.level.lanes
+    for c in range(len(sums[0])):
+        with k.when(column + c < place.n):
+            at = place.result(column + c) + first * 4
+            for v, row in enumerate(sums):
+                mask = k.first_lanes(n, place.m - first - v * n)
+                row[c].set(row[c].now + k.load_masked(vec(F32, n), at + v * n * 4, mask))

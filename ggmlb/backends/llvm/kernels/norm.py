@@ -1,0 +1,168 @@
+"""Normalisation of rows, perhaps with the product and the sum that follow; and soft max."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, store_floats, total
+from ggmlb.backends.llvm.codegen.value import F32, Value, vec
+from ggmlb.backends.llvm.kernels.walk import lanes, rows
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.kernels.walk import Row
+
+
+def _sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> Value:
+    """The sum over the row of `term(i, mask)`, which is 0 where the mask is not set."""
+    n, turns = k.level.lanes, 4
+    sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(turns)]
+    whole = row.n // (n * turns) * (n * turns)
+    with k.loop(0, whole, n * turns) as i:
+        for j, s in enumerate(sums):
+            s.set(s.now + term(i + n * j, None))
+
+    def body(i: Value, mask: Value | None) -> None:
+        sums[0].set(sums[0].now + term(i, mask))
+
+    lanes(k, whole, row.n, body)
+    return total(k, (sums[0].now + sums[1].now) + (sums[2].now + sums[3].now))
+
+
+def normalise(
+    k: Kernel, kind: str, dtypes: Sequence[str], factors: int, added: bool = False, kept: bool = False
+) -> None:
+    """Normalise rows: `eps`, and the walk of `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
+
+    Args:
+        k: Is written.
+        kind: `norm`, `rms_norm` or `l2_norm`.
+        dtypes: Of `y` and `x`.
+        factors: 1: the result is multiplied with rows of float32; 2: then others are added to it.
+        added: Whether the sum of `x` and `b` is normalised; all are float32 then.
+        kept: Whether the sum is written, to `s`.
+    """
+    out, src = dtypes
+    n = k.level.lanes
+    eps = k.float_arg()
+    with rows(k, 2 + factors + added + kept) as row:
+        if kept:
+            _add(k, row)
+
+        def x(i: Value, mask: Value | None) -> Value:
+            value = load_floats(k, src, row.at[1] + i * SIZES[src], n, mask)
+            if added and not kept:
+                value = value + load_floats(k, "f32", row.at[2] + i * 4, n, mask)
+            return value
+
+        count = row.n.to_float()
+        mean = k.const(F32, 0)
+        if kind == "norm":
+            mean = _sum(k, row, x) / count
+        shift = mean.splat(n)
+
+        def square(i: Value, mask: Value | None) -> Value:
+            value = x(i, mask)
+            if kind == "norm":
+                value = value - shift
+                if mask is not None:
+                    value = k.select(mask, value, 0.0)
+            return value * value
+
+        squares = _sum(k, row, square)
+        if kind == "l2_norm":
+            factor = 1.0 / k.maximum(k.generic("sqrt", squares), eps)
+        else:
+            factor = 1.0 / k.generic("sqrt", squares / count + eps)
+        scale = factor.splat(n)
+
+        def write(i: Value, mask: Value | None) -> None:
+            value = x(i, mask)
+            if kind == "norm":
+                value = value - shift
+            value = value * scale
+            for j in range(factors):
+                other = load_floats(k, "f32", row.at[2 + added + kept + j] + i * 4, n, mask)
+                value = value + other if j else value * other
+            store_floats(k, out, value, row.at[0] + i * SIZES[out], mask)
+
+        lanes(k, row.start, row.stop, write)
+
+
+def _add(k: Kernel, row: Row) -> None:
+    """Write the sum of the second and the third operand to the fourth, which takes the second's place."""
+    n = k.level.lanes
+
+    def body(i: Value, mask: Value | None) -> None:
+        a, b = (load_floats(k, "f32", row.at[j] + i * 4, n, mask) for j in (1, 2))
+        store_floats(k, "f32", a + b, row.at[3] + i * 4, mask)
+
+    lanes(k, row.start, row.stop, body)
+    row.at[1] = row.at[3]
+
+
+def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
+    """`scale, slopes, sinks, mask, nb1, nb2, nb3, ne2, ne3`, and the walk of `y, x`."""
+    n = k.level.lanes
+    scale = k.float_arg().splat(n)
+    slopes, sinks, mask_at, nb1, nb2, nb3, ne2, ne3 = k.ints(8)
+    with rows(k, 2) as row:
+        i1, i2, i3 = row.place
+        bias = mask_at + i1 * nb1 + i2 % ne2 * nb2 + i3 % ne3 * nb3
+        slope = k.load(F32, slopes + i2 * 4).splat(n)
+        infinity = float("-inf")
+        top = k.variable(k.const(vec(F32, n), infinity))
+
+        def logits(i: Value, mask: Value | None) -> Value:
+            z = load_floats(k, "f32", row.at[1] + i * 4, n, mask) * scale
+            if mask_type is not None:
+                z = z + load_floats(k, mask_type, bias + i * SIZES[mask_type], n, mask) * slope
+            return z
+
+        def highest(i: Value, mask: Value | None) -> None:
+            z = logits(i, mask)
+            top.set(k.maximum(top.now, z if mask is None else k.select(mask, z, infinity)))
+
+        lanes(k, row.start, row.stop, highest)
+        most = greatest(k, top.now)
+        if has_sinks:
+            sink = k.load(F32, sinks + i2 * 4)
+            most = k.maximum(most, sink)
+        level = most.splat(n)
+        sums, last = (k.variable(k.const(vec(F32, n), 0)) for _ in range(2))
+
+        def powers(i: Value, mask: Value | None) -> None:
+            e = exp(k, logits(i, mask) - level)
+            if mask is None:
+                k.store(e, row.at[0] + i * 4)
+            else:
+                e = k.select(mask, e, 0.0)
+                last.set(e)
+            sums.set(sums.now + e)
+
+        lanes(k, row.start, row.stop, powers)
+        sum_ = total(k, sums.now)
+        if has_sinks:
+            sum_ = sum_ + exp(k, (sink - most).splat(n))[0]
+        factor = (1.0 / sum_).splat(n)
+
+        def scaled(i: Value, mask: Value | None) -> None:
+            at = row.at[0] + i * 4
+            if mask is None:
+                k.store(k.load(vec(F32, n), at) * factor, at)
+            else:
+                _store_first(k, last.now * factor, at, row.stop - i)
+
+        lanes(k, row.start, row.stop, scaled)
+
+
+def _store_first(k: Kernel, value: Value, address: Value, count: Value) -> None:
+    """Write the first lanes, fewer than all, without a mask, which delays who reads the next row."""
+    rest, to, n = k.variable(value), k.variable(address), value.type.count
+    while n > 1:
+        n //= 2
+        with k.when((count & n) > 0):
+            k.store(rest.now.shuffle(range(n)), to.now)
+            to.set(to.now + 4 * n)
+            rest.set(rest.now.shuffle([i % value.type.count for i in range(n, n + value.type.count)]))

@@ -1,0 +1,166 @@
+"""Strips: 16 rows of a weight, in which what their blocks have in the same place lies side by side.
+
+So a vector has a scale, or four neighbouring codes, of each of 16 rows, and a product is added up in the
+lanes, one row each. A strip has the bytes of its rows, in another order: one field of the type after the
+other, each for all blocks of the rows; for a block the field's units; for a unit those of the 16 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.llvm.codegen.value import I1, I8, I16, I32, I64, Value, vec
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.host import Level
+
+ROWS = 16
+"""Rows of a strip."""
+
+AHEAD = 8192
+"""Bytes before its turn that memory is asked for: a strip is one stream, which processors follow closely."""
+
+BITS = 0
+"""As a field's unit: bits of 32 elements, of which those of four neighbours stay together."""
+
+
+class Field(NamedTuple):
+    """A part of a type's block.
+
+    Attributes:
+        offset: Where it begins [bytes].
+        nbytes: How long it is.
+        unit: Bytes of a row that stay together; or `BITS`.
+    """
+
+    offset: int
+    nbytes: int
+    unit: int
+
+
+def _fields(*parts: tuple[int, int]) -> tuple[Field, ...]:
+    found, offset = [], 0
+    for nbytes, unit in parts:
+        found.append(Field(offset, nbytes, unit))
+        offset += nbytes
+    return tuple(found)
+
+
+FIELDS: dict[str, tuple[Field, ...]] = {
+    "f32": _fields((4, 4)),
+    "f16": _fields((2, 2)),
+    "bf16": _fields((2, 2)),
+    "q4_0": _fields((2, 2), (16, 4)),
+    "q4_1": _fields((2, 2), (2, 2), (16, 4)),
+    "q5_0": _fields((2, 2), (4, BITS), (16, 4)),
+    "q5_1": _fields((2, 2), (2, 2), (4, BITS), (16, 4)),
+    "q8_0": _fields((2, 2), (32, 4)),
+    "q2_k": _fields((16, 1), (64, 4), (2, 2), (2, 2)),
+    "q3_k": _fields((32, 4), (64, 4), (12, 4), (2, 2)),
+    "q4_k": _fields((2, 2), (2, 2), (12, 4), (128, 4)),
+    "q5_k": _fields((2, 2), (2, 2), (12, 4), (32, 4), (128, 4)),
+    "q6_k": _fields((128, 4), (64, 4), (16, 1), (2, 2)),
+    "iq4_nl": _fields((2, 2), (16, 4)),
+    "iq4_xs": _fields((2, 2), (2, 2), (4, 4), (128, 4)),
+    "mxfp4": _fields((1, 1), (16, 4)),
+}
+"""The fields of types that are kept in strips, by the type's name: all of a block, in order."""
+
+
+def lanes(level: Level) -> int:
+    """Rows of a strip that a vector has."""
+    return max(8, level.lanes)
+
+
+def prefetch(k: Kernel, fields: Sequence[Field], block: tuple[Value, Value, Value]) -> None:
+    """Ask for what comes `AHEAD` bytes after a block of a strip: `base, n_blocks, block`."""
+    base, n_blocks, number = block
+    for field in fields:
+        start = base + n_blocks * (ROWS * field.offset) + number * (ROWS * field.nbytes)
+        for at in range(0, ROWS * field.nbytes, 64):
+            k.prefetch(start + (AHEAD + at))
+
+
+class Words:
+    """Runs of elements of the rows of a strip: a vector for each four neighbours, four bytes a row."""
+
+    def __init__(self, values: list[Value]) -> None:
+        self.values = values
+
+    def map(self, fn: Callable[[Value], Value]) -> Words:
+        """The same of each vector."""
+        return Words([fn(v) for v in self.values])
+
+    def join(self, other: Words) -> Words:
+        """These, and others after them."""
+        return Words(self.values + other.values)
+
+    def __and__(self, mask: int) -> Words:
+        return self.map(lambda v: v & mask)
+
+    def __rshift__(self, n: int) -> Words:
+        return self.map(lambda v: v >> n)
+
+    def __lshift__(self, n: int) -> Words:
+        return self.map(lambda v: v << n)
+
+    def __or__(self, other: Words) -> Words:
+        return Words([a | b for a, b in zip(self.values, other.values, strict=True)])
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Where a block of each row of a strip is, or a part of it: what stands for its address.
+
+    Attributes:
+        k: The kernel.
+        fields: The type's.
+        base: Address of the strip.
+        n_blocks: Of each row.
+        block: Which one.
+        first: The first of the rows.
+        offset: Of the part, in a block as ggml has it [bytes].
+    """
+
+    k: Kernel
+    fields: tuple[Field, ...]
+    base: Value
+    n_blocks: Value
+    block: Value
+    first: int
+    offset: int = 0
+
+    def __add__(self, n: int) -> Strip:
+        return replace(self, offset=self.offset + n)
+
+    def _address(self) -> tuple[Value, int]:
+        """Where the field has it, and the field's unit."""
+        field = next(f for f in self.fields if 0 <= self.offset - f.offset < f.nbytes)
+        start = self.base + self.n_blocks * (ROWS * field.offset) + self.block * (ROWS * field.nbytes)
+        return start + (ROWS * (self.offset - field.offset) + self.first * field.unit), field.unit
+
+    def each(self) -> Value:
+        """A unit of each row, as integers."""
+        address, unit = self._address()
+        return self.k.load(vec(_INTS[unit], lanes(self.k.level)), address)
+
+    def bytes(self, n: int) -> Words:
+        """The next `n` bytes of each row."""
+        address, _ = self._address()
+        type_ = vec(I8, 4 * lanes(self.k.level))
+        return Words([self.k.load(type_, address + 4 * ROWS * i) for i in range(n // 4)])
+
+    def bits(self, value: int) -> Words:
+        """A value for each of the next 32 bits of each row that is set."""
+        address, _ = self._address()
+        n = 4 * lanes(self.k.level)
+        whole = I64 if n == 64 else I32
+        at = [address + (ROWS // 2 * i + self.first // 2) for i in range(8)]
+        masks = [self.k.load(whole, a).bits(vec(I1, n)) for a in at]
+        return Words([self.k.select(mask, self.k.const(vec(I8, n), value), 0) for mask in masks])
+
+
+_INTS = {1: I8, 2: I16, 4: I32}

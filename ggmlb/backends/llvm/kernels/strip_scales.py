@@ -1,0 +1,100 @@
+"""Scales of strips: for each group of a block a vector of floats, with those of the rows in its lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.simd import from_half
+from ggmlb.backends.llvm.codegen.value import I32
+from ggmlb.backends.llvm.kernels.blocks import mxfp4_scale
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.value import Value
+    from ggmlb.backends.llvm.kernels.strip import Strip
+
+Scales = tuple["list[Value]", "list[Value] | None"]
+
+
+def _half(p: Strip) -> Value:
+    return from_half(p.k, p.each())
+
+
+def _words(p: Strip, n: int) -> list[Value]:
+    return [(p + 4 * i).each() for i in range(n)]
+
+
+def _bytes(words: list[Value]) -> list[Value]:
+    """The bytes of 32-bit words, as integers."""
+    return [word >> 24 if i == 3 else (word >> 8 * i) & 255 for word in words for i in range(4)]
+
+
+def _d(p: Strip) -> Scales:
+    return [_half(p)], None
+
+
+def _dm(p: Strip) -> Scales:
+    return [_half(p)], [_half(p + 2)]
+
+
+def _six_bit_pairs(p: Strip) -> Scales:
+    w = _words(p + 4, 3)
+    d, less = _half(p), -_half(p + 2)
+    scales, minimums = (
+        [byte.to_float() * factor for byte in _bytes([low & 0x3F3F3F3F, high])]
+        for low, high, factor in (
+            (w[0], (w[2] & 0x0F0F0F0F) | ((w[0] >> 2) & 0x30303030), d),
+            (w[1], ((w[2] >> 4) & 0x0F0F0F0F) | ((w[1] >> 2) & 0x30303030), less),
+        )
+    )
+    return scales, minimums
+
+
+def _q2_k(p: Strip) -> Scales:
+    d, less = _half(p + 80), -_half(p + 82)
+    packed = [(p + i).each().zext(I32) for i in range(16)]
+    return [(x & 15).to_float() * d for x in packed], [(x >> 4).to_float() * less for x in packed]
+
+
+def _q3_k(p: Strip) -> Scales:
+    w, d = _words(p + 96, 3), _half(p + 108)
+    words = [
+        ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
+    ]
+    return [(x - 32).to_float() * d for x in _bytes(words)], None
+
+
+def _q6_k(p: Strip) -> Scales:
+    d = _half(p + 208)
+    return [(p + (192 + i)).each().sext(I32).to_float() * d for i in range(16)], None
+
+
+def _iq4_xs(p: Strip) -> Scales:
+    d, high, low = _half(p), (p + 2).each().zext(I32), (p + 4).each()
+    found = []
+    for i in range(8):
+        code = ((low >> 4 * i) & 15) | (((high >> 2 * i) & 3) << 4)
+        found.append((code - 32).to_float() * d)
+    return found, None
+
+
+def _mxfp4(p: Strip) -> Scales:
+    return [mxfp4_scale(p.k, p.each().zext(I32))], None
+
+
+SCALES: dict[str, Callable[[Strip], Scales]] = {
+    "q4_0": _d,
+    "q4_1": _dm,
+    "q5_0": _d,
+    "q5_1": _dm,
+    "q8_0": _d,
+    "q2_k": _q2_k,
+    "q3_k": _q3_k,
+    "q4_k": _six_bit_pairs,
+    "q5_k": _six_bit_pairs,
+    "q6_k": _q6_k,
+    "iq4_nl": _d,
+    "iq4_xs": _iq4_xs,
+    "mxfp4": _mxfp4,
+}
+"""Read the scales, and the minimums or `None`, of a block of each row, by the type's name."""

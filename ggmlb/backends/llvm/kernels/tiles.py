@@ -1,0 +1,112 @@
+"""Products with many rows of activations: tiles of a weight, packed for the purpose, with some of the rows.
+
+A tile is some rows of the weight, transposed so that lanes are rows: each value (or four neighbouring bytes)
+of an activation row meets a whole vector of weights. A thread packs a tile into memory of its own, which
+stays in its cache, and multiplies all activations with it. Here is what tiles of bytes (`byte_tiles`) and of
+floats (`float_tiles`) share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.llvm.codegen.value import Value
+from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.kernels.matvec import Place
+
+    Finish = Callable[[Value, Value, Value, Value | None], Value]
+    """Of results, their row of activations, the first one's row of the weight, and a mask."""
+
+DEPTH = 256
+"""Elements of a row that are packed at a time."""
+
+
+def columns(n: int, most: int) -> int:
+    """Of how many rows of activations at a time to take `n`, where `most` fit the registers.
+
+    As few turns as can be, and as even: the last one does all of its rows, needed or not.
+    """
+    return -(-n // -(-n // most))
+
+
+class Tail(NamedTuple):
+    """What is done with a product before it is written.
+
+    Attributes:
+        added: Whether something is added: a row of float32 for each row of activations, or one for all.
+        function: What is then applied, by its name in `elementwise.FUNCTIONS`; `None` for nothing.
+    """
+
+    added: bool = False
+    function: str | None = None
+
+    def read(self, k: Kernel) -> Finish | None:
+        """Read the arguments: where what is added lies, and bytes from one row of it to the next, or 0."""
+        if self == Tail():
+            return None
+        at, nb1 = k.ints(2) if self.added else (None, None)
+        function = FUNCTIONS[self.function or "copy"]
+
+        def finish(value: Value, column: Value, row: Value, mask: Value | None) -> Value:
+            if at is not None and nb1 is not None:
+                of = at + column * nb1 + row * 4
+                value = value + (
+                    k.load(value.type, of) if mask is None else k.load_masked(value.type, of, mask)
+                )
+            return function(k, value)
+
+        return finish
+
+
+def transposed(vectors: Sequence[Value]) -> list[Value]:
+    """Vectors whose lanes are the given ones' rows: as many vectors as each has lanes."""
+    n = len(vectors)
+    low = [i // 2 + n * (i % 2) for i in range(n)]
+    high = [i + n // 2 for i in low]
+    found, turns = list(vectors), n.bit_length() - 1
+    for _ in range(turns):
+        pairs = [(found[i], found[i + n // 2]) for i in range(n // 2)]
+        found = [a.shuffle(order, b) for a, b in pairs for order in (low, high)]
+    return found
+
+
+def store(
+    k: Kernel,
+    sums: list[list[Value]],
+    place: Place,
+    first: Value,
+    columns: tuple[Value, Value],
+    finish: Finish | None = None,
+) -> None:
+    """Write what lies inside the result.
+
+    Args:
+        k: Is written.
+        sums: For each vector of the tile's rows, for each column.
+        place: The product.
+        first: The tile's first row.
+        columns: The first column, and the first that is to be written.
+        finish: What is done before.
+    """
+    n, (column, start) = k.level.lanes, columns
+    with k.build.if_else((first + len(sums) * n <= place.m).raw) as (whole, partly):
+        for inside, context in ((True, whole), (False, partly)):
+            with context:
+                for c in range(len(sums[0])):
+                    at = column + c
+                    inner = Value(k, k.build.and_((at >= start).raw, (at < place.n).raw))
+                    with k.when(inner):
+                        to = place.result(at) + first * 4
+                        for v, row in enumerate(sums):
+                            mask = None if inside else k.first_lanes(n, place.m - first - v * n)
+                            value = row[c]
+                            if finish is not None:
+                                value = finish(value, at, first + v * n, mask)
+                            if mask is None:
+                                k.store(value, to + v * n * 4)
+                            else:
+                                k.store_masked(value, to + v * n * 4, mask)

@@ -1,0 +1,65 @@
+"""Walking over tensors: rows of several operands side by side, cut into chunks for threads.
+
+The arguments that a walk takes: the row length, three further extents, into how many parts each row is cut;
+then for each operand its address and three byte strides. Rows have no gaps inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.value import Value
+
+ALIGNED = 64
+"""Parts of a row begin at multiples of this many elements."""
+
+
+class Row:
+    """A row, or a part of one.
+
+    Attributes:
+        n: Elements of the whole row.
+        at: Address of the row in each operand.
+        start: The first element of the part.
+        stop: The one after the last.
+        place: The row's indices in the three outer dimensions.
+    """
+
+    def __init__(
+        self, n: Value, at: list[Value], start: Value, stop: Value, place: tuple[Value, Value, Value]
+    ) -> None:
+        self.n = n
+        self.at = at
+        self.start = start
+        self.stop = stop
+        self.place = place
+
+
+@contextmanager
+def rows(k: Kernel, n_operands: int) -> Iterator[Row]:
+    """Run the block for each row, or part of a row, of the chunk."""
+    n0, n1, n2, n3, n_parts = k.ints(5)
+    operands = [k.ints(4) for _ in range(n_operands)]
+    n_rows = n1 * n2 * n3
+    part, group, n_groups = k.chunk % n_parts, k.chunk // n_parts, k.n_chunks // n_parts
+    start = n0 * part // n_parts & -ALIGNED
+    stop = k.select((part + 1).equals(n_parts), n0, n0 * (part + 1) // n_parts & -ALIGNED)
+    with k.loop(n_rows * group // n_groups, n_rows * (group + 1) // n_groups) as row:
+        i1, rest = row % n1, row // n1
+        i2, i3 = rest % n2, rest // n2
+        at = [p + i1 * nb1 + i2 * nb2 + i3 * nb3 for p, nb1, nb2, nb3 in operands]
+        yield Row(n0, at, start, stop, (i1, i2, i3))
+
+
+def lanes(k: Kernel, start: Value, stop: Value, body: Callable[[Value, Value | None], None]) -> None:
+    """Call `body(i, mask)` for elements `i` on, as many as a vector has; the last time with a mask."""
+    n = k.level.lanes
+    whole = start + (stop - start) // n * n
+    with k.loop(start, whole, n) as i:
+        body(i, None)
+    with k.when(whole < stop):
+        body(whole, k.first_lanes(n, stop - whole))

@@ -1,0 +1,93 @@
+"""Attention: whether a unit has few queries or many, and how units are dealt out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.cpu.array.ops.softmax import alibi_slopes
+from ggmlb.backends.llvm.kernels import attention
+from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, Shape, record_nbytes, scratch_nbytes
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.steps import LEAST_WORK
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.lowering.steps import Steps
+
+FEW = 8
+"""Queries of a head of keys up to which keys and values are read as they lie."""
+
+MAX_HEAD_SIZE = 1024
+
+UNITS_PER_THREAD = 4
+"""Units, or parts of units, that each thread gets at least, if there are keys enough."""
+
+LEAST_KEYS = 256
+"""Keys of a part at least."""
+
+_MERGE_WORK = 0.1
+"""Work of a value of a part that is taken in [ns]."""
+
+
+def _declines(node: Tensor) -> str | None:
+    q, k, v, mask, sinks = (*node.src, None, None)[:5]
+    assert q is not None and k is not None and v is not None
+    for t in (k, v):
+        if t.dtype not in FLOATS and (name(t) not in FORMS or FORMS[name(t)].block != 32):
+            return f"no kernel reads {name(t)} keys or values"
+        if t.ne[0] % 4 or t.ne[0] > MAX_HEAD_SIZE:
+            return f"a head size of {t.ne[0]}: only multiples of 4 up to {MAX_HEAD_SIZE}"
+    if k.ne[2] != v.ne[2]:
+        return f"keys have {k.ne[2]} heads and values {v.ne[2]}"
+    return not_floats(q) or not_f32(node, sinks) or not_in_rows(q, k, v, mask, node)
+
+
+def _flash_attn(node: Tensor, steps: Steps) -> None:
+    q, k, v, mask, sinks = (*node.src, None, None)[:5]
+    assert q is not None and k is not None and v is not None
+    p = node.params
+    softcap = float(p["logit_softcap"])
+    shape = Shape(
+        k.ne[0], v.ne[0], name(q), name(k), name(v), mask is not None, sinks is not None, softcap != 0
+    )
+    group = q.ne[2] // k.ne[2]
+    n_queries = q.ne[1] * group
+    rows = next(r for r in (1, 2, 4) if r >= n_queries or r == 4) if n_queries <= FEW else MANY_ROWS
+    n_units = -(-n_queries // rows) * k.ne[2] * q.ne[3]
+    work = k.ne[1] * (k.ne[0] + v.ne[0]) * q.ne[1] * q.ne[2] * q.ne[3] * 0.05
+    n_parts = _parts(steps, work, n_units, k.ne[1])
+    scratch = stride = 0
+    if n_queries > FEW:
+        stride = -(-scratch_nbytes(shape) // 64) * 64
+        scratch = steps.scratch(stride * steps.n_threads)
+    place = (0, 0, 0, 0, 1, 1) if mask is None else (steps.address(mask), *mask.nb[1:], *mask.ne[2:])
+    args: tuple[int | float, ...] = (
+        float(p["scale"]) / (softcap or 1.0), softcap,
+        *(x for t in (q, k, v, node) for x in (steps.address(t), *t.nb[1:])),
+        *place, steps.constant(alibi_slopes(q.ne[2], p["max_bias"])),
+        steps.address(sinks) if sinks is not None else 0,
+        k.ne[1], q.ne[1], k.ne[2], group, q.ne[3], q.ne[3] // k.ne[3], q.ne[3] // v.ne[3], scratch, stride,
+    )  # fmt: skip
+    split = n_parts > 1
+    if split:
+        args += (n_parts, steps.scratch(n_units * n_parts * rows * record_nbytes(shape.d_v)))
+    chunks = steps.chunks(work, n_units * n_parts)
+    if n_queries > FEW:
+        steps.emit(attention.many, (tuple(shape), split), args, chunks)
+    else:
+        steps.emit(attention.few, (tuple(shape), rows, split), args, chunks)
+    if split:
+        merging = n_units * rows * n_parts * shape.d_v * _MERGE_WORK
+        steps.emit(attention.merge, (tuple(shape), rows), args, steps.chunks(merging, n_units))
+
+
+def _parts(steps: Steps, work: float, n_units: int, n_kv: int) -> int:
+    """Into how many parts keys are cut, so that there is work for all threads."""
+    if steps.n_threads == 1 or work < LEAST_WORK:
+        return 1
+    return max(1, min(-(-UNITS_PER_THREAD * steps.n_threads // n_units), n_kv // LEAST_KEYS))
+
+
+RULES = {Op.FLASH_ATTN_EXT: Rule(_declines, _flash_attn)}

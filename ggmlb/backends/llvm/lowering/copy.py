@@ -1,0 +1,138 @@
+"""Copies between types and layouts; rows taken and put by number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.kernels import convert
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.convert import can_convert
+from ggmlb.backends.llvm.lowering.rules import Rule, name, not_in_rows
+from ggmlb.backends.llvm.lowering.walks import Operand, operand, walk
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Ne, Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.lowering.steps import Steps
+
+_WORK, _TURNED, _STRIDED, _BLOCKS = 0.1, 0.3, 1.0, 0.3
+"""Work of an element on one thread [ns]."""
+
+VECTOR_WORDS = 16
+"""Words of 32 bits of the widest vectors."""
+
+
+def _work(src: Tensor, out: Tensor) -> float:
+    return _BLOCKS if src.dtype.is_quantized or out.dtype.is_quantized else _WORK
+
+
+def _no_conversion(src: Tensor, out: Tensor) -> str | None:
+    if not can_convert(name(src), name(out)):
+        return f"no kernel makes {name(out)} rows of {name(src)} ones"
+    return None
+
+
+def _copy_declines(node: Tensor) -> str | None:
+    a = node.src[0]
+    assert a is not None
+    if a.ne != node.ne and not (a.is_contiguous() and node.is_contiguous()):
+        return "the shapes differ, and one side is not contiguous"
+    if a.dtype.is_quantized or node.dtype.is_quantized:
+        if a.ne != node.ne:
+            return "a copy between shapes of quantised tensors"
+        return _no_conversion(a, node) or not_in_rows(a, node)
+    return _no_conversion(a, node)
+
+
+def _copy(node: Tensor, steps: Steps) -> None:
+    a = node.src[0]
+    assert a is not None
+    blocks = a.dtype.is_quantized or node.dtype.is_quantized
+    x, y, ne = operand(a, steps), operand(node, steps), node.ne
+    if a.ne != node.ne:
+        ne = (node.n_elements, 1, 1, 1)
+        x, y = (Operand(o.address, (o.nb[0], 0, 0, 0)) for o in (x, y))
+    params = (name(node), name(a))
+    if a.is_contiguous_rows() and node.is_contiguous_rows():
+        args, n = walk(ne, [y, x], steps, _work(a, node), join=not blocks, cut=not blocks)
+        steps.emit(convert.copy, params, args, n)
+        return
+    across = _across(node, a)
+    if across is not None and a.ne == ne:
+        others = [d for d in (1, 2, 3) if d != across]
+        args = [
+            y.address, *(y.nb[d] for d in (across, *others)), x.address, *(x.nb[d] for d in (0, *others)),
+            ne[0], *(ne[d] for d in (across, *others)),
+        ]  # fmt: skip
+        most = -(-ne[across] // VECTOR_WORDS) * ne[others[0]] * ne[others[1]]
+        steps.emit(convert.copy_turned, (), args, steps.chunks(node.n_elements * _TURNED, most))
+        return
+    ne, y, x = _turned(ne, y, x)
+    args, n = walk(ne, [y, x], steps, _STRIDED, join=False)
+    sizes = (node.dtype.type_size, a.dtype.type_size)
+    steps.emit(convert.copy_strided, (*params, sizes), (y.nb[0], x.nb[0], *args), n)
+
+
+def _across(node: Tensor, a: Tensor) -> int | None:
+    """The dimension along which elements of 32 bits lie side by side in `a`, where they do not in rows."""
+    if node.dtype != a.dtype or a.dtype.is_quantized or a.dtype.type_size != 4 or node.nb[0] != 4:
+        return None
+    return next((d for d in (1, 2, 3) if a.nb[d] == 4 and a.ne[d] > 1 and a.ne[0] > 1), None)
+
+
+def _turned(ne: Ne, y: Operand, x: Operand) -> tuple[Ne, Operand, Operand]:
+    """Put a long dimension first where rows are short: the loop over it has the least overhead."""
+    if ne[0] >= 16 or max(ne) == ne[0]:
+        return ne, y, x
+    i = max(range(4), key=lambda d: ne[d])
+    order = [i, *(d for d in range(4) if d != i)]
+    turned = [tuple(v[d] for d in order) for v in (ne, y.nb, x.nb)]
+    return turned[0], Operand(y.address, turned[1]), Operand(x.address, turned[2])  # type: ignore[return-value,arg-type]
+
+
+def _get_rows_declines(node: Tensor) -> str | None:
+    a, ids = node.src[:2]
+    assert a is not None and ids is not None
+    return _no_conversion(a, node) or not_in_rows(a, node) or _no_index(ids)
+
+
+def _no_index(ids: Tensor) -> str | None:
+    return None if ids.dtype in (DType.I32, DType.I64) else f"row numbers are {name(ids)}"
+
+
+def _get_rows(node: Tensor, steps: Steps) -> None:
+    a, ids = node.src[:2]
+    assert a is not None and ids is not None
+    cut = name(a) not in FORMS
+    args, n = walk(node.ne, [operand(node, steps)], steps, _work(a, node), join=False, cut=cut)
+    front = (steps.address(a), *a.nb[1:], steps.address(ids), *ids.nb[:3], a.ne[1], *steps.report)
+    steps.emit(convert.get_rows, (name(node), name(a), name(ids)), (*front, *args), n)
+
+
+def _set_rows_declines(node: Tensor) -> str | None:
+    a, ids = node.src[:2]
+    assert a is not None and ids is not None
+    return _no_conversion(a, node) or not_in_rows(a, node) or _no_index(ids)
+
+
+def _set_rows(node: Tensor, steps: Steps) -> None:
+    a, ids = node.src[:2]
+    assert a is not None and ids is not None
+    if a.is_empty:
+        return
+    args, n = walk(
+        a.ne, [operand(a, steps)], steps, _work(a, node), join=False, cut=not node.dtype.is_quantized
+    )
+    front = (
+        steps.address(node), *node.nb[1:], steps.address(ids), *ids.nb[:3], ids.ne[1], ids.ne[2],
+        node.ne[1], *steps.report,
+    )  # fmt: skip
+    steps.emit(convert.set_rows, (name(node), name(a), name(ids)), (*front, *args), n)
+
+
+RULES = {
+    **dict.fromkeys((Op.DUP, Op.CPY, Op.CONT), Rule(_copy_declines, _copy)),
+    Op.GET_ROWS: Rule(_get_rows_declines, _get_rows),
+    Op.SET_ROWS: Rule(_set_rows_declines, _set_rows),
+}

@@ -1,0 +1,112 @@
+"""Functions of one tensor, of two, and gated linear units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.kernels import elementwise
+from ggmlb.backends.llvm.lowering.rules import Rule, name, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.walks import operand, past_caches, walk
+from ggmlb.core.enums import GluOp, Op, UnaryOp
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.lowering.steps import Steps
+
+_PARAMS: dict[str, tuple[str, ...]] = {
+    "scale": ("scale", "bias"),
+    "clamp": ("min", "max"),
+    "leaky_relu": ("negative_slope",),
+    "xielu": ("alpha_n", "alpha_p", "beta", "eps"),
+}
+
+_CHEAP = 0.08
+_DEAR = 0.3
+"""Work of an element on one thread [ns]: what memory takes, and an exponential."""
+
+_DEAR_NAMES = frozenset({
+    "tanh", "elu", "sigmoid", "gelu", "gelu_quick", "gelu_erf", "silu", "exp", "expm1", "softplus", "xielu",
+    "log", "sin", "cos",
+})  # fmt: skip
+
+
+def _function(node: Tensor) -> str:
+    """The function's name, as kernels are told."""
+    if node.op is Op.UNARY:
+        return UnaryOp(node.params["op"]).name.lower()
+    return str(node.op.value).lower()
+
+
+def plain_function(node: Tensor) -> str | None:
+    """The function's name for `elementwise.FUNCTIONS`, if it takes nothing but the element."""
+    fn = _function(node)
+    return fn if fn in elementwise.FUNCTIONS and fn not in _PARAMS else None
+
+
+def _unary_declines(node: Tensor) -> str | None:
+    fn = _function(node)
+    if fn not in elementwise.FUNCTIONS:
+        return f"no kernel for {fn}"
+    return not_floats(node.src[0], node) or not_in_rows(node.src[0], node)
+
+
+def _unary(node: Tensor, steps: Steps) -> None:
+    (a,) = node.src[:1]
+    assert a is not None
+    fn = _function(node)
+    params = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
+    operands = [operand(node, steps), operand(a, steps)]
+    args, n = walk(node.ne, operands, steps, _DEAR if fn in _DEAR_NAMES else _CHEAP)
+    types = (name(node), name(a))
+    steps.emit(elementwise.unary, (fn, len(params), types, past_caches(node, steps)), (*params, *args), n)
+
+
+def _binary_declines(node: Tensor) -> str | None:
+    a, b = node.src[:2]
+    assert a is not None and b is not None
+    for n, m in zip(b.ne, node.ne, strict=True):
+        if n not in (1, m):
+            return f"{b.describe()} repeats over {node.describe()}: only extents of 1 do"
+    return not_floats(a, b, node) or not_in_rows(a, b, node)
+
+
+def _binary(node: Tensor, steps: Steps) -> None:
+    a, b = node.src[:2]
+    assert a is not None and b is not None
+    one = b.ne[0] == 1 and node.ne[0] > 1
+    operands = [operand(node, steps), operand(a, steps), operand(b, steps, node.ne)]
+    args, n = walk(node.ne, operands, steps, _CHEAP)
+    types = (name(node), name(a), name(b))
+    steps.emit(elementwise.binary, (_function(node), one, types, past_caches(node, steps)), args, n)
+
+
+def _glu_declines(node: Tensor) -> str | None:
+    a, b = node.src[:2]
+    return not_floats(a, b, node) or not_in_rows(a, b, node)
+
+
+def _glu(node: Tensor, steps: Steps) -> None:
+    a, b = node.src[:2]
+    assert a is not None
+    gate = operand(a, steps)
+    if b is None:
+        up = operand(a, steps, offset=node.ne[0] * a.dtype.type_size)
+        if node.params["swapped"]:
+            gate, up = up, gate
+    else:
+        up = operand(b, steps)
+    fn = GluOp(node.params["op"]).name.lower()
+    params = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []
+    args, n = walk(node.ne, [operand(node, steps), gate, up], steps, _DEAR)
+    types = (name(node), name(a))
+    steps.emit(elementwise.glu, (fn, types, past_caches(node, steps)), (*params, *args), n)
+
+
+_UNARY = Rule(_unary_declines, _unary)
+RULES = {
+    **dict.fromkeys(
+        (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU), _UNARY
+    ),
+    **dict.fromkeys((Op.ADD, Op.SUB, Op.MUL, Op.DIV), Rule(_binary_declines, _binary)),
+    Op.GLU: Rule(_glu_declines, _glu),
+}

@@ -1,0 +1,128 @@
+"""Groups of products and what follows: a sum, a function, or a gated unit of two products of few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.llvm.kernels import strip
+from ggmlb.backends.llvm.kernels.followed import followed
+from ggmlb.backends.llvm.kernels.tiles import Tail
+from ggmlb.backends.llvm.lowering.elementwise import plain_function
+from ggmlb.backends.llvm.lowering.matmul import (
+    ROWS,
+    in_strips,
+    is_many,
+    product,
+    quantized_activations,
+    takes_tail,
+)
+from ggmlb.backends.llvm.lowering.matmul import RULES as PRODUCTS
+from ggmlb.backends.llvm.lowering.rules import name
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import GluOp, Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.lowering.steps import Steps
+
+
+class _Product(NamedTuple):
+    """A product, or the half of one: its node, what is added to it, the first of its rows of the weight."""
+
+    node: Tensor
+    added: Tensor | None
+    first: int = 0
+
+
+def _products(group: Group) -> list[_Product]:
+    """The products of a group, as the gated unit takes them."""
+    if group.pattern != "glu":
+        return [_Product(group["mul_mat"], group.other("add") if "add" in group else None)]
+
+    def half(part: str, first: int = 0) -> _Product:
+        added = group.other(f"{part}_add") if f"{part}_add" in group else None
+        return _Product(group[part], added, first)
+
+    if "up" in group:
+        return [half("gate"), half("up")]
+    halves = [half("gate"), half("gate", group.result.ne[0])]
+    return halves[::-1] if group["glu"].params["swapped"] else halves
+
+
+def takes(group: Group) -> bool:
+    """Whether one kernel does it: of few rows, if groups of rows fit the weights; of many, a tail."""
+    products = _products(group)
+    if "unary" in group and plain_function(group["unary"]) is None:
+        return False
+    if group.pattern != "glu" and is_many(products[0].node):
+        fits = takes_tail(products[0].node)
+    else:
+        fits = all(_is_few(p, group.result.ne) for p in products)
+    return fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
+
+
+def _is_simple(product: _Product) -> bool:
+    node, added, _ = product
+    if node.ne[2] * node.ne[3] != 1:
+        return False
+    return added is None or (_in_rows(added) and added.ne[0] == node.ne[0])
+
+
+def _is_few(product: _Product, ne: tuple[int, ...]) -> bool:
+    node = product.node
+    weight = node.src[0]
+    assert weight is not None
+    if is_many(node) or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
+        return False
+    return ne[0] % _rows(weight, ne[1]) == 0
+
+
+def _rows(weight: Tensor, n: int) -> int:
+    """Rows of a weight that are multiplied together with `n` rows of activations."""
+    return strip.ROWS if in_strips(weight) else ROWS[n]
+
+
+def _in_rows(t: Tensor) -> bool:
+    return t.dtype is DType.F32 and t.is_contiguous_rows()
+
+
+def lower(group: Group, steps: Steps) -> None:
+    """Append the steps that compute the group."""
+    result, products = group.result, _products(group)
+    function = plain_function(group["unary"]) if "unary" in group else None
+    node, added, _ = products[0]
+    if group.pattern != "glu" and is_many(node):
+        product(node, steps, result, Tail(added is not None, function), added)
+        return
+    weight, x = node.src[:2]
+    assert weight is not None and x is not None
+    k, (m, n) = weight.ne[0], result.ne[:2]
+    packed, rows = in_strips(weight), _rows(weight, n)
+    x_at, x_nb = (
+        quantized_activations(weight, x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
+    )
+    parts = steps.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
+    args: list[int | float] = []
+    operands: list[int] = []
+    for node, added, first in products:
+        weight = node.src[0]
+        assert weight is not None
+        at = steps.scratch(4 * m * n)
+        nb = weight.nb
+        args += (
+            steps.address(weight) + first * nb[1], *nb[1:], x_at, *x_nb[1:], at, 4 * m, 0, 0,
+            k, m, n, 1, 1, 1, 1, parts,
+        )  # fmt: skip
+        operands.append(at)
+        if added is not None:
+            operands += (steps.address(added) + 4 * first, added.nb[1] if added.ne[1] > 1 else 0)
+    gate = function
+    if group.pattern == "glu":
+        p = group["glu"].params
+        gate = GluOp(p["op"]).name.lower()
+        if gate == "swiglu_oai":
+            args += (float(p["alpha"]), float(p["limit"]))
+    args += (m, parts, steps.address(result), result.nb[1], *operands)
+    adds = tuple(p.added is not None for p in products)
+    steps.emit(followed, (name(weight), packed, rows, n, name(x), adds, gate), args, parts)

@@ -1,0 +1,207 @@
+"""Matrix products: which kernel, how many rows at a time, and activations as bytes where weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ggmlb.backends.llvm.kernels import (
+    activations,
+    byte_tiles,
+    float_tiles,
+    matvec,
+    strip,
+    strip_products,
+    tiles,
+)
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.lowering.steps import Steps
+
+ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
+"""Rows of the weight that are multiplied together, by rows of activations."""
+
+
+FEW, FEW_FLOATS = 4, 8
+"""Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
+
+PANEL_NBYTES = 1 << 19
+"""Bytes of quantised activations that meet all of a weight, tile after tile; floats gain nothing by it."""
+
+NO_TAIL = tiles.Tail()
+
+
+def _declines(node: Tensor) -> str | None:
+    a, b = node.src[:2]
+    assert a is not None and b is not None
+    if name(a) not in FORMS and a.dtype not in FLOATS:
+        return f"no kernel multiplies {name(a)} weights"
+    return not_floats(b) or not_f32(node) or not_in_rows(a, b, node)
+
+
+def _mul_mat(node: Tensor, steps: Steps) -> None:
+    product(node, steps)
+
+
+def product(
+    node: Tensor,
+    steps: Steps,
+    result: Tensor | None = None,
+    tail: tiles.Tail = NO_TAIL,
+    added: Tensor | None = None,
+) -> None:
+    """Emit the steps of a product; `result` is what the tail makes of it, where `takes_tail` allows one."""
+    a, b = node.src[:2]
+    assert a is not None and b is not None
+    quantized, packed = a.dtype.is_quantized, in_strips(a)
+    k, m, n = *a.ne[:2], b.ne[1]
+    address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
+    to = node if result is None else result
+    y, y_nb = steps.address(to), to.nb
+    matrices = b.ne[2] * b.ne[3]
+
+    def args(first: int, count: int, parts: int) -> tuple[int, ...]:
+        return (
+            steps.address(a), *a.nb[1:], address + first * nb[1], *nb[1:], y + first * y_nb[1], *y_nb[1:],
+            k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts,
+        )  # fmt: skip
+
+    panels, extents = 1, b.ne[2:]
+    if is_many(node):
+        level = steps.library.target.level
+        most = byte_tiles.columns_at_once(level, name(a)) if quantized else float_tiles.columns_at_once(level)
+        if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
+            panels = matrices = _panels(n, nb[1], most)
+        if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
+            n //= panels
+            nb, y_nb = (1, nb[1], n * nb[1], 0), (4, y_nb[1], n * y_nb[1], 0)
+            extents = (panels, 1)
+        rows, nbytes = _tile_shape(steps, name(a), k, quantized)
+        scratch = steps.scratch(nbytes * steps.n_threads)
+        parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
+        kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
+        params: tuple[Any, ...] = (name(a),) if quantized else (name(a), name(b))
+        params = (*params, packed, tiles.columns(n, most), tail)
+        more = () if added is None else (steps.address(added), added.nb[1] if added.ne[1] > 1 else 0)
+        steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
+        return
+    for first in range(0, n, 8):
+        count = min(8, n - first)
+        rows = strip.ROWS if packed else ROWS[count] if m >= ROWS[count] else 1
+        parts = _parts(steps, matrices, k * m * (count + 1) / 40, -(-m // rows))
+        if packed:
+            kernel = strip_products.quantized if quantized else strip_products.floats
+            params = (name(a), count) if quantized else (name(a), count, name(b))
+        else:
+            kernel = matvec.quantized if quantized else matvec.floats
+            params = (name(a), rows, count) if quantized else (name(a), rows, count, name(b))
+        steps.emit(kernel, params, args(first, count, parts), parts * matrices)
+
+
+def is_many(node: Tensor) -> bool:
+    """Whether a product has more rows of activations than those for which the weight is read as it lies."""
+    a, b = node.src[:2]
+    assert a is not None and b is not None
+    return b.ne[1] > (FEW if a.dtype.is_quantized else FEW_FLOATS)
+
+
+def takes_tail(node: Tensor) -> bool:
+    """Whether a product of many rows is written once, by a kernel that may do more before."""
+    a = node.src[0]
+    assert a is not None
+    if not is_many(node) or _declines(node) is not None:
+        return False
+    return a.dtype.is_quantized or a.ne[0] <= float_tiles.depth(in_strips(a))
+
+
+def in_strips(weight: Tensor) -> bool:
+    """Whether a weight lies in strips; one without a place does not yet."""
+    return weight.buffer is not None and bool(weight.buffer.packing(weight))
+
+
+def _panels(n: int, row_nbytes: int, most: int) -> int:
+    """Into how many panels to cut rows of activations: each stays in a cache while it meets a weight."""
+    fits = max(PANEL_NBYTES // row_nbytes, 2 * most)
+    return next((p for p in range(-(-n // fits), n // (2 * most) + 1) if n % p == 0), 1)
+
+
+def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
+    """Into how many chunks to cut each matrix; `work` is of one [ns]."""
+    chunks = steps.chunks(work * matrices, most * matrices)
+    return max(1, -(-chunks // matrices))
+
+
+def quantized_activations(a: Tensor, b: Tensor, steps: Steps) -> tuple[int, tuple[int, int, int, int]]:
+    """Emit the step that quantises activations for a weight, unless it was; return address and strides."""
+    k, wide = b.ne[0], FORMS[name(a)].wide
+    row = activations.row_nbytes(k, wide)
+    nbytes = row * b.ne[1] * b.ne[2] * b.ne[3]
+    address, there = steps.activations(b, nbytes)
+    if not there:
+        work = b.n_elements * 0.6
+        args = (steps.address(b), *b.nb[1:], *b.ne, address)
+        steps.emit(activations.quantize, (name(b), wide), args, steps.chunks(work, b.n_elements // 32))
+    return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
+
+
+def _chosen(node: Tensor, steps: Steps) -> None:
+    """Products with matrices that each token chooses; the choices are sorted by matrix first."""
+    a, b, ids = node.src[:3]
+    assert a is not None and b is not None and ids is not None
+    quantized, packed = a.dtype.is_quantized, in_strips(a)
+    (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
+    n = n_used * n_tokens
+    address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
+    starts, order = steps.scratch(8 * (n_matrices + 2)), steps.scratch(8 * n)
+    steps.emit(
+        matvec.sort, (),
+        (steps.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *steps.report),
+    )  # fmt: skip
+    few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
+    shape = _tile_shape(steps, name(a), k, quantized)
+    rows = shape.rows if not few else strip.ROWS if packed else ROWS[1] if m >= ROWS[1] else 1
+    parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
+    args: tuple[int, ...] = (
+        steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],
+        k, m, n_used, parts, starts, order,
+    )  # fmt: skip
+    types = (name(a),) if quantized else (name(a), name(b))
+    kernel: Callable[..., None]
+    if few and packed:
+        kernel = strip_products.chosen_quantized if quantized else strip_products.chosen_floats
+        steps.emit(kernel, types, args, parts * n_matrices)
+    elif few:
+        steps.emit(matvec.chosen, (name(a), rows, name(b)), args, parts * n_matrices)
+    else:
+        args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
+        kernel = byte_tiles.chosen_quantized if quantized else float_tiles.chosen_floats
+        steps.emit(kernel, (*types, packed), args, parts * n_matrices)
+
+
+def _chosen_declines(node: Tensor) -> str | None:
+    ids = node.src[2]
+    assert ids is not None
+    if node.src[0] is not None and node.src[0].ne[3] != 1:
+        return "the matrices lie in more than three dimensions"
+    return _declines(node)
+
+
+class _TileShape(NamedTuple):
+    """How many rows a tile has, and the bytes that a thread needs for one."""
+
+    rows: int
+    nbytes: int
+
+
+def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool) -> _TileShape:
+    level = steps.library.target.level
+    if quantized:
+        return _TileShape(byte_tiles.TILE_ROWS, -(-byte_tiles.scratch_nbytes(k, dtype) // 64) * 64)
+    return _TileShape(float_tiles.tile_rows(level), -(-float_tiles.scratch_nbytes(level) // 64) * 64)
+
+
+RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_chosen_declines, _chosen)}

@@ -1,0 +1,109 @@
+"""Normalisation, soft max and rotary positions: rules of ops that see whole rows."""
+
+from __future__ import annotations
+
+from math import log
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.cpu.array.ops.rope import pair_angles
+from ggmlb.backends.cpu.array.ops.softmax import alibi_slopes
+from ggmlb.backends.llvm.kernels import norm, rope
+from ggmlb.backends.llvm.lowering.rules import Rule, name, not_f32, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.walks import operand, walk
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, RopeType
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.lowering.steps import Steps
+
+NORM_WORK, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
+"""Work of an element on one thread [ns]."""
+
+
+def _norm_declines(node: Tensor) -> str | None:
+    return not_floats(node.src[0], node) or not_in_rows(node.src[0], node)
+
+
+def _norm(node: Tensor, steps: Steps) -> None:
+    a = node.src[0]
+    assert a is not None
+    args, n = walk(
+        node.ne, [operand(node, steps), operand(a, steps)], steps, NORM_WORK, join=False, cut=False
+    )
+    kind = node.op.value.lower()
+    steps.emit(norm.normalise, (kind, (name(node), name(a)), 0), (float(node.params["eps"]), *args), n)
+
+
+def _soft_max_declines(node: Tensor) -> str | None:
+    a, mask, sinks = (*node.src, None, None)[:3]
+    return not_f32(a, sinks, node) or not_floats(mask) or not_in_rows(a, node)
+
+
+def _soft_max(node: Tensor, steps: Steps) -> None:
+    a, mask, sinks = (*node.src, None, None)[:3]
+    assert a is not None
+    slopes = steps.constant(alibi_slopes(node.ne[2], node.params["max_bias"]))
+    place = (0, 0, 0, 0, 1, 1)
+    if mask is not None:
+        place = (steps.address(mask), *mask.nb[1:], mask.ne[2], mask.ne[3])
+    args, n = walk(
+        node.ne, [operand(node, steps), operand(a, steps)], steps, _SOFT_MAX, join=False, cut=False
+    )
+    sink = steps.address(sinks) if sinks is not None else 0
+    params = (name(mask) if mask is not None else None, sinks is not None)
+    steps.emit(norm.soft_max, params, (float(node.params["scale"]), slopes, sink, *place, *args), n)
+
+
+def _rope_declines(node: Tensor) -> str | None:
+    a, positions, factors = (*node.src, None)[:3]
+    assert positions is not None
+    if positions.dtype is not DType.I32:
+        return f"positions are {name(positions)}: only i32"
+    if node.params["n_dims"] > rope.MOST_PAIRS:
+        return f"{node.params['n_dims']} dimensions are turned: at most {rope.MOST_PAIRS}"
+    return not_floats(a, node) or not_f32(factors) or not_in_rows(a, positions, factors, node)
+
+
+def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
+    """Emit the step that turns pairs; each token's heads become the row of `put` that it names, if given."""
+    a, positions, factors = (*node.src, None)[:3]
+    assert a is not None and positions is not None
+    p = node.params
+    mode = p["mode"]
+    n_pairs = p["n_dims"] if mode == RopeType.VISION else p["n_dims"] // 2
+    magnitude = float(p["attn_factor"])
+    if p["ext_factor"]:
+        magnitude *= 1 + 0.1 * log(1 / p["freq_scale"])
+    direction = 1.0 if node.op is Op.ROPE else -1.0
+    angle, channel = pair_angles(n_pairs, p)
+    width = next(w for w in (16, 8, 4, 2, 1) if n_pairs % w == 0)
+    result: tuple[int, ...] = (steps.address(node), *node.nb[1:])
+    places: tuple[int, ...] = ()
+    index = None
+    if put is not None:
+        ids = put.src[1]
+        assert ids is not None
+        result = (steps.address(put), put.dtype.row_size(node.ne[0]), *put.nb[1:3])
+        places = (steps.address(ids), *ids.nb[:2], ids.ne[1], put.ne[1], *steps.report)
+        index = name(ids)
+    args = (
+        magnitude, direction, *result, steps.address(a), *a.nb[1:],
+        node.ne[0], *node.ne[1:], steps.address(positions), steps.constant(angle), steps.constant(channel),
+        steps.address(factors) if factors is not None else 0, n_pairs, p["offset"], *places,
+    )  # fmt: skip
+    types, multi = (name(put or node), name(a)), bool(mode & RopeType.MROPE)
+    params = (types, width, mode == RopeType.NORMAL, factors is not None, multi, index)
+    n_tokens = node.ne[2] * node.ne[3]
+    steps.emit(rope.rope, params, args, steps.chunks(node.n_elements * _ROPE, n_tokens))
+
+
+def _rope(node: Tensor, steps: Steps) -> None:
+    rope_to(node, None, steps)
+
+
+RULES = {
+    **dict.fromkeys((Op.NORM, Op.RMS_NORM, Op.L2_NORM), Rule(_norm_declines, _norm)),
+    Op.SOFT_MAX: Rule(_soft_max_declines, _soft_max),
+    **dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_rope_declines, _rope)),
+}

@@ -1,0 +1,120 @@
+"""The threads of a backend: the caller's, and others that wait for chunks of its work.
+
+A thread that finds nothing to do watches for work for about a millisecond, then sleeps until the next graph
+is computed: what a program does between two graphs takes less, and to wake a thread costs a tenth of that.
+Nobody waits for a thread that sleeps (see `kernels.driver`).
+"""
+
+from __future__ import annotations
+
+from _thread import allocate_lock
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import binding
+
+from ggmlb.backends.llvm.codegen.library import function
+from ggmlb.backends.llvm.kernels import driver
+from ggmlb.interface.host import aligned_empty
+from ggmlb.system.process import fate
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.library import Library
+
+SPINS = 25000
+"""Turns of a thread that waits for work, of some 40 ns each."""
+
+
+class Pool:
+    """The calling thread and `n - 1` others, which start when first needed, and anew after a fork.
+
+    One thread at a time computes.
+    """
+
+    def __init__(self, n: int, library: Library) -> None:
+        self.n = n
+        self._library = library
+        self._run = function(library.address(driver.run), 4)
+        self._begin()
+
+    def _begin(self) -> None:
+        n_words = driver.control_words(self.n)
+        self._control = aligned_empty(n_words * 8).view(np.int64)
+        self._control[:] = 0
+        self._control[driver.STATE + 2] = binding.address_of_symbol("sched_yield") or 0
+        self._control[driver.STATE + 3] = self.n
+        self._address = self._control.ctypes.data
+        self._workers: list[_Worker] = []
+        self._n_forks = fate.n_forks
+
+    def run(self, table: int, first: int, last: int, share: bool) -> None:
+        """Compute steps of a table.
+
+        Args:
+            table: Its address.
+            first: The first step.
+            last: The one after the last.
+            share: Whether there is work for more than one thread.
+        """
+        if self._n_forks != fate.n_forks:
+            self._begin()  # threads do not survive a fork, nor does what they were at
+        if share and self.n > 1:
+            self._wake()
+        self._run(self._address, table, first, last)
+
+    def _wake(self) -> None:
+        while len(self._workers) < self.n - 1:
+            serve = function(self._library.address(driver.serve), 4)
+            self._workers.append(_Worker(serve, self._control, len(self._workers) + 1))
+        for worker in self._workers:
+            if worker.sleeps:
+                worker.sleeps = False
+                worker.bell.release()
+
+    def free(self) -> None:
+        """End the threads, and wait for them."""
+        workers = self._workers if self._n_forks == fate.n_forks else []
+        self._end()
+        for worker in workers:
+            worker.thread.join()
+        self._begin()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._control[driver.STATE + 1] = 1
+        for worker in self._workers:
+            worker.end()
+
+
+class _Worker:
+    """A thread that serves a control block; see `Pool`."""
+
+    def __init__(self, serve: Any, control: npt.NDArray[np.int64], number: int) -> None:
+        self._control = control  # kept alive while the thread reads it
+        self._number = number
+        self._serve = serve
+        self.sleeps = False
+        self.ends = False
+        self.bell = allocate_lock()
+        self.bell.acquire()
+        self.thread = Thread(target=self._work, name="ggmlb-llvm", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        address = self._control.ctypes.data
+        while not self.ends:
+            self._serve(address, self._number, SPINS, 0)
+            self.sleeps = True
+            if not self.ends:  # else nobody may ring any more
+                self.bell.acquire()
+
+    def end(self) -> None:
+        """Let the thread end."""
+        self.ends = True
+        if self.sleeps:
+            self.sleeps = False
+            self.bell.release()

@@ -1,0 +1,142 @@
+"""LLVM_Repacked: memory that keeps weights in strips of 16 rows (`kernels.strip`), read faster by products.
+
+The bytes are ggml's, as many, in another order; a tensor is read back as ggml has it. A weight whose rows are
+no whole number of strips, or whose type has no strips, lies there as anywhere. It is the device's extra
+buffer type: `get_proc_address("dev_get_extra_bufts")`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.common.packed_buffer import PackedBuffer
+from ggmlb.backends.common.weight_memory import misplaced, weight_in
+from ggmlb.backends.llvm.kernels.strip import BITS, FIELDS, ROWS
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.data import Bytes
+from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.device import LlvmDevice
+    from ggmlb.backends.llvm.kernels.strip import Field
+
+IN_STRIPS: Final = "_x16"
+"""What it adds to the name of a type that it packs."""
+
+
+class RepackedBufferType(BufferType):
+    """Host memory for contiguous weights, which products read."""
+
+    def __init__(self, device: LlvmDevice) -> None:
+        super().__init__(device, "LLVM_Repacked", ALIGNMENT)
+        self._used = False
+
+    def declines(self, node: Tensor) -> str | None:
+        """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
+        if not self._used:
+            return None
+        weight = weight_in(self, node)
+        if weight is not None and not _is_whole(weight):
+            return f"src0 is a part of a weight in {self.name} memory: give the product the whole weight"
+        return misplaced(self, node)
+
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        self._used = True
+        return RepackedBuffer(self, allocate(self, nbytes))
+
+
+class RepackedBuffer(PackedBuffer, HostBuffer):
+    """Weights in host memory, packed at upload."""
+
+    def packing(self, tensor: Tensor) -> str:
+        """`_x16` for what lies in strips."""
+        return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
+
+    def group_nbytes(self, tensor: Tensor) -> int:
+        """Bytes of a strip."""
+        return ROWS * tensor.dtype.row_size(tensor.ne[0])
+
+    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
+        """Rows as strips."""
+        return pack(data, tensor.dtype, tensor.ne[0])
+
+    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
+        """Strips as rows."""
+        return unpack(data, tensor.dtype, tensor.ne[0])
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        return False  # the bytes have to be converted
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether this memory keeps a weight in strips."""
+    return tensor.dtype.name.lower() in FIELDS and tensor.ne[1] % ROWS == 0 and tensor.is_contiguous()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    whole = tensor.view_src
+    if whole is None or not is_packed(whole):
+        return True
+    return tensor.view_offs == 0 and tensor.ne == whole.ne and is_packed(tensor)
+
+
+def pack(data: Bytes, dtype: DType, k: int) -> Bytes:
+    """Return whole strips of rows of `k` elements: for each, field by field, block, unit, row."""
+    out = np.empty_like(data)
+    for there, here, field in _parts(data, out, dtype, k):
+        here[...] = _bits_of_rows(there) if field.unit == BITS else _turned(there, field.unit)
+    return out
+
+
+def unpack(data: Bytes, dtype: DType, k: int) -> Bytes:
+    """Return rows: what `pack` was given."""
+    out = np.empty_like(data)
+    for here, there, field in _parts(out, data, dtype, k):
+        here[...] = _bits_of_strips(there) if field.unit == BITS else _back(there, field.unit)
+    return out
+
+
+def _parts(rows: Bytes, strips: Bytes, dtype: DType, k: int) -> list[tuple[Any, Any, Field]]:
+    """Each field in rows `(strips, 16, blocks, bytes)`, and in strips `(strips, blocks, 16 bytes)`."""
+    n_blocks = k // dtype.block_size
+    by_row = rows.reshape(-1, ROWS, n_blocks, dtype.type_size)
+    by_strip = strips.reshape(len(by_row), -1)
+    found = []
+    for field in FIELDS[dtype.name.lower()]:
+        start, size = ROWS * n_blocks * field.offset, ROWS * field.nbytes
+        place = by_strip[:, start : start + n_blocks * size].reshape(len(by_row), n_blocks, size)
+        found.append((by_row[..., field.offset : field.offset + field.nbytes], place, field))
+    return found
+
+
+def _turned(rows: npt.NDArray[np.uint8], unit: int) -> npt.NDArray[np.uint8]:
+    units = np.ascontiguousarray(rows).view(f"u{unit}")  # (strips, 16, blocks, units)
+    n_strips, _, n_blocks, _ = units.shape
+    turned = np.ascontiguousarray(units.transpose(0, 2, 3, 1))
+    return turned.view(np.uint8).reshape(n_strips, n_blocks, -1)
+
+
+def _back(strips: npt.NDArray[np.uint8], unit: int) -> npt.NDArray[np.uint8]:
+    n_strips, n_blocks, _ = strips.shape
+    units = np.ascontiguousarray(strips).view(f"u{unit}").reshape(n_strips, n_blocks, -1, ROWS)
+    return np.ascontiguousarray(units.transpose(0, 3, 1, 2)).view(np.uint8)
+
+
+def _bits_of_rows(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Four neighbours' bits of each row in turn."""
+    n_strips, _, n_blocks, nbytes = rows.shape
+    bits = np.unpackbits(rows, axis=-1, bitorder="little").reshape(n_strips, ROWS, n_blocks, 2 * nbytes, 4)
+    turned = bits.transpose(0, 2, 3, 1, 4).reshape(n_strips, n_blocks, -1)
+    return np.packbits(turned, axis=-1, bitorder="little")
+
+
+def _bits_of_strips(strips: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    n_strips, n_blocks, _ = strips.shape
+    bits = np.unpackbits(strips, axis=-1, bitorder="little").reshape(n_strips, n_blocks, -1, ROWS, 4)
+    turned = bits.transpose(0, 3, 1, 2, 4).reshape(n_strips, ROWS, n_blocks, -1)
+    return np.packbits(turned, axis=-1, bitorder="little")

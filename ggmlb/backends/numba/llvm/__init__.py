@@ -1,1 +1,0 @@
-"""Machine code for kernels: LLVM through llvmlite, Numba's own code generator."""

@@ -1,0 +1,1 @@
+"""What a program is: errors, types, tensors, ops, contexts and graphs. Knows no device."""

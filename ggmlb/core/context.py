@@ -1,0 +1,262 @@
+"""Context: makes the leaf tensors of a program, and its nodes with one method per op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, TensorFlag
+from ggmlb.core.errors import ArgumentError, UnknownOpError, did_you_mean
+from ggmlb.core.ops.attention import AttentionOps
+from ggmlb.core.ops.base import full_ne
+from ggmlb.core.ops.binary import BinaryOps
+from ggmlb.core.ops.constant import ConstantOps
+from ggmlb.core.ops.conv import ConvOps
+from ggmlb.core.ops.conv_direct import ConvDirectOps
+from ggmlb.core.ops.copy import CopyOps
+from ggmlb.core.ops.custom import CustomOps
+from ggmlb.core.ops.deepseek import DeepSeekOps
+from ggmlb.core.ops.glu import GluOps
+from ggmlb.core.ops.matmul import MatmulOps
+from ggmlb.core.ops.norm import NormOps
+from ggmlb.core.ops.pool import PoolOps
+from ggmlb.core.ops.recurrent import RecurrentOps
+from ggmlb.core.ops.reduce import ReduceOps
+from ggmlb.core.ops.resize import ResizeOps
+from ggmlb.core.ops.rope import RopeOps
+from ggmlb.core.ops.rows import RowOps
+from ggmlb.core.ops.scale import ScaleOps
+from ggmlb.core.ops.select import SelectOps
+from ggmlb.core.ops.shape import ShapeOps
+from ggmlb.core.ops.softmax import SoftmaxOps
+from ggmlb.core.ops.train import TrainOps
+from ggmlb.core.ops.unary import UnaryOps
+from ggmlb.core.ops.views import ViewOps
+from ggmlb.core.ops.window import WindowOps
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Ne, Tensor
+
+
+class Context(
+    AttentionOps,
+    BinaryOps,
+    ConstantOps,
+    ConvDirectOps,
+    ConvOps,
+    CopyOps,
+    CustomOps,
+    DeepSeekOps,
+    GluOps,
+    MatmulOps,
+    NormOps,
+    PoolOps,
+    RecurrentOps,
+    ReduceOps,
+    ResizeOps,
+    RopeOps,
+    RowOps,
+    ScaleOps,
+    SelectOps,
+    ShapeOps,
+    SoftmaxOps,
+    TrainOps,
+    UnaryOps,
+    ViewOps,
+    WindowOps,
+):
+    """Makes tensors (ggml_context).
+
+    Leafs come from `new_tensor` and its kin; nodes from one method per ggml op, named as in ggml.h without
+    the `ggml_` prefix, its arguments in the C order without ctx. Nothing is computed here, and no memory is
+    taken: an op checks its operands and describes its result.
+
+    Every op raises `ShapeError`, `DTypeError` or `ArgumentError` when its operands do not fit, and leaves the
+    context as it was.
+    """
+
+    if not TYPE_CHECKING:  # to type checkers, an unknown method is an error already
+
+        def __getattr__(self, name: str) -> Any:
+            """Name the nearest op of one that does not exist."""
+            known = [op for op in dir(type(self)) if not op.startswith("_")]
+            raise UnknownOpError(f"Context has no op {name!r}{did_you_mean(name, known)}")
+
+    def new_tensor(self, dtype: DType | str, ne: Sequence[int] | int, name: str = "") -> Tensor:
+        """Return a new leaf with one to four extents, innermost first (ggml_new_tensor).
+
+        Raises:
+            DTypeError: There is no such type.
+            ShapeError: Extents are missing, too many or negative, or a row is not whole blocks.
+        """
+        return self._leaf(DType.parse(dtype), full_ne(ne, "new_tensor"), name)
+
+    def new_tensor_1d(self, dtype: DType | str, ne0: int) -> Tensor:
+        """Return a new leaf with ne `[ne0]`; raises as `new_tensor` (ggml_new_tensor_1d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0,), "new_tensor_1d"))
+
+    def new_tensor_2d(self, dtype: DType | str, ne0: int, ne1: int) -> Tensor:
+        """Return a new leaf with ne `[ne0, ne1]`; raises as `new_tensor` (ggml_new_tensor_2d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0, ne1), "new_tensor_2d"))
+
+    def new_tensor_3d(self, dtype: DType | str, ne0: int, ne1: int, ne2: int) -> Tensor:
+        """Return a new leaf with ne `[ne0, ne1, ne2]`; raises as `new_tensor` (ggml_new_tensor_3d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0, ne1, ne2), "new_tensor_3d"))
+
+    def new_tensor_4d(self, dtype: DType | str, ne0: int, ne1: int, ne2: int, ne3: int) -> Tensor:
+        """Return a new leaf with four extents; raises as `new_tensor` (ggml_new_tensor_4d)."""
+        return self._leaf(DType.parse(dtype), full_ne((ne0, ne1, ne2, ne3), "new_tensor_4d"))
+
+    def dup_tensor(self, src: Tensor) -> Tensor:
+        """Return a new contiguous leaf of the type and shape of `src` (ggml_dup_tensor)."""
+        return self._leaf(src.dtype, src.ne)
+
+    def from_array(
+        self, array: Any, dtype: DType | str | None = None, *, copy: bool | None = None, name: str = ""
+    ) -> Tensor:
+        """Return a new leaf that holds an array's values: its own memory wherever that is possible.
+
+        Args:
+            array: A NumPy array, anything that NumPy reads (nested lists, PyTorch tensors on the CPU), what
+                speaks DLPack, a CuPy array or another with `__cuda_array_interface__`, a
+                `pyopencl.array.Array`. One to four dimensions or none; NumPy shape `(3, 4)` becomes ne
+                `[4, 3]`.
+            dtype: The type of the leaf; the array's own by default. Another is converted to, or quantised.
+            copy: `False`: share the memory or raise. `True`: copy. `None`: copy where it cannot be shared.
+            name: The leaf's name.
+
+        Returns:
+            A leaf that is placed: on the array's device, or in host memory. Shared memory shows each side
+            what the other writes, and lives as long as either.
+
+        Raises:
+            ArgumentError: `copy=False`, and the memory cannot be shared; the message says why.
+            DTypeError: ggml has no such type, and `dtype` names none.
+            ShapeError: More than four dimensions.
+        """
+        from ggmlb.interface.arrays import tensor_of
+
+        tensor = tensor_of(array, None if dtype is None else DType.parse(dtype), copy)
+        tensor.name = name
+        self.tensors.append(tensor)
+        return tensor
+
+    def from_dlpack(self, array: Any, *, copy: bool | None = None, name: str = "") -> Tensor:
+        """Return a new leaf over the memory of an object that speaks DLPack; see `from_array`.
+
+        Raises:
+            ArgumentError: It has no `__dlpack__`, or its memory cannot be shared and `copy=False`.
+        """
+        if not hasattr(array, "__dlpack__"):
+            raise ArgumentError(f"from_dlpack: {type(array).__name__} has no __dlpack__; try from_array")
+        return self.from_array(array, copy=copy, name=name)
+
+    def _leaf(self, dtype: DType, ne: Ne, name: str = "") -> Tensor:
+        tensor = Tensor(dtype, ne, name=name)
+        self.tensors.append(tensor)
+        return tensor
+
+    # -- names ---------------------------------------------------------------------------------
+
+    def set_name(self, tensor: Tensor, name: str) -> Tensor:
+        """Name a tensor; return it (ggml_set_name)."""
+        tensor.name = name
+        return tensor
+
+    def format_name(self, tensor: Tensor, fmt: str, *args: Any) -> Tensor:
+        """Name a tensor `fmt % args`; return it (ggml_format_name)."""
+        tensor.name = fmt % args
+        return tensor
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return the first tensor of that name (ggml_get_tensor).
+
+        Raises:
+            ArgumentError: No tensor has the name.
+        """
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        names = [t.name for t in self.tensors if t.name]
+        raise ArgumentError(f"the context has no tensor named {name!r}{did_you_mean(name, names)}")
+
+    # -- flags ---------------------------------------------------------------------------------
+
+    def set_input(self, tensor: Tensor) -> Tensor:
+        """Mark a tensor that the user writes before each computation; return it (ggml_set_input).
+
+        Its memory is allocated at the start of the graph and is not reused before the last node has read it.
+        """
+        return _flag(tensor, TensorFlag.INPUT)
+
+    def set_output(self, tensor: Tensor) -> Tensor:
+        """Mark a result: its memory is not reused, so that it can be read afterwards (ggml_set_output)."""
+        return _flag(tensor, TensorFlag.OUTPUT)
+
+    def set_param(self, tensor: Tensor) -> Tensor:
+        """Mark a leaf that training changes; return it (ggml_set_param).
+
+        Raises:
+            ArgumentError: The tensor is a node.
+        """
+        if tensor.op is not Op.NONE:
+            raise ArgumentError(f"set_param: {tensor.describe()} is a node; parameters are leafs")
+        return _flag(tensor, TensorFlag.PARAM)
+
+    def set_loss(self, tensor: Tensor) -> Tensor:
+        """Mark a scalar that training makes small; return it (ggml_set_loss).
+
+        Raises:
+            ArgumentError: The tensor is not an f32 scalar.
+        """
+        if tensor.ne != (1, 1, 1, 1) or tensor.dtype is not DType.F32:
+            raise ArgumentError(f"set_loss: {tensor.describe()} is not an f32 scalar")
+        return _flag(tensor, TensorFlag.LOSS)
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def set_zero(self, tensor: Tensor) -> Tensor:
+        """Set all bytes of a placed tensor to zero; return it (ggml_set_zero).
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+        """
+        tensor.memset(0)
+        return tensor
+
+    # -- contents ------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tensors (ggml_reset); those that the caller holds stay valid."""
+        self.tensors.clear()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"<Context {len(self.tensors)} tensors>"
+
+    def _repr_html_(self) -> str:
+        """Its tensors, for a notebook."""
+        from ggmlb.inspect.html import card, table
+
+        rows = [
+            (t.op_desc(), t.name, t.dtype.name.lower(), list(t.ne[: t.n_dims]), _where(t))
+            for t in self.tensors
+        ]
+        return card(repr(self)[1:-1], {}, table(("op", "name", "type", "ne", "memory"), rows))
+
+
+def _where(tensor: Tensor) -> str:
+    return "-" if tensor.buffer is None else f"{tensor.buffer.name} + {tensor.offset:,}"
+
+
+def _flag(tensor: Tensor, flag: int) -> Tensor:
+    if not tensor.flags & flag:
+        tensor.flags |= flag
+        if tensor.buffer is not None:
+            placement_clock.tick()  # plans that have it must keep what they might have fused
+    return tensor

@@ -1,0 +1,235 @@
+"""Tensor types (`enum ggml_type`), their traits, and conversion to and from float32.
+
+The block formats are in `ggmlb.core.quants`, each imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core import quants
+from ggmlb.core.errors import DTypeError, ShapeError, did_you_mean
+from ggmlb.core.quants.codec import Codec
+
+
+class DType(IntEnum):
+    """A ggml tensor type, with the number of elements and bytes of its blocks.
+
+    Attributes:
+        block_size: Elements per block (1 for plain types).
+        type_size: Bytes per block.
+        is_quantized: Whether elements share blocks (ggml_is_quantized).
+    """
+
+    block_size: int
+    type_size: int
+    is_quantized: bool
+
+    def __new__(cls, value: int, block_size: int, type_size: int) -> DType:
+        """Make a member of ggml's number and its traits."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.block_size = block_size
+        member.type_size = type_size
+        member.is_quantized = block_size > 1
+        return member
+
+    F32 = 0, 1, 4
+    F16 = 1, 1, 2
+    Q4_0 = 2, 32, 18
+    Q4_1 = 3, 32, 20
+    Q5_0 = 6, 32, 22
+    Q5_1 = 7, 32, 24
+    Q8_0 = 8, 32, 34
+    Q8_1 = 9, 32, 36
+    Q2_K = 10, 256, 84
+    Q3_K = 11, 256, 110
+    Q4_K = 12, 256, 144
+    Q5_K = 13, 256, 176
+    Q6_K = 14, 256, 210
+    Q8_K = 15, 256, 292
+    IQ2_XXS = 16, 256, 66
+    IQ2_XS = 17, 256, 74
+    IQ3_XXS = 18, 256, 98
+    IQ1_S = 19, 256, 50
+    IQ4_NL = 20, 32, 18
+    IQ3_S = 21, 256, 110
+    IQ2_S = 22, 256, 82
+    IQ4_XS = 23, 256, 136
+    I8 = 24, 1, 1
+    I16 = 25, 1, 2
+    I32 = 26, 1, 4
+    I64 = 27, 1, 8
+    F64 = 28, 1, 8
+    IQ1_M = 29, 256, 56
+    BF16 = 30, 1, 2
+    TQ1_0 = 34, 256, 54
+    TQ2_0 = 35, 256, 66
+    MXFP4 = 39, 32, 17
+    NVFP4 = 40, 64, 36
+    Q1_0 = 41, 128, 18
+    Q2_0 = 42, 64, 18
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The NumPy dtype of a plain type; `uint8` (raw block bytes) for a quantised one."""
+        return _numpy_dtype(self)
+
+    def row_size(self, ne0: int) -> int:
+        """Return the bytes of a row of `ne0` elements (ggml_row_size).
+
+        Raises:
+            ShapeError: `ne0` is not a whole number of blocks.
+        """
+        if ne0 % self.block_size:
+            raise ShapeError(
+                f"a row of {ne0} elements is not a whole number of {self.name} blocks; "
+                f"make ne[0] a multiple of {self.block_size}"
+            )
+        return ne0 // self.block_size * self.type_size
+
+    @classmethod
+    def parse(cls, value: DType | int | str | npt.DTypeLike | None) -> DType:
+        """Return the type meant by a member, its number, its name in any case, or a NumPy dtype.
+
+        Raises:
+            DTypeError: No tensor type has that name, number or NumPy dtype.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.upper() in _BY_NAME:
+            return _BY_NAME[value.upper()]
+        if isinstance(value, (int, np.integer)):
+            if value in _BY_NUMBER:
+                return _BY_NUMBER[int(value)]
+            raise DTypeError(
+                f"no tensor type has the number {value}; give a member of ggmlb.DType, or its name"
+            )
+        wanted = _as_numpy(value)
+        for member in cls:
+            if not member.is_quantized and wanted is not None and member.numpy == wanted:
+                return member
+        name = value if isinstance(value, str) else repr(value)
+        raise DTypeError(f"no tensor type {name!r}{did_you_mean(name.upper(), _BY_NAME)}")
+
+
+_BY_NAME = dict(DType.__members__)
+_BY_NUMBER = {int(member): member for member in DType}
+
+_PLAIN = {
+    DType.F32: "f4", DType.F16: "f2", DType.F64: "f8",
+    DType.I8: "i1", DType.I16: "i2", DType.I32: "i4", DType.I64: "i8",
+}  # fmt: skip
+
+
+@cache
+def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    if dtype == DType.BF16:
+        import ml_dtypes
+
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
+    return np.dtype(_PLAIN.get(dtype, "u1"))
+
+
+def _as_numpy(value: npt.DTypeLike | None) -> np.dtype[Any] | None:
+    """The NumPy dtype that `value` names; `None` if it names none (NumPy reads `None` as float64)."""
+    if value is None:
+        return None
+    try:
+        return np.dtype(value)
+    except TypeError:
+        return None
+
+
+@cache
+def _codec(dtype: DType) -> Codec:
+    return quants.by_name(dtype.name)
+
+
+def can_dequantize(dtype: DType) -> bool:
+    """Whether `dequantize` reads the type; it reads all."""
+    return not dtype.is_quantized or dtype.name in quants.NAMES
+
+
+def can_quantize(dtype: DType) -> bool:
+    """Whether `quantize` writes the type: all but IQ1, IQ2 and IQ3, as ggml's CPU backend does."""
+    return not dtype.is_quantized or _codec(dtype).write is not None
+
+
+def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:
+    """Return float32 values of rows of blocks.
+
+    Args:
+        blocks: Raw bytes, shape `(..., row_size)` in NumPy order.
+        dtype: The type of the blocks; a plain type is viewed and converted.
+
+    Raises:
+        ShapeError: A row is not whole blocks.
+    """
+    n_blocks, rest = divmod(blocks.shape[-1], dtype.type_size)
+    if rest:
+        raise ShapeError(
+            f"a row of {blocks.shape[-1]} bytes is not a whole number of {dtype.name} blocks; "
+            f"give rows of a multiple of {dtype.type_size} bytes"
+        )
+    values = np.empty((*blocks.shape[:-1], n_blocks * dtype.block_size), np.float32)
+    dequantize_into(values, blocks, dtype)
+    return values
+
+
+def dequantize_into(out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8], dtype: DType) -> None:
+    """Fill `out` with the float32 values of rows of blocks, with little memory besides.
+
+    Threads may do this side by side: no scratch is shared, and NumPy lets go of the GIL.
+
+    Args:
+        out: C-contiguous, shape `(..., ne0)` in NumPy order.
+        blocks: Raw bytes, shape `(..., row_size)`; those that are not C-contiguous are copied first.
+        dtype: The type of the blocks; a plain type is viewed and converted.
+
+    Raises:
+        ShapeError: The shapes do not fit each other, or `out` is not C-contiguous.
+    """
+    if out.shape != (*blocks.shape[:-1], blocks.shape[-1] // dtype.type_size * dtype.block_size):
+        raise ShapeError(
+            f"{dtype.name} blocks of shape {blocks.shape} were to fill an array of shape {out.shape}; "
+            f"a row of {dtype.block_size} values is {dtype.type_size} bytes"
+        )
+    if not out.flags.c_contiguous:
+        raise ShapeError(f"dequantize_into fills contiguous arrays; this one has strides {out.strides}")
+    rows = np.ascontiguousarray(blocks)
+    if dtype.is_quantized:
+        quants.read(_codec(dtype), out, rows)
+    else:
+        np.copyto(out, rows.view(dtype.numpy), casting="unsafe")
+
+
+def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
+    """Return the raw bytes, shape `(..., row_size)`, of float values quantised row by row.
+
+    The blocks are those of ggml's reference quantisers (`quantize_row_*_ref`).
+
+    Args:
+        values: Shape `(..., ne0)` in NumPy order, any real type.
+        dtype: The type to write; a plain type is converted.
+
+    Raises:
+        DTypeError: The type cannot be written.
+        ShapeError: `ne0` is not a whole number of blocks.
+    """
+    array = np.ascontiguousarray(values, dtype=np.float32 if dtype.is_quantized else None)
+    if not dtype.is_quantized:
+        return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)
+    row_size = dtype.row_size(array.shape[-1])
+    if not can_quantize(dtype):
+        writable = ", ".join(d.name for d in DType if d.is_quantized and can_quantize(d))
+        raise DTypeError(f"{dtype.name} blocks are written with an importance matrix only; use {writable}")
+    blocks = np.empty((*array.shape[:-1], row_size), np.uint8)
+    quants.write(_codec(dtype), blocks, array)
+    return blocks

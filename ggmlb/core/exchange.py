@@ -1,0 +1,165 @@
+"""Tensors as arrays of other libraries: the protocols by which NumPy, CuPy, PyTorch and others read memory.
+
+None of them copies: what they return is the tensor's own memory, seen through the device's array library
+(`Buffer.as_array`). Memory of a device never becomes a NumPy array behind the user's back; `to_numpy` says
+that it copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Buffer
+
+
+class ArrayProtocols:
+    """What a tensor offers to array libraries."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        dtype: DType
+
+        def describe(self) -> str:
+            """As `Tensor.describe`."""
+
+        def placed(self, call: str) -> Buffer:
+            """As `Tensor.placed`."""
+
+    def as_array(self) -> Any:
+        """Return the tensor's memory as an array of the device's library, without a copy.
+
+        A NumPy array where the memory is the host's, a CuPy array on CUDA, a `pyopencl.array.Array` on
+        OpenCL; of `shape` (`ne` reversed) and with the tensor's strides. A quantised tensor is seen as rows
+        of bytes. Work that is queued may still write to it: synchronize before reading.
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+            ArgumentError: The memory has no array library, or stores the tensor in another layout.
+            FreedError: The buffer was freed.
+        """
+        return self.placed("as_array").as_array(self)  # type: ignore[arg-type]
+
+    def _values(self, call: str) -> Any:
+        """As `as_array`, for another library, which may read at once; elements must be numbers."""
+        if self.dtype.is_quantized:
+            raise DTypeError(
+                f"{call} of {self.describe()}: its memory holds blocks, not numbers; "
+                "to_numpy() dequantises a copy, as_array() shows the bytes"
+            )
+        return self.placed(call).exported(self, call)  # type: ignore[arg-type]
+
+    def _host_values(self, call: str) -> Any:
+        buffer = self.placed(call)
+        if not buffer.is_host:
+            raise ArgumentError(
+                f"{call} of {self.describe()}: it lies in {buffer.name} memory, and is not copied "
+                "to the host unasked; use to_numpy() for a copy, as_array() for an array on the device"
+            )
+        return self._values(call)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Return the memory as a NumPy array (`numpy.asarray(tensor)`), a copy only if asked for or needed.
+
+        Raises:
+            ArgumentError: The memory is not the host's.
+            DTypeError: The type is quantised.
+            ValueError: Another dtype is asked for, and no copy (NumPy's rule).
+        """
+        view: npt.NDArray[Any] = self._host_values("__array__")
+        if dtype is not None and view.dtype != dtype:
+            if copy is False:
+                raise ValueError(f"{self.describe()} cannot be seen as {dtype} without a copy")
+            return view.astype(dtype)
+        return view.copy() if copy else view
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The memory by NumPy's older protocol; an AttributeError where `numpy.asarray` would fail."""
+        try:
+            view = self._host_values("__array_interface__")
+        except Error as error:
+            raise AttributeError(str(error)) from error
+        interface: dict[str, Any] = view.__array_interface__
+        # An object instead of an address: whoever reads it then keeps the memory alive.
+        return {**interface, "data": spanned(view), "offset": 0}
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory by the protocol of CuPy, LLVM and PyTorch; an AttributeError if it is not on CUDA."""
+        try:
+            interface: dict[str, Any] = self._values("__cuda_array_interface__").__cuda_array_interface__
+        except Error as error:
+            raise AttributeError(str(error)) from error
+        return interface
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return a DLPack capsule of the memory (`torch.from_dlpack(tensor)`); options as DLPack says.
+
+        Raises:
+            ArgumentError: The device's array library has no DLPack.
+            DTypeError: The type is quantised, or the library exports it not (BF16 by NumPy).
+        """
+        array = self._exportable()
+        try:
+            return array.__dlpack__(**options)
+        except BufferError as error:
+            raise DTypeError(f"__dlpack__ of {self.describe()}: {error}; convert it first") from error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's type and number of the device that the memory is on; raises as `__dlpack__`."""
+        device: tuple[int, int] = self._exportable().__dlpack_device__()
+        return device
+
+    def _exportable(self) -> Any:
+        array = self._values("__dlpack__")
+        if not hasattr(array, "__dlpack__"):
+            raise ArgumentError(
+                f"__dlpack__ of {self.describe()}: {type(array).__module__} has no DLPack; use to_numpy()"
+            )
+        return array
+
+
+def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
+    """Return a caller's values as an array of numbers that tensors can hold.
+
+    Raises:
+        ShapeError: They make no array.
+        ArgumentError: The array has a mask.
+        DTypeError: It holds something else.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ShapeError(f"{call}: {error}") from None
+    if isinstance(values, np.ma.MaskedArray):
+        raise ArgumentError(f"{call}: the array has a mask; tensors have none, so fill it first")
+    kind = array.dtype.kind
+    is_extension = kind == "V" and not issubclass(array.dtype.type, np.void)  # bfloat16; records are void
+    if kind not in "biuf" and not is_extension:
+        raise DTypeError(f"{call}: the array holds {array.dtype}; give real numbers")
+    return array
+
+
+def spanned_bytes(array: Any) -> int:
+    """Return the bytes from an array's first element to the end of its last; strides are not negative."""
+    if 0 in array.shape:
+        return 0
+    steps: int = sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    return steps + int(array.dtype.itemsize)
+
+
+def spanned(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """View the memory from an array's first element to the end of its last; its strides are not negative."""
+    if not array.size:
+        return np.empty(0, np.uint8)
+    nbytes = spanned_bytes(array)
+    first = np.atleast_1d(array)[(slice(0, 1),) * max(array.ndim, 1)].reshape(-1).view(np.uint8)
+    return np.lib.stride_tricks.as_strided(first, (nbytes,), (1,), writeable=array.flags.writeable)

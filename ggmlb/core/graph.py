@@ -1,0 +1,169 @@
+"""Graph: the nodes that lead to the wanted results, in an order in which they can be computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from ggmlb.core.enums import Op, TensorFlag
+from ggmlb.core.errors import ArgumentError, GraphError, did_you_mean, kind_of
+from ggmlb.core.tensor import Tensor
+
+
+def need_graph(call: str, graph: object) -> None:
+    """Raise an ArgumentError unless it is a graph."""
+    if not isinstance(graph, Graph):
+        raise ArgumentError(
+            f"{call}: {kind_of(graph)} is no graph; Graph().build_forward_expand(tensor) makes one"
+        )
+
+
+class Graph:
+    """A compute graph (ggml_cgraph): `nodes` in topological order, and the `leafs` that they read.
+
+    Attributes:
+        nodes: Tensors that an op computes (views included), each after its sources.
+        leafs: Tensors without an op: inputs, weights, constants.
+        whole: The graph that this one is a part of, and whose other nodes may read results of this one's;
+            `None` for a graph that is computed whole.
+    """
+
+    __slots__ = ("__weakref__", "_seen", "leafs", "nodes", "whole")
+
+    def __init__(self, nodes: Iterable[Tensor] = (), leafs: Iterable[Tensor] = ()) -> None:
+        self.nodes: list[Tensor] = list(nodes)
+        self.leafs: list[Tensor] = list(leafs)
+        self.whole: Graph | None = None
+        self._seen: set[Tensor] = {*self.nodes, *self.leafs}
+
+    def build_forward_expand(self, *results: Tensor) -> Graph:
+        """Add what is needed to compute `results`, after what is there; return the graph itself.
+
+        Parents come in the order of `src`, depth first, as in ggml (ggml_build_forward_expand).
+
+        Raises:
+            ArgumentError: A result is no tensor.
+        """
+        for result in results:
+            if not isinstance(result, Tensor):
+                raise ArgumentError(
+                    f"build_forward_expand: {kind_of(result)} is no tensor; give results of a Context's ops"
+                )
+            self._visit(result)
+        return self
+
+    def _visit(self, result: Tensor) -> None:
+        # Iterative: a graph of thousands of chained nodes must not meet the recursion limit.
+        seen = self._seen
+        if result in seen:
+            return
+        seen.add(result)
+        stack = [(result, iter(result.src))]
+        while stack:
+            tensor, sources = stack[-1]
+            for src in sources:
+                if src is not None and src not in seen:
+                    seen.add(src)
+                    if src.src:
+                        stack.append((src, iter(src.src)))
+                        break
+                    self._append(src)
+            else:
+                stack.pop()
+                self._append(tensor)
+
+    def _append(self, tensor: Tensor) -> None:
+        if tensor.op is Op.NONE and not tensor.flags & TensorFlag.PARAM:
+            self.leafs.append(tensor)
+        else:
+            tensor.flags |= TensorFlag.COMPUTE
+            self.nodes.append(tensor)
+
+    def add_node(self, tensor: Tensor) -> None:
+        """Append one node, whose sources must already be in the graph (ggml_graph_add_node).
+
+        Raises:
+            GraphError: A source is not in the graph.
+        """
+        for src in tensor.src:
+            if src is not None and src not in self._seen:
+                raise GraphError(
+                    f"add_node({tensor.describe()}): its source {src.describe()} is not in the graph; "
+                    "add it first, or use build_forward_expand"
+                )
+        if tensor not in self._seen:
+            self._seen.add(tensor)
+            self._append(tensor)
+
+    def view(self, i0: int, i1: int) -> Graph:
+        """Return a graph of the nodes `i0` to `i1`, with the leafs and earlier nodes they read as leafs.
+
+        The part knows its whole: a result that only another part reads is computed all the same.
+        """
+        nodes = self.nodes[i0:i1]
+        inside = set(nodes)
+        outside = dict.fromkeys(s for n in nodes for s in n.src if s is not None and s not in inside)
+        part = Graph(nodes, outside)
+        part.whole = self if self.whole is None else self.whole
+        return part
+
+    def use_counts(self) -> Counter[Tensor]:
+        """Return how often the nodes of the whole graph read each tensor (use_counts of ggml_cgraph)."""
+        nodes = self.nodes if self.whole is None else self.whole.nodes
+        return Counter(s for node in nodes for s in node.src if s is not None)
+
+    def node(self, name: str) -> Tensor:
+        """Return the node or leaf of that name (ggml_graph_get_tensor).
+
+        Raises:
+            GraphError: No node or leaf has the name.
+        """
+        for tensor in self:
+            if tensor.name == name:
+                return tensor
+        names = [tensor.name for tensor in self if tensor.name]
+        raise GraphError(f"the graph has no node or leaf named {name!r}{did_you_mean(name, names)}")
+
+    def to_dot(self) -> str:
+        """Return the graph in Graphviz's DOT language (ggml_graph_dump_dot)."""
+        ids = {tensor: f"t{i}" for i, tensor in enumerate(self)}
+        lines = ["digraph ggmlb {", '  node [shape=box, fontname="sans-serif", style=filled];']
+        for tensor, ident in ids.items():
+            colour = "#ffe9a8" if tensor.op is Op.NONE else "#d7e8ff"
+            lines.append(f'  {ident} [label="{dot_quoted(tensor.describe())}", fillcolor="{colour}"];')
+        for tensor, ident in ids.items():
+            lines += [f"  {ids[s]} -> {ident};" for s in tensor.src if s is not None and s in ids]
+        return "\n".join([*lines, "}"])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Leafs, then nodes."""
+        yield from self.leafs
+        yield from self.nodes
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._seen
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __repr__(self) -> str:
+        return f"<Graph {len(self.nodes)} nodes, {len(self.leafs)} leafs>"
+
+    def _repr_html_(self) -> str:
+        """Its nodes in order, for a notebook."""
+        from ggmlb.inspect.html import card, table
+
+        rows = [
+            (i, n.op_desc(), n.name, n.dtype.name.lower(), list(n.ne[: n.n_dims]), _named(n.src))
+            for i, n in enumerate(self.nodes)
+        ]
+        return card(repr(self)[1:-1], {}, table(("", "op", "name", "type", "ne", "operands"), rows))
+
+
+def dot_quoted(text: str) -> str:
+    """Return a text as it stands between quotes in Graphviz's DOT language."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _named(tensors: Sequence[Tensor | None]) -> str:
+    return ", ".join(t.name or t.op_desc() for t in tensors if t is not None)

@@ -1,0 +1,147 @@
+"""Fused attention.
+
+FLASH_ATTN_EXT has `src = (q, k, v, mask, sinks)`, the last two None where absent, and the params
+`scale, max_bias, logit_softcap` and `prec` (a `Prec`). FLASH_ATTN_BACK has `masked`.
+"""
+
+from __future__ import annotations
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op, Prec
+from ggmlb.core.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.core.ops.matmul import can_mul_mat
+from ggmlb.core.ops.softmax import add_sinks
+from ggmlb.core.tensor import Tensor
+
+
+class AttentionOps(OpBase):
+    """flash_attn_ext with its setters, flash_attn_back."""
+
+    def flash_attn_ext(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        scale: float = 1.0,
+        max_bias: float = 0.0,
+        logit_softcap: float = 0.0,
+    ) -> Tensor:
+        """Return `soft_max(q k^T * scale + slope * mask) v` (ggml_flash_attn_ext).
+
+        Args:
+            q: ne `[dk, n_q, n_head, n_batch]`.
+            k: ne `[dk, n_kv, n_head_kv, n_batch]`; `n_head` is a multiple of `n_head_kv`.
+            v: ne `[dv, n_kv, n_head_kv, n_batch]`, not transposed.
+            mask: Contiguous f16, ne `[n_kv, n_q, n_head or a divisor, n_batch or a divisor]`.
+            scale: Factor of the products.
+            max_bias: Where positive, the ALiBi slope differs by head; else it is 1.
+            logit_softcap: Where not 0, the logits become `softcap * tanh(logits / softcap)`.
+
+        Returns:
+            f32, ne `[dv, n_head, n_q, n_batch]`: permuted, as the next product wants it.
+
+        Raises:
+            ShapeError: The shapes do not fit, or the mask is not contiguous.
+            DTypeError: The mask is not f16.
+            ArgumentError: `max_bias` is positive and there is no mask.
+        """
+        fn = "flash_attn_ext"
+        n, w = q.ne, v.ne
+        if not can_mul_mat(k, q) or n[3] != k.ne[3]:
+            fail_shape(fn, "q and k must have equal ne[0] and ne[3], and k.ne[2] must divide q.ne[2]", q, k)
+        if n[3] != w[3]:
+            fail_shape(fn, f"v must have ne[3] = {n[3]}, as q has", q, k, v)
+        if w[1] != k.ne[1] or not divides(w[2], n[2]):
+            fail_shape(fn, f"v must have ne[1] = {k.ne[1]}, as k has, and an ne[2] that divides q's", q, k, v)
+        if mask is not None:
+            if mask.dtype is not DType.F16:
+                fail_dtype(fn, "mask", mask, DType.F16)
+            if not mask.is_contiguous():
+                fail_contiguous(fn, "mask", mask)
+            m = mask.ne
+            if m[0] != k.ne[1] or m[1] < n[1] or not divides(m[2], n[2]) or not divides(m[3], n[3]):
+                fail_shape(
+                    fn,
+                    f"the mask must have ne[0] = {k.ne[1]}, at least {n[1]} rows, and ne[2] and ne[3] "
+                    "that divide q's",
+                    q,
+                    mask,
+                )
+        elif max_bias > 0:
+            fail_arg(fn, f"max_bias {max_bias} needs a mask")
+        params = {
+            "scale": scale,
+            "max_bias": max_bias,
+            "logit_softcap": logit_softcap,
+            "prec": Prec.DEFAULT,
+        }
+        return self._op(Op.FLASH_ATTN_EXT, DType.F32, (w[0], n[2], n[1], n[3]), (q, k, v, mask, None), params)
+
+    def flash_attn_ext_set_prec(self, a: Tensor, prec: Prec | int) -> Tensor:
+        """Choose the accumulator's precision of an attention node; return it (ggml_flash_attn_ext_set_prec).
+
+        Raises:
+            ArgumentError: `a` is no attention node, or there is no such precision.
+        """
+        fn = "flash_attn_ext_set_prec"
+        _check_node(fn, a)
+        a.params["prec"] = as_enum(fn, Prec, prec)
+        return a
+
+    def flash_attn_ext_get_prec(self, a: Tensor) -> Prec:
+        """Return the precision of an attention node (ggml_flash_attn_ext_get_prec).
+
+        Raises:
+            ArgumentError: `a` is no attention node.
+        """
+        _check_node("flash_attn_ext_get_prec", a)
+        prec: Prec = a.params["prec"]
+        return prec
+
+    def flash_attn_ext_add_sinks(self, a: Tensor, sinks: Tensor | None) -> Tensor:
+        """Give an attention node one sink logit per head; None takes it away (ggml_flash_attn_ext_add_sinks).
+
+        Raises:
+            ArgumentError: `a` is no attention node, or has sinks.
+            ShapeError: There is not one sink per head.
+            DTypeError: The sinks are not f32.
+        """
+        return add_sinks("flash_attn_ext_add_sinks", Op.FLASH_ATTN_EXT, a, sinks)
+
+    def flash_attn_back(self, q: Tensor, k: Tensor, v: Tensor, d: Tensor, masked: bool) -> Tensor:
+        """Return the gradients of q, k and v, one after the other (ggml_flash_attn_back).
+
+        Args:
+            q: ne `[n_embd, n_q, n_head, n_batch]`.
+            k: ne `[n_embd, n_kv, n_head_kv, n_batch]`.
+            v: Transposed, ne `[n_kv, n_embd, n_head_kv, n_batch]`.
+            d: The gradient of the result, of the shape of `q`.
+            masked: Whether attention was causal.
+
+        Returns:
+            f32, one row; each gradient begins at a multiple of 16 bytes.
+
+        Raises:
+            ShapeError: The shapes do not fit.
+        """
+        fn = "flash_attn_back"
+        n, m = q.ne, k.ne
+        if not can_mul_mat(k, q) or m[3] != n[3] or v.ne != (m[1], n[0], m[2], n[3]) or d.ne != n:
+            fail_shape(
+                fn,
+                f"k must fit q, v must have ne {[m[1], n[0], m[2], n[3]]}, and d must have q's ne",
+                q,
+                k,
+                v,
+                d,
+            )
+        n_bytes = sum(-(-t.n_elements * 4 // 16) * 16 for t in (q, k, v))
+        return self._op(
+            Op.FLASH_ATTN_BACK, DType.F32, (n_bytes // 4, 1, 1, 1), (q, k, v, d), {"masked": bool(masked)}
+        )
+
+
+def _check_node(fn: str, a: Tensor) -> None:
+    if a.op is not Op.FLASH_ATTN_EXT:
+        fail_arg(fn, f"a is {a.describe()}; it must be a FLASH_ATTN_EXT node")

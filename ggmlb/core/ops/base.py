@@ -1,0 +1,219 @@
+"""What all op families share: making nodes and views, and wording what is wrong with arguments.
+
+A check that passes must cost nothing but itself, because a model builds thousands of nodes: the
+callers test first, and call a `fail_*` function, with the tensors to name, only where the test fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from operator import index
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, did_you_mean
+from ggmlb.core.ops.misuse import explained
+from ggmlb.core.tensor import Ne, Tensor, can_repeat
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+E = TypeVar("E", bound=IntEnum)
+S = TypeVar("S", bound="OpBase")
+R = TypeVar("R")
+P = ParamSpec("P")
+
+
+class OpBase:
+    """Makes the tensors of a context; the op families build on these few methods.
+
+    Attributes:
+        tensors: All tensors made here, in order (ggml_get_first_tensor, ggml_get_next_tensor).
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def __init_subclass__(cls) -> None:
+        """Let every op, whichever family has it, tell what is no tensor as a method of `Context`."""
+        super().__init_subclass__()
+        for name, op in list(vars(cls).items()):
+            if inspect.isfunction(op) and not name.startswith("_"):
+                op.__qualname__ = f"Context.{name}"
+                setattr(cls, name, explained(op))
+
+    def _op(
+        self,
+        op: Op,
+        dtype: DType,
+        ne: Ne,
+        src: tuple[Tensor | None, ...],
+        params: Mapping[str, Any] | None = None,
+        name: str = "",
+        nb: Ne | None = None,
+    ) -> Tensor:
+        """Return a new node, contiguous unless strides are given."""
+        tensor = Tensor(dtype, ne, nb, op=op, src=src, params=params, name=name)
+        self.tensors.append(tensor)
+        return tensor
+
+    def _op_into(
+        self,
+        op: Op,
+        dst: Tensor,
+        src: tuple[Tensor | None, ...],
+        params: Mapping[str, Any] | None = None,
+        suffix: str = "view",
+    ) -> Tensor:
+        """Return a node that writes into the memory of `dst`: in-place ops, `cpy`, `set_rows`."""
+        return self._view(dst, dst.ne, dst.nb, 0, op, src, params, suffix)
+
+    def _like(
+        self,
+        inplace: bool,
+        op: Op,
+        a: Tensor,
+        src: tuple[Tensor | None, ...],
+        params: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Return a node of type and shape of `a`, in the memory of `a` if `inplace`."""
+        if inplace:
+            return self._view(a, a.ne, a.nb, 0, op, src, params)
+        return self._op(op, a.dtype, a.ne, src, params)
+
+    def _view(
+        self,
+        a: Tensor,
+        ne: Ne,
+        nb: Ne | None,
+        offset: int,
+        op: Op = Op.VIEW,
+        src: tuple[Tensor | None, ...] | None = None,
+        params: Mapping[str, Any] | None = None,
+        suffix: str = "view",
+    ) -> Tensor:
+        """Return a tensor over the memory of `a`, `offset` bytes into it; contiguous if `nb` is None."""
+        tensor = Tensor(
+            a.dtype,
+            ne,
+            nb,
+            op=op,
+            src=(a,) if src is None else src,
+            params=params,
+            view_src=a,
+            view_offs=offset,
+            name=f"{a.name} ({suffix})" if a.name else "",
+        )
+        self.tensors.append(tensor)
+        return tensor
+
+
+def checked(
+    check: Callable[Concatenate[str, P], R], make: Callable[[S, R], Tensor], name: str, doc: str
+) -> Callable[Concatenate[S, P], Tensor]:
+    """Make the method `name`: it takes the arguments of `check`, and makes a node of what that returns.
+
+    For methods that differ only in their node: `check` is given the method's name, for its errors.
+    """
+
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return make(self, check(name, *args, **kwargs))
+
+    signature = inspect.signature(check)
+    first, *others = signature.parameters.values()
+    this = first.replace(name="self", annotation=first.empty)
+    call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[this, *others], return_annotation="Tensor"
+    )
+    return method(call, name, doc)
+
+
+def method(fn: F, name: str, doc: str) -> F:
+    """Name and document a method that a factory made, so that help and tracebacks tell which it is."""
+    fn.__name__ = name
+    fn.__doc__ = f"{doc} (ggml_{name})."
+    return fn
+
+
+def fail_shape(fn: str, why: str, *tensors: Tensor) -> NoReturn:
+    """Raise a ShapeError that names the function, its operands and what would be right."""
+    raise ShapeError(f"{fn}({', '.join(t.describe() for t in tensors)}): {why}")
+
+
+def fail_dtype(fn: str, arg: str, tensor: Tensor, *allowed: DType) -> NoReturn:
+    """Raise a DTypeError that names the operand and the types it may have."""
+    names = " or ".join(d.name.lower() for d in allowed)
+    raise DTypeError(f"{fn}: {arg} is {tensor.describe()}; it must be {names}")
+
+
+def fail_arg(fn: str, why: str) -> NoReturn:
+    """Raise an ArgumentError."""
+    raise ArgumentError(f"{fn}: {why}")
+
+
+def fail_contiguous(fn: str, arg: str, tensor: Tensor, what: str = "contiguous") -> NoReturn:
+    """Raise a ShapeError about an operand whose strides do not fit."""
+    fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; it must be {what}: apply cont first", tensor)
+
+
+def divides(a: int, b: int) -> bool:
+    """Whether an extent `a` goes a whole number of times into `b`; one of 0 goes into none."""
+    return a > 0 and b % a == 0
+
+
+def require_repeat(fn: str, a: Tensor, b: Tensor) -> None:
+    """Raise a ShapeError unless `b` tiles `a` (ggml's broadcasting: b's extents divide a's)."""
+    if a.ne != b.ne and not can_repeat(b, a):
+        fail_shape(fn, f"every extent of b, ne {list(b.ne)}, must divide that of a, ne {list(a.ne)}", a, b)
+
+
+def require_same_shape(fn: str, a: Tensor, b: Tensor) -> None:
+    """Raise a ShapeError unless both have the same extents."""
+    if a.ne != b.ne:
+        fail_shape(fn, f"ne {list(b.ne)} must equal ne {list(a.ne)}", a, b)
+
+
+def require_type(fn: str, arg: str, tensor: Tensor, *allowed: DType) -> None:
+    """Raise a DTypeError unless the tensor has one of the types."""
+    if tensor.dtype not in allowed:
+        fail_dtype(fn, arg, tensor, *allowed)
+
+
+def require_contiguous(fn: str, arg: str, tensor: Tensor) -> None:
+    """Raise a ShapeError unless the tensor is contiguous."""
+    if not tensor.is_contiguous():
+        fail_contiguous(fn, arg, tensor)
+
+
+def as_enum(fn: str, kind: type[E], value: E | int) -> E:
+    """Return the member of `kind` with that value.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    if type(value) is kind:
+        return value
+    member = kind._value2member_map_.get(value)
+    if isinstance(member, kind):
+        return member
+    known = (f"{kind.__name__}.{name}" for name in kind.__members__)
+    fail_arg(fn, f"{value!r} is not a {kind.__name__}{did_you_mean(str(value), known)}")
+
+
+def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:
+    """Return four extents, ones appended.
+
+    Raises:
+        ShapeError: There are none, more than four, or a negative one.
+    """
+    try:
+        extents = tuple(map(index, (ne,) if isinstance(ne, int) else ne))
+    except TypeError:
+        extents = ()
+    if not 1 <= len(extents) <= 4 or min(extents) < 0:
+        raise ShapeError(
+            f"{fn}: ne is {ne}; give one to four extents, whole numbers, none negative, innermost first"
+        )
+    a, b, c, d = (*extents, 1, 1, 1)[:4]
+    return (a, b, c, d)

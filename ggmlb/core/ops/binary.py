@@ -1,0 +1,148 @@
+"""Arithmetic of two tensors: `b` is tiled over `a`, and the result has type and shape of `a`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.ops.base import (
+    OpBase,
+    fail_contiguous,
+    fail_dtype,
+    fail_shape,
+    method,
+    require_contiguous,
+    require_repeat,
+    require_type,
+)
+from ggmlb.core.tensor import Tensor, extent_nbytes
+
+Binary = Callable[["BinaryOps", Tensor, Tensor], Tensor]
+
+
+def _pair(op: Op, sign: str) -> tuple[Binary, Binary]:
+    """Make the method of a binary op and its in-place twin."""
+    fn = op.value.lower()
+    fn_inplace = f"{fn}_inplace"
+
+    def new(self: BinaryOps, a: Tensor, b: Tensor) -> Tensor:
+        require_repeat(fn, a, b)
+        return self._op(op, a.dtype, a.ne, (a, b))
+
+    def inplace(self: BinaryOps, a: Tensor, b: Tensor) -> Tensor:
+        require_repeat(fn_inplace, a, b)
+        return self._op_into(op, a, (a, b))
+
+    return (
+        method(new, fn, f"Return `a {sign} b`, with `b` tiled to the shape of `a`"),
+        method(inplace, fn_inplace, f"Return `a {sign} b`, written into the memory of `a`"),
+    )
+
+
+class BinaryOps(OpBase):
+    """add, sub, mul, div and their in-place twins, add_cast, add_id, add1, acc."""
+
+    add, add_inplace = _pair(Op.ADD, "+")
+    sub, sub_inplace = _pair(Op.SUB, "-")
+    mul, mul_inplace = _pair(Op.MUL, "*")
+    div, div_inplace = _pair(Op.DIV, "/")
+
+    def add_cast(self, a: Tensor, b: Tensor, dtype: DType | str) -> Tensor:
+        """Return `a + b` as `dtype`; `a` is f16, bf16 or quantised (ggml_add_cast).
+
+        Raises:
+            ShapeError: The rows of `b` do not tile `a`.
+            DTypeError: `a` is of another type.
+        """
+        if a.ne[0] != b.ne[0]:
+            fail_shape("add_cast", f"the rows must be equally long: {a.ne[0]} and {b.ne[0]}", a, b)
+        require_repeat("add_cast", a, b)
+        if not a.dtype.is_quantized:
+            require_type("add_cast", "a", a, DType.F16, DType.BF16)
+        return self._op(Op.ADD, DType.parse(dtype), a.ne, (a, b))
+
+    def add_id(self, a: Tensor, b: Tensor, ids: Tensor) -> Tensor:
+        """Return `a` plus, on row `[i1, i2]`, the row `ids[i1, i2]` of `b` (ggml_add_id).
+
+        Args:
+            a: ne `[n, n_used, n_tokens]`.
+            b: ne `[n, n_experts]`.
+            ids: i32, ne `[n_used, n_tokens]`.
+
+        Raises:
+            ShapeError: The shapes do not fit.
+            DTypeError: `ids` is not i32.
+        """
+        if a.ne[0] != b.ne[0] or a.ne[1] != ids.ne[0] or a.ne[2] != ids.ne[1]:
+            fail_shape(
+                "add_id", "ne[0] of a and b must be equal, and ids must have ne [a.ne[1], a.ne[2]]", a, b, ids
+            )
+        if ids.dtype is not DType.I32:
+            fail_dtype("add_id", "ids", ids, DType.I32)
+        return self._op(Op.ADD_ID, a.dtype, a.ne, (a, b, ids))
+
+    def add1(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return `a` plus the scalar tensor `b` (ggml_add1).
+
+        Raises:
+            ShapeError: `b` is not a scalar, or `a` has gaps other than between rows.
+        """
+        return self._add1("add1", a, b, False)
+
+    def add1_inplace(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return `add1`, written into the memory of `a` (ggml_add1_inplace)."""
+        return self._add1("add1_inplace", a, b, True)
+
+    def _add1(self, fn: str, a: Tensor, b: Tensor, inplace: bool) -> Tensor:
+        if b.ne != (1, 1, 1, 1):
+            fail_shape(fn, "b must be a scalar", a, b)
+        if not is_padded_1d(a):
+            fail_contiguous(fn, "a", a, "contiguous but for gaps between rows")
+        return self._like(inplace, Op.ADD1, a, (a, b))
+
+    def acc(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
+        """Return a copy of `a` with `b` added to a window of it (ggml_acc).
+
+        The window has the shape of `b`, begins `offset` bytes into `a`, and has byte strides `nb1..nb3`.
+        The node's params are `nb1, nb2, nb3, offset` and `inplace`.
+
+        Raises:
+            ShapeError: `a` is not contiguous, or `b` has more elements.
+            DTypeError: One of them is not f32.
+        """
+        return self._acc("acc", a, b, nb1, nb2, nb3, offset, False)
+
+    def acc_inplace(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
+        """Return `acc`, written into the memory of `a` (ggml_acc_inplace)."""
+        return self._acc("acc_inplace", a, b, nb1, nb2, nb3, offset, True)
+
+    def _acc(
+        self, fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
+    ) -> Tensor:
+        require_contiguous(fn, "a", a)
+        require_type(fn, "a", a, DType.F32)
+        require_type(fn, "b", b, DType.F32)
+        params = window_params(fn, a, b, nb1, nb2, nb3, offset, inplace)
+        return self._like(inplace, Op.ACC, a, (a, b), params)
+
+
+def is_padded_1d(a: Tensor) -> bool:
+    """Whether only rows have gaps between them (ggml_is_padded_1d)."""
+    ne, nb = a.ne, a.nb
+    return nb[0] == a.dtype.type_size and nb[2] == nb[1] * ne[1] and nb[3] == nb[2] * ne[2]
+
+
+def window_params(
+    fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
+) -> dict[str, int | bool]:
+    """Check the window that `acc` or `set` write in `a`, and return the params that describe it.
+
+    Raises:
+        ShapeError: A number is negative, or the window ends outside of `a`.
+    """
+    if (nb1 | nb2 | nb3 | offset) < 0:
+        fail_shape(fn, f"nb {[nb1, nb2, nb3]} and offset {offset} must not be negative", a, b)
+    if offset + extent_nbytes(a.dtype, b.ne, (a.dtype.type_size, nb1, nb2, nb3)) > a.nbytes:
+        fail_shape(fn, f"the window of b at byte {offset} with nb {[nb1, nb2, nb3]} ends outside of a", a, b)
+    return {"nb1": nb1, "nb2": nb2, "nb3": nb3, "offset": offset, "inplace": inplace}

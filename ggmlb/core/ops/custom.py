@@ -1,0 +1,128 @@
+"""Ops whose function is a Python callable. They run on the CPU backend.
+
+Params: `fun`, `n_tasks` and `userdata`. The backend calls `fun` with NumPy arrays of four dimensions,
+`ne` reversed; the operands are to be read, the result `dst` is to be written in place:
+
+    MAP_CUSTOM1    fun(dst, a, ith, nth, userdata)
+    MAP_CUSTOM2    fun(dst, a, b, ith, nth, userdata)
+    MAP_CUSTOM3    fun(dst, a, b, c, ith, nth, userdata)
+    CUSTOM         fun(dst, args, ith, nth, userdata), with `args` a tuple
+
+BF16 arrives as ml_dtypes' bfloat16, a quantised operand as float32; a quantised result is declined. `ith` of
+`nth` is the share of the work that a call is to do, as in C; `nth` is at most `n_tasks`.
+A function may compute on any backend but the one that calls it, which is in the middle of a computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.ops.base import OpBase, fail_arg, full_ne
+from ggmlb.core.tensor import Tensor
+
+N_TASKS_MAX: Final = -1
+"""`n_tasks` for as many tasks as the backend has threads (GGML_N_TASKS_MAX)."""
+
+MAX_ARGS: Final = 9
+"""Operands of `custom_4d` (GGML_MAX_SRC - 1); `custom_inplace` takes one less, beside its first."""
+
+Custom = Callable[..., None]
+
+
+class CustomOps(OpBase):
+    """map_custom1..3, custom_4d, their in-place twins.
+
+    Raises:
+        ArgumentError: `fun` is not callable, or `n_tasks` is neither positive nor `N_TASKS_MAX`.
+    """
+
+    def map_custom1(self, a: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None) -> Tensor:
+        """Return what `fun` makes of `a`: type and shape of `a` (ggml_map_custom1)."""
+        return self._map(Op.MAP_CUSTOM1, False, (a,), fun, n_tasks, userdata)
+
+    def map_custom1_inplace(self, a: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None) -> Tensor:
+        """Return `map_custom1`, written into the memory of `a` (ggml_map_custom1_inplace)."""
+        return self._map(Op.MAP_CUSTOM1, True, (a,), fun, n_tasks, userdata)
+
+    def map_custom2(
+        self, a: Tensor, b: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None
+    ) -> Tensor:
+        """Return what `fun` makes of `a` and `b`: type and shape of `a` (ggml_map_custom2)."""
+        return self._map(Op.MAP_CUSTOM2, False, (a, b), fun, n_tasks, userdata)
+
+    def map_custom2_inplace(
+        self, a: Tensor, b: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None
+    ) -> Tensor:
+        """Return `map_custom2`, written into the memory of `a` (ggml_map_custom2_inplace)."""
+        return self._map(Op.MAP_CUSTOM2, True, (a, b), fun, n_tasks, userdata)
+
+    def map_custom3(
+        self, a: Tensor, b: Tensor, c: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None
+    ) -> Tensor:
+        """Return what `fun` makes of `a`, `b` and `c`: type and shape of `a` (ggml_map_custom3)."""
+        return self._map(Op.MAP_CUSTOM3, False, (a, b, c), fun, n_tasks, userdata)
+
+    def map_custom3_inplace(
+        self, a: Tensor, b: Tensor, c: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None
+    ) -> Tensor:
+        """Return `map_custom3`, written into the memory of `a` (ggml_map_custom3_inplace)."""
+        return self._map(Op.MAP_CUSTOM3, True, (a, b, c), fun, n_tasks, userdata)
+
+    def custom_4d(
+        self,
+        dtype: DType | str,
+        ne0: int,
+        ne1: int,
+        ne2: int,
+        ne3: int,
+        args: Sequence[Tensor],
+        fun: Custom,
+        n_tasks: int = 1,
+        userdata: Any = None,
+    ) -> Tensor:
+        """Return what `fun` makes of `args`, of any type and shape (ggml_custom_4d).
+
+        C's `n_args` is left out: `args` knows its length.
+
+        Raises:
+            ArgumentError: There are too many operands.
+            ShapeError: An extent is negative.
+        """
+        fn = "custom_4d"
+        if len(args) > MAX_ARGS:
+            fail_arg(fn, f"{len(args)} operands are given; at most {MAX_ARGS} are possible")
+        params = _params(fn, fun, n_tasks, userdata)
+        ne = full_ne((ne0, ne1, ne2, ne3), fn)
+        return self._op(Op.CUSTOM, DType.parse(dtype), ne, tuple(args), params)
+
+    def custom_inplace(
+        self, a: Tensor, args: Sequence[Tensor], fun: Custom, n_tasks: int = 1, userdata: Any = None
+    ) -> Tensor:
+        """Return what `fun` makes of `a` and `args`, written into the memory of `a` (ggml_custom_inplace).
+
+        `fun` gets `a` as the first of its operands.
+
+        Raises:
+            ArgumentError: There are too many operands.
+        """
+        if len(args) > MAX_ARGS - 1:
+            fail_arg("custom_inplace", f"{len(args)} operands are given; at most {MAX_ARGS - 1} are possible")
+        params = _params("custom_inplace", fun, n_tasks, userdata)
+        return self._op_into(Op.CUSTOM, a, (a, *args), params)
+
+    def _map(
+        self, op: Op, inplace: bool, src: tuple[Tensor, ...], fun: Custom, n_tasks: int, userdata: Any
+    ) -> Tensor:
+        fn = op.value.lower() + ("_inplace" if inplace else "")
+        return self._like(inplace, op, src[0], src, _params(fn, fun, n_tasks, userdata))
+
+
+def _params(fn: str, fun: Custom, n_tasks: int, userdata: Any) -> dict[str, Any]:
+    if not callable(fun):
+        fail_arg(fn, f"fun is {fun!r}; it must be callable")
+    if n_tasks < 1 and n_tasks != N_TASKS_MAX:
+        fail_arg(fn, f"n_tasks is {n_tasks}; it must be positive, or N_TASKS_MAX ({N_TASKS_MAX})")
+    return {"fun": fun, "n_tasks": n_tasks, "userdata": userdata}

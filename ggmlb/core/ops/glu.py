@@ -1,0 +1,88 @@
+"""Gated linear units: one half of the operand, activated, times the other half.
+
+`Op.GLU` nodes have `src = (a, b)`, with `b` None where both halves are in the rows of `a`, and the params
+`op` (a `GluOp`) and `swapped` (the second half is the one that is activated); SWIGLU_OAI adds `alpha, limit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ggmlb.core.enums import GluOp, Op
+from ggmlb.core.ops.base import OpBase, as_enum, fail_contiguous, fail_dtype, fail_shape, method
+from ggmlb.core.tensor import Tensor
+
+Glu = Callable[["GluOps", Tensor], Tensor]
+GluSplit = Callable[["GluOps", Tensor, Tensor], Tensor]
+
+
+def _variants(op: GluOp, act: str) -> tuple[Glu, Glu, GluSplit]:
+    """Make the three methods of a gated unit."""
+    fn = op.name.lower()
+
+    def halves(self: GluOps, a: Tensor) -> Tensor:
+        return self._glu(fn, a, None, {"op": op, "swapped": False})
+
+    def swapped(self: GluOps, a: Tensor) -> Tensor:
+        return self._glu(f"{fn}_swapped", a, None, {"op": op, "swapped": True})
+
+    def split(self: GluOps, a: Tensor, b: Tensor) -> Tensor:
+        return self._glu(f"{fn}_split", a, b, {"op": op, "swapped": False})
+
+    return (
+        method(halves, fn, f"Return {act} of each row's first half times its second half"),
+        method(swapped, f"{fn}_swapped", f"Return {act} of each row's second half times its first half"),
+        method(split, f"{fn}_split", f"Return {act} of `a` times `b`"),
+    )
+
+
+class GluOps(OpBase):
+    """glu, glu_split and their shortcuts; each raises as `glu` and `glu_split` do."""
+
+    reglu, reglu_swapped, reglu_split = _variants(GluOp.REGLU, "relu")
+    geglu, geglu_swapped, geglu_split = _variants(GluOp.GEGLU, "gelu")
+    swiglu, swiglu_swapped, swiglu_split = _variants(GluOp.SWIGLU, "silu")
+    geglu_erf, geglu_erf_swapped, geglu_erf_split = _variants(GluOp.GEGLU_ERF, "gelu_erf")
+    geglu_quick, geglu_quick_swapped, geglu_quick_split = _variants(GluOp.GEGLU_QUICK, "gelu_quick")
+
+    def glu(self, a: Tensor, op: GluOp | int, swapped: bool = False) -> Tensor:
+        """Return act(first half of each row) * second half, ne[0] halved (ggml_glu).
+
+        Raises:
+            ShapeError: The rows of `a` have gaps, or their length is odd.
+            ArgumentError: There is no such gated unit.
+        """
+        return self._glu("glu", a, None, {"op": as_enum("glu", GluOp, op), "swapped": bool(swapped)})
+
+    def glu_split(self, a: Tensor, b: Tensor, op: GluOp | int) -> Tensor:
+        """Return act(a) * b (ggml_glu_split).
+
+        Raises:
+            ShapeError: The rows of an operand have gaps, or the shapes differ.
+            DTypeError: The types differ.
+            ArgumentError: There is no such gated unit.
+        """
+        return self._glu("glu_split", a, b, {"op": as_enum("glu_split", GluOp, op), "swapped": False})
+
+    def swiglu_oai(self, a: Tensor, b: Tensor, alpha: float, limit: float) -> Tensor:
+        """Return `g * sigmoid(alpha * g) * (u + 1)` (ggml_swiglu_oai).
+
+        Here `g` is `a`, at most `limit`, and `u` is `b`, clamped to plus or minus `limit`.
+        """
+        params = {"op": GluOp.SWIGLU_OAI, "swapped": False, "alpha": alpha, "limit": limit}
+        return self._glu("swiglu_oai", a, b, params)
+
+    def _glu(self, fn: str, a: Tensor, b: Tensor | None, params: Mapping[str, object]) -> Tensor:
+        if not a.is_contiguous(1):
+            fail_contiguous(fn, "a", a, "contiguous but for gaps between rows")
+        if b is None:
+            if a.ne[0] % 2:
+                fail_shape(fn, f"the row length {a.ne[0]} must be even", a)
+            return self._op(Op.GLU, a.dtype, (a.ne[0] // 2, a.ne[1], a.ne[2], a.ne[3]), (a, None), params)
+        if not b.is_contiguous(1):
+            fail_contiguous(fn, "b", b, "contiguous but for gaps between rows")
+        if a.ne != b.ne:
+            fail_shape(fn, f"ne {list(b.ne)} must equal ne {list(a.ne)}", a, b)
+        if a.dtype is not b.dtype:
+            fail_dtype(fn, "b", b, a.dtype)
+        return self._op(Op.GLU, a.dtype, a.ne, (a, b), params)

@@ -1,0 +1,138 @@
+"""Products of matrices; all results are f32.
+
+MUL_MAT has the params `prec` (a `Prec`) and `hint` (a `Hint`). MUL_MAT_ID and OUT_PROD have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Hint, Op, Prec
+from ggmlb.core.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.core.tensor import Tensor
+
+_PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}
+_MUST = "not transposed"
+
+
+class MatmulOps(OpBase):
+    """mul_mat, mul_mat_set_prec, mul_mat_set_hint, mul_mat_id, out_prod."""
+
+    def mul_mat(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the product of the rows of `b` with the rows of `a` (ggml_mul_mat).
+
+        In NumPy order, with `a` repeated over the outer dimensions of `b`: `b @ swapaxes(a, -1, -2)`.
+
+        Args:
+            a: Usually weights, ne `[k, n, ...]`, not transposed.
+            b: ne `[k, m, ...]`; its ne[2] and ne[3] are multiples of those of `a`.
+
+        Returns:
+            f32, ne `[n, m, b.ne[2], b.ne[3]]`.
+
+        Raises:
+            ShapeError: The shapes do not fit, or `a` is transposed.
+        """
+        p, q = a.ne, b.ne
+        if not can_mul_mat(a, b):
+            fail_shape(
+                "mul_mat",
+                f"a has rows of {p[0]} elements, b of {q[0]}; they must be equally long, "
+                "and ne[2] and ne[3] of b must be multiples of those of a",
+                a,
+                b,
+            )
+        if a.nb[0] > a.nb[1]:
+            fail_contiguous("mul_mat", "a", a, _MUST)
+        return self._op(Op.MUL_MAT, DType.F32, (p[1], q[1], q[2], q[3]), (a, b), _PLAIN)
+
+    def mul_mat_set_prec(self, a: Tensor, prec: Prec | int) -> Tensor:
+        """Choose the accumulator's precision of a `mul_mat` node; return the node (ggml_mul_mat_set_prec).
+
+        Raises:
+            ArgumentError: `a` is no `mul_mat` node, or there is no such precision.
+        """
+        return _set("mul_mat_set_prec", a, "prec", as_enum("mul_mat_set_prec", Prec, prec))
+
+    def mul_mat_set_hint(self, a: Tensor, hint: Hint | int) -> Tensor:
+        """Tell what is known of the first operand of a `mul_mat` node; return it (ggml_mul_mat_set_hint).
+
+        Raises:
+            ArgumentError: `a` is no `mul_mat` node, or there is no such hint.
+        """
+        return _set("mul_mat_set_hint", a, "hint", as_enum("mul_mat_set_hint", Hint, hint))
+
+    def mul_mat_id(self, as_: Tensor, b: Tensor, ids: Tensor) -> Tensor:
+        """Return the product of each row of `b` with the matrices that `ids` chooses (ggml_mul_mat_id).
+
+        Args:
+            as_: One matrix per expert, ne `[k, n, n_experts]`, not transposed.
+            b: ne `[k, n_used or a divisor of it, n_tokens]`.
+            ids: i32, ne `[n_used, n_tokens]`: the experts of each token.
+
+        Returns:
+            f32, ne `[n, n_used, n_tokens]`.
+
+        Raises:
+            ShapeError: The shapes do not fit, or `as_` is transposed.
+            DTypeError: `ids` is not i32.
+        """
+        fn = "mul_mat_id"
+        p, q, r = as_.ne, b.ne, ids.ne
+        if as_.nb[0] > as_.nb[1]:
+            fail_contiguous(fn, "as", as_, _MUST)
+        if ids.dtype is not DType.I32:
+            fail_dtype(fn, "ids", ids, DType.I32)
+        if p[3] != 1 or q[3] != 1 or r[2] != 1 or r[3] != 1:
+            fail_shape(fn, "as and b must be 3d, and ids 2d", as_, b, ids)
+        if p[0] != q[0]:
+            fail_shape(fn, f"as has rows of {p[0]} elements, b of {q[0]}; they must be equally long", as_, b)
+        if r[1] != q[2] or not divides(q[1], r[0]):
+            fail_shape(
+                fn,
+                f"ids, ne {list(r)}, must have ne[1] = b.ne[2] = {q[2]} and ne[0] a multiple of {q[1]}",
+                as_,
+                b,
+                ids,
+            )
+        return self._op(Op.MUL_MAT_ID, DType.F32, (p[1], r[0], q[2], 1), (as_, b, ids))
+
+    def out_prod(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum over dimension 1 of the outer products of `a` and `b` (ggml_out_prod).
+
+        Args:
+            a: ne `[n, k, ...]`, not transposed.
+            b: ne `[m, k, ...]`; its ne[2] and ne[3] are multiples of those of `a`.
+
+        Returns:
+            f32, ne `[n, m, b.ne[2], b.ne[3]]`.
+
+        Raises:
+            ShapeError: The shapes do not fit, or `a` is transposed.
+        """
+        p, q = a.ne, b.ne
+        if p[1] != q[1] or not divides(p[2], q[2]) or not divides(p[3], q[3]):
+            fail_shape(
+                "out_prod",
+                f"ne[1] must be equal ({p[1]} and {q[1]}), and ne[2] and ne[3] of a divide b's",
+                a,
+                b,
+            )
+        if a.nb[0] > a.nb[1]:
+            fail_contiguous("out_prod", "a", a, _MUST)
+        return self._op(Op.OUT_PROD, DType.F32, (p[0], q[0], q[2], q[3]), (a, b))
+
+
+def can_mul_mat(a: Tensor, b: Tensor) -> bool:
+    """Whether `mul_mat(a, b)` has fitting shapes (ggml_can_mul_mat)."""
+    p, q = a.ne, b.ne
+    return p[0] == q[0] and divides(p[2], q[2]) and divides(p[3], q[3])
+
+
+def _set(fn: str, a: Tensor, name: str, value: Prec | Hint) -> Tensor:
+    if a.op is not Op.MUL_MAT:
+        fail_arg(fn, f"a is {a.describe()}; it must be a MUL_MAT node")
+    a.params[name] = value
+    return a

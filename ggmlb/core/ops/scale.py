@@ -1,0 +1,62 @@
+"""Scaling and clamping. SCALE has the params `scale, bias`; CLAMP has `min, max`."""
+
+from __future__ import annotations
+
+from ggmlb.core.enums import Op
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous
+from ggmlb.core.ops.binary import is_padded_1d
+from ggmlb.core.tensor import Tensor
+
+
+class ScaleOps(OpBase):
+    """scale, scale_bias, clamp and their in-place twins."""
+
+    def scale(self, a: Tensor, s: float) -> Tensor:
+        """Return `a * s` (ggml_scale).
+
+        Raises:
+            ShapeError: `a` has gaps other than between rows.
+        """
+        if not is_padded_1d(a):
+            _fail("scale", a)
+        return self._op(Op.SCALE, a.dtype, a.ne, (a,), {"scale": s, "bias": 0.0})
+
+    def scale_inplace(self, a: Tensor, s: float) -> Tensor:
+        """Return `scale`, written into the memory of `a` (ggml_scale_inplace)."""
+        if not is_padded_1d(a):
+            _fail("scale_inplace", a)
+        return self._op_into(Op.SCALE, a, (a,), {"scale": s, "bias": 0.0})
+
+    def scale_bias(self, a: Tensor, s: float, b: float) -> Tensor:
+        """Return `a * s + b`; raises as `scale` (ggml_scale_bias)."""
+        if not is_padded_1d(a):
+            _fail("scale_bias", a)
+        return self._op(Op.SCALE, a.dtype, a.ne, (a,), {"scale": s, "bias": b})
+
+    def scale_bias_inplace(self, a: Tensor, s: float, b: float) -> Tensor:
+        """Return `scale_bias`, written into the memory of `a` (ggml_scale_bias_inplace)."""
+        if not is_padded_1d(a):
+            _fail("scale_bias_inplace", a)
+        return self._op_into(Op.SCALE, a, (a,), {"scale": s, "bias": b})
+
+    def clamp(self, a: Tensor, min: float, max: float) -> Tensor:
+        """Return `a`, at least `min` and at most `max` (ggml_clamp).
+
+        Raises:
+            ArgumentError: `min` is above `max`.
+        """
+        return self._like(False, Op.CLAMP, a, (a,), _bounds("clamp", min, max))
+
+    def clamp_inplace(self, a: Tensor, min: float, max: float) -> Tensor:
+        """Return `clamp`, written into the memory of `a` (ggml_clamp_inplace)."""
+        return self._like(True, Op.CLAMP, a, (a,), _bounds("clamp_inplace", min, max))
+
+
+def _fail(fn: str, a: Tensor) -> None:
+    fail_contiguous(fn, "a", a, "contiguous but for gaps between rows")
+
+
+def _bounds(fn: str, low: float, high: float) -> dict[str, float]:
+    if not low <= high:
+        fail_arg(fn, f"min is {low} and max is {high}; min must not be above max")
+    return {"min": low, "max": high}

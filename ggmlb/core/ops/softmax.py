@@ -1,0 +1,168 @@
+"""soft_max and the masks that go before it.
+
+SOFT_MAX has `src = (a, mask, sinks)`, the last two None where absent, and the params `scale, max_bias`, as
+has SOFT_MAX_BACK. DIAG_MASK_INF and DIAG_MASK_ZERO have `n_past`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.ops.base import (
+    OpBase,
+    divides,
+    fail_arg,
+    fail_contiguous,
+    fail_dtype,
+    fail_shape,
+    require_same_shape,
+)
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Tensor
+
+_PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
+
+
+class SoftmaxOps(OpBase):
+    """soft_max, soft_max_ext, their twins and gradient, soft_max_add_sinks, diag_mask_inf and _zero."""
+
+    def soft_max(self, a: Tensor) -> Tensor:
+        """Return `exp(a) / sum(exp(a))` per row (ggml_soft_max).
+
+        Raises:
+            ShapeError: `a` is not contiguous.
+        """
+        if not a.is_contiguous():
+            fail_contiguous("soft_max", "a", a)
+        return self._op(Op.SOFT_MAX, a.dtype, a.ne, (a, None, None), _PLAIN)
+
+    def soft_max_inplace(self, a: Tensor) -> Tensor:
+        """Return `soft_max`, written into the memory of `a`; raises as it (ggml_soft_max_inplace)."""
+        if not a.is_contiguous():
+            fail_contiguous("soft_max_inplace", "a", a)
+        return self._op_into(Op.SOFT_MAX, a, (a, None, None), _PLAIN)
+
+    def soft_max_ext(
+        self, a: Tensor, mask: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0
+    ) -> Tensor:
+        """Return the soft_max per row of `a * scale + slope * mask` (ggml_soft_max_ext).
+
+        Args:
+            a: Contiguous, ne `[n_kv, n_q, n_head, n_batch]`.
+            mask: Contiguous f32 or f16, ne `[n_kv, at least n_q, ...]`, repeated over dimensions 2 and 3.
+            scale: Factor of `a`.
+            max_bias: Where positive, the ALiBi slope differs by head; else it is 1.
+
+        Raises:
+            ShapeError: An operand is not contiguous, or the mask does not fit.
+            DTypeError: The mask is of another type.
+            ArgumentError: `max_bias` is positive and there is no mask.
+        """
+        _check("soft_max_ext", a, mask, max_bias)
+        params = {"scale": scale, "max_bias": max_bias}
+        return self._op(Op.SOFT_MAX, a.dtype, a.ne, (a, mask, None), params)
+
+    def soft_max_ext_inplace(
+        self, a: Tensor, mask: Tensor | None = None, scale: float = 1.0, max_bias: float = 0.0
+    ) -> Tensor:
+        """Return `soft_max_ext`, written into the memory of `a` (ggml_soft_max_ext_inplace)."""
+        _check("soft_max_ext_inplace", a, mask, max_bias)
+        params = {"scale": scale, "max_bias": max_bias}
+        return self._op_into(Op.SOFT_MAX, a, (a, mask, None), params)
+
+    def soft_max_add_sinks(self, a: Tensor, sinks: Tensor | None) -> Tensor:
+        """Give a soft_max node one sink logit per head, which takes part in its sum; None takes it away.
+
+        Source: ggml_soft_max_add_sinks.
+
+        Raises:
+            ArgumentError: `a` is not a soft_max node, or has sinks.
+            ShapeError: There is not one sink per head.
+            DTypeError: The sinks are not f32.
+        """
+        return add_sinks("soft_max_add_sinks", Op.SOFT_MAX, a, sinks)
+
+    def soft_max_ext_back(self, a: Tensor, b: Tensor, scale: float = 1.0, max_bias: float = 0.0) -> Tensor:
+        """Return the gradient of `soft_max_ext` for its result `b` and the gradient `a` of that.
+
+        Source: ggml_soft_max_ext_back.
+
+        Raises:
+            ShapeError: The shapes differ.
+        """
+        return self._soft_max_back("soft_max_ext_back", a, b, scale, max_bias, False)
+
+    def soft_max_ext_back_inplace(
+        self, a: Tensor, b: Tensor, scale: float = 1.0, max_bias: float = 0.0
+    ) -> Tensor:
+        """Return `soft_max_ext_back`, written into the memory of `a` (ggml_soft_max_ext_back_inplace)."""
+        return self._soft_max_back("soft_max_ext_back_inplace", a, b, scale, max_bias, True)
+
+    def _soft_max_back(
+        self, fn: str, a: Tensor, b: Tensor, scale: float, max_bias: float, inplace: bool
+    ) -> Tensor:
+        require_same_shape(fn, a, b)
+        params = {"scale": scale, "max_bias": max_bias}
+        return self._like(inplace, Op.SOFT_MAX_BACK, a, (a, b), params)
+
+    def diag_mask_inf(self, a: Tensor, n_past: int) -> Tensor:
+        """Return `a` with minus infinity where `i0 > n_past + i1` (ggml_diag_mask_inf)."""
+        return self._op(Op.DIAG_MASK_INF, a.dtype, a.ne, (a,), {"n_past": n_past})
+
+    def diag_mask_inf_inplace(self, a: Tensor, n_past: int) -> Tensor:
+        """Return `diag_mask_inf`, written into the memory of `a` (ggml_diag_mask_inf_inplace)."""
+        return self._op_into(Op.DIAG_MASK_INF, a, (a,), {"n_past": n_past})
+
+    def diag_mask_zero(self, a: Tensor, n_past: int) -> Tensor:
+        """Return `a` with 0 where `i0 > n_past + i1` (ggml_diag_mask_zero)."""
+        return self._op(Op.DIAG_MASK_ZERO, a.dtype, a.ne, (a,), {"n_past": n_past})
+
+    def diag_mask_zero_inplace(self, a: Tensor, n_past: int) -> Tensor:
+        """Return `diag_mask_zero`, written into the memory of `a` (ggml_diag_mask_zero_inplace)."""
+        return self._op_into(Op.DIAG_MASK_ZERO, a, (a,), {"n_past": n_past})
+
+
+def _check(fn: str, a: Tensor, mask: Tensor | None, max_bias: float) -> None:
+    if not a.is_contiguous():
+        fail_contiguous(fn, "a", a)
+    if mask is not None:
+        if mask.dtype is not DType.F16 and mask.dtype is not DType.F32:
+            fail_dtype(fn, "mask", mask, DType.F16, DType.F32)
+        if not mask.is_contiguous():
+            fail_contiguous(fn, "mask", mask)
+        n, m = a.ne, mask.ne
+        if m[0] != n[0] or m[1] < n[1] or not divides(m[2], n[2]) or not divides(m[3], n[3]):
+            fail_shape(
+                fn,
+                "the mask must have a's ne[0], at least a's ne[1], and ne[2] and ne[3] that divide a's",
+                a,
+                mask,
+            )
+    elif max_bias > 0:
+        fail_arg(fn, f"max_bias {max_bias} needs a mask")
+
+
+def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
+    """Put `sinks` in the last place of the sources of a soft_max or flash attention node.
+
+    Raises:
+        ArgumentError: `a` is another node, or has sinks already.
+        ShapeError: There is not one for each head.
+        DTypeError: They are not f32.
+    """
+    if a.op is not op:
+        fail_arg(fn, f"a is {a.describe()}; it must be a {op.value} node")
+    if sinks is not None:
+        if a.src[-1] is not None:
+            fail_arg(fn, f"{a.describe()} has sinks; take them away first, with None")
+        first = a.src[0]
+        if first is not None and first.ne[2] != sinks.ne[0]:
+            fail_shape(fn, f"sinks must have one element per head, {first.ne[2]}", a, sinks)
+        if sinks.dtype is not DType.F32:
+            fail_dtype(fn, "sinks", sinks, DType.F32)
+    a.src = (*a.src[:-1], sinks)
+    placement_clock.tick()
+    return a

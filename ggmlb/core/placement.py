@@ -1,0 +1,104 @@
+"""What plans bind: where tensors lie, what shares memory, and parameters; and when any of it last changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import copysign
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ggmlb.core.tensor import Tensor
+
+
+class PlacementClock:
+    """Counts the changes to where tensors lie and to what bound plans depend on.
+
+    A graph plan binds addresses and parameters. It stays valid while this count stands still; when it
+    has moved, the plan compares its tensors with what it bound (see `ggmlb.interface.plan`).
+    """
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def tick(self) -> None:
+        """Note a change."""
+        self.now += 1
+
+
+placement_clock = PlacementClock()
+
+
+class Params(dict[str, Any]):
+    """An op's parameters by name; a change ticks the placement clock, for the plans that bound them."""
+
+    __slots__ = ()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        placement_clock.tick()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        placement_clock.tick()
+
+    def __ior__(self, other: Any) -> Params:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As `dict.update`."""
+        super().update(*args, **kwargs)
+        placement_clock.tick()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As `dict.setdefault`."""
+        placement_clock.tick()
+        return super().setdefault(name, default)
+
+    def pop(self, *args: Any) -> Any:
+        """As `dict.pop`."""
+        placement_clock.tick()
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[str, Any]:
+        """As `dict.popitem`."""
+        placement_clock.tick()
+        return super().popitem()
+
+    def clear(self) -> None:
+        """As `dict.clear`."""
+        super().clear()
+        placement_clock.tick()
+
+
+Zeros = list[tuple[int, str, float]]
+"""Where in a list of parameters a float is zero, its name, and its sign: 0.0 equals -0.0."""
+
+
+def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
+    """Return the zeros among parameters."""
+    return [
+        (i, name, copysign(1.0, value))
+        for i, each in enumerate(params)
+        if each
+        for name, value in each.items()
+        if type(value) is float and not value
+    ]
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share a byte: by their places, or before these are known by what they view."""
+    if a.buffer is not None and b.buffer is not None:
+        return a.buffer is b.buffer and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
+    return (a.view_src or a) is (b.view_src or b)
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements at the same place."""
+    places = [
+        (id(t.buffer), t.offset) if t.buffer is not None else (id(t.view_src or t), t.view_offs)
+        for t in (a, b)
+    ]
+    return places[0] == places[1] and (a.dtype, a.ne, a.nb) == (b.dtype, b.ne, b.nb)

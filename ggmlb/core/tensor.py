@@ -1,0 +1,388 @@
+"""Tensor: the description of an array, and once it is placed in a buffer, access to its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import NotAllocatedError, ShapeError
+from ggmlb.core.exchange import ArrayProtocols, real_numbers
+from ggmlb.core.placement import Params
+
+if TYPE_CHECKING:
+    from ggmlb.interface import Buffer
+
+Ne = tuple[int, int, int, int]
+"""Four extents or byte strides in ggml order, innermost first."""
+
+
+SHOWN_NBYTES = 1 << 20
+"""Largest tensor whose values a notebook shows: reading more from a device takes noticeable time."""
+
+
+class Tensor(ArrayProtocols):
+    """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
+
+    A tensor is only a description until it is placed in a buffer, by an allocator or a scheduler.
+    Its shape, strides and type never change; tensors compare by identity.
+
+    Attributes:
+        dtype: The element or block type.
+        ne: Elements per dimension in ggml order, innermost first; always four.
+        nb: Byte strides per dimension, in the same order.
+        op: What computes it; `Op.NONE` for a leaf.
+        params: The op's parameters by name. Plans that bound them see a changed one.
+        src: The operands; `None` where an optional one is absent.
+        view_src: The tensor whose memory this one shares (never itself a view), or `None`.
+        view_offs: Byte offset in `view_src`.
+        buffer: Where the data lies; `None` until placed.
+        offset: Byte offset in `buffer`.
+        flags: Or-ed `TensorFlag` values.
+        name: For messages and pictures; need not be unique.
+        nbytes: Bytes from the first element to the end of the last (ggml_nbytes).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_contiguous",
+        "buffer",
+        "dtype",
+        "flags",
+        "name",
+        "nb",
+        "nbytes",
+        "ne",
+        "offset",
+        "op",
+        "params",
+        "src",
+        "view_offs",
+        "view_src",
+    )
+
+    def __init__(
+        self,
+        dtype: DType,
+        ne: Ne,
+        nb: Ne | None = None,
+        *,
+        op: Op = Op.NONE,
+        src: tuple[Tensor | None, ...] = (),
+        params: Mapping[str, Any] | None = None,
+        view_src: Tensor | None = None,
+        view_offs: int = 0,
+        name: str = "",
+    ) -> None:
+        self.dtype = dtype
+        self.ne = ne
+        self._contiguous = nb is None
+        if nb is None:
+            self.nb = contiguous_nb(dtype, ne)
+            self.nbytes = self.nb[3] * ne[3]
+        else:
+            self.nb = nb
+            self.nbytes = extent_nbytes(dtype, ne, nb)
+        self.op = op
+        self.src = src
+        self.params: dict[str, Any] = Params(params) if params else Params()
+        self.view_src = view_src
+        self.view_offs = view_offs
+        self.name = name
+        self.flags = 0
+        self.buffer: Buffer | None = None
+        self.offset = 0
+        if view_src is not None:
+            if view_src.view_src is not None:
+                self.view_offs += view_src.view_offs
+                self.view_src = view_src = view_src.view_src
+            if view_src.buffer is not None:
+                self.buffer = view_src.buffer
+                self.offset = view_src.offset + self.view_offs
+
+    # -- shape ---------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The NumPy shape: `ne` reversed, without the trailing ones of `ne`; at least one dimension."""
+        n = self.n_dims
+        return self.ne[n - 1 :: -1] if n < 4 else self.ne[::-1]
+
+    @property
+    def n_dims(self) -> int:
+        """Dimensions up to the last that is not 1; at least 1 (ggml_n_dims)."""
+        for i in (3, 2, 1):
+            if self.ne[i] > 1 or self.ne[i] == 0:
+                return i + 1
+        return 1
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The operands that are there."""
+        return tuple([s for s in self.src if s is not None])
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements (ggml_nelements)."""
+        return math.prod(self.ne)
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows: the product of all extents but the innermost (ggml_nrows)."""
+        return math.prod(self.ne[1:])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether any extent is 0 (ggml_is_empty)."""
+        return 0 in self.ne
+
+    def is_contiguous(self, from_dim: int = 0) -> bool:
+        """Whether the elements lie in order without gaps, dimensions below `from_dim` aside.
+
+        Source: ggml_is_contiguous_0, _1 and _2: with `from_dim=1` rows may have gaps between them, etc.
+        """
+        if self._contiguous:
+            return True
+        expected = self.dtype.type_size
+        if self.ne[0] != self.dtype.block_size and self.nb[0] != expected:
+            return False
+        expected *= self.ne[0] // self.dtype.block_size
+        for i in (1, 2, 3):
+            if i > from_dim:
+                if self.ne[i] != 1 and self.nb[i] != expected:
+                    return False
+                expected *= self.ne[i]
+            else:
+                expected = self.ne[i] * self.nb[i]
+        return True
+
+    def is_contiguous_rows(self) -> bool:
+        """Whether the elements of each row lie side by side (ggml_is_contiguous_rows)."""
+        return self.ne[0] == self.dtype.block_size or self.nb[0] == self.dtype.type_size
+
+    def is_contiguous_channels(self) -> bool:
+        """Whether dimension 2 is the innermost in memory (ggml_is_contiguous_channels)."""
+        return self.nb[0] > self.nb[2] and self.nb[1] > self.nb[0] and self.nb[2] == self.dtype.type_size
+
+    def is_transposed(self) -> bool:
+        """Whether the first stride is larger than the second (ggml_is_transposed)."""
+        return self.nb[0] > self.nb[1]
+
+    def is_permuted(self) -> bool:
+        """Whether the strides are not in ascending order (ggml_is_permuted)."""
+        return self.nb[0] > self.nb[1] or self.nb[1] > self.nb[2] or self.nb[2] > self.nb[3]
+
+    def reading(self, src: tuple[Tensor | None, ...], view_src: Tensor | None) -> Tensor:
+        """Return a tensor like this one, in the same place, with other operands; `params` are shared."""
+        clone: Tensor = object.__new__(Tensor)
+        clone.dtype = self.dtype
+        clone.ne = self.ne
+        clone.nb = self.nb
+        clone.nbytes = self.nbytes
+        clone._contiguous = self._contiguous
+        clone.op = self.op
+        clone.src = src
+        clone.params = self.params
+        clone.view_src = view_src
+        clone.view_offs = self.view_offs
+        clone.buffer = self.buffer
+        clone.offset = self.offset
+        clone.flags = self.flags
+        clone.name = self.name
+        return clone
+
+    # -- data ----------------------------------------------------------------------------------
+
+    def set(self, data: npt.ArrayLike | bytes | memoryview, offset: int = 0) -> None:
+        """Write raw bytes at a byte `offset` in the tensor (ggml_backend_tensor_set).
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+            BoundsError: The bytes end beyond the tensor.
+        """
+        self.placed("set").set_tensor(self, data, offset)
+
+    def get(self, offset: int = 0, size: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return a copy of `size` raw bytes from a byte `offset` on (ggml_backend_tensor_get).
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+            BoundsError: The bytes end beyond the tensor.
+        """
+        return self.placed("get").get_tensor(self, offset, size)
+
+    def memset(self, value: int, offset: int = 0, size: int | None = None) -> None:
+        """Set `size` bytes from `offset` on to `value` (ggml_backend_tensor_memset).
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+            BoundsError: The bytes end beyond the tensor.
+        """
+        self.placed("memset").memset_tensor(self, value, offset, size)
+
+    def set_array(self, array: npt.ArrayLike) -> None:
+        """Write a NumPy array of `shape` (or one that only differs by ones), converting or quantising.
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+            ShapeError: The array has another shape.
+            DTypeError: The tensor's type cannot be written, or the array holds no real numbers.
+            ArgumentError: The array has a mask.
+        """
+        self.placed("set_array")
+        array = real_numbers(array, f"set_array on {self.describe()}")
+        full = self.ne[::-1]
+        if array.shape != self.shape and (
+            array.size != self.n_elements or _squeezed(array.shape) != _squeezed(full)
+        ):
+            raise ShapeError(
+                f"set_array on {self.describe()}: the array has shape {array.shape}; "
+                f"give one of shape {self.shape} (ne reversed)"
+            )
+        blocks = dtypes.quantize(array.reshape(full), self.dtype)
+        if self.is_contiguous():
+            self.set(blocks)
+            return
+        memory = self.get()
+        self._strided(memory)[...] = blocks.view(self._item_dtype()).reshape(self._item_shape())
+        self.set(memory)
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """Return the values as a new NumPy array of `shape`; quantised types become float32.
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+            DTypeError: The tensor's type cannot be read.
+        """
+        items = self.packed()
+        if self.dtype.is_quantized:
+            rows = items.reshape(*self.ne[:0:-1], self.dtype.row_size(self.ne[0]))
+            return dtypes.dequantize(rows, self.dtype).reshape(self.shape)
+        return items.view(self.dtype.numpy).reshape(self.shape)
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """Return a copy of the raw bytes of all elements in order, without the gaps that strides leave.
+
+        Raises:
+            NotAllocatedError: The tensor is in no buffer.
+        """
+        memory = self.get()
+        if self.is_contiguous():
+            return memory[: self.n_rows * self.dtype.row_size(self.ne[0])]
+        return np.ascontiguousarray(self._strided(memory)).view(np.uint8).reshape(-1)
+
+    def copy_to(self, dst: Tensor) -> None:
+        """Copy the data to `dst`, of the same type and layout, on any device (ggml_backend_tensor_copy)."""
+        from ggmlb.interface import tensor_copy
+
+        tensor_copy(self, dst)
+
+    def placed(self, call: str) -> Buffer:
+        """Return the buffer that the tensor lies in, for a call that needs its data.
+
+        Raises:
+            NotAllocatedError: It is in none; the message names the call.
+        """
+        if self.buffer is None:
+            raise NotAllocatedError(
+                f"{call} on {self.describe()}: the tensor is in no buffer yet; place it with "
+                "alloc_ctx_tensors, a TensorAllocator, or Scheduler.alloc_graph of a graph that holds it"
+            )
+        return self.buffer
+
+    def _item_dtype(self) -> np.dtype[Any]:
+        """The NumPy dtype of one block: the element itself, or opaque bytes."""
+        return np.dtype((np.void, self.dtype.type_size)) if self.dtype.is_quantized else self.dtype.numpy
+
+    def _item_shape(self) -> tuple[int, ...]:
+        """The shape in blocks, NumPy order."""
+        return (*self.ne[:0:-1], self.ne[0] // self.dtype.block_size)
+
+    def _strided(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+        """View `nbytes` of raw memory with the tensor's strides, in blocks."""
+        return np.ndarray(self._item_shape(), self._item_dtype(), memory.data, 0, self.nb[::-1])
+
+    # -- text ----------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return `"MUL_MAT f32[512, 32] (node 'kq')"`, as error messages name a tensor."""
+        extents = ", ".join(map(str, self.ne[: self.n_dims]))
+        kind = "leaf" if self.op is Op.NONE else "node"
+        name = f" ({kind} {self.name!r})" if self.name else ""
+        return f"{self.op_desc()} {self.dtype.name.lower()}[{extents}]{name}"
+
+    def op_desc(self) -> str:
+        """Return the op's name, or the function's for a unary or GLU node (ggml_op_desc)."""
+        if self.op is Op.UNARY or self.op is Op.GLU:
+            desc: str = self.params["op"].name
+            return desc
+        return "tensor" if self.op is Op.NONE else self.op.value
+
+    def __repr__(self) -> str:
+        where = "unplaced" if self.buffer is None else f"{self.buffer.buft.name}+{self.offset}"
+        return f"<Tensor {self.describe()} {where}>"
+
+    def _repr_html_(self) -> str:
+        """Its facts, and its values where they are few and at hand, for a notebook."""
+        from ggmlb.inspect.html import card, pre
+
+        facts: dict[str, object] = {
+            "ne": f"{list(self.ne[: self.n_dims])}, innermost first",
+            "NumPy shape": self.shape,
+            "nb": "" if self.is_contiguous() else f"{list(self.nb)} bytes",
+            "params": ", ".join(f"{k} = {getattr(v, 'name', v)}" for k, v in self.params.items()),
+            "operands": "; ".join("-" if s is None else s.describe() for s in self.src),
+            "view of": "" if self.view_src is None else self.view_src.describe(),
+            "memory": f"{self.nbytes:,} bytes, "
+            + ("in no buffer yet" if self.buffer is None else f"{self.buffer.name} + {self.offset:,}"),
+        }
+        values = ""
+        if self.buffer is not None and not self.buffer.is_freed and 0 < self.nbytes <= SHOWN_NBYTES:
+            values = pre(np.array2string(self.to_numpy(), precision=4, threshold=64, suppress_small=True))
+        return card(self.describe(), facts, values)
+
+
+def contiguous_nb(dtype: DType, ne: Ne) -> Ne:
+    """Return the byte strides of a contiguous tensor.
+
+    Raises:
+        ShapeError: `ne[0]` is not a whole number of blocks.
+    """
+    nb1 = ne[0] * dtype.type_size if dtype.block_size == 1 else dtype.row_size(ne[0])
+    nb2 = nb1 * ne[1]
+    return (dtype.type_size, nb1, nb2, nb2 * ne[2])
+
+
+def extent_nbytes(dtype: DType, ne: Ne, nb: Ne) -> int:
+    """Return the bytes from the first element to the end of the last (ggml_nbytes)."""
+    if 0 in ne:
+        return 0
+    if dtype.block_size == 1:
+        size = dtype.type_size + (ne[0] - 1) * nb[0]
+    else:
+        size = ne[0] * nb[0] // dtype.block_size
+    return size + (ne[1] - 1) * nb[1] + (ne[2] - 1) * nb[2] + (ne[3] - 1) * nb[3]
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether type, extents and strides are equal (ggml_are_same_layout)."""
+    return a.dtype == b.dtype and a.ne == b.ne and a.nb == b.nb
+
+
+def can_repeat(a: Tensor, b: Tensor) -> bool:
+    """Whether `a` tiles `b` a whole number of times in every dimension (ggml_can_repeat)."""
+    a0, a1, a2, a3 = a.ne
+    b0, b1, b2, b3 = b.ne
+    if a0 and a1 and a2 and a3:
+        return b0 % a0 == 0 and b1 % a1 == 0 and b2 % a2 == 0 and b3 % a3 == 0
+    return b.is_empty
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)

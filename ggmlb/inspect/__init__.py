@@ -1,0 +1,1 @@
+"""What happened and why: pictures, traces, the sanitizer, comparison of devices."""

@@ -1,0 +1,196 @@
+"""Copies of whole graphs on other devices, and the comparison of two backends node by node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.context import Context
+from ggmlb.core.enums import VIEW_OPS, Op, Status
+from ggmlb.core.errors import ArgumentError
+from ggmlb.core.graph import Graph
+from ggmlb.core.lifetime import Freeable
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, tensor_copy
+from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.runtime.alloc.numbering import Numbering
+
+
+class GraphCopy(Freeable):
+    """A graph's twin in the memory of another backend, data included (ggml_backend_graph_copy).
+
+    A context manager: leaving it frees the memory.
+
+    Attributes:
+        graph: The twin; its nodes and leafs are in the order of the original's.
+        ctx: Holds its tensors.
+        buffer: Holds their data.
+    """
+
+    def __init__(self, backend: Backend, graph: Graph) -> None:
+        self._twins = _twins(graph)
+        self.ctx = Context()
+        self.ctx.tensors += self._twins.values()
+        self.graph = Graph((self._twins[t] for t in graph.nodes), (self._twins[t] for t in graph.leafs))
+        self.buffer = alloc_ctx_tensors(self.ctx, backend)
+        try:
+            for tensor, twin in self._twins.items():
+                if twin.view_src is None:
+                    tensor_copy(tensor, twin)
+        except BaseException:
+            self.free()
+            raise
+
+    def __getitem__(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor of the original graph."""
+        return self._twins[tensor]
+
+    def free(self) -> None:
+        """Free the memory (ggml_backend_graph_copy_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self.check_alive("free")
+        self.is_freed = True
+        self.buffer.free()
+
+
+def _twins(graph: Graph) -> dict[Tensor, Tensor]:
+    """Copy the tensors of a graph without their data; what other parts of its whole compute become leafs."""
+    twins = {tensor: tensor.reading((), None) for tensor in Numbering(graph).tensors}
+    for tensor, twin in twins.items():
+        twin.op, twin.params, twin.buffer = Op.NONE, dict(tensor.params), None
+        twin.view_src = None if tensor.view_src is None else twins[tensor.view_src]
+    for node in graph.nodes:
+        twins[node].op = node.op
+        twins[node].src = tuple(None if s is None else twins[s] for s in node.src)
+    return twins
+
+
+def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
+    """Copy an allocated graph with its data to a backend, each tensor in memory of its own.
+
+    Raises:
+        AllocationError: The backend's device lacks room.
+        NotAllocatedError: A tensor of the graph is in no buffer.
+
+    Source: ggml_backend_graph_copy.
+    """
+    return GraphCopy(backend, graph)
+
+
+def compare_graph_backend(
+    backend1: Backend,
+    backend2: Backend,
+    graph: Graph,
+    callback: Callable[[int, Tensor, Tensor], bool],
+    test_nodes: Collection[Tensor] | None = None,
+) -> bool:
+    """Compute a graph on two backends, and show the callback what each made of every node.
+
+    Args:
+        backend1: Where the graph is allocated.
+        backend2: Gets a copy of it.
+        graph: Computed node by node; each node reads what its own backend computed before.
+        callback: Is given the node's index, the node, and its copy. Without `test_nodes`, `False` ends
+            the comparison.
+        test_nodes: Compute both graphs whole, and show these nodes only.
+
+    Returns:
+        Whether every node asked for was shown: `False` if the callback or an abort callback ended it.
+
+    Raises:
+        ArgumentError: One of `test_nodes` is not in the graph.
+        AllocationError: The second backend lacks room for the copy.
+        NotAllocatedError: A tensor of the graph is in no buffer.
+
+    Source: ggml_backend_compare_graph_backend.
+    """
+    for node in test_nodes or ():
+        if node not in graph.nodes:
+            raise ArgumentError(f"compare_graph_backend: {node.describe()}, a test node, is not in the graph")
+    with graph_copy(backend2, graph) as copy:
+        pairs = list(zip(graph.nodes, copy.graph.nodes, strict=True))
+        if test_nodes:
+            if not _computed(backend1, graph) or not _computed(backend2, copy.graph):
+                return False
+            for i, (node, twin) in enumerate(pairs):
+                if node in test_nodes:
+                    callback(i, node, twin)
+            return True
+        for i, (node, twin) in enumerate(pairs):
+            if node.op in VIEW_OPS:
+                continue
+            if not _computed(backend1, graph.view(i, i + 1)) or not _computed(
+                backend2, copy.graph.view(i, i + 1)
+            ):
+                return False
+            if not callback(i, node, twin):
+                return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a node's values on one backend are from those on another.
+
+    Attributes:
+        index: The node's index in the graph.
+        node: Its name; may be empty.
+        op: What it computes, with type and extents.
+        nmse: Mean squared difference over the mean square of the first backend's values; infinite where
+            only one of them is zero, infinite or NaN.
+        max_error: The largest difference of two elements.
+    """
+
+    index: int
+    node: str
+    op: str
+    nmse: float
+    max_error: float
+
+
+def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Difference]:
+    """Return how far each node that computes something differs, in order; the first backend's values count.
+
+    Each backend goes on with its own values, so a difference shows in later nodes too.
+
+    Raises:
+        Error: As `compare_graph_backend`.
+    """
+    found: list[Difference] = []
+
+    def note(index: int, node: Tensor, twin: Tensor) -> bool:
+        nmse, largest = _errors(node.to_numpy(), twin.to_numpy())
+        op = node.describe().split(" (")[0]
+        found.append(Difference(index, node.name, op, nmse, largest))
+        return True
+
+    compare_graph_backend(backend1, backend2, graph, note)
+    return found
+
+
+def _errors(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[float, float]:
+    """Return the normalised mean squared error and the largest error."""
+    a, b = reference.astype(np.float64).reshape(-1), values.astype(np.float64).reshape(-1)
+    finite = np.isfinite(a)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if not same[~finite].all() or not np.isfinite(b[finite]).all():
+        return math.inf, math.inf
+    a, b = a[finite], b[finite]
+    error = np.abs(a - b)
+    largest = float(error.max(initial=0))
+    if not largest:
+        return 0.0, 0.0
+    scale = float(np.mean(a * a))
+    return (float(np.mean(error * error)) / scale if scale else math.inf), largest
+
+
+def _computed(backend: Backend, graph: Graph) -> bool:
+    return backend.graph_compute(graph) is Status.SUCCESS

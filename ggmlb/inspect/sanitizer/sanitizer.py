@@ -1,0 +1,298 @@
+"""Which work comes before which, by vector clocks, and the rules that each access must keep.
+
+Every stream counts its actions, and keeps a clock: for each stream, the count up to which its work is
+known to be done before what the stream does next. What the host does is a stream too, number 0. Clocks are
+joined where the interfaces promise an order:
+
+    queue work on a stream           the stream's clock takes in the host's
+    Backend.synchronize              the host's takes in the stream's
+    event_record, event_wait         the event keeps the stream's clock; the waiting stream takes it in
+    Event.synchronize                the host's takes in the event's
+    cpy_tensor_async                 both streams' take in each other's, before and after
+    a device that is not `async_`    the host's takes in the stream's after each action
+
+An access is a race where the clock of its stream does not cover an earlier access to the same bytes, one of
+the two being a write.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from ggmlb.core.errors import SanitizerError
+from ggmlb.inspect.sanitizer.ranges import Clock, Ranges, Stamp
+from ggmlb.inspect.sanitizer.watches import Watches
+from ggmlb.interface import Buffer, Event, Queue, observe
+from ggmlb.interface.observe import Access, Action, Observer
+
+if TYPE_CHECKING:
+    from ggmlb.inspect.sanitizer.watches import Watch
+
+HOST: Final = 0
+
+_PACKAGE: Final = str(Path(__file__).parents[1])
+
+
+class _Stream:
+    """A queue of work: its number and its clock."""
+
+    def __init__(self, number: int, name: str, waits: bool) -> None:
+        self.number = number
+        self.name = name
+        self.waits = waits
+        self.clock: Clock = {number: 0}
+
+
+class Sanitizer(Observer):
+    """Raises a `SanitizerError` on an access that nothing orders, before it is queued.
+
+    It believes what the interfaces promise of a backend, and checks those who call it: a scheduler, an
+    allocator, a user. Threads count as one host; what two of them do is taken to be in the order seen.
+
+    Args:
+        unwritten: Report reads of bytes that nobody wrote too, in buffers allocated since the start. A
+            program may do so rightly, where it ignores what it has read (a cache filled in part, say).
+    """
+
+    def __init__(self, *, unwritten: bool = False) -> None:
+        self._unwritten = unwritten
+        self._lock = threading.RLock()
+        self._host = _Stream(HOST, "the host", waits=True)
+        self._streams: weakref.WeakKeyDictionary[Queue, _Stream] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count(HOST + 1)
+        self._events: weakref.WeakKeyDictionary[Event, Clock] = weakref.WeakKeyDictionary()
+        self._watches = Watches()
+        self._memory: weakref.WeakKeyDictionary[Buffer, Ranges] = weakref.WeakKeyDictionary()
+        self._fresh: weakref.WeakSet[Buffer] = weakref.WeakSet()
+
+    def start(self) -> None:
+        """Watch all calls of all backends from now on."""
+        observe.start(self)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        observe.stop(self)
+
+    # -- the two halves of an action -----------------------------------------------------------
+
+    def begin(self, action: Action) -> None:
+        """Check what an action reads, writes and waits for.
+
+        Raises:
+            SanitizerError: Something of it is not ordered, or uses what was freed.
+        """
+        with self._lock:
+            if action.name in ("event_wait", "event_synchronize"):
+                self._check_recorded(action)
+            if action.name == "free" and action.buffer is not None:
+                whole = Access(action.buffer, 0, action.buffer.size, is_write=True, tensor=None)
+                self._check(whole, self._host, self._host.clock, action)
+                return
+            stream = self._stream(action.stream)
+            clock = self._clock_of(action, stream)
+            for access in action.accesses():
+                self._check(access, stream, clock, action)
+
+    def end(self, action: Action) -> None:
+        """Remember what an action did, and which work it ordered.
+
+        Raises:
+            SanitizerError: Host memory that queued work reads was changed before that was waited for.
+        """
+        if action.failed or not action.done:
+            return
+        with self._lock:
+            stream = self._stream(action.stream)
+            clock = stream.clock = self._clock_of(action, stream)
+            clock[stream.number] += 1
+            if action.source is not None:
+                _join(self._stream(action.source).clock, clock)
+            self._record(action, stream)
+            event = action.event
+            if event is not None:
+                if action.name == "event_record":
+                    self._events[event] = dict(clock)
+                else:
+                    _join(clock, self._events.get(event, {}))
+            if action.name == "synchronize" or stream.waits:
+                _join(self._host.clock, clock)
+                self._check_watches()
+            if action.name == "alloc_buffer" and action.buffer is not None:
+                self._fresh.add(action.buffer)
+
+    def _stream(self, backend: Queue | None) -> _Stream:
+        if backend is None:
+            return self._host
+        stream = self._streams.get(backend)
+        if stream is None:
+            name = backend.name
+            same = sum(b.name == name and not b.is_freed for b in self._streams)
+            stream = self._streams[backend] = _Stream(
+                next(self._numbers),
+                f"{name} (stream {same + 1})" if same else name,
+                waits=not backend.device.caps.async_,
+            )
+        return stream
+
+    def _clock_of(self, action: Action, stream: _Stream) -> Clock:
+        """Return what is known to be done before the action."""
+        clock = dict(stream.clock)
+        _join(clock, self._host.clock)
+        if action.source is not None:
+            _join(clock, self._stream(action.source).clock)
+        return clock
+
+    def _record(self, action: Action, stream: _Stream) -> None:
+        number, where = stream.number, _caller()
+        for access in action.accesses():
+            buffer, start, stop, is_write, tensor = access
+            ranges = self._memory.get(buffer)
+            if ranges is None:
+                ranges = self._memory[buffer] = Ranges()
+            of = None if tensor is None else weakref.ref(tensor)
+            stamp = Stamp(number, stream.clock[number], stream.name, action.name, of, where)
+            (ranges.write if is_write else ranges.read)(start, stop, stamp)
+            if is_write:
+                self._watches.wrote(access)
+            elif not stream.waits:
+                changed = self._watches.read(access, stamp, ranges, self._host.clock)
+                if changed is not None:
+                    self._fail_changed(changed)
+        if action.data is not None and action.name.startswith("set") and not stream.waits:
+            of = next((weakref.ref(a.tensor) for a in action.transfers if a.tensor is not None), None)
+            stamp = Stamp(number, stream.clock[number], stream.name, action.name, of, where)
+            self._watches.data(action.data, stamp)
+
+    # -- rules ---------------------------------------------------------------------------------
+
+    def _check(self, access: Access, stream: _Stream, clock: Clock, action: Action) -> None:
+        buffer, start, stop, is_write, _ = access
+        if buffer.is_freed:
+            raise SanitizerError(
+                f"{_told(action, stream, access)}, which was freed; keep the buffer until the work "
+                "that uses it was waited for",
+                kind="freed",
+            )
+        ranges = self._memory.get(buffer)
+        if ranges is None:
+            if self._unwritten and not is_write and buffer in self._fresh:
+                self._fail_unwritten(access, stream, action)
+            return
+        for cell in ranges.cells(start, stop):
+            last = cell.write
+            if last is not None and clock.get(last.stream, 0) < last.time:
+                self._fail_race(access, stream, action, last, "write")
+            if is_write:
+                for last in cell.reads.values():
+                    if clock.get(last.stream, 0) < last.time:
+                        self._fail_race(access, stream, action, last, "read")
+            elif last is None and self._unwritten and buffer in self._fresh:
+                self._fail_unwritten(access, stream, action)
+
+    def _fail_race(self, access: Access, stream: _Stream, action: Action, last: Stamp, did: str) -> NoReturn:
+        what = _name_of(last)
+        cure = f"synchronize {last.by} between them"
+        if stream.number != HOST:
+            cure += f", or record an event on {last.by} after the first and let {stream.name} wait for it"
+        raise SanitizerError(
+            f"{_told(action, stream, access)}, while {last.by}'s {last.action}, queued at {last.where}, may "
+            f"still {did} {what}; nothing orders the two; {cure}",
+            kind="race",
+        )
+
+    def _fail_unwritten(self, access: Access, stream: _Stream, action: Action) -> NoReturn:
+        raise SanitizerError(
+            f"{_told(action, stream, access)}, of which some were never written; set the tensor, or clear "
+            "the buffer, first",
+            kind="unwritten",
+        )
+
+    def _check_recorded(self, action: Action) -> None:
+        event = action.event
+        assert event is not None
+        if not event.is_recorded:
+            waiter = self._stream(action.stream).name
+            raise SanitizerError(
+                f"{waiter} waits at {_caller()} for an event of {event.device.name} that was never recorded, "
+                "and so waits for nothing; record it on the stream whose work is waited for",
+                kind="unrecorded",
+            )
+
+    def _check_watches(self) -> None:
+        """See that the host memory that work read which is now done is as it was when that was queued."""
+        for watch in self._watches.done(self._host.clock):
+            if watch.is_changed:
+                self._fail_changed(watch)
+
+    def _fail_changed(self, watch: Watch) -> NoReturn:
+        stamp = watch.stamp
+        what = f"the data for {_name_of(stamp)}" if watch.is_data else _name_of(stamp)
+        raise SanitizerError(
+            f"{what} was changed through a NumPy array while {stamp.by}'s {stamp.action}, queued at "
+            f"{stamp.where}, might still read it; synchronize {stamp.by} first, or give it a copy",
+            kind="changed",
+        )
+
+
+@contextmanager
+def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
+    """Check all that is computed and moved within the `with` block; see `Sanitizer`.
+
+    Raises:
+        SanitizerError: From the call that would race, which is then not made.
+    """
+    sanitizer = Sanitizer(unwritten=unwritten)
+    sanitizer.start()
+    try:
+        yield sanitizer
+    finally:
+        sanitizer.stop()
+
+
+def start_sanitizer(owner: object) -> Callable[[], object]:
+    """Start a sanitizer; it stops when the function returned is called, or with the owner's end."""
+    sanitizer = Sanitizer()
+    sanitizer.start()
+    return weakref.finalize(owner, sanitizer.stop)
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for number, time in other.items():
+        if clock.get(number, -1) < time:
+            clock[number] = time
+
+
+def _name_of(stamp: Stamp) -> str:
+    tensor = None if stamp.tensor is None else stamp.tensor()
+    return "a tensor that is gone" if tensor is None else tensor.describe()
+
+
+def _told(action: Action, stream: _Stream, access: Access) -> str:
+    did = "frees" if action.name == "free" else "writes" if access.is_write else "reads"
+    what = "" if access.tensor is None else f"{access.tensor.describe()}, "
+    place = f"bytes {access.start} to {access.stop} of the {access.buffer.name} buffer"
+    return f"{stream.name}'s {action.name} at {_caller()} {did} {what}{place}"
+
+
+def _caller() -> str:
+    """Return the line of the program that called into ggmlb."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{_as_read(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _as_read(file: str) -> str:
+    """Return a file's name as its reader knows it: a notebook's cell by its number, `"In[7]"`."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    cell = name_of(file) if name_of is not None else None
+    return cell[1] if cell else Path(file).name

@@ -1,0 +1,181 @@
+"""Leafs over the memory of arrays: `Context.from_array`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError
+from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
+from ggmlb.interface import Buffer, registry
+
+DL_CPU = 1
+"""DLPack's number for host memory (kDLCPU)."""
+
+
+def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
+    """Return a placed leaf with an array's values; see `Context.from_array`."""
+    array = _on_host(array)
+    if array.ndim > 4:
+        raise ShapeError(f"from_array: the array has {array.ndim} dimensions; tensors have at most 4")
+    if dtype is None:
+        dtype = _type_of(array.dtype)
+    why = _why_not_shared(array, dtype)
+    if why is None and not copy:
+        shared = _adopted(array)
+        if shared is not None:
+            ne, nb = _layout(array)
+            return _placed(Tensor(dtype, ne, None if nb == contiguous_nb(dtype, ne) else nb), *shared)
+        why = f"no device can use the memory of {_kind(array)}"
+    if copy is False:
+        raise ArgumentError(f"from_array with copy=False: {why}; leave copy out to let it be copied")
+    return _copied(array, dtype)
+
+
+def _on_host(array: Any) -> Any:
+    """Return host arrays as NumPy's, by way of DLPack where they speak it, and others as they are."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise _masked(array)
+    if isinstance(array, np.ndarray):
+        return array
+    if _is_on_cuda(array):
+        return _OnCuda(array)
+    if hasattr(array, "__dlpack_device__"):
+        if array.__dlpack_device__()[0] != DL_CPU:
+            return array
+        try:
+            return np.from_dlpack(array)
+        except (BufferError, RuntimeError) as error:
+            raise _no_access(array, error) from error
+    if all(hasattr(array, name) for name in ("dtype", "shape", "strides")) and not hasattr(
+        array, "__array__"
+    ):
+        return array  # a device's: pyopencl.array
+    if hasattr(array, "__array__") or hasattr(array, "__array_interface__"):
+        return np.asarray(array)
+    return _of_numbers(np.asarray(array))
+
+
+def _is_on_cuda(array: Any) -> bool:
+    try:
+        return hasattr(array, "__cuda_array_interface__")
+    except RuntimeError as error:  # PyTorch's, of a tensor that requires its gradient
+        raise _no_access(array, error) from error
+
+
+def _no_access(array: Any, error: Exception) -> ArgumentError:
+    return ArgumentError(f"from_array: {_kind(array)} gives no access to its memory: {error}")
+
+
+class _OnCuda:
+    """An array of any library on a CUDA device, as its `__cuda_array_interface__` describes it.
+
+    Attributes:
+        owner: The array, which is kept alive.
+        read_only: Whether its memory may not be written.
+
+    Raises:
+        ArgumentError: It has a mask.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.owner = array
+        interface = self.__cuda_array_interface__ = array.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise _masked(array)
+        own = getattr(array, "dtype", None)  # bfloat16 has no code in the interface
+        self.dtype = own if isinstance(own, np.dtype) else np.dtype(interface["typestr"])
+        self.shape = tuple(interface["shape"])
+        self.ndim = len(self.shape)
+        steps = [self.dtype.itemsize * math.prod(self.shape[i + 1 :]) for i in range(self.ndim)]
+        self.strides = tuple(interface.get("strides") or steps)
+        self.read_only = bool(interface["data"][1])
+
+
+def _masked(array: Any) -> ArgumentError:
+    return ArgumentError(f"from_array: {_kind(array)} has a mask; tensors have none, so fill it first")
+
+
+def _of_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Python numbers, whose precision nobody chose, become the types that most ops take."""
+    smaller = {"f": np.float32, "i": np.int32}.get(array.dtype.kind)
+    return array if smaller is None else array.astype(smaller)
+
+
+def _type_of(dtype: npt.DTypeLike) -> DType:
+    try:
+        return DType.parse(dtype)
+    except DTypeError:
+        raise DTypeError(
+            f"from_array: ggml has no type for {np.dtype(dtype)}; give dtype=, or convert the array first"
+        ) from None
+
+
+def _why_not_shared(array: Any, dtype: DType) -> str | None:
+    if dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy:
+        return f"{array.dtype} has to be converted to {dtype.name.lower()}"
+    if isinstance(array, _OnCuda) and array.read_only:
+        return f"the memory of {_kind(array)} is read-only, and a tensor on a device can be written"
+    if any(s < 0 or (s == 0 and n > 1) for n, s in zip(array.shape, array.strides, strict=True)):
+        return f"tensors have no strides like {tuple(array.strides)}, negative or 0"
+    return None
+
+
+def _adopted(array: Any) -> tuple[Buffer, int] | None:
+    """Ask the CPU first: its arrays need no other backend to be loaded."""
+    if isinstance(array, np.ndarray):
+        return registry.host_device().adopt(array)
+    others = (d for d in registry.devices() if d.type is not DeviceType.CPU)
+    return next((shared for d in others if (shared := d.adopt(array)) is not None), None)
+
+
+def _layout(array: Any) -> tuple[Ne, Ne]:
+    """The extents and strides of an array in ggml's order, filled up to four."""
+    ne: list[int] = [1, 1, 1, 1]
+    nb: list[int] = []
+    ne[: array.ndim] = array.shape[::-1]
+    strides = array.strides[::-1]
+    for i, n in enumerate(ne):
+        packed = nb[-1] * ne[i - 1] if nb else array.dtype.itemsize
+        nb.append(packed if n == 1 else strides[i])  # NumPy leaves the strides of ones undefined
+    return (ne[0], ne[1], ne[2], ne[3]), (nb[0], nb[1], nb[2], nb[3])
+
+
+def _copied(array: Any, dtype: DType) -> Tensor:
+    """Host memory of our own with the array's values."""
+    values = _fetched(array)
+    ne, _ = _layout(values)
+    tensor = Tensor(dtype, ne)
+    _placed(tensor, registry.cpu_buffer_type().alloc_buffer(tensor.nbytes), 0)
+    tensor.set_array(values)
+    return tensor
+
+
+def _fetched(array: Any) -> npt.NDArray[Any]:
+    """Copy a device's array to the host by its own method, as CuPy and PyOpenCL name it."""
+    if isinstance(array, np.ndarray):
+        return array
+    owner = _owner(array)
+    if not hasattr(owner, "get"):
+        raise ArgumentError(f"from_array: {_kind(array)} lies on a device; copy it to the host first")
+    fetched: npt.NDArray[Any] = owner.get()
+    return fetched
+
+
+def _placed(tensor: Tensor, buffer: Buffer, offset: int) -> Tensor:
+    tensor.buffer, tensor.offset = buffer, offset
+    return tensor
+
+
+def _owner(array: Any) -> Any:
+    return array.owner if isinstance(array, _OnCuda) else array
+
+
+def _kind(array: Any) -> str:
+    kind = type(_owner(array))
+    return f"{kind.__module__}.{kind.__qualname__}"

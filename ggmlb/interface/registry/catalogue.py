@@ -1,0 +1,228 @@
+"""Catalogue: which backends are loaded, which may yet be, and which cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import BackendBroken, BackendError, BackendUnavailable, RegistryError
+from ggmlb.interface import BackendReg, Device
+
+if TYPE_CHECKING:
+    from ggmlb.interface.registry.candidate import Candidate, Variant
+
+_TYPE_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.ACCEL, DeviceType.CPU, DeviceType.META)
+
+
+class Unavailable(NamedTuple):
+    """A backend that was found but cannot be used.
+
+    Attributes:
+        name: Its expected name.
+        reason: Why, and what to do.
+        kind: `"absent"`: a library, driver or device is missing. `"broken"`: it is there, but fails.
+    """
+
+    name: str
+    reason: str
+    kind: Literal["absent", "broken"]
+
+    def error(self) -> BackendError:
+        """The error to raise where this backend was asked for."""
+        kind = BackendUnavailable if self.kind == "absent" else BackendBroken
+        return kind(f"the {self.name} backend cannot be used: {self.reason}")
+
+
+class Loaded(NamedTuple):
+    """A backend in use; `target` is the candidate's, empty if it was registered as an object."""
+
+    reg: BackendReg
+    devices: tuple[Device, ...]
+    target: str
+
+
+class Catalogue:
+    """The state of a registry, and how a candidate becomes a backend in use. Not locked.
+
+    A failure is kept as text, never as an exception, whose traceback would keep the backend's memory.
+
+    Args:
+        discover: Gives the candidates; called when they are first needed.
+
+    Attributes:
+        loaded: Backends in use, in the order in which they came.
+        single: Devices that were registered one by one.
+        failed: What cannot be used.
+        unloaded: Devices of backends that were removed, by name in lower case.
+    """
+
+    def __init__(self, discover: Callable[[], Iterable[Candidate]]) -> None:
+        self._discover = discover
+        self._pending: list[Candidate] | None = None
+        self.loaded: list[Loaded] = []
+        self.single: list[Device] = []
+        self.failed: list[Unavailable] = []
+        self.unloaded: dict[str, Device] = {}
+
+    # -- candidates ----------------------------------------------------------------------------
+
+    def pending(self) -> list[Candidate]:
+        """The candidates that were not opened yet."""
+        if self._pending is None:
+            self._pending = self.fresh(self._discover())
+        return self._pending
+
+    def fresh(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those of the candidates that are not in use already."""
+        targets = {loaded.target for loaded in self.loaded}
+        return [candidate for candidate in candidates if candidate.target not in targets]
+
+    def forget(self) -> None:
+        """Discover anew at the next need, what failed included."""
+        self._pending = None
+        self.failed.clear()
+
+    def settle(self, target: str, key: str) -> None:
+        """Note that a candidate is in use by another way: neither pending nor failed any more."""
+        self._pending = [c for c in self.pending() if c.target != target]
+        self.failed = [f for f in self.failed if f.name.casefold() != key]
+
+    # -- opening -------------------------------------------------------------------------------
+
+    def open_all(self) -> None:
+        """Open every candidate."""
+        while pending := self.pending():
+            self._open_group(pending[0].group)
+
+    def open_named(self, key: str) -> None:
+        """Open the candidates that are expected to have the name."""
+        for group in {c.group for c in self.pending() if c.key == key}:
+            self._open_group(group)
+
+    def open_these(self, candidates: Iterable[Candidate]) -> list[BackendReg]:
+        """Open candidates after all that are pending; return the backends that they gave."""
+        self.open_all()
+        before = len(self.loaded)
+        self._pending = self.fresh(candidates)
+        self.open_all()
+        return [loaded.reg for loaded in self.loaded[before:]]
+
+    def _open_group(self, group: str) -> None:
+        """Open the pending candidates of a group, and add the best variant of each name.
+
+        Where Ctrl-C interrupts that, those that are not in use yet are pending again.
+        """
+        pending, failed = self.pending(), list(self.failed)
+        self._pending = [c for c in pending if c.group != group]
+        try:
+            self._open_members([c for c in pending if c.group == group])
+        except BaseException:
+            self._pending, self.failed = self.fresh(pending), failed
+            raise
+
+    def _open_members(self, members: list[Candidate]) -> None:
+        variants: dict[str, list[Variant]] = {}
+        for candidate in members:
+            try:
+                variant = candidate.open()
+            except BackendError as why:
+                self._fail(candidate.name, why)
+            else:
+                variants.setdefault(variant.reg.name.casefold(), []).append(variant)
+        for same in variants.values():
+            try:
+                best = _best(same)
+                self.add(best.reg, best.candidate.target)
+            except (BackendError, RegistryError) as why:
+                self._fail(same[0].reg.name, why)
+
+    def _fail(self, name: str, why: Exception) -> None:
+        kind: Literal["absent", "broken"] = "absent" if isinstance(why, BackendUnavailable) else "broken"
+        self.failed.append(Unavailable(name, str(why), kind))
+
+    # -- backends in use -----------------------------------------------------------------------
+
+    def add(self, reg: BackendReg, target: str) -> None:
+        """Take a backend into use, with its devices.
+
+        Raises:
+            BackendBroken: Listing its devices fails.
+            BackendUnavailable: It has none.
+            RegistryError: Its name, or that of a device, is taken.
+        """
+        for loaded in self.loaded:
+            if loaded.reg.name.casefold() == reg.name.casefold():
+                raise RegistryError(f"a backend named {loaded.reg.name!r} is registered; unload it first")
+        devices = _devices_of(reg)
+        self.check_names(devices)
+        self._drop_single(reg)  # a device that was registered alone now comes with its backend
+        self.loaded.append(Loaded(reg, devices, target))
+
+    def check_names(self, devices: Iterable[Device]) -> None:
+        """Raise RegistryError if a device's name is taken by another device."""
+        taken = {device.name.casefold(): device for device in self.devices()}
+        for device in devices:
+            other = taken.setdefault(device.name.casefold(), device)
+            if other is not device:
+                raise RegistryError(
+                    f"the device name {device.name!r} of the {device.reg.name} backend is taken by a device "
+                    f"of the {other.reg.name} backend; names must be unique"
+                )
+
+    def remove(self, reg: BackendReg) -> bool:
+        """Remove a backend and its devices; return whether it was there."""
+        removed = [loaded for loaded in self.loaded if loaded.reg is reg]
+        if not removed:
+            return False
+        self.unloaded.update((d.name.casefold(), d) for loaded in removed for d in loaded.devices)
+        self.loaded = [loaded for loaded in self.loaded if loaded.reg is not reg]
+        self._drop_single(reg)
+        return True
+
+    def _drop_single(self, reg: BackendReg) -> None:
+        self.single = [device for device in self.single if device.reg is not reg]
+
+    def regs(self) -> list[BackendReg]:
+        """The backends in use, the highest priority first."""
+        found = (loaded.reg for loaded in self.loaded)
+        return sorted(found, key=lambda reg: (-reg.priority, reg.name.casefold()))
+
+    def devices(self) -> list[Device]:
+        """The devices in use: by type, then priority and name of the backend, then its own order."""
+        found = [device for loaded in self.loaded for device in loaded.devices]
+        return sorted([*found, *self.single], key=_device_order)
+
+
+def _best(variants: list[Variant]) -> Variant:
+    """The variant with the highest score.
+
+    Raises:
+        RegistryError: Two have it.
+    """
+    high = max(variant.score for variant in variants)
+    top = [variant for variant in variants if variant.score == high]
+    if len(top) > 1:
+        where = " and ".join(f"{v.candidate.target} ({v.candidate.origin})" for v in top)
+        raise RegistryError(f"{len(top)} backends are named {top[0].reg.name!r}: {where}; remove one")
+    return top[0]
+
+
+def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
+    try:
+        devices = tuple(reg.devices)
+        for device in devices:
+            if not (isinstance(device, Device) and isinstance(device.name, str)):
+                raise BackendBroken(f"it lists {device!r} as a device, which is no ggmlb.Device with a name")
+            _device_order(device)  # which reads what the list is sorted by
+    except (BackendUnavailable, BackendBroken):
+        raise
+    except Exception as error:
+        raise BackendBroken(f"listing its devices failed: {type(error).__name__}: {error}") from error
+    if not devices:
+        raise BackendUnavailable("it found no device on this machine")
+    return devices
+
+
+def _device_order(device: Device) -> tuple[int, int, str]:
+    return _TYPE_ORDER.index(device.type), -device.reg.priority, device.reg.name.casefold()

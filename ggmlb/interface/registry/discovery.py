@@ -1,0 +1,125 @@
+"""Finding candidates, all by reading text: nothing here imports a backend.
+
+What `import ggmlb` does not need (entry points, packages) is imported in the functions that do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ggmlb.core.errors import RegistryError
+from ggmlb.interface.registry.candidate import FACTORY, Candidate
+from ggmlb.system import env
+
+GROUP = "ggmlb.backends"
+"""The entry-point group. An entry reads `name = "package.module:backend_reg"`."""
+
+_SHARED = frozenset({"array"})
+"""Folders beside the backends that hold what they share."""
+
+
+def in_tree() -> Iterator[Candidate]:
+    """The backends of ggmlb itself, which need no installation to be found."""
+    from importlib.util import find_spec
+    from pkgutil import iter_modules
+
+    spec = find_spec("ggmlb.backends")
+    for info in iter_modules(spec.submodule_search_locations if spec else ()):
+        if info.ispkg and info.name not in _SHARED:
+            yield Candidate(info.name, f"ggmlb.backends.{info.name}:{FACTORY}", info.name, "ggmlb")
+
+
+def installed() -> Iterator[Candidate]:
+    """The backends that installed packages announce by an entry point."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=GROUP):
+        origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
+        module, _, factory = point.value.partition("[")[0].partition(":")  # as it stands: it may be malformed
+        target = f"{module.strip()}:{factory.strip() or FACTORY}"
+        yield Candidate(point.name, target, point.name.casefold(), origin)
+
+
+def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
+    """The backends of a folder: its `.py` files and packages that mention `backend_reg`.
+
+    A file's name, up to a `-` and without a `ggmlb_` before it, is the expected name:
+    `ggmlb_echo.py`, `echo-avx2.py`. Other Python files are left alone.
+
+    Raises:
+        RegistryError: There is no such folder, or it cannot be read.
+    """
+    root = os.fspath(folder)
+    if not os.path.isdir(root):
+        raise RegistryError(f"there is no folder {root!r} to load backends from")
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise RegistryError(f"the folder {root!r} cannot be read to load backends: {error}") from error
+    for name in names:
+        path = os.path.join(root, name)
+        file = os.path.join(path, "__init__.py") if os.path.isdir(path) else path
+        if name.startswith((".", "_")) or not file.endswith(".py") or not os.path.isfile(file):
+            continue
+        if _is_backend(file):
+            yield _at_path(path, group=os.path.realpath(root))
+
+
+def at(where: str | os.PathLike[str]) -> Candidate:
+    """The candidate at a path, or of a module's name with or without `:factory`.
+
+    A text with a path separator, or that ends in `.py`, is a path.
+
+    Raises:
+        RegistryError: There is no such file, or no package in such a folder.
+    """
+    text = os.fspath(where)
+    if isinstance(where, os.PathLike) or "/" in text or os.sep in text or text.endswith(".py"):
+        if not (os.path.isfile(text) or _is_package(text)):
+            raise RegistryError(
+                f"there is no backend at {text!r}; give a .py file, a package folder or a module"
+            )
+        return _at_path(text, group=text)
+    module, _, factory = text.partition(":")
+    return Candidate(module.rpartition(".")[2], f"{module}:{factory or FACTORY}", text, "load")
+
+
+def from_environment() -> Iterator[Candidate]:
+    """The file or folder that `GGMLB_BACKEND_PATH` names; one that fails to open where there is neither."""
+    where = env.backend_path()
+    if where is None:
+        return
+    if os.path.isdir(where) and os.access(where, os.R_OK) and not _is_package(where):
+        yield from in_folder(where)
+    elif os.path.isfile(where) or _is_package(where):
+        yield _at_path(where, group=where)
+    else:
+        yield Candidate("GGMLB_BACKEND_PATH", os.path.abspath(where), where, "GGMLB_BACKEND_PATH")
+
+
+def discover() -> list[Candidate]:
+    """All candidates: ggmlb's own, those installed, those of the environment; each target once."""
+    found: dict[str, Candidate] = {}
+    for candidate in (*in_tree(), *installed(), *from_environment()):
+        found.setdefault(candidate.target, candidate)
+    return list(found.values())
+
+
+def _is_backend(file: str) -> bool:
+    """Whether a file mentions `backend_reg`; one that cannot be read may, and tells so when it is opened."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as text:
+            return FACTORY in text.read()
+    except OSError:
+        return True
+
+
+def _is_package(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "__init__.py"))
+
+
+def _at_path(path: str, group: str) -> Candidate:
+    target = os.path.realpath(path)
+    stem = os.path.basename(target).partition(".")[0]
+    return Candidate(stem.partition("-")[0].removeprefix("ggmlb_"), target, group, path)

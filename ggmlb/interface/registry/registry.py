@@ -1,0 +1,343 @@
+"""Registry: registering, loading and looking up backends and devices, and opening streams on them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import (
+    ArgumentError,
+    BackendBroken,
+    BackendUnavailable,
+    Error,
+    RegistryError,
+    did_you_mean,
+    kind_of,
+)
+from ggmlb.interface import Backend, BackendReg, Device
+from ggmlb.interface.registry import discovery
+from ggmlb.interface.registry.candidate import check_reg
+from ggmlb.interface.registry.catalogue import Catalogue
+from ggmlb.interface.registry.device_list import DeviceList
+
+if TYPE_CHECKING:
+    from ggmlb.interface.registry.candidate import Candidate
+    from ggmlb.interface.registry.catalogue import Unavailable
+
+_Named = TypeVar("_Named", "BackendReg", "Device")
+
+_BEST_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.CPU)
+
+
+class Registry:
+    """All backends and devices of a process (source: ggml-backend-reg.cpp).
+
+    Candidates are read as text when something is first looked up. One is imported when its name is
+    asked for, and all are when devices are listed or chosen among. What was missing stays listed in
+    `unavailable()` until `load_all` looks again.
+
+    Two rules for what cannot be used. Who names a device gets that backend's error. Who lets ggmlb choose
+    (`init_best`, `init_by_type`, `device_by_type`) is not bothered with an absent backend; of a broken one a
+    RuntimeWarning tells once, lest a slow device be taken in silence for the fast one that fails.
+
+    Safe to use from several threads. A backend must not use the registry while it is being imported.
+
+    Args:
+        discover: Gives the candidates.
+    """
+
+    def __init__(self, discover: Callable[[], Iterable[Candidate]] = discovery.discover) -> None:
+        self._lock = threading.RLock()
+        self._catalogue = Catalogue(discover)
+        self._told: set[str] = set()
+
+    # -- registering ---------------------------------------------------------------------------
+
+    def register(self, reg: BackendReg) -> None:
+        """Add a backend with all its devices; one that is there already is left as it is.
+
+        Raises:
+            BackendBroken: It was written for another API version.
+            BackendUnavailable: It has no device.
+            RegistryError: Its name, or that of a device, is taken.
+
+        Source: ggml_backend_register.
+        """
+        with self._lock:
+            if any(loaded.reg is reg for loaded in self._catalogue.loaded):
+                return
+            check_reg(reg, "register")
+            self._check_not_pending(reg, "")
+            self._catalogue.add(reg, "")
+
+    def register_device(self, device: Device) -> None:
+        """Add one device; one that is there already is left as it is.
+
+        Raises:
+            RegistryError: Its name is taken.
+
+        Source: ggml_backend_device_register.
+        """
+        with self._lock:
+            self._catalogue.open_all()  # all names must be known
+            if any(known is device for known in self._catalogue.devices()):
+                return
+            self._catalogue.check_names([device])
+            self._catalogue.single.append(device)
+
+    def unload(self, reg: BackendReg) -> None:
+        """Remove a backend and its devices; what was made on them stays usable.
+
+        One that was found by itself is not found again before `load_all`.
+
+        Raises:
+            RegistryError: It is not registered.
+
+        Source: ggml_backend_unload.
+        """
+        with self._lock:
+            if not self._catalogue.remove(reg):
+                raise RegistryError(f"unload: the backend {reg.name!r} is not registered")
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def load(self, where: str | os.PathLike[str]) -> BackendReg:
+        """Load one backend; one that is loaded already is returned as it is.
+
+        Args:
+            where: A module's name (`"pkg.mod"` or `"pkg.mod:factory"`), a `.py` file, or the folder of
+                a package; what it must export is said in `ggmlb.interface.registry.candidate`.
+
+        Raises:
+            BackendUnavailable: It says that it lacks a library, driver or device, or scores 0.
+            BackendBroken: It fails, lacks `backend_reg()`, or was written for another API version.
+            RegistryError: There is nothing at `where`, or a name is taken.
+
+        Source: ggml_backend_load.
+        """
+        with self._lock:
+            candidate = discovery.at(where)
+            for loaded in self._catalogue.loaded:
+                if loaded.target == candidate.target:
+                    return loaded.reg
+            reg = candidate.open().reg
+            self._check_not_pending(reg, candidate.target)
+            self._catalogue.add(reg, candidate.target)
+            self._catalogue.settle(candidate.target, candidate.key)
+            return reg
+
+    def load_all(self) -> list[BackendReg]:
+        """Look for backends again, import all, and return those that can be used (ggml_backend_load_all)."""
+        with self._lock:
+            self._catalogue.forget()
+            return self.regs()
+
+    def load_all_from_path(self, folder: str | os.PathLike[str]) -> list[BackendReg]:
+        """Load the backends in a folder, of each name the variant with the highest score.
+
+        Returns:
+            Those loaded. Those that could not be are in `unavailable()`.
+
+        Raises:
+            RegistryError: There is no such folder.
+
+        Source: ggml_backend_load_all_from_path.
+        """
+        with self._lock:
+            return self._catalogue.open_these(discovery.in_folder(folder))
+
+    # -- looking up ----------------------------------------------------------------------------
+
+    def regs(self) -> list[BackendReg]:
+        """All backends that can be used, the highest `priority` first (ggml_backend_reg_count, _get)."""
+        with self._lock:
+            self._catalogue.open_all()
+            return self._catalogue.regs()
+
+    def reg_by_name(self, name: str) -> BackendReg:
+        """Return the backend of that name, in any case; only that one is imported.
+
+        Raises:
+            BackendError: It was found but cannot be used; the message says why.
+            RegistryError: There is none.
+
+        Source: ggml_backend_reg_by_name.
+        """
+        with self._lock:
+            found = self._look_up(name.casefold(), lambda: _named(name, self._catalogue.regs()))
+            return found or self._no_such("backend", name, [reg.name for reg in self.regs()])
+
+    def devices(self) -> DeviceList:
+        """All devices: GPUs, then accelerators, then CPUs; of a type, by the backend's priority.
+
+        Source: ggml_backend_dev_count, ggml_backend_dev_get.
+        """
+        with self._lock:
+            self._catalogue.open_all()
+            return DeviceList(self._catalogue.devices(), self.unavailable())
+
+    def device_by_name(self, name: str) -> Device:
+        """Return the device of that name, in any case; where names allow, only its backend is imported.
+
+        Raises:
+            ArgumentError: It is no text.
+            BackendError: Its backend was found but cannot be used; the message says why.
+            RegistryError: There is none.
+
+        Source: ggml_backend_dev_by_name.
+        """
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"device_by_name: {kind_of(name)} is no name; give one of a device, as 'CPU' "
+                "(ggmlb.devices() has all)"
+            )
+        backend = name.casefold().rstrip("0123456789")  # OpenCL1 is a device of OpenCL
+        with self._lock:
+            found = self._look_up(backend, lambda: _named(name, self._catalogue.devices()))
+            return found or self._no_such(
+                "device", name, [device.name for device in self._catalogue.devices()]
+            )
+
+    def device_by_type(self, type: DeviceType | str) -> Device:
+        """Return the first device of a type, in the order of `devices`.
+
+        Raises:
+            ArgumentError: There is no such type.
+            RegistryError: No device has the type; the message says what is unavailable.
+
+        Source: ggml_backend_dev_by_type.
+        """
+        wanted = _device_type(type)
+        for device in self._choice():
+            if device.type is wanted:
+                return device
+        raise RegistryError(f"there is no device of type {wanted.value}{self._reasons()}")
+
+    def host_device(self) -> Device:
+        """Return the device `CPU`, whose memory is plain host memory, also when its backend was unloaded.
+
+        Raises:
+            BackendError: Its backend cannot be used; the message says why.
+            RegistryError: There is none.
+        """
+        with self._lock:
+            found = _named("CPU", self._catalogue.devices()) or self._catalogue.unloaded.get("cpu")
+            return found or self.device_by_name("CPU")
+
+    def unavailable(self) -> list[Unavailable]:
+        """The backends that were found but cannot be used, with the reasons."""
+        with self._lock:
+            self._catalogue.open_all()
+            return sorted(self._catalogue.failed)
+
+    # -- opening streams -----------------------------------------------------------------------
+
+    def init_by_name(self, name: str, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream on the device of that name (ggml_backend_init_by_name).
+
+        Args:
+            name: As `"CPU"`, `"CUDA0"`, `"OpenCL1"`, in any case.
+            params: Settings that the backend defines.
+
+        Raises:
+            Error: As `device_by_name` and `Device.init_backend`.
+        """
+        return self.device_by_name(name).init_backend(params)
+
+    def init_by_type(self, type: DeviceType | str, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream on the first device of a type (ggml_backend_init_by_type).
+
+        Raises:
+            Error: As `device_by_type` and `Device.init_backend`.
+        """
+        return self.device_by_type(type).init_backend(params)
+
+    def init_best(self) -> Backend:
+        """Open a stream on the best device: the first GPU, else integrated GPU, else CPU that opens.
+
+        Accelerators (ACCEL, as a CPU that is driven through OpenCL) are not chosen, as in ggml: they are
+        made to work beside a CPU. Name one to use it.
+
+        Raises:
+            BackendUnavailable: No device opens; the message gives each one's reason.
+            Error: A device that could be used failed to open, as for lack of memory.
+
+        Source: ggml_backend_init_best.
+        """
+        reasons = []
+        found = self._choice()
+        for device in (device for type in _BEST_ORDER for device in found if device.type is type):
+            try:
+                return device.init_backend()
+            except BackendUnavailable as why:
+                reasons.append(f"\n  {device.name}: {why}")
+            except Exception as why:  # of a backend of any author
+                if isinstance(why, Error) and not isinstance(why, BackendBroken):
+                    raise  # a failure of this moment, as too little memory
+                self._warn_of(device.name, f"it fails to open: {type(why).__name__}: {why}")
+                reasons.append(f"\n  {device.name}: {why}")
+        raise BackendUnavailable(f"there is no GPU or CPU device to use{''.join(reasons)}{self._reasons()}")
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _check_not_pending(self, reg: BackendReg, target: str) -> None:
+        """Raise RegistryError if a backend of that name is installed, though not imported yet."""
+        for candidate in self._catalogue.pending():
+            if candidate.key == reg.name.casefold() and candidate.target != target:
+                raise RegistryError(
+                    f"a backend named {candidate.name!r} is installed ({candidate.origin}); unload it "
+                    f"first: ggmlb.unload(ggmlb.reg_by_name({candidate.name!r}))"
+                )
+
+    def _choice(self) -> list[Device]:
+        """All devices, to choose among; warns of broken backends, whose devices might have been chosen."""
+        with self._lock:
+            self._catalogue.open_all()
+            for failed in self._catalogue.failed:
+                if failed.kind == "broken":
+                    self._warn_of(failed.name, failed.reason)
+            return self._catalogue.devices()
+
+    def _warn_of(self, name: str, reason: str) -> None:
+        """Tell once what keeps a device from being chosen."""
+        message = f"{name} is broken, and another device is chosen; repair or remove it: {reason}"
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _look_up(self, backend: str, find: Callable[[], _Named | None]) -> _Named | None:
+        """Find something: import nothing, then the backend of that name, and only then all."""
+        found = find()
+        if found is None:
+            self._catalogue.open_named(backend)
+            found = find()
+        if found is None:
+            for failed in self._catalogue.failed:
+                if failed.name.casefold() == backend:
+                    raise failed.error()
+            self._catalogue.open_all()
+            found = find()
+        return found
+
+    def _no_such(self, what: str, name: str, known: list[str]) -> NoReturn:
+        raise RegistryError(f"there is no {what} {name!r}{did_you_mean(name, known)}{self._reasons()}")
+
+    def _reasons(self) -> str:
+        """A line for each backend that cannot be used, for the end of a message."""
+        return "".join(f"\n  {f.name} is not available: {f.reason}" for f in self.unavailable())
+
+
+def _named(name: str, things: Iterable[_Named]) -> _Named | None:
+    return next((thing for thing in things if thing.name.casefold() == name.casefold()), None)
+
+
+def _device_type(value: DeviceType | str) -> DeviceType:
+    try:
+        return DeviceType(value.upper() if isinstance(value, str) else value)
+    except ValueError:
+        names = [type.value for type in DeviceType]
+        raise ArgumentError(f"there is no device type {value!r}{did_you_mean(str(value), names)}") from None

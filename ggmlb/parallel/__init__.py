@@ -1,0 +1,1 @@
+"""One node on many devices: the meta device and weights split by rows."""

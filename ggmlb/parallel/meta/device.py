@@ -1,0 +1,201 @@
+"""The meta device: several devices that compute each node together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.errors import ArgumentError
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device
+from ggmlb.parallel.meta.backend import MetaBackend
+from ggmlb.parallel.meta.buffer import MetaBuffer, MetaBufferType
+from ggmlb.parallel.meta.layout import slices_of_view
+from ggmlb.parallel.meta.rules import outcome, whole
+from ggmlb.parallel.meta.state import MIRRORED, PARTIAL
+
+if TYPE_CHECKING:
+    from ggmlb.parallel.meta.rules import Outcome
+    from ggmlb.parallel.meta.state import SplitState
+
+    GetSplitState = Callable[[Tensor], SplitState]
+
+MAX_DEVICES = 16
+"""GGML_BACKEND_META_MAX_DEVICES."""
+
+
+class MetaDevice(Device):
+    """Devices that share the work of every node: tensor parallelism.
+
+    Weights are dealt out as `get_split_state` says; how results are dealt out follows (`ggmlb.parallel.meta.rules`).
+
+    Attributes:
+        devices: The simple devices.
+        get_split_state: Says how a weight is dealt out.
+        given: The states of weights that are placed.
+    """
+
+    type = DeviceType.META
+
+    def __init__(self, devices: Sequence[Device], get_split_state: GetSplitState) -> None:
+        self.devices = tuple(devices)
+        self.get_split_state = get_split_state
+        self.given: weakref.WeakKeyDictionary[Tensor, SplitState] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Tensor, SplitState] = weakref.WeakKeyDictionary()
+        self._known_at = -1
+        self._buffer_type: Callable[[], MetaBufferType | None] = lambda: None
+        self._reg = MetaReg(self)
+
+    @property
+    def name(self) -> str:
+        """`Meta(OpenCL0,OpenCL1)`."""
+        return f"Meta({','.join(d.name for d in self.devices)})"
+
+    @property
+    def description(self) -> str:
+        """The devices' descriptions."""
+        return f"Meta({','.join(d.description for d in self.devices)})"
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Of all devices together [bytes]."""
+        free, total = zip(*(d.memory for d in self.devices), strict=True)
+        return sum(free), sum(total)
+
+    @property
+    def caps(self) -> Caps:
+        """Asynchronous if one of its devices is; no events, host buffers or callers' memory."""
+        return Caps(async_=any(d.caps.async_ for d in self.devices))
+
+    @property
+    def reg(self) -> BackendReg:
+        """A registration of its own, which the registry need not know."""
+        return self._reg
+
+    @property
+    def buffer_type(self) -> MetaBufferType:
+        """Memory on all devices; the same object as long as anybody has it."""
+        made = self._buffer_type()
+        if made is None:  # it holds the device, so that the device must not hold it
+            made = MetaBufferType(self, [d.buffer_type for d in self.devices])
+            self._buffer_type = weakref.ref(made)
+        return made
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream on each device, with the same parameters."""
+        return MetaBackend(self, params)
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return the first device's reason to decline the whole node; slices are looked at by the plan."""
+        return next((why for d in self.devices if (why := d.declines(op)) is not None), None)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """The memory of a meta device of the same devices."""
+        return isinstance(buft, MetaBufferType) and buft.device.devices == self.devices
+
+    # -- how tensors are dealt out -------------------------------------------------------------------
+
+    def state(self, tensor: Tensor) -> SplitState:
+        """Return how a tensor is dealt out; never PARTIAL, because sums are made before anyone reads them.
+
+        A view that cuts through the parts of a tensor is MIRRORED: what it is a view of is gathered for it.
+        """
+        if self._known_at != placement_clock.now:  # where operands lie decides
+            self._states.clear()
+            self._known_at = placement_clock.now
+        known = self._states
+        stack = [tensor]  # not recursive: a graph may be thousands of nodes deep
+        while stack:
+            top = stack[-1]
+            waiting = [t for t in self._depends_on(top) if t not in known]
+            if waiting:
+                stack += waiting
+            else:
+                if top not in known:
+                    known[top] = self._follows(top)
+                stack.pop()
+        return known[tensor]
+
+    def _depends_on(self, tensor: Tensor) -> Sequence[Tensor]:
+        if tensor in self.given or not isinstance(tensor.buffer, MetaBuffer):
+            return ()
+        if tensor.view_src is not None:
+            return (tensor.view_src,)
+        return [s for s in tensor.src if s is not None]
+
+    def _follows(self, tensor: Tensor) -> SplitState:
+        if not isinstance(tensor.buffer, MetaBuffer):
+            return MIRRORED  # elsewhere: what the meta device reads is a copy
+        if tensor in self.given:
+            return self.given[tensor]
+        root = tensor.view_src
+        if root is not None:
+            state = self._states[root]
+            if not state.is_cut:
+                return state
+            view = slices_of_view(tensor.dtype, root.ne, state, tensor.ne, tensor.nb, tensor.view_offs)
+            return MIRRORED if view is None else view.state
+        result = self.outcome(tensor).result if tensor.src else MIRRORED
+        return MIRRORED if result == PARTIAL else result
+
+    def outcome(self, node: Tensor) -> Outcome:
+        """Return the states that a node's operands are needed in, and that of its result."""
+        states = [MIRRORED if s is None else self.state(s) for s in node.src]
+        found = outcome(node, states)
+        if found.result.is_cut and node.view_src is None and not node.is_contiguous():
+            return whole(states)
+        for src, state, wanted in zip(node.src, states, found.wants, strict=True):
+            if src is not None and wanted != state and not _is_slice_away(src, wanted):
+                return whole(states)
+        return found
+
+
+def _is_slice_away(operand: Tensor, wanted: SplitState) -> bool:
+    """Whether each device's part of an operand that it has whole is a view of it."""
+    if not wanted.is_cut:
+        return True
+    block = operand.dtype.block_size if int(wanted.axis) == 0 else 1
+    return len(wanted.segments) == 1 and not any(n % block for n in wanted.segments[0])
+
+
+class MetaReg(BackendReg):
+    """The registration of one meta device."""
+
+    name = "Meta"
+
+    def __init__(self, device: MetaDevice) -> None:
+        self._device = weakref.ref(device)
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The device."""
+        device = self._device()
+        return () if device is None else (device,)
+
+
+def meta_device(devices: Sequence[Device], get_split_state: GetSplitState) -> MetaDevice:
+    """Return a device that wraps others, which compute each node together (tensor parallelism).
+
+    Open a stream on it with `init_backend`, place weights with `alloc_ctx_tensors`, and give it to a
+    `Scheduler` before a CPU backend, as any device.
+
+    Args:
+        devices: Simple devices, at most 16.
+        get_split_state: Called with each weight when it is placed; says how it is dealt out.
+            `SplitState(SplitAxis.AXIS_1, (split_evenly(rows, 2),))`, for instance, gives each of two devices
+            half of a matrix's rows (ne[1]).
+
+    Raises:
+        ArgumentError: No devices, more than 16, or one that is a meta device.
+
+    Source: ggml_backend_meta_device.
+    """
+    if not 1 <= len(devices) <= MAX_DEVICES:
+        raise ArgumentError(f"meta_device: {len(devices)} devices; give 1 to {MAX_DEVICES}")
+    for device in devices:
+        if isinstance(device, MetaDevice):
+            raise ArgumentError(f"meta_device: {device.name} is a meta device itself; give its devices")
+    return MetaDevice(devices, get_split_state)

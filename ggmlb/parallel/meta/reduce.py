@@ -1,0 +1,112 @@
+"""Sums over devices: each device has a part, afterwards each has the sum, in the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ggmlb.core.enums import Op
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, Buffer, tensor_copy_async
+
+
+class Communicator:
+    """The streams that sum together, by their own all-reduce where they have one (`comm_*`, as NCCL)."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self.backends = tuple(backends)
+        self._comm: Any = None
+        reg = backends[0].device.reg
+        init = reg.get_proc_address("comm_init")
+        if init is not None and len(backends) > 1 and all(b.device.reg is reg for b in backends):
+            self._comm = init(list(backends))
+        self._allreduce = reg.get_proc_address("comm_allreduce_tensor") if self._comm is not None else None
+
+    def sum_of(self, parts: Sequence[Tensor], has_part: Sequence[bool]) -> AllReduce:
+        """Prepare a sum of contiguous tensors of one shape, one on each device, in place.
+
+        Args:
+            parts: On each device its part, and afterwards the sum.
+            has_part: Whether a device has one; the memory of others is only written.
+        """
+        return AllReduce(self, parts, has_part)
+
+    def allreduce(self, parts: Sequence[Tensor]) -> bool:
+        """Sum by the devices' own means; `False` if they have none for this."""
+        return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
+
+    def free(self) -> None:
+        """End the connection."""
+        if self._comm is not None:
+            self.backends[0].device.reg.get_proc_address("comm_free")(self._comm)  # type: ignore[misc]
+            self._comm = None
+
+
+class AllReduce:
+    """A sum, ready to be queued again and again; owns the memory in which parts arrive.
+
+    Without the devices' own means it is a butterfly: in each of log2(n) steps, pairs exchange what they have
+    and add. What is beyond a power of two is added in before, and gets the sum afterwards (as in ggml).
+    """
+
+    def __init__(self, communicator: Communicator, parts: Sequence[Tensor], has_part: Sequence[bool]) -> None:
+        self._communicator = communicator
+        self._parts = tuple(parts)
+        self._all_have = all(has_part)
+        self._buffers: list[Buffer] = []
+        self._steps: list[Callable[[], Any]] = []
+        try:
+            self._prepare([j for j, has in enumerate(has_part) if has])
+        except BaseException:
+            self.free()
+            raise
+
+    def __call__(self) -> None:
+        """Queue it."""
+        if self._all_have and self._communicator.allreduce(self._parts):
+            return
+        for step in self._steps:
+            step()
+
+    def free(self) -> None:
+        """Free the memory."""
+        for buffer in self._buffers:
+            if not buffer.is_freed:
+                buffer.free()
+
+    def _prepare(self, having: list[int]) -> None:
+        n = 1 << (len(having).bit_length() - 1)
+        core, beyond = having[:n], having[n:]
+        arrivals = {j: self._arrival(j) for j in (core if len(having) > 1 else ())}
+        adds = {j: self._add(j, arrival) for j, arrival in arrivals.items()}
+        for source, target in zip(beyond, core, strict=False):
+            self._steps += [self._copy(source, target, arrivals[target]), adds[target]]
+        distance = 1
+        while distance < n:
+            pairs = [(core[i ^ distance], core[i]) for i in range(n)]
+            # All copies are queued before the first addition changes what they read.
+            self._steps += [self._copy(source, target, arrivals[target]) for source, target in pairs]
+            self._steps += [adds[j] for j in core]
+            distance *= 2
+        rest = [j for j in range(len(self._parts)) if j not in core]
+        for i, target in enumerate(rest):
+            self._steps.append(self._copy(core[i % n], target, self._parts[target]))
+
+    def _arrival(self, j: int) -> Tensor:
+        part = self._parts[j]
+        buffer = self._communicator.backends[j].alloc_buffer(part.nbytes)
+        self._buffers.append(buffer)
+        arrival = Tensor(part.dtype, part.ne)
+        arrival.buffer = buffer
+        return arrival
+
+    def _copy(self, source: int, target: int, into: Tensor) -> Callable[[], None]:
+        backends = self._communicator.backends
+        return partial(tensor_copy_async, backends[source], backends[target], self._parts[source], into)
+
+    def _add(self, j: int, arrival: Tensor) -> Callable[[], Any]:
+        part, backend = self._parts[j], self._communicator.backends[j]
+        total = Tensor(part.dtype, part.ne, op=Op.ADD, src=(part, arrival), view_src=part)
+        return partial(backend.graph_plan_compute, backend.graph_plan_create(Graph([total], [part, arrival])))

@@ -1,0 +1,185 @@
+"""Products whose weight has its rows on several devices: each device computes its rows of the result."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb.core.context import Context
+from ggmlb.core.enums import Op
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.interface import Backend, Buffer, Device, GraphPlan, tensor_alloc, tensor_copy_async
+from ggmlb.parallel.row_split.memory import SplitBuffer, are_any
+
+if TYPE_CHECKING:
+    from ggmlb.parallel.row_split.memory import Piece
+
+
+def declines(node: Tensor) -> str | None:
+    """Return why a node cannot be computed with split operands; `None` where it can, or has none."""
+    if not are_any():
+        return None
+    for i, source in enumerate(node.src):
+        if source is not None and isinstance(source.buffer, SplitBuffer):
+            if node.op is not Op.MUL_MAT or i:
+                return f"src{i} lies in {source.buffer.name}, which holds the weights of mul_mat only"
+            if source.view_src is not None:
+                return f"src{i} is a view of a tensor in {source.buffer.name}"
+            if node.src[1] is not None and not node.src[1].is_contiguous():
+                return "src1 is not contiguous, and its columns go to several devices"
+    return None
+
+
+def is_split(node: Tensor) -> bool:
+    """Whether the node is a product with a split weight."""
+    return node.op is Op.MUL_MAT and node.src[0] is not None and isinstance(node.src[0].buffer, SplitBuffer)
+
+
+class Helpers:
+    """What a stream needs on other devices to share its products with them: a stream on each, and memory.
+
+    A stream's products run one after another, on the helpers too, and so share the memory. What is too small
+    is replaced, not grown: products that were bound to it keep it.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[Device, Backend] = {}
+        self._memory: dict[Device, Buffer] = {}
+
+    @property
+    def streams(self) -> tuple[Backend, ...]:
+        """The streams that there are."""
+        return tuple(self._streams.values())
+
+    def on(self, device: Device, main: Backend) -> Backend:
+        """Return the stream that does the main one's share of work on a device; itself on its own."""
+        if device is main.device:
+            return main
+        if device not in self._streams:
+            self._streams[device] = device.init_backend()
+        return self._streams[device]
+
+    def place(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        """Place tensors side by side in memory of the device; what it holds is undefined."""
+        buft = device.buffer_type
+        sizes = [-(-buft.alloc_size(t) // buft.alignment) * buft.alignment for t in tensors]
+        memory = self._memory.get(device)
+        if memory is None or memory.size < sum(sizes):
+            memory = self._memory[device] = buft.alloc_buffer(sum(sizes))
+        for tensor, size, end in zip(tensors, sizes, accumulate(sizes), strict=True):
+            tensor_alloc(memory, tensor, end - size)
+
+    def free(self) -> None:
+        """Close the streams; memory goes with the last product that uses it."""
+        for stream in self._streams.values():
+            stream.free()
+        self._streams = {}
+        self._memory = {}
+
+
+class _Share(NamedTuple):
+    """What another device computes of a product: its rows times all columns, in memory of its own.
+
+    Attributes:
+        stream: Where.
+        plan: The product.
+        columns: Where the columns go before.
+        result: Its rows of the result.
+        landed: Where they go afterwards, on the main device.
+    """
+
+    stream: Backend
+    plan: GraphPlan
+    columns: Tensor
+    result: Tensor
+    landed: Tensor
+
+
+class RowSplitProduct:
+    """A product with a split weight, bound to memory: columns go to all devices, and rows of the result back.
+
+    Args:
+        node: The product; it, and the columns, lie in memory of the main device.
+        main: The stream in whose order it is computed.
+        helpers: The stream's.
+
+    Attributes:
+        buffers: Memory of the main device that it reads and writes.
+    """
+
+    def __init__(self, node: Tensor, main: Backend, helpers: Helpers) -> None:
+        a, b = node.src[:2]
+        assert a is not None and b is not None and isinstance(a.buffer, SplitBuffer)
+        assert node.buffer is not None and b.buffer is not None
+        self.buffers = (node.buffer, b.buffer)
+        pieces = a.buffer.pieces[a.offset]
+        self._main, self._b = weakref.ref(main), b  # its plans hold this
+        self._shares: list[_Share] = []
+        self._own: GraphPlan | None = None
+        # Rows of several columns are no one run of memory in the result: they land elsewhere, and are spread.
+        is_run = node.ne[0] == node.n_elements or len(pieces) == 1
+        landed = [_result(node, piece, node.buffer if is_run else None) for piece in pieces]
+        if not is_run:
+            helpers.place(main.device, landed)
+        for piece, there in zip(pieces, landed, strict=True):
+            stream = helpers.on(piece.device, main)
+            if stream is main:
+                self._own = main._plan_part(_product(node, piece.rows, _at(b, b.ne), there))
+                continue
+            columns, result = Tensor(b.dtype, b.ne), _result(node, piece, None)
+            helpers.place(piece.device, [columns, result])
+            plan = stream.graph_plan_create(_product(node, piece.rows, columns, result))
+            self._shares.append(_Share(stream, plan, columns, result, there))
+        self._spread = None if is_run else main._plan_part(_spread(node, pieces, landed))
+
+    def run(self) -> None:
+        """Queue it on the main stream and the helpers."""
+        main = self._main()
+        assert main is not None
+        abort, main.abort_callback = main.abort_callback, None  # it is asked between products, not within one
+        try:
+            for share in self._shares:
+                tensor_copy_async(main, share.stream, self._b, share.columns)
+                share.stream.graph_plan_compute(share.plan)
+            if self._own is not None:
+                main._compute_part(self._own)
+            for share in self._shares:
+                tensor_copy_async(share.stream, main, share.result, share.landed)
+            if self._spread is not None:
+                main._compute_part(self._spread)
+        finally:
+            main.abort_callback = abort
+
+
+def _at(tensor: Tensor, ne: Ne, offset: int = 0) -> Tensor:
+    """Return a contiguous tensor in the memory of another, which knows nothing of how that is computed."""
+    leaf = Tensor(tensor.dtype, ne)
+    leaf.buffer, leaf.offset = tensor.buffer, tensor.offset + offset
+    return leaf
+
+
+def _result(node: Tensor, piece: Piece, buffer: Buffer | None) -> Tensor:
+    """Return what a piece gives of the result: in its place, if that is one run of memory."""
+    rows = _at(node, (piece.rows.ne[1], *node.ne[1:]), piece.first * node.nb[0])
+    rows.buffer = buffer
+    return rows
+
+
+def _product(node: Tensor, weight: Tensor, columns: Tensor, result: Tensor) -> Graph:
+    """Return a graph that computes rows of the node into a place; the result's type says nothing of them."""
+    own = result.reading((weight, columns), None)
+    own.op, own.params, own.name = node.op, node.params, node.name
+    return Graph([own], [weight, columns])
+
+
+def _spread(node: Tensor, pieces: Sequence[Piece], landed: Sequence[Tensor]) -> Graph:
+    """Return a graph that puts the rows of all devices in their places."""
+    ctx, graph = Context(), Graph()
+    whole = _at(node, node.ne)
+    for piece, rows in zip(pieces, landed, strict=True):
+        place = ctx.view_4d(whole, *rows.ne, *node.nb[1:], piece.first * node.nb[0])
+        graph.build_forward_expand(ctx.cpy(rows, place))
+    return graph

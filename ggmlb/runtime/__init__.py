@@ -1,0 +1,1 @@
+"""How a graph gets to its devices: allocation, scheduling, evaluation."""

@@ -1,0 +1,25 @@
+"""Allocators: which tensor lies where, in which buffer (ggml-alloc.h).
+
+    TensorAllocator      one tensor after another in a buffer that exists     ggml_tallocr
+    alloc_ctx_tensors    all tensors of a context, in buffers made for them   ggml_backend_alloc_ctx_tensors
+    GraphAllocator       a graph's tensors, sharing memory over time          ggml_gallocr
+
+A graph is allocated in three steps: `topology` reads from it what a plan depends on, as lists of
+numbers; `plan` finds a place for each number, in `arena`s that exist on paper only; `graph` makes the
+buffers and places the tensors. A plan is kept, so that the second time costs the first and last step.
+"""
+
+from ggmlb.runtime.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size, alloc_tensors, override_for
+from ggmlb.runtime.alloc.graph import GraphAllocator
+from ggmlb.runtime.alloc.linear import TensorAllocator
+from ggmlb.runtime.alloc.plan import INPLACE_OPERANDS
+
+__all__ = [
+    "INPLACE_OPERANDS",
+    "GraphAllocator",
+    "TensorAllocator",
+    "alloc_ctx_tensors",
+    "alloc_ctx_tensors_size",
+    "alloc_tensors",
+    "override_for",
+]

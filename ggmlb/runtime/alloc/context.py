@@ -1,0 +1,165 @@
+"""alloc_ctx_tensors: buffers for all tensors of a context."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from ggmlb.core.context import Context
+from ggmlb.core.errors import ArgumentError, kind_of
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
+from ggmlb.runtime.alloc.linear import TensorAllocator, padded
+
+
+def alloc_ctx_tensors(
+    ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
+) -> Buffer:
+    """Place all tensors of a context, in a buffer made for them.
+
+    Tensors that lie in a buffer already are left alone; views follow their sources. If anything fails,
+    the tensors are as they were before, and nothing stays allocated.
+
+    Args:
+        ctx: Holds the tensors.
+        where: The kind of memory, or the backend whose default kind is meant.
+        overrides: Other memory for some tensors, by regular expression: the first that is found in a
+            tensor's name decides (--override-tensor of llama.cpp). `{r"ffn_.*_exps": cpu}` keeps experts
+            in host memory; a `Scheduler` runs their ops there, or copies what it needs (`op_offload`).
+
+    Returns:
+        The buffer, a context manager that frees it: a `MultiBuffer` if the tensors need more than
+        `max_size` or several kinds of memory, and one of no bytes if no tensor needs any.
+
+    Raises:
+        ArgumentError: An override is no regular expression.
+        AllocationError: The device lacks room, or one tensor is larger than the largest buffer.
+        NotAllocatedError: A view's source, in another context, lies in no buffer yet.
+
+    Source: ggml_backend_alloc_ctx_tensors, ggml_backend_alloc_ctx_tensors_from_buft.
+    """
+    if not overrides:
+        return alloc_tensors(ctx.tensors, _buffer_type(where))
+    roots, views = _unplaced(ctx.tensors)
+    with _all_or_nothing([*roots, *views]) as buffers:
+        for buft, tensors in _by_memory(roots, where, overrides).items():
+            buffers.append(alloc_tensors(tensors, buft))
+        for tensor in views:
+            view_init(tensor)
+    return buffers[0] if len(buffers) == 1 else MultiBuffer(buffers)
+
+
+def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
+    """Place tensors in a buffer made for them; as `alloc_ctx_tensors`, for any list."""
+    roots, views = _unplaced(tensors)
+    with _all_or_nothing([*roots, *views]) as buffers:
+        whole = buft.place_tensors(roots)
+        if whole is not None:
+            buffers.append(whole)
+        for size, group in _groups(roots, buft) if whole is None else ():
+            buffers.append(buft.alloc_buffer(size))
+            allocator = TensorAllocator(buffers[-1])
+            for tensor in group:
+                allocator.alloc(tensor)
+        for tensor in views:
+            view_init(tensor)
+    return buffers[0] if len(buffers) == 1 else MultiBuffer(buffers)
+
+
+def _unplaced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return those that are in no buffer yet: the ones with memory of their own, and the views."""
+    unplaced = [t for t in tensors if t.buffer is None]
+    return [t for t in unplaced if t.view_src is None], [t for t in unplaced if t.view_src is not None]
+
+
+@contextmanager
+def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
+    """Yield a list for the buffers that are made; if anything fails, free these and un-place the tensors."""
+    buffers: list[Buffer] = []
+    try:
+        yield buffers
+    except BaseException:
+        for tensor in tensors:
+            tensor.buffer = None
+        for buffer in buffers:
+            buffer.free()
+        raise
+
+
+def alloc_ctx_tensors_size(
+    ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
+) -> int:
+    """Return the bytes that `alloc_ctx_tensors` would allocate now, in all kinds of memory.
+
+    Raises:
+        ArgumentError: An override is no regular expression.
+        AllocationError: One tensor is larger than the largest buffer.
+
+    Source: ggml_backend_alloc_ctx_tensors_from_buft_size.
+    """
+    roots, _ = _unplaced(ctx.tensors)
+    homes = _by_memory(roots, where, overrides)
+    return sum(size for buft, tensors in homes.items() for size, _ in _groups(tensors, buft))
+
+
+def _by_memory(
+    tensors: Iterable[Tensor],
+    where: Backend | BufferType,
+    overrides: Mapping[str, Backend | BufferType] | None = None,
+) -> dict[BufferType, list[Tensor]]:
+    """Return which tensors belong in which memory; arguments and errors as `alloc_ctx_tensors`."""
+    homes: dict[BufferType, list[Tensor]] = {}
+    for tensor in tensors:
+        home = override_for(tensor.name, overrides) or where
+        homes.setdefault(_buffer_type(home), []).append(tensor)
+    return homes or {_buffer_type(where): []}
+
+
+def override_for(
+    name: str, overrides: Mapping[str, Backend | BufferType] | None
+) -> Backend | BufferType | None:
+    """Return the memory of the first pattern that is found in a tensor's name, or `None`.
+
+    Raises:
+        ArgumentError: A pattern is no regular expression.
+    """
+    for pattern, home in (overrides or {}).items():
+        try:
+            if re.search(pattern, name):
+                return home
+        except re.error as error:
+            raise ArgumentError(f"the override {pattern!r} is no regular expression: {error}") from None
+    return None
+
+
+def _buffer_type(where: Backend | BufferType) -> BufferType:
+    if isinstance(where, Backend):
+        return where.default_buffer_type
+    if not isinstance(where, BufferType):
+        raise ArgumentError(
+            f"alloc_ctx_tensors: {kind_of(where)} is no memory; give a backend, as init_by_name opens one, "
+            "or a buffer type, as device.buffer_type"
+        )
+    return where
+
+
+def _groups(tensors: list[Tensor], buft: BufferType) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield the size of each buffer with its tensors, in their order; at least one buffer.
+
+    The sizes of all are known, and found possible, before the first is allocated.
+    """
+    alignment, limit = buft.alignment, buft.max_size
+    groups: list[tuple[int, list[Tensor]]] = []
+    total = 0
+    group: list[Tensor] = []
+    for tensor in tensors:
+        size = padded(buft.alloc_size(tensor), alignment)
+        if size > limit:
+            raise buft.out_of_memory(size, f"{tensor.describe()} alone exceeds a buffer's {limit:,} bytes")
+        if total + size > limit:
+            groups.append((total, group))
+            total, group = 0, []
+        total += size
+        group.append(tensor)
+    return iter([*groups, (total, group)])

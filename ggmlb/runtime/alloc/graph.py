@@ -1,0 +1,357 @@
+"""GraphAllocator: places the tensors of a graph in buffers that it grows as graphs need."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from ggmlb.core.enums import TensorFlag
+from ggmlb.core.errors import ArgumentError, GraphError
+from ggmlb.core.graph import Graph
+from ggmlb.core.lifetime import Freeable
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer, BufferType
+from ggmlb.runtime.alloc.memory import BufferIds, Memories
+from ggmlb.runtime.alloc.numbering import Numbering
+from ggmlb.runtime.alloc.plan import Plan, make_plan
+from ggmlb.runtime.alloc.topology import Topology
+
+MAX_PLANS = 8
+"""Plans that are kept: a program rarely alternates between more topologies."""
+
+
+class GraphAllocator(Freeable):
+    """Places the tensors of graphs so that those which live at the same time share no byte (ggml_gallocr).
+
+    - Leafs, and nodes flagged as inputs, are placed before all other nodes, side by side. Like any
+      tensor they may be overwritten after the last node that reads them: set them before each
+      computation, or flag them as outputs, too.
+    - Outputs, and results that no node reads, are never overwritten.
+    - Element-wise and row-wise ops take the place of an operand that nothing else needs.
+    - Views lie in the memory of their source, and keep it.
+    - A tensor that lies in a buffer already (a weight) is left alone. One that this allocator placed is
+      placed anew: allocating a graph takes back what was given to the graph before it.
+
+    A plan is kept for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
+    that topology reuse it as long as their tensors are no larger, so that after `reserve` of the
+    largest graph no memory is allocated any more. A context manager: leaving it frees the memory.
+
+    Args:
+        bufts: The kind of memory, or several; the same kind twice is one memory.
+        keep_inputs: Never overwrite inputs, so that a graph can be computed again without setting them
+            again; ggml does overwrite them.
+        separate: Give each of `bufts` a memory of its own, the same kind twice or not.
+
+    Attributes:
+        bufts: The buffer types, by index.
+        n_plans: Times that a graph was planned.
+        n_reallocs: Times that memory was allocated; it should stand still after `reserve`.
+
+    Raises:
+        ArgumentError: No buffer type was given.
+    """
+
+    def __init__(
+        self,
+        bufts: BufferType | Sequence[BufferType],
+        *,
+        keep_inputs: bool = False,
+        separate: bool = False,
+    ) -> None:
+        self.bufts = (bufts,) if isinstance(bufts, BufferType) else tuple(bufts)
+        if not self.bufts:
+            raise ArgumentError("a GraphAllocator needs at least one buffer type")
+        self._memories = Memories(self.bufts, separate)
+        self._plans: deque[Plan] = deque(maxlen=MAX_PLANS)
+        self._stays = TensorFlag.OUTPUT | (TensorFlag.INPUT if keep_inputs else 0)
+        self.n_plans = 0
+        self.n_reallocs = 0
+
+    # -- reserving -----------------------------------------------------------------------------
+
+    def reserve(self, graph: Graph) -> None:
+        """Allocate what a graph needs, all of the first buffer type, without placing its tensors.
+
+        Raises:
+            AllocationError: A device lacks room. All memory of the allocator was freed; it can be used on.
+            GraphError: A node comes before one that it reads.
+            FreedError: A tensor lies in a freed buffer, or the allocator was freed.
+
+        Source: ggml_gallocr_reserve.
+        """
+        self.reserve_n(graph, None, None)
+
+    def reserve_n(
+        self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
+    ) -> None:
+        """Allocate what a graph needs in several kinds of memory, without placing its tensors.
+
+        Args:
+            graph: The largest graph of its topology that will come.
+            node_buffer_ids: For each node, an index in `bufts`; `None` for zeros. It does not matter for
+                views and for tensors that lie in a buffer already.
+            leaf_buffer_ids: For each leaf, likewise.
+
+        Raises:
+            ArgumentError: There are more or fewer ids than tensors, or one is out of range.
+            AllocationError, GraphError, FreedError: As `reserve`.
+
+        Source: ggml_gallocr_reserve_n.
+        """
+        self.check_alive("reserve")
+        self.reserve_topology(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
+
+    def reserve_n_size(
+        self,
+        graph: Graph,
+        node_buffer_ids: Sequence[int] | None = None,
+        leaf_buffer_ids: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Return what a graph needs, for each of `bufts` [bytes], without allocating anything.
+
+        A buffer type that stands in `bufts` twice is counted where it stands first.
+
+        Raises:
+            ArgumentError, GraphError, FreedError: As `reserve_n`.
+            AllocationError: A tensor is larger than the largest buffer.
+
+        Source: ggml_gallocr_reserve_n_size.
+        """
+        self.check_alive("reserve_n_size")
+        return self.topology_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
+
+    def get_buffer_size(self, buffer_id: int = 0) -> int:
+        """Return what is allocated of a buffer type now [bytes].
+
+        A buffer type that stands in `bufts` twice is counted where it stands first.
+
+        Raises:
+            ArgumentError: `buffer_id` is not an index of `bufts`.
+
+        Source: ggml_gallocr_get_buffer_size.
+        """
+        if not 0 <= buffer_id < len(self.bufts):
+            raise ArgumentError(f"get_buffer_size({buffer_id}): there are {len(self.bufts)} buffer types")
+        sizes = [sum(buffer.size for buffer in chunks) for chunks in self._memories.chunks]
+        return self._memories.by_buffer_id(sizes)[buffer_id]
+
+    # -- placing -------------------------------------------------------------------------------
+
+    def alloc_graph(self, graph: Graph) -> None:
+        """Place the tensors of a graph, allocating what is not reserved yet.
+
+        With several kinds of memory, the buffer ids are those of the last graph of its topology.
+
+        Raises:
+            GraphError: There are several kinds of memory, and no graph of this topology was reserved; or
+                a node comes before one that it reads.
+            AllocationError: A device lacks room. None of the graph's tensors is placed, all memory of the
+                allocator was freed; it can be used on.
+            FreedError: A tensor lies in a freed buffer, or the allocator was freed.
+
+        Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
+        """
+        self.check_alive("alloc_graph")
+        topology, ids = self._read(graph, None, None)
+        self._alloc(topology, ids if len(self._memories.bufts) == 1 else None)
+
+    def alloc_graph_n(
+        self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
+    ) -> None:
+        """Place the tensors of a graph in several kinds of memory, allocating what is not reserved yet.
+
+        Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
+        """
+        self.check_alive("alloc_graph_n")
+        self._alloc(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
+
+    def _read(
+        self, graph: Graph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
+    ) -> tuple[Topology, BufferIds]:
+        numbering = Numbering(graph)
+        topology = Topology.read(numbering, self._memories.in_use())
+        if node_ids is None and leaf_ids is None:
+            return topology, [0] * len(topology.tensors)
+        ids = _ids_by_number(graph, numbering, node_ids, leaf_ids)
+        n_bufts = len(self.bufts)
+        for i in topology.placeable():
+            if not 0 <= ids[i] < n_bufts:
+                raise ArgumentError(
+                    f"the buffer id of {topology.tensors[i].describe()} is {ids[i]}, which is out of range; "
+                    f"there are {n_bufts} buffer types"
+                )
+        return topology, [i if 0 <= i < n_bufts else 0 for i in ids]
+
+    def _alloc(self, topology: Topology, ids: BufferIds | None) -> None:
+        plan = self._find(topology, ids)
+        try:
+            self._adopt(plan)
+            self._lay(topology.tensors, plan, *self._places(topology, plan))
+        except BaseException:
+            placeable = set(topology.placeable())
+            for i, (tensor, base) in enumerate(zip(topology.tensors, topology.bases, strict=True)):
+                if i in placeable or base in placeable:
+                    tensor.buffer = None
+            placement_clock.tick()
+            raise
+
+    def _lay(
+        self,
+        tensors: Sequence[Tensor],
+        plan: Plan,
+        buffers: Sequence[Buffer | None],
+        offsets: Sequence[int],
+    ) -> None:
+        """Place the tensors, unless all lie where they should."""
+        planned = (*plan.owned, *plan.views)
+        moved = [i for i in planned if tensors[i].buffer is not buffers[i] or tensors[i].offset != offsets[i]]
+        if not moved:
+            return
+        for i in moved:
+            tensors[i].buffer = buffers[i]
+            tensors[i].offset = offsets[i]
+        placement_clock.tick()
+        new = set(moved)
+        own = self._memories.in_use()
+        self.prepare(tensors[i] for i in planned if i in new or buffers[i] in own)
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Let buffers prepare what was placed in them, where they want to; ours from a clean state."""
+        for chunk in self._memories.in_use():
+            chunk.reset()
+        for tensor in tensors:
+            buffer = tensor.buffer
+            if buffer is not None and buffer.prepares_tensors:
+                buffer.init_tensor(tensor)
+
+    # -- by number, for the scheduler ----------------------------------------------------------
+
+    def reserve_topology(self, topology: Topology, ids: BufferIds) -> None:
+        """Allocate what a topology needs, as `reserve_n`."""
+        self.check_alive("reserve")
+        self._adopt(self._plan(topology, ids))
+
+    def topology_size(self, topology: Topology, ids: BufferIds) -> list[int]:
+        """Return what a topology needs, for each of `bufts` [bytes], as `reserve_n_size`."""
+        self.check_alive("reserve_n_size")
+        return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(topology, ids).peaks])
+
+    def alloc_topology(self, topology: Topology, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
+        """Allocate what a topology needs, as `alloc_graph_n`; return buffer and offset by number.
+
+        No tensor is touched.
+        """
+        self.check_alive("alloc_graph")
+        plan = self._find(topology, ids)
+        self._adopt(plan)
+        return self._places(topology, plan)
+
+    def _places(self, topology: Topology, plan: Plan) -> tuple[list[Buffer | None], list[int]]:
+        tensors, bases, chunks = topology.tensors, topology.bases, self._memories.chunks
+        buffers: list[Buffer | None] = [None] * len(tensors)
+        offsets = [0] * len(tensors)
+        for i in topology.outside:
+            buffers[i] = tensors[i].buffer
+            offsets[i] = tensors[i].offset
+        for i, m, c, offset in zip(plan.owned, plan.memories, plan.chunks, plan.offsets, strict=True):
+            buffers[i] = chunks[m][c]
+            offsets[i] = offset
+        for i in plan.views:
+            base = bases[i]
+            buffers[i] = buffers[base]
+            offsets[i] = offsets[base] + tensors[i].view_offs
+        return buffers, offsets
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def _find(self, topology: Topology, ids: BufferIds | None) -> Plan:
+        """Return a kept plan that suits the graph, or a new one; without `ids`, with those of one kept."""
+        for plan in self._plans:
+            if plan.key == topology.key and (ids is None or plan.buffer_ids == ids):
+                ids = plan.buffer_ids
+                owned = [topology.tensors[i] for i in plan.owned]
+                if plan.suits(topology.tensors, self._memories.sizes(owned, plan.memories)):
+                    return plan
+        if ids is None:
+            raise GraphError(
+                f"alloc_graph: no graph of this topology ({len(topology.n_sources)} nodes) was reserved, so "
+                f"which of {len(self._memories.bufts)} kinds of memory each tensor belongs in is unknown; "
+                "call reserve_n first, or alloc_graph_n"
+            )
+        return self._plan(topology, ids)
+
+    def _plan(self, topology: Topology, ids: BufferIds) -> Plan:
+        memories = self._memories
+        where = memories.of_ids(ids)
+        sizes = memories.sizes(topology.tensors, where)
+        plan = make_plan(topology, ids, where, sizes, memories.limits, self._stays)
+        self.n_plans += 1
+        self._check_limits(topology.tensors, plan)
+        return plan
+
+    def _adopt(self, plan: Plan) -> None:
+        """Allocate what the plan needs, and make it the first that is looked at."""
+        if self._memories.grow(plan.peaks):
+            self.n_reallocs += 1
+        if plan in self._plans:
+            self._plans.remove(plan)
+        self._plans.appendleft(plan)
+
+    def _check_limits(self, tensors: Sequence[Tensor], plan: Plan) -> None:
+        limits = self._memories.limits
+        if all(max(peaks, default=0) <= limit for peaks, limit in zip(plan.peaks, limits, strict=True)):
+            return
+        for i, m, size in zip(plan.owned, plan.memories, plan.sizes, strict=True):
+            if size > limits[m]:
+                raise self._memories.bufts[m].out_of_memory(
+                    size, f"{tensors[i].describe()} alone exceeds a buffer's {limits[m]:,} bytes"
+                )
+
+    def keeps_places(self) -> bool:
+        """Whether graphs placed in this memory, one after another, may take turns without being placed again.
+
+        They may not where a buffer prepares the tensors that are placed in it.
+        """
+        return not self._memories.has_hooks()
+
+    def free(self) -> None:
+        """Free the memory (ggml_gallocr_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self.check_alive("free")
+        self.is_freed = True
+        self._plans.clear()
+        self._memories.free()
+
+    # -- Python --------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        if self.is_freed:
+            return "<GraphAllocator freed>"
+        named = zip(self._memories.bufts, self._memories.chunks, strict=True)
+        sizes = (f"{buft.name} {sum(b.size for b in chunks):,} bytes" for buft, chunks in named)
+        return f"<GraphAllocator {', '.join(sizes)}>"
+
+
+def _ids_by_number(
+    graph: Graph, numbering: Numbering, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
+) -> list[int]:
+    """Return the caller's ids by number; what is not listed gets that of what needs it.
+
+    Raises:
+        ArgumentError: There are more or fewer ids than tensors.
+    """
+    listed: list[int] = []
+    for what, tensors, given in (("leaf", graph.leafs, leaf_ids), ("node", graph.nodes, node_ids)):
+        ids = [0] * len(tensors) if given is None else given
+        if len(ids) != len(tensors):
+            raise ArgumentError(f"{len(ids)} {what} buffer ids for {len(tensors)} {what}s; give one for each")
+        listed += ids
+    by_number = listed[: numbering.n_distinct]
+    if len(listed) > len(by_number):  # a tensor is listed twice: the first time counts
+        for number, i in zip(reversed(numbering.listed), reversed(listed), strict=True):
+            by_number[number] = i
+    return by_number + [by_number[user] for user in numbering.users]

@@ -1,0 +1,385 @@
+"""Passes 1-4: choose the backend of every tensor of a graph.
+
+The rules are ggml's (ggml_backend_sched_split_graph): a tensor that lies somewhere stays there, an op
+runs where its weights are, the rest follows its neighbours, and what nobody took goes to the backend
+that can read most of its operands in place. Three differences: every choice has a `Cause`; a node
+that writes into the memory of another tensor always runs where that memory is (ggml may compute it on
+another device, whose result then never reaches the tensor); and a view lies where its source does,
+even if the user asked for another place (ggml then reads it there without a copy).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.core.enums import BufferUsage, Op, TensorFlag
+from ggmlb.core.errors import GraphError, UnsupportedOpError
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer, BufferType
+from ggmlb.runtime.scheduler.rules import Cause
+
+if TYPE_CHECKING:
+    from ggmlb.runtime.scheduler.rules import Rules
+    from ggmlb.runtime.scheduler.signature import Signature
+
+# The causes of many tensors, looked up once: before Python 3.12, that costs as much as ten other steps.
+_PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW
+
+UNKNOWN = -1
+"""Backend index of what has none yet."""
+
+
+class Assignment:
+    """The backends of a graph's tensors, by their numbers in its signature.
+
+    Attributes:
+        ids: Backend index of each tensor; 0 is the highest priority.
+        causes: Why, of each tensor.
+        foreign: Numbers of the tensors in memory that no backend here can use: they are read through copies.
+        backends, bufts, separate: As the rules say.
+        roots: As the signature says.
+
+    Raises:
+        UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
+    """
+
+    def __init__(self, signature: Signature, rules: Rules) -> None:
+        self.backends = backends = rules.backends
+        self.bufts = rules.bufts
+        self.separate = rules.separate
+        self._op_offload = rules.op_offload
+        self._strict = rules.strict
+        n = len(signature.tensors)
+        self.ids: list[int] = []
+        self.causes: list[Cause | None] = []
+        self.roots = signature.roots
+        self._signature = signature
+        self._tensors, self._computes = signature.tensors, signature.computes
+        self._bases, self._buffers, self._wishes = signature.bases, signature.buffers, signature.wishes
+        self._last = len(backends) - 1
+        self._declines = [b.device.declines for b in backends]
+        self._supported: list[list[bool | None]] = [[None] * n for _ in backends]
+        self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
+        self._holders: dict[int, tuple[int, ...]] = {}
+
+        work = signature.work
+        self._from_places(signature)
+        self._from_weights(work)
+        self._expand(work)
+        self._upgrade_or_best(work)
+        self._keep_writers_home(work)
+        self._rest(signature.nodes, (*signature.listed[: signature.n_leafs], *signature.unlisted))
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def supports(self, b: int, node: int) -> bool:
+        """Whether backend `b` runs the node; asked of the device once."""
+        answer = self._supported[b][node]
+        if answer is None:
+            answer = self._supported[b][node] = self._declines[b](self._tensors[node]) is None
+        return answer
+
+    def supports_buft(self, b: int, buft: BufferType) -> bool:
+        """Whether backend `b` can use memory of that type; asked once."""
+        known = self._bufts_supported[b]
+        answer = known.get(id(buft))
+        if answer is None:
+            answer = known[id(buft)] = self.backends[b].supports_buft(buft)
+        return answer
+
+    def holders(self, buft: BufferType) -> tuple[int, ...]:
+        """The backends that can use memory of that type."""
+        known = self._holders.get(id(buft))
+        if known is None:
+            n = len(self.backends)
+            known = self._holders[id(buft)] = tuple(b for b in range(n) if self.supports_buft(b, buft))
+        return known
+
+    def _sources(self, node: int) -> list[int]:
+        """Numbers of the sources that are there."""
+        return [s for s in self._signature.reads(node) if s >= 0]
+
+    def readable(self, i: int, b: int) -> bool:
+        """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
+        root = self.roots[i]
+        buffer = self._buffers[root]
+        if buffer is not None:
+            return self.supports_buft(b, buffer.buft)
+        owner = self.ids[i]
+        if owner < 0:
+            owner = self.ids[root]
+        if owner < 0 or (self.separate and owner != b and self.bufts[owner] is self.bufts[b]):
+            return False
+        return self.supports_buft(b, self.bufts[owner])
+
+    def shares(self, a: int, b: int) -> bool:
+        """Whether one of two backends computes in memory that the other can use."""
+        if self.separate and self.bufts[a] is self.bufts[b]:
+            return False
+        return self.supports_buft(a, self.bufts[b]) or self.supports_buft(b, self.bufts[a])
+
+    # -- pass 1: what is placed already, and what the user asked for ----------------------------
+
+    def _from_places(self, signature: Signature) -> None:
+        buffers = self._buffers
+        owners = {buffer: self._owner_of_leafs(buffer) for buffer in {*buffers}}
+        strange = {b for b in owners if b is not None and not self.holders(b.buft)}
+        self.foreign = (
+            {i for i, root in enumerate(self.roots) if buffers[root] in strange} if strange else set()
+        )
+        self.ids = ids = [owners[buffers[root]] for root in self.roots]
+        self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
+        for i, wanted in self._wishes.items():
+            if self._honour(i, wanted):
+                self._set(i, wanted, Cause.USER)
+        for i, computes in enumerate(self._computes):
+            if computes and causes[i] is _PLACED:
+                ids[i] = self._owner_of_result(i)
+        for i in signature.flagged:
+            if ids[i] < 0 and signature.flags[i] & TensorFlag.INPUT:
+                self._set(i, self._last, Cause.INPUT)
+
+    def _honour(self, i: int, wanted: int) -> bool:
+        if not self._computes[i] or self.supports(wanted, i):
+            return True
+        self._leaves(i, wanted, "the user asked for")
+        return False
+
+    def _leaves(self, node: int, wanted: int, wish: str) -> None:
+        """Report that a node cannot run where it was wished to: an error if strict, else a warning."""
+        if not any(self.supports(b, node) for b in range(len(self.backends))):
+            return  # an error that holds what each backend says will follow
+        tensor, name = self._tensors[node], self.backends[wanted].name
+        why = self._declines[wanted](tensor)
+        message = f"{tensor.describe()} cannot run on {name}, which {wish}: {why}"
+        if self._strict:
+            raise UnsupportedOpError(message, reasons={name: why or ""})
+        warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
+
+    def _owner_of_leafs(self, buffer: Buffer | None) -> int:
+        """Return the backend of what lies in a buffer and is not computed."""
+        if buffer is None:
+            return UNKNOWN
+        # Memory of a device outside this scheduler (`foreign`) counts as the last backend's, the host's.
+        return next(iter(self.holders(buffer.buft)), self._last)
+
+    def _owner_of_result(self, i: int) -> int:
+        """Return the backend of a result that is to lie in a buffer of the user's."""
+        buffer, tensor = self._buffers[self.roots[i]], self._tensors[i]
+        assert buffer is not None
+        for b in self.holders(buffer.buft):
+            if self.supports(b, i):
+                return b
+        raise UnsupportedOpError(
+            f"{tensor.describe()} lies in a {buffer.name} buffer, and no backend both uses that memory and "
+            f"runs the op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
+            reasons=self.reasons(tensor),
+        )
+
+    def _from_weights(self, work: list[int]) -> None:
+        """Let ops run where their weights are; of several weights, the first decides."""
+        ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._signature.ops, Op.ROPE
+        weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
+        # Who can use a buffer, and whether another may find its weights worth copying.
+        homes: dict[Buffer | None, tuple[Sequence[int], bool]]
+        homes = {b: (self.holders(b.buft), self._op_offload and b.is_host) for b in weights}
+        for node in work:
+            if ids[node] >= 0:
+                continue
+            for src in tensors[node].src:
+                if src is not None and src.buffer in homes:
+                    break
+            else:
+                continue
+            if ops[node] is rope:  # its frequency factors are too small to choose a backend by
+                continue
+            holders, is_offered = homes[src.buffer]
+            for owner in holders:
+                if self.supports(owner, node):
+                    ids[node] = owner
+                    causes[node] = _WEIGHT
+                    if is_offered and self.bufts[owner] is self.bufts[self._last]:
+                        self._offload(node, owner)
+                    break
+            else:
+                if holders:
+                    self._leaves(node, holders[0], "holds its weight")
+
+    def _offload(self, node: int, owner: int) -> None:
+        """Give a node to the first device that finds it worth copying its weights out of host memory.
+
+        Its owner is the last backend or one in the same memory, such as an accelerator beside the CPU; ggml
+        looks no further where that has the weight. Devices after it take nothing from it.
+        """
+        for b in range(owner):
+            if self.supports(b, node) and self.backends[b].offload_op(self._tensors[node]):
+                self._set(node, b, Cause.OFFLOAD)
+                return
+
+    # -- pass 2: neighbours --------------------------------------------------------------------
+
+    def _expand(self, work: list[int]) -> None:
+        """Give unassigned nodes to the backend of the nodes before or after them.
+
+        First the backends above the last, down and up, so that the last one (the CPU) runs a node only
+        if its operands are there or nothing else surrounds it; then whatever is left.
+        """
+        if not {*self.ids} <= {UNKNOWN, self._last}:
+            self._sweep(work, self._last)
+            self._sweep(work[::-1], self._last)
+        self._sweep(work, UNKNOWN)
+        if UNKNOWN in map(self.ids.__getitem__, work):
+            self._sweep(work[::-1], UNKNOWN)
+
+    def _sweep(self, work: list[int], skip: int) -> None:
+        ids, causes = self.ids, self.causes
+        current = UNKNOWN
+        for node in work:
+            known = ids[node]
+            if known >= 0:
+                current = UNKNOWN if known == skip else known
+            elif current >= 0 and self.supports(current, node):
+                ids[node] = current
+                causes[node] = _NEIGHBOUR
+
+    # -- pass 3: better places -----------------------------------------------------------------
+
+    def _upgrade_or_best(self, work: list[int]) -> None:
+        n = len(self.backends)
+        bufts = self.bufts
+        above = [[b for b in range(i) if bufts[b] is bufts[i] and not self.separate] for i in range(n)]
+        ids = self.ids
+        if not any(above):
+            work = [node for node in work if ids[node] < 0]
+        for node in work:
+            current = ids[node]
+            if current < 0:
+                self._best(node)
+                continue
+            for b in above[current]:
+                if self.supports(b, node) and all(self.readable(s, b) for s in self._sources(node)):
+                    self._set(node, b, Cause.UPGRADE)
+                    break
+
+    def _best(self, node: int) -> None:
+        most = -1
+        for b in range(len(self.backends)):
+            if self.supports(b, node):
+                count = sum(self.readable(s, b) for s in self._sources(node))
+                if count > most:
+                    most = count
+                    self._set(node, b, Cause.BEST)
+
+    def _keep_writers_home(self, work: list[int]) -> None:
+        """Let the nodes that write into a tensor run where it is, or bring it to where all can run."""
+        ids, bases = self.ids, self._bases
+        if len({*ids} - {UNKNOWN}) < 2:
+            return
+        writers: dict[int, list[int]] = {}
+        for node in work:
+            if bases[node] >= 0 and ids[node] >= 0:
+                writers.setdefault(bases[node], []).append(node)
+        for base, nodes in writers.items():
+            if ids[base] < 0:
+                self._set(base, ids[nodes[0]], Cause.USED)
+            home = ids[base]
+            away = [n for n in nodes if ids[n] != home and not self.readable(base, ids[n])]
+            if not away:
+                continue
+            if not all(self.supports(home, n) for n in away):
+                home = self._common_home(base, nodes, home)
+                away = [n for n in (base, *nodes) if ids[n] != home]
+            for node in away:
+                if self.causes[node] is Cause.USER:
+                    self._moves(node, base, home)
+                self._set(node, home, Cause.WRITES)
+
+    def _common_home(self, base: int, nodes: list[int], home: int) -> int:
+        """Return a backend that runs a tensor's op and all nodes that write into the tensor."""
+        if self._buffers[base] is None:
+            group = [base, *nodes] if self._computes[base] else nodes
+            for b in range(len(self.backends)):
+                if all(self.supports(b, n) for n in group):
+                    return b
+        node = self._tensors[next(n for n in nodes if not self.supports(home, n))]
+        raise UnsupportedOpError(
+            f"{node.describe()} writes into {self._tensors[base].describe()}, which lies on "
+            f"{self.backends[home].name}, and no device runs what computes and what writes it:\n"
+            f"{self.complaints(node)}\nAdd a backend that runs them all, or write into a copy.",
+            reasons=self.reasons(node),
+        )
+
+    def _moves(self, node: int, base: int, home: int) -> None:
+        """Report that a wish is not followed because a tensor and its writers stay together."""
+        message = (
+            f"{self._tensors[node].describe()} was set to {self.backends[self.ids[node]].name}, but "
+            f"{self._tensors[base].describe()} and what writes into it must be on one device: "
+            f"{self.backends[home].name}"
+        )
+        if self._strict:
+            raise GraphError(message + "; set all of them to the same backend")
+        warnings.warn(message + "; it runs there", RuntimeWarning, stacklevel=2)
+
+    # -- pass 4: sources and leftovers ---------------------------------------------------------
+
+    def _rest(self, nodes: Sequence[int], others: Sequence[int]) -> None:
+        """Assign what is left, given the tensors that are no nodes."""
+        ids, bases = self.ids, self._bases
+        # Where all of these have a backend, every source has one before its readers are looked at.
+        is_open = UNKNOWN in map(ids.__getitem__, others)
+        for node in nodes if is_open else [i for i in nodes if ids[i] < 0]:
+            current, base = ids[node], bases[node]
+            if current < 0 and base >= 0 and ids[base] >= 0:
+                current = ids[base]
+                self._set(node, current, _VIEW)
+            if current < 0 and self._computes[node]:
+                current = self._first(node)
+            for src in self._sources(node) if is_open else ():
+                if ids[src] >= 0:
+                    continue
+                root = bases[src]
+                if root >= 0 and ids[root] >= 0:
+                    self._set(src, ids[root], _VIEW)
+                elif current >= 0:
+                    self._set(src, current, Cause.USED)
+                    if root >= 0:
+                        self._set(root, current, Cause.USED)
+            if current < 0:  # a view, whose source has just been given a backend, or a lone leaf
+                self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, _VIEW)
+                if base >= 0 and ids[base] < 0:
+                    self._set(base, ids[node], Cause.USED)
+        for node in self._wishes:
+            base = bases[node]
+            if base >= 0 and ids[node] != ids[base] and not self._computes[node]:
+                self._set(node, ids[base], _VIEW)  # whatever was asked for
+
+    def _first(self, node: int) -> int:
+        for b in range(len(self.backends)):
+            if self.supports(b, node):
+                self._set(node, b, Cause.FIRST)
+                return b
+        tensor = self._tensors[node]
+        raise UnsupportedOpError(
+            f"no device can run {tensor.describe()}:\n{self.complaints(tensor)}\n"
+            "Add a backend that runs it (the CPU backend runs every op), or change its operands.",
+            reasons=self.reasons(tensor),
+        )
+
+    # -- words ---------------------------------------------------------------------------------
+
+    def reasons(self, node: Tensor) -> dict[str, str]:
+        """What each backend that declines the node says, by its name."""
+        answers = (
+            (b.name, declines(node)) for b, declines in zip(self.backends, self._declines, strict=True)
+        )
+        return {name: why for name, why in answers if why is not None}
+
+    def complaints(self, node: Tensor) -> str:
+        """`reasons` as indented lines."""
+        return "\n".join(f"  {name}: {why}" for name, why in self.reasons(node).items())
+
+    def _set(self, i: int, backend: int, cause: Cause) -> None:
+        self.ids[i] = backend
+        self.causes[i] = cause

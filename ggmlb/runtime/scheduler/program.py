@@ -1,0 +1,206 @@
+"""Program: a topology assigned, split, allocated and planned once, for all graphs that have it."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import compress
+from typing import TYPE_CHECKING
+
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import GraphError
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Buffer, GraphPlan
+from ggmlb.runtime.alloc import GraphAllocator
+from ggmlb.runtime.scheduler.assign import UNKNOWN, Assignment
+from ggmlb.runtime.scheduler.image import Image
+from ggmlb.runtime.scheduler.split import Cut
+
+if TYPE_CHECKING:
+    from ggmlb.runtime.scheduler.rules import Cause, Rules
+    from ggmlb.runtime.scheduler.signature import Signature
+
+
+MAX_PROGRAMS = 8
+"""Topologies that are kept: a program rarely alternates between more."""
+
+
+class Programs:
+    """The programs of the last topologies, the latest first; `MAX_PROGRAMS` of them."""
+
+    def __init__(self, rules: Rules, n_copies: int) -> None:
+        self._rules = rules
+        self._n_copies = n_copies
+        self._kept: deque[Program] = deque(maxlen=MAX_PROGRAMS)
+
+    def find(self, signature: Signature) -> Program | None:
+        """Return the program of an earlier graph that this one equals, bound to it."""
+        for program in self._kept:
+            if program.signature.matches(signature):
+                program.bind(signature)
+                if program is not self._kept[0]:
+                    self._kept.remove(program)
+                    self._kept.appendleft(program)
+                return program
+        return None
+
+    def make(self, signature: Signature) -> Program:
+        """Assign and split a graph.
+
+        Raises:
+            UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
+        """
+        program = Program(signature, Assignment(signature, self._rules), self._n_copies)
+        self._kept.appendleft(program)
+        return program
+
+    def clear(self) -> None:
+        """Forget all of them, with their weights."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class Program:
+    """What a scheduler keeps of a topology, bound to one graph at a time.
+
+    The image that is allocated and planned is the program's own. Binding another graph of the same
+    signature gives its tensors the places of their twins, and costs nothing else.
+
+    Attributes:
+        signature: The topology, with the tensors of the graph that is bound.
+        image: What is allocated and planned.
+        splits: In the order of execution.
+        buffers: Buffer of each tensor, by number, once allocated.
+        offsets: Offset of each tensor in its buffer, by number.
+        stamp: The allocator's count of allocations when it was placed; -1 if it is not.
+    """
+
+    def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
+        signature.keep()
+        self.signature = signature
+        self._assignment = assignment
+        self._n_copies = n_copies
+        cut = Cut(signature, assignment, n_copies)
+        self.splits = cut.splits
+        self.image = Image(signature, assignment, cut)
+        self.forget_plans()
+        self._owned: list[int] = []
+        self.buffers: list[Buffer | None] = []
+        self.offsets: list[int] = []
+        self.stamp = -1
+        self._sources: list[tuple[Tensor | None, ...]] = []
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    def backend_id(self, tensor: Tensor) -> int | None:
+        """Return the backend of a tensor of the bound graph, or `None` if it is none."""
+        if tensor not in self.signature.numbers:
+            return None
+        b = self._assignment.ids[self.signature.numbers[tensor]]
+        return None if b == UNKNOWN else b
+
+    def cause(self, node: Tensor) -> Cause:
+        """Return why a node of the bound graph is where it is."""
+        cause = self._assignment.causes[self.signature.numbers[node]]
+        assert cause is not None
+        return cause
+
+    def reasons(self, node: Tensor) -> dict[str, str]:
+        """Return what each backend that declines a node says, by its name."""
+        return self._assignment.reasons(node)
+
+    # -- binding -------------------------------------------------------------------------------
+
+    def bind(self, signature: Signature) -> None:
+        """Take over another graph of the same signature."""
+        self.signature.tensors, self.signature.numbers = signature.tensors, signature.numbers
+
+    def allocate(self, allocator: GraphAllocator) -> None:
+        """Place the image, unless it lies where it did.
+
+        Raises:
+            AllocationError: A device lacks room.
+        """
+        image = self.image
+        if self.stamp == allocator.n_reallocs and allocator.keeps_places():
+            return
+        buffers, offsets = allocator.alloc_topology(image.topology, image.ids)
+        self.stamp = allocator.n_reallocs
+        if image.place(buffers, offsets):
+            self.forget_plans()
+        n = len(self.signature.tensors)
+        self.buffers, self.offsets = buffers[:n], offsets[:n]
+        own = {b for b in {*self.buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
+        self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
+        if not allocator.keeps_places():
+            allocator.prepare(image.twins())
+
+    def place(self) -> None:
+        """Place the tensors of the bound graph where their twins lie."""
+        tensors = self.signature.tensors
+        for tensor, buffer, offset in zip(tensors, self.buffers, self.offsets, strict=True):
+            tensor.buffer = buffer
+            tensor.offset = offset
+        self._sources = [t.src for t in tensors]
+
+    def release(self) -> None:
+        """Take the places back from the tensors of the bound graph, if nobody else has moved them."""
+        tensors, buffers, offsets = self.signature.tensors, self.buffers, self.offsets
+        for i in self._owned:
+            tensor = tensors[i]
+            if tensor.buffer is buffers[i] and tensor.offset == offsets[i]:
+                tensor.buffer = None
+
+    def check(self) -> None:
+        """Check, after something moved somewhere, that it was nothing of ours; note changed parameters.
+
+        Raises:
+            GraphError: A tensor of the bound graph was moved, or reads other tensors.
+            FreedError: A tensor of the user's lies in freed memory.
+        """
+        signature = self.signature
+        tensors = signature.tensors
+        if (
+            [t.buffer for t in tensors] != self.buffers
+            or [t.offset for t in tensors] != self.offsets
+            or [t.src for t in tensors] != self._sources
+        ):
+            there = zip(tensors, self.buffers, self.offsets, self._sources, strict=True)
+            moved = next(t for t, b, o, s in there if t.buffer is not b or t.offset != o or t.src != s)
+            raise GraphError(
+                f"{moved.describe()} was moved or changed since this scheduler allocated the graph; "
+                "call alloc_graph again, and set the inputs again"
+            )
+        signature.check_freed()
+        params = [t.params for t in tensors]
+        if not signature.has_params(params):
+            signature.params = params
+            signature.keep()
+            self.image.set_params(signature.params)
+            self.forget_plans()
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def plan(self, index: int, c: int) -> GraphPlan:
+        """Return the plan of a split that reads the c-th copies, made when first asked for."""
+        split = self.splits[index]
+        plan = split.plans[c]
+        if plan is None:
+            plan = split.plans[c] = split.backend.graph_plan_create(self.variant(c)[index])
+            plan.owner_checks = True  # `check` does; nobody else has the image's tensors
+        return plan
+
+    def variant(self, c: int) -> list[Graph]:
+        """Return the graphs of the splits that read the c-th copies."""
+        graphs = self._variants[c]
+        if graphs is None:
+            graphs = self._variants[c] = self.image.variant(self.splits, c)
+        return graphs
+
+    def forget_plans(self) -> None:
+        """Drop the plans: what they bound has changed."""
+        self._variants: list[list[Graph] | None] = [None] * self._n_copies
+        for split in self.splits:
+            split.plans = [None] * self._n_copies

@@ -1,0 +1,113 @@
+"""Where each node landed and why, as data and as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ggmlb.core.enums import NO_OPS
+from ggmlb.core.errors import readable_size
+from ggmlb.core.graph import Graph
+
+if TYPE_CHECKING:
+    from ggmlb.runtime.scheduler.program import Program
+    from ggmlb.runtime.scheduler.rules import Cause
+    from ggmlb.runtime.scheduler.split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What became of one node.
+
+    Attributes:
+        node: Its name, or its op and index.
+        op: The op, or the function of a unary or GLU node.
+        device: The device that computes it.
+        split: Index of its split.
+        cause: Why it is there.
+        rejected: Devices that cannot run it, with what each said.
+        copies: Names of the operands that are copied to the device for it.
+    """
+
+    node: str
+    op: str
+    device: str
+    split: int
+    cause: Cause
+    rejected: dict[str, str] = field(default_factory=dict)
+    copies: tuple[str, ...] = ()
+
+
+def placements(graph: Graph, program: Program) -> list[Placement]:
+    """Return one record per node that computes something, in order."""
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    records = []
+    for i_split, split in enumerate(program.splits):
+        copied = {item.tensor for item in split.inputs}
+        for node in split.nodes:
+            if node.op in NO_OPS:
+                continue
+            records.append(
+                Placement(
+                    node=node.name or f"{node.op_desc().lower()}_{index[node]}",
+                    op=node.op_desc(),
+                    device=split.backend.name,
+                    split=i_split,
+                    cause=program.cause(node),
+                    rejected=program.reasons(node),
+                    copies=tuple(s.name or s.op_desc() for s in node.src if s is not None and s in copied),
+                )
+            )
+    return records
+
+
+def render(graph: Graph, program: Program) -> str:
+    """Return the splits as text: inputs with their sizes, nodes with the causes of their places.
+
+    Runs of nodes of the same cause share a line.
+    """
+    n_copied = sum(item.nbytes for s in program.splits for item in s.inputs)
+    n_inputs = sum(len(s.inputs) for s in program.splits)
+    n_work = sum(n.op not in NO_OPS for n in graph.nodes)
+    lines = [
+        f"{n_work} nodes in {_count(len(program.splits), 'split')}, "
+        f"{_count(n_inputs, 'copy', 'copies')} between devices ({readable_size(n_copied)})"
+    ]
+    for i, split in enumerate(program.splits):
+        work = [n for n in split.nodes if n.op not in NO_OPS]
+        lines.append(f"split {i} on {split.backend.name}: {_count(len(work), 'node')}")
+        lines += [
+            f"  copies {item.tensor.name or item.tensor.describe()} from {item.origin} "
+            f"({readable_size(item.nbytes)})"
+            for item in split.inputs
+        ]
+        lines += _runs(split, program)
+    return "\n".join(lines)
+
+
+def _runs(split: Split, program: Program) -> list[str]:
+    lines: list[str] = []
+    run: list[str] = []
+    reason = ""
+    for node in [*(n for n in split.nodes if n.op not in NO_OPS), None]:
+        why = ""
+        if node is not None:
+            rejected = program.reasons(node)
+            why = str(program.cause(node)) + "".join(f"; {d} declines: {r}" for d, r in rejected.items())
+        if run and why != reason:
+            lines.append(f"  {_brief(run)} - {reason}")
+            run = []
+        reason = why
+        if node is not None:
+            run.append(node.op_desc().lower() + (f" {node.name!r}" if node.name else ""))
+    return lines
+
+
+def _brief(names: list[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)} nodes)"
+
+
+def _count(n: int, one: str, many: str = "") -> str:
+    return f"{n} {one if n == 1 else many or one + 's'}"

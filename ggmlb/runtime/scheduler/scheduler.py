@@ -1,0 +1,382 @@
+"""Scheduler: computes one graph on several backends (ggml_backend_sched)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from ggmlb.core.enums import Status
+from ggmlb.core.errors import ArgumentError, GraphError, kind_of
+from ggmlb.core.graph import Graph, need_graph
+from ggmlb.core.lifetime import Freeable
+from ggmlb.core.placement import placement_clock
+from ggmlb.core.tensor import Tensor
+from ggmlb.inspect.sanitizer import start_sanitizer
+from ggmlb.interface import Backend, BufferType
+from ggmlb.interface.registry import cpu_buffer_type
+from ggmlb.runtime.alloc import GraphAllocator
+from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
+from ggmlb.runtime.scheduler.program import Program, Programs
+from ggmlb.runtime.scheduler.rules import Rules
+from ggmlb.runtime.scheduler.shown import Shown
+from ggmlb.runtime.scheduler.signature import Signature
+
+
+class Scheduler(Shown, Freeable):
+    """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
+
+    A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
+    a new graph of the same topology (`Signature`): same ops, shapes, parameters and weights, as each step
+    of a decoding program builds one. The last eight topologies are kept, with their weights.
+
+    A context manager: leaving it frees its memory. One thread at a time may use it; different
+    schedulers may be used in different threads.
+
+    Args:
+        backends: In order of priority, highest first. The last (the CPU, usually) takes what no other
+            runs, and holds the graph's inputs: in host memory, also where it is a GPU, which copies them.
+        bufts: The memory each computes in; each backend's default by default.
+        graph_size: The number of nodes expected; kept for ggml's signature, graphs may be larger.
+        parallel: Pipelining: what a device sends to another goes into one of `n_copies` copies in turn, so
+            that it can go on with the next computation while the other still reads. Streams of one device
+            get memory of their own each. Use `graph_compute_async`, and `get_tensor_async` for results.
+        op_offload: Let a backend take an op whose weights lie in host memory, where its device says
+            that copying them pays (`Device.offload_op`).
+        n_copies: Number of copies when `parallel`, 1 or more.
+        strict: An op that must leave the device asked for, by `set_tensor_backend` or by where its
+            weights lie, is an error instead of a warning.
+        sanitize: While the scheduler lives, raise a `SanitizerError` on any read or write that nothing
+            orders (`ggmlb.sanitize`).
+
+    Raises:
+        ArgumentError: No backends, a memory its backend cannot use, or no copies.
+
+    Source: ggml_backend_sched_new.
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        bufts: Sequence[BufferType] | None = None,
+        graph_size: int = 2048,
+        parallel: bool = False,
+        op_offload: bool = True,
+        *,
+        n_copies: int = 4,
+        strict: bool = False,
+        sanitize: bool = False,
+    ) -> None:
+        if not isinstance(backends, Sequence):
+            raise ArgumentError(f"a Scheduler takes a list of backends, and not {kind_of(backends)}")
+        if not backends:
+            raise ArgumentError("a Scheduler needs at least one backend")
+        for backend in backends:
+            if not isinstance(backend, Backend):
+                raise ArgumentError(
+                    f"a Scheduler takes backends, which are streams on devices, and not {kind_of(backend)}: "
+                    "open one by init_by_name(name) or device.init_backend()"
+                )
+        if not hasattr(n_copies, "__index__") or n_copies < 1:
+            raise ArgumentError(f"n_copies is {n_copies}; give a whole number, 1 or more")
+        if bufts is not None and len(bufts) != len(backends):
+            raise ArgumentError(f"{len(backends)} backends, but {len(bufts)} buffer types; give one for each")
+        self._backends = tuple(backends)
+        self._bufts = tuple(bufts) if bufts is not None else tuple(b.default_buffer_type for b in backends)
+        for backend, buft in zip(self._backends, self._bufts, strict=True):
+            if not backend.supports_buft(buft):
+                raise ArgumentError(
+                    f"{backend.name} cannot use {buft.name} memory; give it another buffer type"
+                )
+        self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
+        self._callback: EvalCallback | None = None
+        self._n_copies = n_copies if parallel else 1
+        separate = self._n_copies > 1
+        self._allocator = GraphAllocator(
+            (*self._bufts, self._host_memory()), keep_inputs=True, separate=separate
+        )
+        self._executor = Executor(self._backends, self._n_copies)
+        rules = Rules(self._backends, self._bufts, op_offload, strict, separate)
+        self._programs = Programs(rules, self._n_copies)
+        self._program: Program | None = None
+        self._graph: Graph | None = None
+        self._n_nodes = 0
+        self._placed: Program | None = None
+        self._last: Program | None = None
+        self._checked_at = -1
+        self._stop_sanitizer = start_sanitizer(self) if sanitize else None
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends, highest priority first."""
+        return self._backends
+
+    @property
+    def n_backends(self) -> int:
+        """Number of backends (ggml_backend_sched_get_n_backends)."""
+        return len(self._backends)
+
+    def backend(self, i: int) -> Backend:
+        """Return the i-th backend (ggml_backend_sched_get_backend)."""
+        return self._backends[i]
+
+    @property
+    def n_copies(self) -> int:
+        """Number of copies of what devices send each other; 1 without `parallel`.
+
+        Source: ggml_backend_sched_get_n_copies.
+        """
+        return self._n_copies
+
+    def buffer_type(self, backend: Backend) -> BufferType:
+        """Return the memory that a backend computes in (ggml_backend_sched_get_buffer_type)."""
+        return self._bufts[self._index(backend)]
+
+    def buffer_size(self, backend: Backend) -> int:
+        """Return the bytes reserved for a backend's tensors (ggml_backend_sched_get_buffer_size)."""
+        return self._allocator.get_buffer_size(self._index(backend))
+
+    # -- wishes --------------------------------------------------------------------------------
+
+    def set_tensor_backend(self, node: Tensor, backend: Backend | None) -> None:
+        """Ask for a node to be computed on a backend; `None` takes the wish back.
+
+        Wishes hold for all later graphs with the node, `reset` and `reserve` notwithstanding. A view lies
+        where its source does: ask for the source's backend.
+
+        Raises:
+            ArgumentError: The node is no tensor, or the backend is not one of the scheduler's.
+
+        Source: ggml_backend_sched_set_tensor_backend.
+        """
+        if not isinstance(node, Tensor):
+            raise ArgumentError(
+                f"set_tensor_backend: {kind_of(node)} is no tensor; graph.node(name) finds one"
+            )
+        if backend is None:
+            self._user.pop(node, None)
+        else:
+            self._user[node] = self._index(backend)
+        self._graph = None if self._graph is not None and node in self._graph else self._graph
+
+    def get_tensor_backend(self, node: Tensor) -> Backend | None:
+        """Return the backend of a tensor: as assigned, else as asked for, else `None`.
+
+        Source: ggml_backend_sched_get_tensor_backend.
+        """
+        found = self._program.backend_id(node) if self._program is not None else None
+        if found is None:
+            found = self._user.get(node)
+        return None if found is None else self._backends[found]
+
+    def set_eval_callback(self, callback: EvalCallback | None) -> None:
+        """Watch nodes as they are computed; `None` stops watching.
+
+        The callback is asked `callback(node, True)` whether it wants a node's data. If it does, the
+        graph is computed up to the node and `callback(node, False)` is called; `False` stops. It may read and
+        write tensors, but neither compute nor allocate with this scheduler.
+
+        Raises:
+            ArgumentError: It cannot be called.
+
+        Source: ggml_backend_sched_set_eval_callback.
+        """
+        if callback is not None and not callable(callback):
+            raise ArgumentError(f"set_eval_callback: {kind_of(callback)} cannot be called; give a function")
+        self._callback = callback
+
+    # -- planning ------------------------------------------------------------------------------
+
+    def split_graph(self, graph: Graph) -> None:
+        """Assign and split a graph without allocating it (ggml_backend_sched_split_graph).
+
+        Raises:
+            UnsupportedOpError: No backend runs a node; the message holds what each one said.
+            FreedError: A tensor lies in a freed buffer.
+        """
+        self._check_idle("split_graph")
+        need_graph("Scheduler", graph)
+        self._forget()
+        signature = Signature(graph, self._user)
+        program = self._programs.find(signature) or self._programs.make(signature)
+        self._program, self._graph, self._n_nodes = program, graph, len(graph.nodes)
+
+    def reserve(self, measure_graph: Graph) -> None:
+        """Allocate the memory that a graph will need, so that `alloc_graph` need not.
+
+        Raises:
+            AllocationError: A device lacks room.
+            UnsupportedOpError: No backend runs a node.
+
+        Source: ggml_backend_sched_reserve.
+        """
+        self.synchronize()
+        self.split_graph(measure_graph)
+        program = self._need_program()
+        try:
+            self._allocator.reserve_topology(program.image.topology, program.image.ids)
+        except BaseException:
+            self._programs.clear()
+            raise
+        finally:
+            self.reset()
+
+    def reserve_size(self, measure_graph: Graph) -> list[int]:
+        """Return the bytes that a graph will need on each backend, allocating nothing.
+
+        Raises:
+            UnsupportedOpError: No backend runs a node.
+
+        Source: ggml_backend_sched_reserve_size.
+        """
+        self.split_graph(measure_graph)
+        program = self._need_program()
+        try:
+            sizes = self._allocator.topology_size(program.image.topology, program.image.ids)
+        finally:
+            self.reset()
+        return list(sizes[: self.n_backends])
+
+    def alloc_graph(self, graph: Graph) -> None:
+        """Split a graph and place its tensors, so that inputs can be set and it can be computed.
+
+        Tensors of the graph allocated before lose their place, and their data; read results before, or
+        queue the reading with `Backend.get_tensor_async`. If the graph has the topology of the one before,
+        nothing is waited for.
+
+        Raises:
+            AllocationError: A device lacks room; nothing is placed, and the scheduler can be used on.
+            UnsupportedOpError: No backend runs a node.
+            FreedError: A tensor lies in a freed buffer.
+
+        Source: ggml_backend_sched_alloc_graph.
+        """
+        self.split_graph(graph)
+        program = self._need_program()
+        if program is not self._last or program.stamp != self._allocator.n_reallocs:
+            self.synchronize()  # queued work may still use the memory that is given out anew
+            self._last = None
+            try:
+                program.allocate(self._allocator)
+            except BaseException:
+                self._forget()
+                self._programs.clear()
+                raise
+            self._last = program
+        program.place()
+        placement_clock.tick()
+        self._placed = program
+        self._checked_at = placement_clock.now
+
+    # -- computing -----------------------------------------------------------------------------
+
+    def graph_compute(self, graph: Graph) -> Status:
+        """Compute a graph and wait for it, allocating it if it is not (ggml_backend_sched_graph_compute).
+
+        Returns:
+            `Status.ABORTED` if an abort or eval callback asked for it, else `Status.SUCCESS`.
+
+        Raises:
+            Error: As `graph_compute_async`.
+        """
+        status = self.graph_compute_async(graph)
+        self.synchronize()
+        return status
+
+    def graph_compute_async(self, graph: Graph) -> Status:
+        """Queue a graph, allocating it if it is not allocated; another graph loses its place.
+
+        Computing the same graph again plans nothing anew. Inputs may be overwritten when this returns; only
+        those that lie in a device's memory, because the user placed them there, asked for it
+        (`set_tensor_backend`), or lets nodes write them, make it wait for that.
+
+        Raises:
+            GraphError: The graph was allocated here, but its tensors were moved since; or a callback of this
+                scheduler's computation asks for another.
+            AllocationError, UnsupportedOpError: As `alloc_graph`.
+
+        Source: ggml_backend_sched_graph_compute_async.
+        """
+        self._check_idle("graph_compute")
+        if graph is not self._graph or self._placed is None or len(graph.nodes) != self._n_nodes:
+            self.alloc_graph(graph)
+        program = self._need_program()
+        if self._checked_at != placement_clock.now:
+            program.check()
+            self._checked_at = placement_clock.now
+        return self._executor.compute(program, self._callback)
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on all backends (ggml_backend_sched_synchronize).
+
+        Raises:
+            BackendError: Queued work failed.
+        """
+        self.check_alive("synchronize")
+        self._executor.synchronize()
+
+    def reset(self) -> None:
+        """Forget the graph, its assignment and its splits; wishes and reserved memory stay.
+
+        Its tensors keep their data until the next `alloc_graph`. Source: ggml_backend_sched_reset.
+        """
+        self.check_alive("reset")
+        self._graph = None
+        self._program = None
+
+    def free(self) -> None:
+        """Finish queued work and free the memory; the backends stay (ggml_backend_sched_free).
+
+        Raises:
+            FreedError: It was freed before.
+        """
+        self._check_idle("free")
+        for backend in self._backends:
+            if not backend.is_freed:
+                backend.synchronize()
+        self._forget()
+        self._programs.clear()
+        self._last = None
+        self.is_freed = True
+        self._executor.free()
+        self._allocator.free()
+        if self._stop_sanitizer is not None:
+            self._stop_sanitizer()
+
+    # -- inner ---------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Un-place the last graph's tensors, so that nobody reads memory that is given out anew."""
+        if self._placed is not None:
+            self._placed.release()
+        self._placed = None
+        self._program = None
+        self._graph = None
+
+    def _check_idle(self, call: str) -> None:
+        """Refuse a call on a freed scheduler, and by a callback or another thread while it computes."""
+        self.check_alive(call)
+        if self._executor.is_busy:
+            raise GraphError(
+                f"{call}: this Scheduler is in the middle of a computation; give a callback that computes, "
+                "or another thread, a scheduler of its own"
+            )
+
+    def _host_memory(self) -> BufferType:
+        """Return where inputs lie that the last backend, an asynchronous device, copies when it computes."""
+        last = self._bufts[-1]
+        if last.is_host or not self._backends[-1].device.caps.async_:
+            return last  # it needs no other
+        return self._backends[-1].device.host_buffer_type or cpu_buffer_type()
+
+    def _need_program(self) -> Program:
+        assert self._program is not None
+        return self._program
+
+    def _index(self, backend: Backend) -> int:
+        for i, known in enumerate(self._backends):
+            if known is backend:
+                return i
+        names = ", ".join(b.name for b in self._backends)
+        raise ArgumentError(f"{backend!r} is not one of this scheduler's backends: {names}")

@@ -1,0 +1,357 @@
+"""Pass 5: cut the graph into splits, and find the tensors that must be copied between devices.
+
+ggml rewrites the sources of the user's nodes to point at the copies. Here the user's graph stays as it
+is, and so do the numbers of its signature: a copy is one more number, which some nodes read instead.
+`image.py` makes tensors of the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.core.enums import ALSO_WRITTEN, BufferUsage, Op, TensorFlag
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, GraphPlan
+from ggmlb.runtime.scheduler.assign import UNKNOWN
+
+if TYPE_CHECKING:
+    from ggmlb.runtime.scheduler.assign import Assignment
+    from ggmlb.runtime.scheduler.image import Image
+    from ggmlb.runtime.scheduler.signature import Signature
+
+MAX_SPLIT_INPUTS = 30
+"""A split with this many inputs is closed before the next node that needs another (as in ggml)."""
+
+
+class SplitInput:
+    """A tensor that is copied to a split's device before the split runs.
+
+    Attributes:
+        number: The tensor's number in the signature.
+        copies: The copies in the split's memory: several if the next computation may write one while this
+            one still reads another.
+        backend: The backend that owns the tensor.
+        is_staged: Whether it is an input of the graph that lies in host memory although a device owns it.
+        is_constant: Whether it is a weight that the graph does not write.
+        has_experts: Whether it holds the weights of experts, of which its one reader names those it reads.
+        readers: Numbers of the nodes on the split's device that read it.
+        image: Where numbers are tensors.
+    """
+
+    __slots__ = (
+        "backend",
+        "copies",
+        "has_experts",
+        "image",
+        "is_constant",
+        "is_staged",
+        "number",
+        "readers",
+    )
+
+    image: Image
+
+    def __init__(self, number: int, copies: tuple[Tensor, ...], backend: Backend) -> None:
+        self.number = number
+        self.copies = copies
+        self.backend = backend
+        self.is_staged = False
+        self.is_constant = False
+        self.has_experts = False
+        self.readers: list[int] = []
+
+    @property
+    def tensor(self) -> Tensor:
+        """The user's tensor."""
+        return self.image.signature.tensors[self.number]
+
+    @property
+    def src(self) -> Tensor:
+        """Where its data lies: its image."""
+        return self.image.twin(self.number)
+
+    @property
+    def experts(self) -> Tensor | None:
+        """The one node that reads it, in the image, if it holds the weights of experts."""
+        return self.image.twin(self.readers[0]) if self.has_experts else None
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for people."""
+        return "host memory" if self.is_staged else self.backend.name
+
+    @property
+    def copy(self) -> Tensor:
+        """The first of the copies."""
+        return self.copies[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied each time; at most, where only the experts in use are copied."""
+        return self.copies[0].nbytes
+
+    def __repr__(self) -> str:
+        return f"<SplitInput {self.tensor.describe()} from {self.origin}, {self.nbytes:,} bytes>"
+
+
+class Split:
+    """A run of nodes that one backend computes.
+
+    Attributes:
+        backend: Where it runs.
+        backend_id: Its index among the scheduler's.
+        view_numbers: Numbers of views of tensors of other devices, that nodes here read through copies.
+        numbers: Numbers of the other nodes, views of its own tensors included.
+        order: Those that compute something, in the order that the backend wants.
+        inputs: What is copied to it first.
+        plans: The graph lowered, for each of the copies; `None` until first computed.
+        after: Indices of backends that work in memory that this one works in, and must have finished what
+            they were given before.
+        reads_user_input: Whether it reads an input of the graph where the user wrote it.
+        image: Where numbers are tensors.
+    """
+
+    __slots__ = (
+        "_graph",
+        "after",
+        "backend",
+        "backend_id",
+        "image",
+        "inputs",
+        "numbers",
+        "order",
+        "plans",
+        "reads_user_input",
+        "view_numbers",
+    )
+
+    image: Image
+
+    def __init__(self, backend: Backend, backend_id: int) -> None:
+        self.backend = backend
+        self.backend_id = backend_id
+        self.view_numbers: list[int] = []
+        self.numbers: list[int] = []
+        self.order: list[int] = []
+        self.inputs: list[SplitInput] = []
+        self.plans: list[GraphPlan | None] = [None]
+        self.after: tuple[int, ...] = ()
+        self.reads_user_input = False
+        self._graph: Graph | None = None
+
+    @property
+    def nodes(self) -> list[Tensor]:
+        """The user's nodes that it computes, views of its own tensors included."""
+        return [self.image.signature.tensors[i] for i in self.numbers]
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The user's views of tensors of other devices, that nodes here read through copies."""
+        return [self.image.signature.tensors[i] for i in self.view_numbers]
+
+    @property
+    def graph(self) -> Graph:
+        """What the backend computes: the nodes' twins in the order that it wants, without views."""
+        if self._graph is None:
+            self._graph = self.image.graph_of(self)
+        return self._graph
+
+    @property
+    def plan(self) -> GraphPlan | None:
+        """The graph lowered to read the first copies."""
+        return self.plans[0]
+
+    def __repr__(self) -> str:
+        return f"<Split {self.backend.name}: {len(self.numbers)} nodes, {len(self.inputs)} inputs>"
+
+
+class Cut:
+    """A graph cut into splits.
+
+    Attributes:
+        splits: In the order of execution.
+        staged: Numbers of the inputs that lie in host memory, though a device owns them: it copies them.
+    """
+
+    def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
+        self.splits: list[Split] = []
+        self._signature = signature
+        self._assignment = assignment
+        self._n_copies = n_copies
+        # What each backend has copies of, by number.
+        self._copied: list[dict[int, SplitInput]] = [{} for _ in assignment.backends]
+        flagged = [i for i in signature.flagged if signature.flags[i] & TensorFlag.INPUT]
+        self._inputs = {i for i in flagged if signature.bases[i] < 0}
+        self.staged = self._find_staged()
+        ids, backends = assignment.ids, assignment.backends
+        first = next((ids[i] for i in signature.work), len(backends) - 1)
+        self.splits.append(Split(backends[first], first))
+        if len({*ids} - {UNKNOWN}) > 1 or assignment.foreign or self.staged:
+            self._cut()
+        else:  # nothing needs to move
+            self.splits[0].numbers = list(signature.nodes)
+            self.splits[0].reads_user_input = bool(self._inputs)
+        self._order_shared_memory()
+
+    def _find_staged(self) -> set[int]:
+        """Return the inputs that would lie in memory of an asynchronous device, but need not.
+
+        The user may overwrite an input once a computation is queued. What a device reads in its own memory it
+        must have read by then, or be waited for; what lies in host memory is queued as a snapshot. An input
+        that the user placed there, or asked to have there, is read where it lies, as is one that nodes write.
+        """
+        signature, assignment = self._signature, self._assignment
+        last = len(assignment.backends) - 1
+        if assignment.bufts[last].is_host or not assignment.backends[last].device.caps.async_:
+            return set()
+        ids, ops, buffers = assignment.ids, signature.ops, signature.buffers
+        unplaced = {i for i in self._inputs if ids[i] == last and ops[i] is Op.NONE and buffers[i] is None}
+        found = unplaced - signature.wishes.keys()
+        if found:
+            found -= {signature.bases[i] for i in signature.views if signature.computes[i]}
+            for node in signature.work:
+                also = ALSO_WRITTEN.get(signature.ops[node], ())
+                found -= {assignment.roots[signature.reads(node)[i]] for i in also}
+        return found
+
+    def _cut(self) -> None:
+        signature, assignment = self._signature, self._assignment
+        ids, backends = assignment.ids, assignment.backends
+        computes, bases, edges = signature.computes, signature.bases, signature.sources
+        begins, ends = signature.spans
+        inputs = self._inputs.union([i for i in signature.views if bases[i] in self._inputs])
+        # Where each tensor is at hand, by number: what the user writes is nowhere, nor what lies elsewhere.
+        places = list(ids)
+        for i in inputs | assignment.foreign:
+            places[i] = UNKNOWN
+        split = self.splits[0]
+        for node in signature.nodes:
+            b = ids[node]
+            if not computes[node]:
+                (split.numbers if b == split.backend_id else split.view_numbers).append(node)
+                continue
+            sources = edges[begins[node] : ends[node]]
+            for src in sources:
+                if places[src] != b:
+                    sources = [s for s in sources if places[s] != b]
+                    break
+            else:
+                sources = []
+            copied = self._copied[b]
+            if b != split.backend_id or (sources and self._wants_new_split(sources, split)):
+                split = Split(backends[b], b)
+                self.splits.append(split)
+            for src in sources:
+                if src in copied or self._needs_copy(src, b):
+                    if src not in copied:
+                        self._add_input(split, src, ids[src])
+                    copied[src].readers.append(node)
+                elif src in inputs:
+                    split.reads_user_input = True
+            split.numbers.append(node)
+        weights = [i for s in self.splits for i in s.inputs if self._is_weight(assignment.roots[i.number])]
+        if weights:
+            written = {bases[i] for i in signature.views if computes[i]}
+            for item in weights:
+                root = assignment.roots[item.number]
+                item.is_constant = signature.ops[root] is Op.NONE and root not in written
+                item.has_experts = item.is_constant and self._has_experts(item)
+
+    def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
+        """Whether a node that reads these should open a new split on the same backend.
+
+        With a new split the memory of weights copied before can be reused, and no split has more
+        inputs than `MAX_SPLIT_INPUTS` (but a single node may).
+        """
+        if not split.inputs:
+            return False
+        b, is_full = split.backend_id, len(split.inputs) >= MAX_SPLIT_INPUTS
+        copied = self._copied[b]
+        for src in sources:
+            is_new = src not in copied
+            if (self._is_weight(src) or (is_full and is_new)) and (not is_new or self._needs_copy(src, b)):
+                return True
+        return False
+
+    def _needs_copy(self, src: int, b: int) -> bool:
+        """Whether a backend cannot read a source where it lies."""
+        if src < 0:
+            return False
+        return self._assignment.roots[src] in self.staged or not self._assignment.readable(src, b)
+
+    def _add_input(self, split: Split, src: int, owner: int) -> None:
+        tensor = self._signature.tensors[src]
+        name = f"{split.backend.name}#{tensor.name}"
+        n = self._n_copies if self._is_sent(src, owner, split.backend_id) else 1
+        copies = tuple([Tensor(tensor.dtype, tensor.ne, tensor.nb, name=name) for _ in range(n)])
+        if n > 1:  # another computation may write them at any time: they share memory with nothing
+            for copy in copies:
+                copy.flags = TensorFlag.INPUT | TensorFlag.OUTPUT
+        item = SplitInput(src, copies, self._assignment.backends[owner])
+        item.is_staged = self._assignment.roots[src] in self.staged
+        self._copied[split.backend_id][src] = item
+        split.inputs.append(item)
+
+    def _is_weight(self, i: int) -> bool:
+        buffer = self._signature.buffers[i]
+        return buffer is not None and buffer.usage is BufferUsage.WEIGHTS
+
+    def _is_sent(self, src: int, owner: int, b: int) -> bool:
+        """Whether a device sends the tensor to another, perhaps before that has finished its earlier work.
+
+        What comes from the host, or from the user, is queued on the device that reads it.
+        """
+        root = self._assignment.roots[src]
+        if self._signature.buffers[root] is not None or root in self._inputs:
+            return False
+        both = (self._assignment.backends[owner], self._assignment.backends[b])
+        return not self._assignment.bufts[owner].is_host and all(x.device.caps.events for x in both)
+
+    def _has_experts(self, item: SplitInput) -> bool:
+        """Whether a weight holds experts, in host memory, which one node reads by its ids."""
+        buffer = self._signature.buffers[item.number]
+        if len(item.readers) > 1 or buffer is None or not buffer.is_host:
+            return False
+        (reader,) = item.readers
+        sources = self._signature.reads(reader)
+        is_first = sources[0] == item.number and item.number not in sources[1:]
+        return is_first and self._signature.ops[reader] is Op.MUL_MAT_ID
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def _order_shared_memory(self) -> None:
+        """Note which backends a split must wait for because they work in the same memory.
+
+        A copy is ordered on both sides. But a backend that reads or writes another's memory in place
+        may still do so when the allocator has given that memory to a later split.
+        """
+        assignment = self._assignment
+        n = len(assignment.backends)
+        shared = [[a != b and assignment.shares(a, b) for a in range(n)] for b in range(n)]
+        if assignment.separate:
+            self._add_written(shared)
+        ran = sorted({s.backend_id for s in self.splits})  # a graph is computed again and again
+        for split in self.splits:
+            split.after = tuple(a for a in ran if shared[split.backend_id][a])
+
+    def _add_written(self, shared: list[list[bool]]) -> None:
+        """Add the backends that keep apart, but touch memory of the user's that one of them writes."""
+        signature = self._signature
+        roots, buffers = signature.roots, signature.buffers
+        touched: dict[int, set[int]] = {}
+        written: set[int] = set()
+        for split in self.splits:
+            for node in split.numbers:
+                if not signature.computes[node]:
+                    continue
+                for i in {roots[i] for i in (node, *signature.reads(node)) if i >= 0}:
+                    if buffers[i] is not None:
+                        touched.setdefault(i, set()).add(split.backend_id)
+                if buffers[roots[node]] is not None:
+                    written.add(roots[node])
+        for i in written:
+            for a in touched[i]:
+                for b in touched[i] - {a}:
+                    shared[a][b] = True

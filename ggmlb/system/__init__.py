@@ -1,0 +1,1 @@
+"""The process around the library: environment, forks and exit, disk cache, progress."""

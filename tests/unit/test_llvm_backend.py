@@ -1,0 +1,378 @@
+"""The LLVM device: beside the CPU in a scheduler, over threads and forks, and against the CPU's results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ggmlb
+from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
+from ggmlb.backends.llvm import LlvmReg, backend_reg
+from ggmlb.backends.llvm.backend import LlvmBackend
+from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.backends.llvm.codegen.host import target_for
+from ggmlb.backends.llvm.codegen.library import Library
+from ggmlb.backends.llvm.codegen.value import I64
+from ggmlb.backends.llvm.kernels import elementwise
+from ggmlb.backends.llvm.lowering import walks
+from ggmlb.backends.llvm.plan import LlvmPlan
+from ggmlb.backends.llvm.pool import Pool
+from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend
+from ggmlb.runtime.alloc import GraphAllocator, alloc_ctx_tensors
+
+Program = Callable[[Context, "Leafs"], Tensor]
+
+DEVICE = backend_reg().devices[0]
+F32, F16 = DType.F32, DType.F16
+
+
+@pytest.fixture
+def llvm() -> Iterator[LlvmBackend]:
+    with DEVICE.init_backend({"n_threads": 3}) as backend:
+        assert isinstance(backend, LlvmBackend)
+        yield backend
+
+
+class Leafs:
+    """Makes leafs with random values, which are the same for each backend."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx, self._random = ctx, np.random.default_rng(0)
+        self.data: list[tuple[Tensor, Any]] = []
+
+    def __call__(self, dtype: DType, *ne: int, values: Any = None) -> Tensor:
+        tensor = self._ctx.set_input(self._ctx.new_tensor(dtype, ne))
+        if values is None:
+            values = self._random.standard_normal(ne[::-1]).astype(np.float32)
+        self.data.append((tensor, values))
+        return tensor
+
+
+def computed(program: Program, backend: Backend) -> Any:
+    ctx = Context()
+    leafs = Leafs(ctx)
+    result = ctx.set_output(program(ctx, leafs))
+    graph = Graph().build_forward_expand(result)
+    assert all(map(backend.supports_op, graph.nodes))
+    with alloc_ctx_tensors(ctx, backend) as buffer:
+        buffer.clear(0xFF)
+        for tensor, values in leafs.data:
+            tensor.set_array(values)
+        assert backend.graph_compute(graph) is Status.SUCCESS
+        return result.to_numpy().copy()
+
+
+def check(program: Program, backend: Backend, nmse: float = 1e-9) -> None:
+    with ggmlb.init_by_name("CPU") as cpu:
+        right, found = computed(program, cpu), computed(program, backend)
+    assert ((found - right) ** 2).sum() <= nmse * (right**2).sum()
+
+
+TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (37, 1), (37, 3), (70, 9), (33, 25)])
+def test_products(dtype: str, m: int, n: int, llvm: LlvmBackend) -> None:
+    kind = DType[dtype]
+    k = 512 if kind.is_quantized else 300 + m
+    # Activations as bytes: an error of some thousandths of each value.
+    error = 3e-4 if kind.is_quantized else 1e-9
+    check(lambda c, leaf: c.mul_mat(leaf(kind, k, m, 2), leaf(F32, k, n, 4, 3)), llvm, error)
+
+
+@pytest.mark.parametrize("n", [1, 3, 20])
+def test_a_value_that_stands_out_leaves_its_neighbours_their_bits(n: int, llvm: LlvmBackend) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        rng = np.random.default_rng(0)
+        w, x = rng.standard_normal((40, 96)).astype(np.float32), rng.standard_normal((n, 96))
+        w[:, 41], x[:, 41] = 0, 300  # what it adds itself is nothing
+        weight, values = leaf(DType.Q8_0, 96, 40, values=w), leaf(F32, 96, n, values=x.astype(np.float32))
+        return c.mul_mat(weight, values)
+
+    check(program, llvm, 1e-4)
+
+
+def test_products_of_blocks_that_are_no_multiple_of_256(llvm: LlvmBackend) -> None:
+    for n in (1, 20):
+        check(lambda c, leaf, n=n: c.mul_mat(leaf(DType.Q4_0, 96, 40), leaf(F32, 96, n)), llvm, 3e-4)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "Q4_0", "Q2_K"])
+@pytest.mark.parametrize("n_tokens", [1, 7, 90])
+def test_products_with_chosen_matrices(dtype: str, n_tokens: int, llvm: LlvmBackend) -> None:
+    kind = DType[dtype]
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(5), (n_tokens, 1)), axis=1)[:, :2]
+
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        chosen = leaf(DType.I32, 2, n_tokens, values=ids.astype(np.int32))
+        return c.mul_mat_id(leaf(kind, 256, 50, 5), leaf(F32, 256, 1, n_tokens), chosen)
+
+    check(program, llvm, 3e-4 if kind.is_quantized else 1e-9)
+
+
+def attention(
+    d: int, n_q: int, n_kv: int, heads: tuple[int, int], cache: DType, **options: Any
+) -> Program:  # fmt: skip
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        q, k, v = leaf(F32, d, n_q, heads[0]), leaf(cache, d, n_kv, heads[1]), leaf(cache, d, n_kv, heads[1])
+        seen = np.arange(n_kv) <= np.arange(n_kv - n_q, n_kv)[:, None]
+        mask = leaf(F16, n_kv, n_q, values=np.where(seen, 0, -np.inf).astype(np.float16))
+        return c.flash_attn_ext(q, k, v, mask, d**-0.5, options.get("bias", 0.0), options.get("cap", 0.0))
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("cache", "n_q", "n_kv"),
+    [
+        *((cache, *n) for cache in (F16, DType.Q8_0) for n in ((1, 1), (1, 200), (3, 70), (90, 170))),
+        *((cache, *n) for cache in (DType.Q5_1, DType.IQ4_NL) for n in ((1, 200), (90, 170))),
+    ],
+)
+def test_attention(cache: DType, n_q: int, n_kv: int, llvm: LlvmBackend) -> None:
+    check(attention(64, n_q, n_kv, (4, 2), cache), llvm, 1e-6)
+    check(attention(96, n_q, n_kv, (3, 3), cache, bias=2.0, cap=5.0), llvm, 1e-6)
+
+
+@pytest.mark.parametrize(("n_heads", "n_q"), [(4, 1), (32, 1), (3, 2)])
+@pytest.mark.parametrize("n_seen", [700, 130])
+def test_attention_to_keys_in_parts(n_heads: int, n_q: int, n_seen: int, llvm: LlvmBackend) -> None:
+    """One head of keys, so that threads share it; some parts are not seen at all."""
+
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        q, k, v = leaf(F32, 64, n_q, n_heads), leaf(F16, 64, 1100, 1), leaf(F16, 32, 1100, 1)
+        seen = np.broadcast_to(np.arange(1100) < n_seen, (n_q, 1100))
+        mask = leaf(F16, 1100, n_q, values=np.where(seen, 0, -np.inf).astype(np.float16))
+        y = c.flash_attn_ext(q, k, v, mask, 0.125, 0.0, 0.0)
+        c.flash_attn_ext_add_sinks(y, leaf(F32, n_heads))
+        return y
+
+    check(program, llvm, 1e-6)
+    many = computed(program, llvm)
+    llvm.set_n_threads(1)
+    np.testing.assert_allclose(many, computed(program, llvm), rtol=1e-4, atol=1e-5)
+
+
+def long_program(c: Context, leaf: Leafs) -> Tensor:
+    x = leaf(F32, 4096, 64)
+    for _ in range(4):
+        x = c.silu(c.add(x, x))
+    return c.mul_mat(leaf(DType.Q8_0, 4096, 50), x)
+
+
+def test_any_number_of_threads_gives_the_same(llvm: LlvmBackend) -> None:
+    right = computed(long_program, llvm)
+    for n in (1, 2, 5, 11):
+        llvm.set_n_threads(n)
+        assert (computed(long_program, llvm) == right).all()
+    with pytest.raises(ArgumentError, match="0 threads"):
+        llvm.set_n_threads(0)
+
+
+def tally(k: Kernel) -> None:
+    """Count how often each chunk is done: `counts`."""
+    at = k.build.inttoptr((k.int_arg() + k.chunk * 8).raw, I64.as_pointer())
+    k.build.atomic_rmw("add", at, k.i64(1).raw, "monotonic")
+
+
+def test_each_chunk_is_done_once() -> None:
+    n_chunks = np.tile([2, 16, 3, 8], 2500)
+    counts = np.zeros((len(n_chunks), 16), np.int64)
+    kernels = Library(target_for(None))
+    rows = counts.ctypes.data + 16 * 8 * np.arange(len(n_chunks))
+    args = rows.ctypes.data + 8 * np.arange(len(rows))
+    table = np.stack([np.full_like(rows, kernels.address(tally)), args, n_chunks], axis=1)
+    pool = Pool(3, kernels)
+    for _ in range(100):
+        pool.run(table.ctypes.data, 0, len(table), True)
+    pool.free()
+    assert (counts == 100 * (np.arange(16) < n_chunks[:, None])).all()
+
+
+@pytest.mark.parametrize("ne", [(4096, 5), (1000, 7), (33, 4), (5000,)])
+def test_results_written_past_the_caches(
+    ne: tuple[int, ...], llvm: LlvmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        x, row = leaf(F32, *ne), leaf(F32, ne[0])
+        return c.add(leaf(F16, *ne), c.swiglu_split(c.silu(c.add(x, row)), c.scale(x, 0.5)))
+
+    right = computed(program, llvm)
+    monkeypatch.setattr(walks, "kept_nbytes", lambda: 0)
+    assert (computed(program, llvm) == right).all()
+
+
+def test_backends_of_several_python_threads() -> None:
+    def work(_: int) -> Any:
+        with DEVICE.init_backend({"n_threads": 2}) as backend:
+            return [computed(long_program, backend) for _ in range(3)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [x for results in pool.map(work, range(4)) for x in results]
+    assert all((x == found[0]).all() for x in found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_threads_of_its_own(llvm: LlvmBackend) -> None:
+    right = computed(long_program, llvm)
+    child = os.fork()
+    if not child:
+        same = False
+        try:
+            same = bool((computed(long_program, llvm) == right).all())
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_plan_computes_again(llvm: LlvmBackend) -> None:
+    ctx = Context()
+    x = ctx.new_tensor(F32, (64, 3))
+    y = ctx.mul_mat(w := ctx.new_tensor(DType.Q4_0, (64, 5)), x)
+    graph = Graph().build_forward_expand(y)
+    with alloc_ctx_tensors(ctx, llvm):
+        w.set_array(np.ones((5, 64), np.float32))
+        for value in (1.0, 2.0):  # the activations are made bytes each time
+            x.set_array(np.full((3, 64), value, np.float32))
+            llvm.graph_compute(graph)
+            np.testing.assert_allclose(y.to_numpy(), 64 * value, rtol=1e-2)
+
+
+def test_activations_that_change_between_two_products(llvm: LlvmBackend) -> None:
+    def program(c: Context, leaf: Leafs) -> Tensor:
+        w, x = leaf(DType.Q8_0, 64, 8), leaf(F32, 64, 2)
+        first = c.mul_mat(w, x)
+        changed = c.scale_inplace(x, 3.0)
+        return c.add(first, c.mul_mat(w, changed))
+
+    check(program, llvm, 3e-4)
+
+
+def test_a_wrong_row_number_names_the_node(llvm: LlvmBackend) -> None:
+    ctx = Context()
+    a, ids = ctx.new_tensor(F32, (8, 4)), ctx.new_tensor(DType.I32, (2,))
+    y = ctx.get_rows(a, ids)
+    y.name = "taken"
+    graph = Graph().build_forward_expand(ctx.add(y, y))
+    with alloc_ctx_tensors(ctx, llvm) as buffer:
+        buffer.clear(0)
+        ids.set_array(np.array([3, 4], np.int32))
+        with pytest.raises(BackendError, match=r"'taken'.*row number 4 .* 4 rows"):
+            llvm.graph_compute(graph)
+        ids.set_array(np.array([3, 0], np.int32))
+        assert llvm.graph_compute(graph) is Status.SUCCESS
+
+
+@pytest.mark.parametrize("cache", [F16, DType.Q8_0, DType.Q5_1])
+@pytest.mark.parametrize("index", [DType.I32, DType.I64])
+def test_rope_that_writes_rows_of_a_cache(
+    cache: DType, index: DType, llvm: LlvmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for fused in ("0", "1"):
+        monkeypatch.setenv("GGMLB_FUSE", fused)
+        caches, ctx = Context(), Context()
+        kept = caches.new_tensor(cache, (128, 6))
+        x, places = (ctx.set_input(ctx.new_tensor(t, ne)) for t, ne in ((F32, (128, 3)), (DType.I32, (3,))))
+        rows = ctx.set_input(ctx.new_tensor(index, (3,)))
+        turned = ctx.rope(ctx.reshape_3d(ctx.silu(x), 64, 2, 3), places, 48, 2)
+        put = ctx.set_output(ctx.set_rows(kept, ctx.reshape_2d(turned, 128, 3), rows))
+        put.name = "cached"
+        graph = Graph().build_forward_expand(put)
+        with (
+            alloc_ctx_tensors(caches, llvm) as memory,
+            GraphAllocator(llvm.default_buffer_type) as allocator,
+        ):
+            memory.clear(0)
+            allocator.alloc_graph(graph)
+            x.set_array(np.random.default_rng(0).standard_normal((3, 128), np.float32))
+            places.set_array(np.arange(3))
+            rows.set_array(np.array([4, 0, 3]))
+            plan = llvm.graph_plan_create(graph)
+            assert isinstance(plan, LlvmPlan)
+            assert len(plan.steps) == (2 if fused == "1" else 3)
+            llvm.graph_plan_compute(plan)
+            found.append(kept.get().copy())
+            rows.set_array(np.array([4, 6, 3]))
+            with pytest.raises(BackendError, match=r"'cached'.*row number 6 .* 6 rows"):
+                llvm.graph_plan_compute(plan)
+    assert (found[0] == found[1]).all()
+    assert found[0].any()
+
+
+def test_it_can_be_aborted(llvm: LlvmBackend) -> None:
+    ctx = Context()
+    x = ctx.new_tensor(F32, (8,))
+    y = ctx.neg(ctx.neg(ctx.neg(x)))
+    graph = Graph().build_forward_expand(y)
+    answers = iter([False, False, True])
+    llvm.abort_callback = lambda: next(answers)
+    with alloc_ctx_tensors(ctx, llvm):
+        x.set_array(np.ones(8, np.float32))
+        assert llvm.graph_compute(graph) is Status.ABORTED
+
+
+def test_a_scheduler_gives_it_what_it_computes_and_copies_nothing() -> None:
+    weights = Context()
+    w = weights.new_tensor(DType.Q4_K, (256, 64))
+    ctx = Context()
+    x = ctx.set_input(ctx.new_tensor(F32, (256, 3)))
+    y = ctx.silu(ctx.cumsum(ctx.mul_mat(w, x)))
+    graph = Graph().build_forward_expand(y)
+    with (
+        ggmlb.init_by_name("LLVM") as fast,
+        ggmlb.init_by_name("CPU") as cpu,
+        alloc_ctx_tensors(weights, cpu) as buffer,
+        Scheduler([fast, cpu]) as scheduler,
+    ):
+        buffer.usage = BufferUsage.WEIGHTS
+        w.set_array(np.ones((64, 256), np.float32))
+        scheduler.alloc_graph(graph)
+        x.set_array(np.ones((3, 256), np.float32))
+        scheduler.graph_compute(graph)
+        assert [entry.device for entry in scheduler.placement] == ["LLVM", "CPU", "LLVM"]
+        assert not any(entry.copies for entry in scheduler.placement)
+        np.testing.assert_allclose(y.to_numpy()[0], 256 * np.arange(1, 65), rtol=2e-2)
+
+
+def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    params = ("neg", 0, ("f32", "f32"), False)
+    first, second, third = (Library(target_for(None)) for _ in range(3))
+    first.address(elementwise.unary, params)
+    (kept,) = (tmp_path / "llvm").iterdir()
+    second.address(elementwise.unary, params)
+    assert (first.n_compiled, second.n_compiled) == (1, 0)
+    kept.write_bytes(kept.read_bytes()[:-100])
+    third.address(elementwise.unary, params)
+    assert third.n_compiled == 1
+
+
+def test_without_llvmlite_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'ggmlb\[llvm\]'"):
+        _ = LlvmReg().devices
+
+
+def test_unknown_parameters() -> None:
+    with pytest.raises(ArgumentError, match="n_threads, simd"):
+        DEVICE.init_backend({"threads": 2})
+
+
+def test_what_it_is_made_for() -> None:
+    features = dict(backend_reg().get_proc_address("get_features")(backend_reg()))
+    assert features["SIMD"] == target_for(os.environ.get("GGMLB_SIMD")).level.name
