@@ -21,7 +21,7 @@ def sanitize() -> bool:
 
 
 def progress() -> bool | None:
-    """GGMLB_PROGRESS: `1` tells of long tasks wherever stderr goes, `0` never; see `ggmlb.system.progress`."""
+    """GGMLB_PROGRESS: `1` tells of long tasks wherever stderr goes, `0` never."""
     value = os.environ.get("GGMLB_PROGRESS")
     return None if not value else value != "0"
 

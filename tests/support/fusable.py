@@ -1,4 +1,4 @@
-"""Random small graphs that hold the patterns of `ggmlb.backends.common.fusion`, and what forbids them; a llama-like layer."""
+"""Random small graphs with and without instances of the fusion patterns; a llama-like layer."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ggmlb.backends.gpu.launch import flattened, row_length
 from ggmlb.backends.gpu.source import _param
 from ggmlb.core.errors import BackendBroken
 
-FOLDER = Path(ggmlb.backends.gpu.__file__).parent
+FOLDER = Path(ggmlb.backends.gpu.__file__).parent / "kernels"
 GPU, CPU = Target(False, 2, 128), Target(True, 2, 1)
 
 

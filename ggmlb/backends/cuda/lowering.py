@@ -32,7 +32,7 @@ def declines(node: Tensor, target: Target) -> str | None:
     why = row_split.declines(node)
     if why is not None:
         return why
-    why = kernels.declines(node)
+    why = gpu.declines(node)
     if why is None:
         return _too_many_groups(node, target)
     return why if array.declines(node) is not None else None
@@ -41,7 +41,7 @@ def declines(node: Tensor, target: Target) -> str | None:
 def _too_many_groups(node: Tensor, target: Target) -> str | None:
     if node.op in NO_OPS or max(node.ne[1:]) <= MAX_GROUPS >= node.ne[2] * node.ne[3]:
         return None
-    for launch in kernels.lower(node, target):
+    for launch in gpu.lower(node, target):
         if max(launch.groups[1:]) > MAX_GROUPS:
             return f"its {launch.groups[1]} x {launch.groups[2]} groups of work are more than CUDA takes"
     return None
@@ -70,7 +70,7 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
         if row_split.is_split(node):
             requests: list[Request] = [_split_product(node, backend, binder)]
             lowering.wrote(node)
-        elif kernels.declines(node) is None:
+        elif gpu.declines(node) is None:
             requests = [r for r in lowering.lower(node) if not _is_nothing(r)]
         else:
             rules = rules or array.ArrayLowering(backend, binder)

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.resources.abc import Traversable
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from ggmlb.core.errors import BackendBroken
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
 
 Language = Literal["opencl", "cuda"]
 ParamKind = Literal["tensor", "int", "float"]

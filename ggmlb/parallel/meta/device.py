@@ -30,7 +30,8 @@ MAX_DEVICES = 16
 class MetaDevice(Device):
     """Devices that share the work of every node: tensor parallelism.
 
-    Weights are dealt out as `get_split_state` says; how results are dealt out follows (`ggmlb.parallel.meta.rules`).
+    Weights are dealt out as `get_split_state` says; `ggmlb.parallel.meta.rules`
+    derives how results are.
 
     Attributes:
         devices: The simple devices.

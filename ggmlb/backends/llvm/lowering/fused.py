@@ -1,4 +1,4 @@
-"""Groups of nodes that one step computes (`ggmlb.backends.common.fusion`): norms, rope to a cache, products (`followed`)."""
+"""Groups of nodes that one step computes: norms, rope to a cache, products (`followed`)."""
 
 from __future__ import annotations
 
