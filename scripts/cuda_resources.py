@@ -16,6 +16,7 @@ from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels import Lowering
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.gpu import Kernel, Launch, Target
+from ggmlb.backends.gpu.source import PORTABLE
 
 Variant = tuple[Kernel, tuple[tuple[str, str], ...], int]
 
@@ -127,7 +128,7 @@ def _launches(node: object) -> list[Launch]:
 
 
 def _add(found: dict[str, Variant], name: str, launch: Launch) -> None:
-    if launch.kernel.package != "ggmlb.backends.gpu":
+    if launch.kernel.package != PORTABLE:
         found.setdefault(name, (launch.kernel, launch.defines, launch.wg))
 
 

@@ -20,7 +20,8 @@ import ggmlb.backends.gpu
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.cuda.program import OPTIONS, text
-from ggmlb.backends.gpu import Launch, Target, declines, kernels, lower, lower_group, takes
+from ggmlb.backends.gpu import Launch, Target, declines, lower, lower_group, takes
+from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases
 
 TESTS = Path(__file__).parents[1] / "tests"

@@ -11,8 +11,8 @@ import pytest
 
 from ggmlb.backends.cuda.arguments import FORMATS, argument_block, layout
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.backends.gpu import Kernel, Launch, Mem, Param, kernels
-from ggmlb.backends.gpu.source import PORTABLE
+from ggmlb.backends.gpu import Kernel, Launch, Mem, Param
+from ggmlb.backends.gpu.source import PORTABLE, kernels
 from ggmlb.core.dtypes import DType
 
 KERNELS = [*kernels().values(), *kernels(PACKAGE).values()]

@@ -20,7 +20,8 @@ from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import PACKAGE, Lowering, Step
 from ggmlb.backends.cuda.kernels import place as place_scratch
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
-from ggmlb.backends.gpu import Launch, Scratch, Target, declines, kernels
+from ggmlb.backends.gpu import Launch, Scratch, Target, declines
+from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")

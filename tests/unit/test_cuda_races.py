@@ -18,8 +18,9 @@ from cuda_emulator.runner import place
 from golden import CASES, FAMILIES
 
 from ggmlb import Context, DType
-from ggmlb.backends.gpu import Kernel, Mem, Param, declines, kernels
+from ggmlb.backends.gpu import Kernel, Mem, Param, declines
 from ggmlb.backends.gpu.launch import launch
+from ggmlb.backends.gpu.source import kernels
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
 

@@ -11,9 +11,9 @@ from golden import CASES
 
 import ggmlb.backends.gpu
 from ggmlb import Context, DType, Graph
-from ggmlb.backends.gpu import Mem, Target, declines, families, kernels, lower, source
+from ggmlb.backends.gpu import Mem, Target, declines, families, lower, source
 from ggmlb.backends.gpu.launch import flattened, row_length
-from ggmlb.backends.gpu.source import _param
+from ggmlb.backends.gpu.source import _param, kernels
 from ggmlb.core.errors import BackendBroken
 
 FOLDER = Path(ggmlb.backends.gpu.__file__).parent / "kernels"

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from ggmlb.backends.gpu import kernels
+from ggmlb.backends.gpu.source import kernels
 
 pytest.importorskip("nvidia.cu13", reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
 

@@ -12,7 +12,7 @@ by the macro WG.
 
 from ggmlb.backends.gpu.launch import Defines, Launch, Mem, Scratch, Target
 from ggmlb.backends.gpu.lowering import declines, lower, lower_group, takes
-from ggmlb.backends.gpu.source import Kernel, Param, assemble, families, kernels, packed_args, source
+from ggmlb.backends.gpu.source import Kernel, Param, assemble, families, packed_args, source
 
 __all__ = [
     "Defines",
@@ -25,7 +25,6 @@ __all__ = [
     "assemble",
     "declines",
     "families",
-    "kernels",
     "lower",
     "lower_group",
     "packed_args",

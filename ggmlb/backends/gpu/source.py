@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from ggmlb.core.errors import BackendBroken
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 Language = Literal["opencl", "cuda"]
 ParamKind = Literal["tensor", "int", "float"]
 
-PORTABLE: Final = "ggmlb.backends.gpu"
+PORTABLE: Final = "ggmlb.backends.gpu.kernels"
 """The package of the portable texts. A backend's own texts stand in a package of its own."""
 
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
@@ -60,7 +57,7 @@ class Kernel:
 @cache
 def families(package: str = PORTABLE) -> tuple[str, ...]:
     """Return the names of a backend package's kernel files, sorted."""
-    folder = _folder(package)
+    folder = resources.files(package)
     return tuple(sorted(f.name.removesuffix(".knl") for f in folder.iterdir() if f.name.endswith(".knl")))
 
 
@@ -145,13 +142,9 @@ def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
     return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
 
 
-def _folder(package: str) -> Traversable:
-    return resources.files(package) / "kernels"
-
-
 @cache
 def _text(package: str, file: str) -> str:
-    path = _folder(package) / file
+    path = resources.files(package) / file
     if package != PORTABLE and not path.is_file():
-        path = _folder(PORTABLE) / file
+        path = resources.files(PORTABLE) / file
     return path.read_text(encoding="utf-8")

@@ -13,4 +13,4 @@ from ggmlb.backends.cuda.kernels.scratch import place
 __all__ = ["MAX_GROUPS", "PACKAGE", "Lowering", "Step", "place"]
 
 PACKAGE = "ggmlb.backends.cuda"
-"""Where the texts lie, as `ggmlb.backends.gpu.kernels` wants to know."""
+"""Where the texts lie, as `ggmlb.backends.gpu.source` wants to know."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.gpu import Mem, Scratch, kernels
+from ggmlb.backends.gpu import Mem, Scratch
 from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.lowering.softmax import alibi
+from ggmlb.backends.gpu.source import kernels
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 

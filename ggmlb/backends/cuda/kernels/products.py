@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.cuda.gemm import cannot_describe, gemms
-from ggmlb.backends.gpu import Launch, Mem, Scratch, kernels
+from ggmlb.backends.gpu import Launch, Mem, Scratch
 from ggmlb.backends.gpu.launch import flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.base import FLOATS
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS, Glu, gated
+from ggmlb.backends.gpu.source import kernels
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Prec
 from ggmlb.core.placement import overlap

@@ -15,7 +15,8 @@ from host_driver import HostDriver
 from host_streams import HostError, Op
 
 from ggmlb.backends.cuda.kernels import PACKAGE
-from ggmlb.backends.gpu import Defines, Kernel, kernels, source
+from ggmlb.backends.gpu import Defines, Kernel, source
+from ggmlb.backends.gpu.source import kernels
 
 __all__ = ["FUNCTIONS", "HOST", "HostError", "Op", "function_of"]
 
