@@ -10,6 +10,7 @@ import pyopencl as cl
 import pyopencl.array
 
 from ggmlb.backends.gpu import Target, declines
+from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
 from ggmlb.backends.opencl.event import OpenClEvent
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 GPU_WG = 128
 """Work-items of a group on a GPU: a multiple of the widths of all makers' wavefronts."""
-
-POCL = "Portable Computing Language"
-"""The name of PoCL's platform."""
 
 MIN_OFFLOAD_COLUMNS = 32
 """A product of so many columns is worth the upload of its weights to a discrete GPU (ggml's threshold)."""
@@ -202,7 +200,7 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
     for platform in _platforms():
         try:
             name = platform.name.strip()
-            has_pocl |= name == POCL
+            has_pocl |= name == pocl.NAME
             runtime = (platform.vendor, name, platform.version)
             if runtime not in runtimes and (opened := _open(reg, platform, len(found), failures)):
                 runtimes.add(runtime)
@@ -235,8 +233,15 @@ def _open(reg: OpenClReg, platform: cl.Platform, first: int, failures: list[str]
     usable: list[cl.Device] = []
     for cl_device in platform.get_devices():
         try:
-            if cl_device.available and cl_device.compiler_available:
-                usable.append(cl_device)
+            if not (cl_device.available and cl_device.compiler_available):
+                continue
+            if pocl.is_of_unknown_processor(cl_device) and not pocl.name_processor(cl_device):
+                failures.append(
+                    f"{cl_device.name}: PoCL does not know this processor, and builds nothing for it; "
+                    "install a newer PoCL, or another OpenCL runtime"
+                )
+                continue
+            usable.append(cl_device)
         except cl.Error as error:
             failures.append(f"a device of {platform.name}: {error}")
     try:

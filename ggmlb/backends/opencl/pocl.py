@@ -1,0 +1,81 @@
+"""PoCL on a processor that its compiler does not know.
+
+PoCL 3.0, the newest that PyPI has, asks its LLVM for the processor's name. LLVM 14 calls one that it does not
+know (AMD's Zen 5) `generic`, and then refuses that name as a target: every build fails with "unknown target
+CPU 'generic'" (PoCL's issues 512 and 1049), and neither an option nor an environment variable sets another.
+"""
+
+from __future__ import annotations
+
+import os
+from struct import unpack_from
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import pyopencl as cl
+
+NAME: Final = "Portable Computing Language"
+"""The name of PoCL's platform."""
+
+UNKNOWN: Final = b"generic"
+HASWELL: Final = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
+"""Features, as Linux tells them, of all processors that LLVM's `haswell` stands for."""
+
+_STRUCT: Final = 2048
+"""Bytes of PoCL's description of a device that are searched; 3.0 has the name's address at 640."""
+
+_named: Final[set[int]] = set()
+"""Devices of this process that have a name again; what PoCL tells of itself still says `generic`."""
+
+
+def is_of_unknown_processor(device: cl.Device) -> bool:
+    """Whether the device is PoCL's on a processor for which it cannot build."""
+    unknown = device.platform.name.strip() == NAME and device.version.endswith(f"-{UNKNOWN.decode()}")
+    return unknown and device.int_ptr not in _named
+
+
+def name_processor(device: cl.Device) -> bool:
+    """Give PoCL a name that its compiler knows, for a processor that it does not.
+
+    The name is found by what it says, and written where it stands; memory that cannot be read is left alone.
+
+    Returns:
+        Whether the device can build now; `False` if the name was not found, and nothing was changed.
+    """
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        at = [address for address in _pointers(memory, device.int_ptr) if _text(memory, address) == UNKNOWN]
+        if len(at) != 1:
+            return False
+        os.pwrite(memory, _known_name() + b"\0", at[0])
+        _named.add(device.int_ptr)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(memory)
+
+
+def _pointers(memory: int, start: int) -> list[int]:
+    words = os.pread(memory, _STRUCT, start)
+    return [unpack_from("=Q", words, i)[0] for i in range(0, len(words) - 7, 8)]
+
+
+def _text(memory: int, address: int) -> bytes:
+    try:
+        return os.pread(memory, len(UNKNOWN) + 1, address).partition(b"\0")[0]
+    except (OSError, OverflowError):
+        return b""
+
+
+def _known_name() -> bytes:
+    """Return the best name that is no longer than the one it replaces."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
+            flags = next((line.split() for line in info if line.startswith("flags")), [])
+    except OSError:
+        flags = []
+    return b"haswell" if frozenset(flags) >= HASWELL else b"x86-64"
