@@ -50,6 +50,7 @@ from ggmlb.core.errors import (
 )
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
+from ggmlb.inspect import notebook as _notebook
 from ggmlb.inspect.compare import GraphCopy, compare_graph_backend, graph_copy
 from ggmlb.inspect.sanitizer import Sanitizer, sanitize
 from ggmlb.interface import (
@@ -69,6 +70,7 @@ from ggmlb.interface import (
     tensor_copy_async,
     view_init,
 )
+from ggmlb.interface.arrays import tensor_of as _tensor_of
 from ggmlb.interface.registry import (
     cpu_buffer_from_ptr,
     cpu_buffer_type,
@@ -109,6 +111,10 @@ from ggmlb.runtime.scheduler import Placement, Scheduler
 from ggmlb.system import env as _env
 
 __version__ = "0.1.0"
+
+# What an upper room gives to the classes of the rooms below it, which do not import it.
+Context.array_importer = staticmethod(_tensor_of)
+_notebook.register()
 
 if _env.sanitize():
     Sanitizer().start()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
@@ -75,6 +75,9 @@ class Context(
     context as it was.
     """
 
+    array_importer: ClassVar[Callable[[Any, DType | None, bool | None], Tensor]]
+    """Places a leaf over an array: `ggmlb` gives it, which knows who can use its memory."""
+
     if not TYPE_CHECKING:  # to type checkers, an unknown method is an error already
 
         def __getattr__(self, name: str) -> Any:
@@ -134,9 +137,7 @@ class Context(
             DTypeError: ggml has no such type, and `dtype` names none.
             ShapeError: More than four dimensions.
         """
-        from ggmlb.interface.arrays import tensor_of
-
-        tensor = tensor_of(array, None if dtype is None else DType.parse(dtype), copy)
+        tensor = type(self).array_importer(array, None if dtype is None else DType.parse(dtype), copy)
         tensor.name = name
         self.tensors.append(tensor)
         return tensor
@@ -238,20 +239,6 @@ class Context(
 
     def __repr__(self) -> str:
         return f"<Context {len(self.tensors)} tensors>"
-
-    def _repr_html_(self) -> str:
-        """Its tensors, for a notebook."""
-        from ggmlb.inspect.html import card, table
-
-        rows = [
-            (t.op_desc(), t.name, t.dtype.name.lower(), list(t.ne[: t.n_dims]), _where(t))
-            for t in self.tensors
-        ]
-        return card(repr(self)[1:-1], {}, table(("op", "name", "type", "ne", "memory"), rows))
-
-
-def _where(tensor: Tensor) -> str:
-    return "-" if tensor.buffer is None else f"{tensor.buffer.name} + {tensor.offset:,}"
 
 
 def _flag(tensor: Tensor, flag: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, GraphError, did_you_mean, kind_of
@@ -149,21 +149,7 @@ class Graph:
     def __repr__(self) -> str:
         return f"<Graph {len(self.nodes)} nodes, {len(self.leafs)} leafs>"
 
-    def _repr_html_(self) -> str:
-        """Its nodes in order, for a notebook."""
-        from ggmlb.inspect.html import card, table
-
-        rows = [
-            (i, n.op_desc(), n.name, n.dtype.name.lower(), list(n.ne[: n.n_dims]), _named(n.src))
-            for i, n in enumerate(self.nodes)
-        ]
-        return card(repr(self)[1:-1], {}, table(("", "op", "name", "type", "ne", "operands"), rows))
-
 
 def dot_quoted(text: str) -> str:
     """Return a text as it stands between quotes in Graphviz's DOT language."""
     return text.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def _named(tensors: Sequence[Tensor | None]) -> str:
-    return ", ".join(t.name or t.op_desc() for t in tensors if t is not None)

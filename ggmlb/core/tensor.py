@@ -23,10 +23,6 @@ Ne = tuple[int, int, int, int]
 """Four extents or byte strides in ggml order, innermost first."""
 
 
-SHOWN_NBYTES = 1 << 20
-"""Largest tensor whose values a notebook shows: reading more from a device takes noticeable time."""
-
-
 class Tensor(ArrayProtocols):
     """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
 
@@ -279,9 +275,7 @@ class Tensor(ArrayProtocols):
 
     def copy_to(self, dst: Tensor) -> None:
         """Copy the data to `dst`, of the same type and layout, on any device (ggml_backend_tensor_copy)."""
-        from ggmlb.interface import tensor_copy
-
-        tensor_copy(self, dst)
+        self.placed("copy_to").tensor_copy(self, dst)
 
     def placed(self, call: str) -> Buffer:
         """Return the buffer that the tensor lies in, for a call that needs its data.
@@ -327,25 +321,6 @@ class Tensor(ArrayProtocols):
     def __repr__(self) -> str:
         where = "unplaced" if self.buffer is None else f"{self.buffer.buft.name}+{self.offset}"
         return f"<Tensor {self.describe()} {where}>"
-
-    def _repr_html_(self) -> str:
-        """Its facts, and its values where they are few and at hand, for a notebook."""
-        from ggmlb.inspect.html import card, pre
-
-        facts: dict[str, object] = {
-            "ne": f"{list(self.ne[: self.n_dims])}, innermost first",
-            "NumPy shape": self.shape,
-            "nb": "" if self.is_contiguous() else f"{list(self.nb)} bytes",
-            "params": ", ".join(f"{k} = {getattr(v, 'name', v)}" for k, v in self.params.items()),
-            "operands": "; ".join("-" if s is None else s.describe() for s in self.src),
-            "view of": "" if self.view_src is None else self.view_src.describe(),
-            "memory": f"{self.nbytes:,} bytes, "
-            + ("in no buffer yet" if self.buffer is None else f"{self.buffer.name} + {self.offset:,}"),
-        }
-        values = ""
-        if self.buffer is not None and not self.buffer.is_freed and 0 < self.nbytes <= SHOWN_NBYTES:
-            values = pre(np.array2string(self.to_numpy(), precision=4, threshold=64, suppress_small=True))
-        return card(self.describe(), facts, values)
 
 
 def contiguous_nb(dtype: DType, ne: Ne) -> Ne:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
-from ggmlb.core.errors import ArgumentError, readable_size
+from ggmlb.core.errors import ArgumentError
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface.observe import QUIET, Access, Action, observers, reading
@@ -92,6 +92,12 @@ class Buffer(Storage):
         return type(self)._init_tensor is not Buffer._init_tensor
 
     # -- data ----------------------------------------------------------------------------------
+
+    def tensor_copy(self, src: Tensor, dst: Tensor) -> None:
+        """Copy a tensor that lies here; see `ggmlb.tensor_copy` (ggml_backend_tensor_copy)."""
+        from ggmlb.interface.transfer import tensor_copy
+
+        tensor_copy(src, dst)
 
     def init_tensor(self, tensor: Tensor) -> None:
         """Prepare a tensor just placed here (ggml_backend_buffer_init_tensor)."""
@@ -194,16 +200,3 @@ class Buffer(Storage):
     def __repr__(self) -> str:
         state = "freed" if self.is_freed else self.usage.value
         return f"<Buffer {self.name} {self.size:,} bytes, {state}>"
-
-    def _repr_html_(self) -> str:
-        """Its facts, for a notebook."""
-        from ggmlb.inspect.html import card
-
-        facts = {
-            "size": f"{readable_size(self.size)} ({self.size:,} bytes)",
-            "holds": self.usage.value,
-            "host memory": "yes, NumPy sees it" if self.is_host else "no",
-            "alignment": f"{self.alignment} bytes",
-            "device": self.buft.device.name,
-        }
-        return card(f"Buffer in {self.name} memory{' (freed)' if self.is_freed else ''}", facts)

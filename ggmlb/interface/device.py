@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ggmlb.core.enums import DeviceType
-from ggmlb.core.errors import ArgumentError, BackendError, readable_size
+from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.core.lifetime import Unique
 from ggmlb.core.tensor import Tensor
 
@@ -216,30 +216,6 @@ class Device(Unique, ABC):
 
     def __repr__(self) -> str:
         return f"<Device {self.name} {self.type.value}: {self.description}>"
-
-    def _repr_html_(self) -> str:
-        """Its facts, for a notebook."""
-        from ggmlb.inspect.html import card
-
-        props = self.props
-        facts = {
-            "type": props.type.value,
-            "memory": memory_bar(props),
-            "can do": ", ".join(name for name, has in props.caps.as_dict().items() if has),
-            "PCI id": props.device_id or "",
-            "backend": self.reg.name,
-        }
-        return card(f"{props.name}: {props.description}", facts)
-
-
-def memory_bar(props: DeviceProps) -> str:
-    """Return how much of a device's memory is in use, as HTML; nothing if it is not known."""
-    from ggmlb.inspect.html import bar
-
-    free, total = props.memory_free, props.memory_total
-    if not total:
-        return ""
-    return bar(1 - free / total, f"{readable_size(free)} free of {readable_size(total)}")
 
 
 class BackendReg(Unique, ABC):

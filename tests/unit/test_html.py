@@ -16,6 +16,7 @@ from page_sanitizer import sanitized
 import ggmlb
 from ggmlb import Context, Graph
 from ggmlb.inspect.html import Picture
+from ggmlb.inspect.notebook import PICTURES
 from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
 
 VOID = {"br", "img"}
@@ -158,7 +159,7 @@ def test_all_that_notebooks_show_passes_the_sanitizer() -> None:
         for thing in things:
             shown(thing)
     found = {t.__name__ for thing in things for t in type(thing).__mro__ if "_repr_html_" in vars(t)}
-    assert found == classes
+    assert found == classes | {shown.__name__ for shown in PICTURES}
 
 
 def test_a_picture_keeps_its_tips_in_a_notebook() -> None:

@@ -1,8 +1,8 @@
 """The direction of imports: data flows one way, and so do they.
 
-Tensor -> Graph -> allocator -> Scheduler -> Backend -> array library. A module imports only what stands
-before it in `LAYERS`; a backend imports neither another backend nor anything from the registry on.
-Imports inside functions count too. Imports under TYPE_CHECKING do not: nothing runs by them.
+A module imports only from its own room and from those that stand before it in `ROOMS`; a backend imports of
+the rooms beside it only what backends share. Imports inside functions count too. Imports under TYPE_CHECKING
+do not: nothing runs by them.
 """
 
 from __future__ import annotations
@@ -18,56 +18,42 @@ import ggmlb
 
 ROOT = Path(ggmlb.__file__).parents[1]
 
-LAYERS = (
-    "errors",
-    "lifetime",
-    "process",
-    "html",
-    "env",
-    "disk_cache",
-    "progress",
-    "enums",
-    "quants",
-    "dtypes",
-    "exchange",
-    "placement",
-    "tensor",
-    "ops",
-    "context",
-    "graph",
-    "fusion",
-    "interface",
-    "row_split",
-    "registry",
-    "arrays",
-    "alloc",
-    "meta",
-    "compare",
-    "sanitizer",
-    "timeline",
-    "trace",
-    "scheduler",
-    "evaluate",
-    "kernels",
-    "backends",
-    "",
-    "models",
-    "testing",
-    "cli",
-    "__main__",
-)
-"""Top-level modules and packages, each above those that may import it; "" is `ggmlb` itself."""
+ROOMS = {
+    "core": "what a program is: types, tensors, one method per op, graphs, blocks, errors",
+    "system": "the process around us: environment, forks, files, progress",
+    "interface": "where it can run: registry, devices, buffers, streams, events, plans",
+    "runtime": "how it gets there: allocators, the scheduler, evaluate",
+    "parallel": "one node on many devices: the meta device, weights split by rows",
+    "inspect": "what happened, and why: pictures, traces, the sanitizer, comparison",
+    "backends.common": "what backends share: fusion, work space, packed weights, formulas",
+    "backends.gpu": "portable kernels, one text for OpenCL and CUDA, and the launches that compute a node",
+    "backends.cpu": "NumPy, the reference",
+    "backends.opencl": "PyOpenCL",
+    "backends.cuda": "CuPy, cuBLAS, and kernels that only CUDA can have",
+    "backends.llvm": "machine code for the processor",
+    "backends": "the package of the rooms above",
+    "": "ggmlb's public names, and what an upper room gives to the classes of a lower one",
+    "models": "models on the public names alone",
+    "testing": "the conformance kit, its pytest plugin, the fake device",
+    "cli": "the `ggmlb` command",
+    "__main__": "`python -m ggmlb`",
+}
+"""Every room, what it holds, and their order: each stands before those that may import it."""
 
-FOR_BACKENDS = frozenset(LAYERS[: LAYERS.index("row_split") + 1]) | {"kernels"}
-"""What a backend may import besides its own folder and `backends.array`."""
+FOR_BACKENDS = frozenset({"core", "system", "interface", "backends.common", "backends.gpu"})
+"""What a backend may import besides its own room."""
+
+SPLIT_WEIGHTS = "ggmlb.parallel.row_split"
+"""Of `parallel`, what a backend may import: it offers the memory for weights that are split by rows."""
 
 ALLOWED = {
-    # `Tensor.copy_to` is a method for comfort; copying is the business of buffers.
-    ("ggmlb.core.tensor", "ggmlb.interface"),
-    # `Context.from_array` is a method for comfort as well; who can use an array's memory, the registry knows.
-    ("ggmlb.core.context", "ggmlb.interface.arrays"),
     # The LLVM device computes in the CPU's buffers: it has no memory of its own.
     ("ggmlb.backends.llvm.device", "ggmlb.backends.cpu"),
+    # Eleven ops have no GPU kernel yet: CuPy computes them by the CPU's rules.
+    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.ops"),
+    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.casts"),
+    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.lowering"),
+    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.rules"),
 }
 """Exceptions: (module, what it imports)."""
 
@@ -109,28 +95,23 @@ def imports(module: str, text: str, known: Sources) -> Iterator[tuple[str, int]]
                 yield name, node.lineno
 
 
-def layer(module: str) -> str:
-    return ([*module.split("."), ""])[1]
-
-
-def backend(module: str) -> str:
-    """The backend folder that a module is in, or ""."""
-    parts = module.split(".")
-    return parts[2] if parts[1:2] == ["backends"] and len(parts) > 2 else ""
+def room(module: str) -> str:
+    """The room that a module is in; "" for `ggmlb` itself."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["backends"] else 1])
 
 
 def fault(module: str, imported: str) -> str | None:
     """Say why `module` must not import `imported`; `None` if it may."""
-    here, there = layer(module), layer(imported)
-    if there not in LAYERS or here not in LAYERS:
-        return "is not in the list of layers"
-    mine, theirs = backend(module), backend(imported)
-    if mine and there == "backends":
-        return None if theirs in (mine, "array") else f"is of the backend {theirs!r}, not of {mine!r}"
-    if mine and there not in FOR_BACKENDS:
-        return "is not for backends"
-    if LAYERS.index(there) > LAYERS.index(here):
-        return f"stands below {here!r} in the list of layers"
+    here, there = room(module), room(imported)
+    if there not in ROOMS or here not in ROOMS:
+        return "is in no room of the table"
+    if here == there:
+        return None
+    if here.startswith("backends.") and there not in FOR_BACKENDS and not imported.startswith(SPLIT_WEIGHTS):
+        return f"is not for {here!r}"
+    if list(ROOMS).index(there) > list(ROOMS).index(here):
+        return f"stands below {here!r} in the table"
     return None
 
 
@@ -149,20 +130,13 @@ def test_imports_go_one_way() -> None:
     assert faults(sources()) == []
 
 
-def test_the_documentation_lists_the_layers() -> None:
+def test_the_documentation_draws_this_table() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    listed = text[text.index("stands above it in this list:") : text.index("`tests/unit/test_layers.py`")]
-    assert re.findall(r"`(\w+)`", listed) == [name for name in LAYERS if name]
+    assert "\n".join(f"| `{name}` | {what} |" for name, what in ROOMS.items() if name) in text
 
 
-def test_the_tree_is_as_drawn() -> None:
+def test_every_folder_of_tests_is_told() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    drawn = text[text.index("    ggmlb/") : text.index("    tests/")]
-    names = re.findall(r"(?:^ {6}| {4,})(\w+)/? {2,}\S", drawn, re.MULTILINE)
-    in_backends = {path.parent.name for path in (ROOT / "ggmlb/backends").glob("*/__init__.py")}
-    # `backends/` has a line of its own, with its folders below.
-    assert [n for n in names if n not in in_backends] == [n for n in LAYERS if n and n != "backends"]
-    assert in_backends <= set(names)
     tests = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0] not in "_."}
     assert tests <= set(re.findall(r"(\w+)/", text[text.index("    tests/") :]))
 
@@ -177,9 +151,10 @@ def test_models_use_public_names_only() -> None:
     found = []
     for module, text in sources().items():
         for node in ast.walk(ast.parse(text)):
-            if layer(module) == "models" and isinstance(node, ast.ImportFrom) and node.module is not None:
-                origin = layer(node.module) if node.module.startswith("ggmlb") else None
-                if origin in (None, "errors", "models"):
+            if room(module) == "models" and isinstance(node, ast.ImportFrom) and node.module is not None:
+                if not node.module.startswith("ggmlb") or node.module == "ggmlb.core.errors":
+                    continue
+                if room(node.module) == "models":
                     continue
                 public = {*ggmlb.__all__, "registry"}
                 found += [f"{module}: {a.name}" for a in node.names if a.name not in public]
@@ -189,16 +164,24 @@ def test_models_use_public_names_only() -> None:
 @pytest.mark.parametrize(
     ("module", "text", "why"),
     [
-        ("ggmlb.core.tensor", "from ggmlb.runtime.scheduler import Scheduler", "stands below 'tensor'"),
-        ("ggmlb.core.tensor", "def f():\n    import ggmlb.core.graph", "stands below 'tensor'"),
-        ("ggmlb.interface.registry", "from ggmlb.backends.cpu import backend_reg", "stands below 'registry'"),
-        ("ggmlb.runtime.scheduler.x", "from ggmlb.backends import cpu", "stands below 'scheduler'"),
-        ("ggmlb.backends.cpu", "from ggmlb.backends.opencl import queue", "of the backend 'opencl'"),
-        ("ggmlb.backends.cpu.array.x", "from ggmlb.backends.cpu.y import z", "of the backend 'cpu'"),
-        ("ggmlb.backends.cpu.x", "import ggmlb.interface.registry", "not for backends"),
-        ("ggmlb.backends.cpu.x", "import ggmlb", "not for backends"),
-        ("ggmlb.runtime.alloc", "import ggmlb", "stands below 'alloc'"),
-        ("ggmlb.new", "import ggmlb.core.errors", "not in the list"),
+        ("ggmlb.core.tensor", "from ggmlb.runtime.scheduler import Scheduler", "stands below 'core'"),
+        ("ggmlb.core.tensor", "def f():\n    import ggmlb.interface", "stands below 'core'"),
+        (
+            "ggmlb.interface.registry",
+            "from ggmlb.backends.cpu import backend_reg",
+            "stands below 'interface'",
+        ),
+        ("ggmlb.runtime.scheduler.x", "from ggmlb.backends import cpu", "stands below 'runtime'"),
+        ("ggmlb.runtime.scheduler.x", "from ggmlb.inspect import draw", "stands below 'runtime'"),
+        ("ggmlb.backends.cpu", "from ggmlb.backends.opencl import queue", "not for 'backends.cpu'"),
+        ("ggmlb.backends.gpu.x", "from ggmlb.backends.cpu.y import z", "not for 'backends.gpu'"),
+        ("ggmlb.backends.common.x", "from ggmlb.backends.gpu.y import z", "stands below 'backends.common'"),
+        ("ggmlb.backends.cpu.x", "import ggmlb.runtime.alloc", "not for 'backends.cpu'"),
+        ("ggmlb.backends.cpu.x", "import ggmlb.parallel.meta", "not for 'backends.cpu'"),
+        ("ggmlb.backends.cpu.x", "import ggmlb", "not for 'backends.cpu'"),
+        ("ggmlb.runtime.alloc", "import ggmlb", "stands below 'runtime'"),
+        ("ggmlb.new", "import ggmlb.core.errors", "in no room"),
+        ("ggmlb.backends.new", "import ggmlb.core.errors", "in no room"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, text: str, why: str) -> None:
@@ -211,17 +194,13 @@ def test_a_wrong_import_is_found(module: str, text: str, why: str) -> None:
     [
         (
             "ggmlb.core.tensor",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ggmlb.core.graph import Graph",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ggmlb.interface import Buffer",
         ),
-        (
-            "ggmlb.backends.cpu.x",
-            "from ggmlb.backends.cpu.array.plan import ArrayPlan\nimport ggmlb.backends.gpu",
-        ),
+        ("ggmlb.core.tensor", "from ggmlb.core.graph import Graph"),
+        ("ggmlb.backends.cpu.x", "from ggmlb.backends.common.y import z\nimport ggmlb.backends.gpu"),
         ("ggmlb.backends.cpu.x", "from ggmlb.backends.cpu.y import z"),
-        (
-            "ggmlb.runtime.scheduler.x",
-            "from ggmlb.runtime.scheduler.y import z\nimport ggmlb.runtime.alloc\nimport numpy",
-        ),
+        ("ggmlb.backends.cuda.x", "from ggmlb.parallel.row_split import z"),
+        ("ggmlb.runtime.scheduler.x", "import ggmlb.runtime.alloc\nimport ggmlb.interface\nimport numpy"),
         ("ggmlb.models.x", "from ggmlb import Context"),
     ],
 )

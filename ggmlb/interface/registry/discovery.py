@@ -15,7 +15,7 @@ from ggmlb.system import env
 GROUP = "ggmlb.backends"
 """The entry-point group. An entry reads `name = "package.module:backend_reg"`."""
 
-_SHARED = frozenset({"array"})
+_SHARED = frozenset({"common", "gpu"})
 """Folders beside the backends that hold what they share."""
 
 

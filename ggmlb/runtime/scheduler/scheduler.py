@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ggmlb.core.enums import Status
 from ggmlb.core.errors import ArgumentError, GraphError, kind_of
@@ -11,18 +13,37 @@ from ggmlb.core.graph import Graph, need_graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
-from ggmlb.inspect.sanitizer import start_sanitizer
 from ggmlb.interface import Backend, BufferType
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
 from ggmlb.runtime.scheduler.program import Program, Programs
+from ggmlb.runtime.scheduler.report import Placement, placements, render
 from ggmlb.runtime.scheduler.rules import Rules
-from ggmlb.runtime.scheduler.shown import Shown
 from ggmlb.runtime.scheduler.signature import Signature
 
+if TYPE_CHECKING:
+    from ggmlb.inspect.trace import Trace
+    from ggmlb.runtime.scheduler.split import Split
 
-class Scheduler(Shown, Freeable):
+
+class Views(Protocol):
+    """What shows a scheduler: `ggmlb.inspect.notebook`, which the scheduler itself does not import."""
+
+    def to_dot(self, scheduler: Scheduler, graph: Graph) -> str:
+        """See `Scheduler.to_dot`."""
+
+    def to_svg(self, scheduler: Scheduler, graph: Graph) -> str:
+        """See `Scheduler.to_svg`."""
+
+    def trace(self, scheduler: Scheduler, path: str | Path | None) -> Trace:
+        """See `Scheduler.trace`."""
+
+    def start_sanitizer(self, owner: object) -> Callable[[], object]:
+        """Start a sanitizer that lives as long as its owner; return what stops it."""
+
+
+class Scheduler(Freeable):
     """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
 
     A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
@@ -53,6 +74,8 @@ class Scheduler(Shown, Freeable):
 
     Source: ggml_backend_sched_new.
     """
+
+    views: ClassVar[Views]
 
     def __init__(
         self,
@@ -103,7 +126,7 @@ class Scheduler(Shown, Freeable):
         self._placed: Program | None = None
         self._last: Program | None = None
         self._checked_at = -1
-        self._stop_sanitizer = start_sanitizer(self) if sanitize else None
+        self._stop_sanitizer = self.views.start_sanitizer(self) if sanitize else None
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -136,6 +159,69 @@ class Scheduler(Shown, Freeable):
     def buffer_size(self, backend: Backend) -> int:
         """Return the bytes reserved for a backend's tensors (ggml_backend_sched_get_buffer_size)."""
         return self._allocator.get_buffer_size(self._index(backend))
+
+    @property
+    def graph(self) -> Graph | None:
+        """The last graph that was split; `None` before the first, and after `reset`."""
+        return self._graph if self._program else None
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """The splits of the last graph, in order of execution."""
+        return tuple(self._program.splits) if self._program else ()
+
+    @property
+    def n_splits(self) -> int:
+        """Number of splits of the last graph (ggml_backend_sched_get_n_splits)."""
+        return len(self._program.splits) if self._program else 0
+
+    @property
+    def placement(self) -> list[Placement]:
+        """For each node of the last graph: its device, the cause, what others said, and its copies."""
+        if self._graph is None or self._program is None:
+            return []
+        return placements(self._graph, self._program)
+
+    # -- pictures ------------------------------------------------------------------------------
+
+    def trace(self, path: str | Path | None = None) -> Trace:
+        """Keep when each device works, within a `with` block, for ui.perfetto.dev or chrome://tracing.
+
+        Example: `with sched.trace("run.json"): sched.graph_compute(graph)`
+
+        Args:
+            path: The JSON file that is written at the end; without it, look at the trace's `events`.
+        """
+        return self.views.trace(self, path)
+
+    def to_dot(self) -> str:
+        """Return the split graph in Graphviz's DOT language: a colour for each device, a box for each split.
+
+        Raises:
+            GraphError: No graph was split yet.
+        """
+        return self.views.to_dot(self, self._need_graph("to_dot"))
+
+    def to_svg(self) -> str:
+        """Return an SVG picture of the split graph, to be read from top to bottom; it needs no Graphviz.
+
+        Each device has a lane and a colour, each split a box; curves between lanes are copies. Long splits
+        are shortened. A node's cause and operands show when the pointer rests on it.
+
+        Raises:
+            GraphError: No graph was split yet.
+        """
+        return self.views.to_svg(self, self._need_graph("to_svg"))
+
+    def __repr__(self) -> str:
+        names = ", ".join(b.name for b in self._backends)
+        return f"<Scheduler on {names}: {self.n_splits} splits>"
+
+    def __str__(self) -> str:
+        """Splits, their inputs with sizes, and why each node landed where it did."""
+        if self._graph is None or self._program is None:
+            return f"{self!r}, no graph yet"
+        return render(self._graph, self._program)
 
     # -- wishes --------------------------------------------------------------------------------
 
@@ -369,6 +455,11 @@ class Scheduler(Shown, Freeable):
         if last.is_host or not self._backends[-1].device.caps.async_:
             return last  # it needs no other
         return self._backends[-1].device.host_buffer_type or cpu_buffer_type()
+
+    def _need_graph(self, call: str) -> Graph:
+        if self.graph is None:
+            raise GraphError(f"{call}: there is no graph yet; call split_graph or alloc_graph first")
+        return self.graph
 
     def _need_program(self) -> Program:
         assert self._program is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.cpu.array.ops.unary import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
+from ggmlb.backends.common.formulas import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
 from ggmlb.backends.llvm.codegen.simd import (
     SIZES,
     exp,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.cpu.array.ops.softmax import alibi_slopes
+from ggmlb.backends.common.formulas import alibi_slopes
 from ggmlb.backends.llvm.kernels import attention
 from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, Shape, record_nbytes, scratch_nbytes
 from ggmlb.backends.llvm.kernels.blocks import FORMS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.cpu.array.ops.rope import pair_angles
-from ggmlb.backends.cpu.array.ops.softmax import alibi_slopes
+from ggmlb.backends.common.formulas import alibi_slopes, pair_angles
 from ggmlb.backends.llvm.kernels import norm, rope
 from ggmlb.backends.llvm.lowering.rules import Rule, name, not_f32, not_floats, not_in_rows
 from ggmlb.backends.llvm.lowering.walks import operand, walk

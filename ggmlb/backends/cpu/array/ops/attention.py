@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ggmlb.backends.common.formulas import alibi_slopes
 from ggmlb.backends.cpu.array.casts import CAST
-from ggmlb.backends.cpu.array.ops.softmax import alibi_slopes
 from ggmlb.backends.cpu.array.ops.unary import EXP
 from ggmlb.backends.cpu.array.products import is_ready
 from ggmlb.backends.cpu.array.rules import F32, FLOAT, VALUE, operands, rule

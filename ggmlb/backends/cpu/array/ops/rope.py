@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from math import ceil, floor, log, pi
-from typing import TYPE_CHECKING, Any
+from math import log
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ggmlb.backends.common.formulas import pair_angles
 from ggmlb.backends.cpu.array.rules import F32, FLOAT, I32, operands, rule
 from ggmlb.backends.cpu.array.views import View
 from ggmlb.core.enums import Op, RopeType
@@ -20,46 +18,6 @@ if TYPE_CHECKING:
 
 WORK = 6
 """Of a rotation per element, in additions."""
-
-
-def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
-    """By pair, how much of the angle is extrapolated (1) rather than interpolated (0)."""
-    base, n_dims, n_ctx = params["freq_base"], params["n_dims"], params["n_ctx_orig"]
-
-    def pair_of(n_turns: float) -> float:
-        return n_dims * log(n_ctx / (n_turns * 2 * pi)) / (2 * log(base)) if n_ctx else -np.inf
-
-    low, high = pair_of(params["beta_fast"]), pair_of(params["beta_slow"])
-    low = max(0, floor(low)) if n_ctx else 0
-    high = min(n_dims - 1, ceil(high)) if n_ctx else -np.inf
-    return 1 - np.clip((np.arange(n_pairs) - low) / max(0.001, high - low), 0, 1)
-
-
-def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:
-    """By pair: the angle per unit of position, and which of the four positions counts; not to be changed."""
-    return _pair_angles(n_pairs, tuple(params.items()))
-
-
-@lru_cache(64)  # all layers of a model ask for the same
-def _pair_angles(n_pairs: int, items: tuple[tuple[str, Any], ...]) -> tuple[Array, Array]:
-    params = dict(items)
-    pairs = np.arange(n_pairs)
-    exponent: Array = pairs
-    channel: Array = np.zeros(n_pairs, np.intp)
-    mode, sections = params["mode"], np.asarray(params["sections"])
-    if mode & RopeType.MROPE:
-        sector = pairs % sections.sum()
-        if mode == RopeType.IMROPE:
-            inside = sector < 3 * sections[sector % 3]
-            channel = np.where(inside, sector % 3, 3)
-        else:
-            starts = np.cumsum(sections)[:3]
-            channel = np.searchsorted(starts, sector, side="right")
-            if mode == RopeType.VISION:  # each section counts its exponent from 0
-                exponent = sector - np.concatenate(([0], starts))[channel]
-    angle = params["freq_base"] ** (-2.0 * exponent / params["n_dims"])
-    mix = yarn_ramp(n_pairs, params) * params["ext_factor"] if params["ext_factor"] else 0.0
-    return (angle * (params["freq_scale"] * (1 - mix) + mix)).astype(np.float32), channel.astype(np.int64)
 
 
 def _rope(lw: Lowering, t: Tensor, direction: float) -> None:

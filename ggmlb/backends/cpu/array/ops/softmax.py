@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import floor, log2
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ggmlb.backends.common.formulas import alibi_slopes
 from ggmlb.backends.cpu.array.ops.unary import EXP
 from ggmlb.backends.cpu.array.rules import F32, FLOAT, operands, rule
 from ggmlb.backends.cpu.array.views import View
@@ -17,15 +17,6 @@ from ggmlb.core.tensor import Tensor
 if TYPE_CHECKING:
     from ggmlb.backends.common.workspace import Array
     from ggmlb.backends.cpu.array.lowering import Lowering
-
-
-def alibi_slopes(n_head: int, max_bias: float) -> Array:
-    """The factor of the mask by head: powers of two bases, the odd heads in between."""
-    n = 1 << floor(log2(n_head))
-    base, between = 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
-    heads = np.arange(n_head)
-    slopes = np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1))
-    return np.asarray(slopes, np.float32)
 
 
 def per_head(view: View) -> View:

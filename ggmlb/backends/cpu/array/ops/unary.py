@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.backends.common.formulas import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
 from ggmlb.backends.cpu.array.rules import FLOAT, operands, rule
 from ggmlb.core.enums import Op, UnaryOp
 from ggmlb.core.tensor import Tensor
@@ -16,23 +17,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.cpu.array.lowering import Lowering
 
 Function = Callable[..., Any]
-
-SQRT_2_OVER_PI = 0.79788456080286535588
-GELU_COEF = 0.044715
-GELU_QUICK_COEF = 1.702
-
-# The normal distribution function as a sigmoid: log(Phi(x) / Phi(-x)) / x is even and smooth. This is a
-# minimax polynomial in x^2, highest power first; the error of x * Phi(x) is 7e-8. It is positive and grows
-# without bound, so that the sigmoid saturates.
-NORMAL_AS_SIGMOID = (
-    3.6112370316510383e-09,
-    -2.668930074770149e-07,
-    7.938221990564175e-06,
-    -0.00011048033954260706,
-    -6.625991177758288e-05,
-    0.07266856692793666,
-    1.5957684322633572,
-)
 
 
 def one_plus_exp(xp: Any, y: Array, x: Array, factor: float) -> None:
