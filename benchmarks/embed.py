@@ -35,7 +35,7 @@ N_SENTENCES = {1: 32, 32: 128}
 """Sentences per round, by batch."""
 N_WARM_UP = 2
 TARGETS = {1: 1.5, 32: 1.0}
-NUMBA_TARGETS = {1: 2.0, 32: 1.2}
+LLVM_TARGETS = {1: 2.0, 32: 1.2}
 LEAST_COSINE = {"ggmlb": 0.999, "ONNX Runtime": 0.95}
 """Of their embeddings to PyTorch's; below it there is nothing to measure. Weights of int8 cost some."""
 PACKAGES = ("numpy", "torch", "sentence-transformers", "transformers", "tokenizers", "onnxruntime")
@@ -142,7 +142,7 @@ def main() -> None:
             sys.exit(f"{name}: the least cosine to PyTorch's embeddings is {cosine:.7f}; nothing is written")
     ours, *peers = LIBRARIES
     table = Table("batch", ours, "target", *(cell for name in peers for cell in (name, f"ggmlb to {name}")))
-    for batch, target in (NUMBA_TARGETS if "LLVM" in args.devices else TARGETS).items():
+    for batch, target in (LLVM_TARGETS if "LLVM" in args.devices else TARGETS).items():
         cells = [cell for name in peers for cell in (spread(rates[name, batch]), ratio(rates, name, batch))]
         table.row(batch, spread(rates[ours, batch]), f"{target:.1f} of PyTorch", *cells)
     if others > 0.05 and args.threads > 1:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fusable import DecodeLayer, RandomGraph
 from golden import CASES
-from gpus import CARD, NUMBA, PLAYED, first
+from gpus import CARD, LLVM, PLAYED, first
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.common.fusion import Group, fuse
@@ -32,7 +32,7 @@ GROUPS_PER_ROW = pytest.param("gpu", id="groups per row")
 PARAMS = {"cpu": {"work_split": "cpu"}, "gpu": {"work_split": "gpu"}, "LLVM": {"n_threads": 3}}
 
 
-@pytest.fixture(params=[ROWS_PER_CORE, GROUPS_PER_ROW, NUMBA, PLAYED, CARD])
+@pytest.fixture(params=[ROWS_PER_CORE, GROUPS_PER_ROW, LLVM, PLAYED, CARD])
 def stream(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Of OpenCL with each work split, of LLVM, and of CUDA."""
     device = first("OpenCL0" if request.param in ("cpu", "gpu") else request.param)

@@ -24,13 +24,13 @@ GPUS = SHARED | {
     "binary": 77, "conv": 42, "get_rows": 25, "misc": 12, "mul_mat": 86, "norm": 30, "pool": 12,
     "programs": 18, "reduce": 26, "set_rows_cpy": 105, "shape": 37, "softmax": 19, "ssm": 12, "upscale": 20,
 }  # fmt: skip
-NUMBA = SHARED | {
+LLVM = SHARED | {
     "binary": 54, "get_rows": 21, "misc": 6, "mul_mat": 74, "norm": 25, "programs": 6, "set_rows_cpy": 95,
     "softmax": 13,
 }  # fmt: skip
 OPENCL = GPUS | {"get_rows": 26, "mul_mat": 89}
 CUDA = GPUS | {"loss_opt": 8, "norm": 32, "out_prod": 5, "softmax": 21}
-CLAIMED = {"OpenCL0": OPENCL, "LLVM": NUMBA, "played": CUDA, "CUDA0": CUDA}
+CLAIMED = {"OpenCL0": OPENCL, "LLVM": LLVM, "played": CUDA, "CUDA0": CUDA}
 
 
 # -- what cases reach ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ggmlb import Backend, Context, DType, Graph, Tensor, alloc_ctx_tensors, dev
 from ggmlb.backends.cuda import CudaReg
 
 OPENCL = pytest.param("OpenCL0", id="opencl")
-NUMBA = pytest.param("LLVM", id="llvm")
+LLVM = pytest.param("LLVM", id="llvm")
 PLAYED = pytest.param("played", id="played")
 CARD = pytest.param("CUDA0", id="card", marks=pytest.mark.gpu)
 CUDA = (PLAYED, CARD)

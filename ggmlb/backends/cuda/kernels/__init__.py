@@ -12,5 +12,5 @@ from ggmlb.backends.cuda.kernels.scratch import place
 
 __all__ = ["MAX_GROUPS", "PACKAGE", "Lowering", "Step", "place"]
 
-PACKAGE = "ggmlb.backends.cuda"
+PACKAGE = "ggmlb.backends.cuda.kernels"
 """Where the texts lie, as `ggmlb.backends.gpu.source` wants to know."""
