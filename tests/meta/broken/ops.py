@@ -1,6 +1,8 @@
-"""A small device, and streams of it that compute one op wrongly."""
+"""A small device and a whole one, and streams of them that compute one op wrongly."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import numpy as np
 
@@ -9,8 +11,10 @@ from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.interface import Device
-from ggmlb.testing.samples import SAMPLES, sample
+from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.compute import refusal
 
+VIEWS = {op.value for op in NO_OPS}
 BINARY = (Op.ADD, Op.SUB, Op.MUL, Op.DIV)
 
 
@@ -66,14 +70,21 @@ class WrongInPlace(WrongOp):
         return node.view_src is not None
 
 
-def op_names() -> list[str]:
-    """The ops that the small device computes, as `Tensor.op_desc` names them."""
-    device = small(WrongOp, "")
-    nodes = (sample(name, dtype) for name in SAMPLES for dtype in (DType.F32, DType.I32))
-    return list(dict.fromkeys(n.op_desc() for n in nodes if n is not None and device.supports_op(n)))
+@cache
+def op_names(device: type[WrongDevice]) -> tuple[str, ...]:
+    """The ops of which a device computes a case of the kit, as `Tensor.op_desc` names them."""
+    claimed = device(CpuReg())
+    found = dict.fromkeys(
+        case.op
+        for family in FAMILIES
+        for case in cases_of(family)
+        if refusal(claimed, case.program.case().build()) is None
+    )
+    return tuple(op for op in found if op not in VIEWS)
 
 
-def small(backend: type[WrongOp], op: str) -> Device:
-    """A small device that computes an op wrongly."""
+def wrong(backend: type[WrongOp], op: str) -> Device:
+    """A device that computes an op wrongly: the small one, or the whole one for what the small one lacks."""
+    base = SmallDevice if op in op_names(SmallDevice) else WrongDevice
     stream = type(backend.__name__, (backend,), {"op": op})
-    return type("Small", (SmallDevice,), {"backend": stream})(CpuReg())
+    return type(base.__name__, (base,), {"backend": stream})(CpuReg())
