@@ -25,7 +25,7 @@ if processor != pocl.UNKNOWN:
             return os.pread(memory, 64, address).partition(b"\\0")[0]
         except (OSError, OverflowError):
             return b""
-    (at,) = [a for a in addresses if text(a) == processor]
+    (at,) = {a for a in addresses if text(a) == processor}
     os.pwrite(memory, pocl.UNKNOWN + b"\\0", at)
 
 def builds():
@@ -47,6 +47,23 @@ def run(only_pocl: dict[str, str], tmp_path: object) -> Callable[[str], Complete
 
 def test_a_processor_that_pocl_does_not_know_gets_a_name_that_it_does(run) -> None:
     done = run("assert not builds() and pocl.name_processor(device) and builds()")
+    assert done.returncode == 0, done.stderr
+
+
+TWICE = """
+import numpy as np
+text = np.frombuffer(pocl.UNKNOWN + bytes(9), np.uint8).copy()
+words = np.zeros(256, np.uint64)
+words[[80, 136]] = text.ctypes.data
+class Posing:
+    int_ptr = words.ctypes.data
+assert pocl.name_processor(Posing)
+assert text.tobytes().partition(b"\\0")[0] in (b"haswell", b"x86-64")
+"""
+
+
+def test_a_name_whose_address_stands_twice_is_found(run) -> None:
+    done = run(TWICE)
     assert done.returncode == 0, done.stderr
 
 

@@ -47,7 +47,8 @@ def name_processor(device: cl.Device) -> bool:
     except OSError:
         return False
     try:
-        at = [address for address in _pointers(memory, device.int_ptr) if _text(memory, address) == UNKNOWN]
+        pointers = set(_pointers(memory, device.int_ptr))  # PoCL may keep the address in more than one place
+        at = [address for address in pointers if _text(memory, address) == UNKNOWN]
         if len(at) != 1:
             return False
         os.pwrite(memory, _known_name() + b"\0", at[0])
