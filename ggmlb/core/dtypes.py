@@ -5,7 +5,7 @@ The block formats are in `ggmlb.core.quants`, each imported when it is first use
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import cache
 from typing import Any
 
@@ -104,6 +104,8 @@ class DType(IntEnum):
             return value
         if isinstance(value, str) and value.upper() in _BY_NAME:
             return _BY_NAME[value.upper()]
+        if isinstance(value, (bool, Enum)):
+            raise DTypeError(f"{value!r} is no tensor type; give a member of ggmlb.DType, or its name")
         if isinstance(value, (int, np.integer)):
             if value in _BY_NUMBER:
                 return _BY_NUMBER[int(value)]
@@ -152,17 +154,19 @@ def _codec(dtype: DType) -> Codec:
     return quants.by_name(dtype.name)
 
 
-def can_dequantize(dtype: DType) -> bool:
+def can_dequantize(dtype: DType | int | str) -> bool:
     """Whether `dequantize` reads the type; it reads all."""
+    dtype = DType.parse(dtype)
     return not dtype.is_quantized or dtype.name in quants.NAMES
 
 
-def can_quantize(dtype: DType) -> bool:
+def can_quantize(dtype: DType | int | str) -> bool:
     """Whether `quantize` writes the type: all but IQ1, IQ2 and IQ3, as ggml's CPU backend does."""
+    dtype = DType.parse(dtype)
     return not dtype.is_quantized or _codec(dtype).write is not None
 
 
-def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.float32]:
+def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType | int | str) -> npt.NDArray[np.float32]:
     """Return float32 values of rows of blocks.
 
     Args:
@@ -170,8 +174,10 @@ def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.fl
         dtype: The type of the blocks; a plain type is viewed and converted.
 
     Raises:
+        DTypeError: There is no such type.
         ShapeError: A row is not whole blocks.
     """
+    dtype = DType.parse(dtype)
     n_blocks, rest = divmod(blocks.shape[-1], dtype.type_size)
     if rest:
         raise ShapeError(
@@ -183,7 +189,9 @@ def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[np.fl
     return values
 
 
-def dequantize_into(out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8], dtype: DType) -> None:
+def dequantize_into(
+    out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8], dtype: DType | int | str
+) -> None:
     """Fill `out` with the float32 values of rows of blocks, with little memory besides.
 
     Threads may do this side by side: no scratch is shared, and NumPy lets go of the GIL.
@@ -194,8 +202,10 @@ def dequantize_into(out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8],
         dtype: The type of the blocks; a plain type is viewed and converted.
 
     Raises:
+        DTypeError: There is no such type.
         ShapeError: The shapes do not fit each other, or `out` is not C-contiguous.
     """
+    dtype = DType.parse(dtype)
     if out.shape != (*blocks.shape[:-1], blocks.shape[-1] // dtype.type_size * dtype.block_size):
         raise ShapeError(
             f"{dtype.name} blocks of shape {blocks.shape} were to fill an array of shape {out.shape}; "
@@ -210,7 +220,7 @@ def dequantize_into(out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8],
         np.copyto(out, rows.view(dtype.numpy), casting="unsafe")
 
 
-def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
+def quantize(values: npt.ArrayLike, dtype: DType | int | str) -> npt.NDArray[np.uint8]:
     """Return the raw bytes, shape `(..., row_size)`, of float values quantised row by row.
 
     The blocks are those of ggml's reference quantisers (`quantize_row_*_ref`).
@@ -220,9 +230,10 @@ def quantize(values: npt.ArrayLike, dtype: DType) -> npt.NDArray[np.uint8]:
         dtype: The type to write; a plain type is converted.
 
     Raises:
-        DTypeError: The type cannot be written.
+        DTypeError: There is no such type, or it cannot be written.
         ShapeError: `ne0` is not a whole number of blocks.
     """
+    dtype = DType.parse(dtype)
     array = np.ascontiguousarray(values, dtype=np.float32 if dtype.is_quantized else None)
     if not dtype.is_quantized:
         return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)

@@ -3,7 +3,53 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex, TypeVar
+
+from ggmlb.core.errors import ArgumentError, did_you_mean, kind_of
+
+E = TypeVar("E", bound=Enum)
+
+
+def as_enum(call: str, kind: type[E], value: object) -> E:
+    """Return the member of `kind` that an argument means: itself, its name in any case, or ggml's number.
+
+    All public arguments and settable attributes that take an enum are read here, so that none keeps a
+    value that means nothing, or that only compares unequal to every member.
+
+    Raises:
+        ArgumentError: There is no such member; the message begins with `call`. A member of another enum
+            is none, whatever its number.
+    """
+    if isinstance(value, kind):
+        return value
+    member: object = None
+    if isinstance(value, Enum):
+        shown, near = f"{type(value).__name__}.{value.name}", value.name
+    elif isinstance(value, str):
+        shown, near = repr(value), value.upper()
+        member = kind.__members__.get(near)
+    else:
+        number = _whole(value)
+        shown, near = (kind_of(value) if number is None else str(number)), ""
+        if number is not None and issubclass(kind, IntEnum):
+            member = kind._value2member_map_.get(number)
+    if isinstance(member, kind):
+        return member
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
+    raise ArgumentError(
+        f"{call}: {shown} is not {article} {kind.__name__}{did_you_mean(near, kind.__members__)}"
+    )
+
+
+def _whole(value: object) -> int | None:
+    """The whole number that a value is, a bool being none; `None` if it is not one."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return index(value)
+    except TypeError:  # an array of several numbers
+        return None
 
 
 class Op(str, Enum):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op
+from ggmlb.core.enums import Op, as_enum
 from ggmlb.core.errors import NotAllocatedError, ShapeError
 from ggmlb.core.exchange import ArrayProtocols, real_numbers
 from ggmlb.core.placement import Params
@@ -65,17 +65,21 @@ class Tensor(ArrayProtocols):
 
     def __init__(
         self,
-        dtype: DType,
+        dtype: DType | int | str,
         ne: Ne,
         nb: Ne | None = None,
         *,
-        op: Op = Op.NONE,
+        op: Op | str = Op.NONE,
         src: tuple[Tensor | None, ...] = (),
         params: Mapping[str, Any] | None = None,
         view_src: Tensor | None = None,
         view_offs: int = 0,
         name: str = "",
     ) -> None:
+        if type(dtype) is not DType:
+            dtype = DType.parse(dtype)
+        if type(op) is not Op:
+            op = as_enum("Tensor", Op, op)
         self.dtype = dtype
         self.ne = ne
         self._contiguous = nb is None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import BufferUsage
+from ggmlb.core.enums import BufferUsage, as_enum
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
@@ -28,13 +28,12 @@ class Buffer(Storage):
     Attributes:
         buft: Its buffer type.
         size: Bytes.
-        usage: What it holds; setting it tells the scheduler (ggml_backend_buffer_set_usage).
     """
 
     def __init__(self, buft: BufferType, size: int) -> None:
         self.buft = buft
         self.size = size
-        self.usage = BufferUsage.ANY
+        self._usage = BufferUsage.ANY
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -50,6 +49,23 @@ class Buffer(Storage):
 
         Source: ggml_backend_buffer_get_base.
         """
+
+    @property
+    def usage(self) -> BufferUsage:
+        """What it holds; setting it, to a member or its name, tells the scheduler.
+
+        Raises:
+            ArgumentError: There is no such usage.
+
+        Source: ggml_backend_buffer_get_usage, ggml_backend_buffer_set_usage.
+        """
+        return self._usage
+
+    @usage.setter
+    def usage(self, usage: BufferUsage | str) -> None:
+        self._usage = as_enum("buffer.usage", BufferUsage, usage)
+        placement_clock.tick()  # plans leave out what nobody else reads of compute memory
+        self._set_usage(self._usage)
 
     @property
     def is_host(self) -> bool:
@@ -191,6 +207,9 @@ class Buffer(Storage):
 
     def _reset(self) -> None:
         """Forget prepared tensors."""
+
+    def _set_usage(self, usage: BufferUsage) -> None:
+        """Take note of what it holds."""
 
     def _free(self) -> None:
         """Release the memory; work that still uses it must be able to finish."""

@@ -27,20 +27,13 @@ class PartedBuffer(Buffer):
         super().__init__(buft, size)
 
     @property
-    def usage(self) -> BufferUsage:
-        """What the parts hold."""
-        return self._usage
-
-    @usage.setter
-    def usage(self, usage: BufferUsage) -> None:
-        self._usage = usage
-        for part in self.parts:
-            part.usage = usage
-
-    @property
     def base(self) -> Any:
         """The bases of the parts."""
         return tuple(part.base for part in self.parts)
+
+    def _set_usage(self, usage: BufferUsage) -> None:
+        for part in self.parts:
+            part.usage = usage
 
     def _clear(self, value: int) -> None:
         for part in self.parts:

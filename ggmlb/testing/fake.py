@@ -18,7 +18,7 @@ from ggmlb.backends.common.workspace import Workspace
 from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
 from ggmlb.backends.cpu.threads import Threads
-from ggmlb.core.enums import DeviceType, Status
+from ggmlb.core.enums import DeviceType, Status, as_enum
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device, Event, GraphPlan
@@ -46,10 +46,10 @@ class FakeReg(BackendReg):
         capacity: int = 1 << 30,
         events: bool = True,
         async_copies: bool = True,
-        device_type: DeviceType = DeviceType.GPU,
+        device_type: DeviceType | str = DeviceType.GPU,
     ) -> None:
         self.calls: list[str] = []
-        self.device_type = device_type
+        self.device_type = as_enum("FakeReg", DeviceType, device_type)
         self.events = events
         self.async_copies = async_copies
         self._devices = [FakeDevice(self, i, declines, capacity) for i in range(n_devices)]

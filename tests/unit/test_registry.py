@@ -84,6 +84,13 @@ def test_a_device_name_is_taken_and_nothing_is_half_registered() -> None:
         registry.register_device(StubReg("Other", {"Echo0": GPU}).devices[0])
 
 
+def test_a_device_of_no_type_is_refused_and_the_list_goes_on() -> None:
+    registry = registry_of(StubReg("Echo", {"Echo0": GPU}))
+    with pytest.raises(BackendBroken, match="its device Bad0 is 'GPU'; it must be a member"):
+        registry.register_device(StubReg("Bad", {"Bad0": "GPU"}).devices[0])  # type: ignore[dict-item]
+    assert names(registry) == ["Echo0"]
+
+
 def test_two_devices_of_one_backend_must_differ() -> None:
     reg = StubReg("Twins", {"T0": GPU, "t0": GPU})
     with pytest.raises(RegistryError, match="'t0' of the Twins backend is taken by a device of the Twins"):
@@ -156,7 +163,7 @@ def test_by_type() -> None:
     assert registry.device_by_type("ACCEL").name == "A0"
     with pytest.raises(RegistryError, match="no device of type IGPU"):
         registry.device_by_type(IGPU)
-    with pytest.raises(ArgumentError, match=r"no device type 'TPU'; did you mean '.?GPU'"):
+    with pytest.raises(ArgumentError, match=r"'TPU' is not a DeviceType; did you mean '.?GPU'"):
         registry.device_by_type("TPU")
 
 

@@ -160,7 +160,15 @@ BROKEN = {
         def backend_reg():
             return StubReg("Bad", {{"Bad0": "a type"}})
         """,
-        "listing its devices failed: ValueError",
+        "the type of its device Bad0 is 'a type'; it must be a member of ggmlb.DeviceType",
+    ),
+    "device_type_name": (
+        """
+        from stub_backend import StubReg
+        def backend_reg():
+            return StubReg("Bad", {{"Bad0": "GPU"}})
+        """,
+        "the type of its device Bad0 is 'GPU'; it must be a member of ggmlb.DeviceType",
     ),
     "devices": (
         """

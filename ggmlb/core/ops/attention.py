@@ -7,8 +7,8 @@ FLASH_ATTN_EXT has `src = (q, k, v, mask, sinks)`, the last two None where absen
 from __future__ import annotations
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, Prec
-from ggmlb.core.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.core.enums import Op, Prec, as_enum
+from ggmlb.core.ops.base import OpBase, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.core.ops.matmul import can_mul_mat
 from ggmlb.core.ops.softmax import add_sinks
 from ggmlb.core.tensor import Tensor
@@ -78,7 +78,7 @@ class AttentionOps(OpBase):
         }
         return self._op(Op.FLASH_ATTN_EXT, DType.F32, (w[0], n[2], n[1], n[3]), (q, k, v, mask, None), params)
 
-    def flash_attn_ext_set_prec(self, a: Tensor, prec: Prec | int) -> Tensor:
+    def flash_attn_ext_set_prec(self, a: Tensor, prec: Prec | int | str) -> Tensor:
         """Choose the accumulator's precision of an attention node; return it (ggml_flash_attn_ext_set_prec).
 
         Raises:

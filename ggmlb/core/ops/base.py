@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
 from operator import index
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
-from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, did_you_mean
+from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError
 from ggmlb.core.ops.misuse import explained
 from ggmlb.core.tensor import Ne, Tensor, can_repeat
 
 F = TypeVar("F", bound=Callable[..., Tensor])
-E = TypeVar("E", bound=IntEnum)
 S = TypeVar("S", bound="OpBase")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -184,21 +182,6 @@ def require_contiguous(fn: str, arg: str, tensor: Tensor) -> None:
     """Raise a ShapeError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         fail_contiguous(fn, arg, tensor)
-
-
-def as_enum(fn: str, kind: type[E], value: E | int) -> E:
-    """Return the member of `kind` with that value.
-
-    Raises:
-        ArgumentError: There is none.
-    """
-    if type(value) is kind:
-        return value
-    member = kind._value2member_map_.get(value)
-    if isinstance(member, kind):
-        return member
-    known = (f"{kind.__name__}.{name}" for name in kind.__members__)
-    fail_arg(fn, f"{value!r} is not a {kind.__name__}{did_you_mean(str(value), known)}")
 
 
 def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:

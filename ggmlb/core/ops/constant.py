@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, TriType
-from ggmlb.core.ops.base import OpBase, as_enum, fail_arg, fail_shape, require_contiguous, require_type
+from ggmlb.core.enums import Op, TriType, as_enum
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_contiguous, require_type
 from ggmlb.core.tensor import Tensor
 
 
@@ -50,7 +50,7 @@ class ConstantOps(OpBase):
         require_contiguous(fn, "a", a)
         return self._like(inplace, Op.FILL, a, (a,), {"value": c})
 
-    def tri(self, a: Tensor, type: TriType | int) -> Tensor:
+    def tri(self, a: Tensor, type: TriType | int | str) -> Tensor:
         """Return `a` with zeros outside of a triangle of its square matrices (ggml_tri).
 
         Raises:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ggmlb.core.enums import GluOp, Op
-from ggmlb.core.ops.base import OpBase, as_enum, fail_contiguous, fail_dtype, fail_shape, method
+from ggmlb.core.enums import GluOp, Op, as_enum
+from ggmlb.core.ops.base import OpBase, fail_contiguous, fail_dtype, fail_shape, method
 from ggmlb.core.tensor import Tensor
 
 Glu = Callable[["GluOps", Tensor], Tensor]
@@ -45,7 +45,7 @@ class GluOps(OpBase):
     geglu_erf, geglu_erf_swapped, geglu_erf_split = _variants(GluOp.GEGLU_ERF, "gelu_erf")
     geglu_quick, geglu_quick_swapped, geglu_quick_split = _variants(GluOp.GEGLU_QUICK, "gelu_quick")
 
-    def glu(self, a: Tensor, op: GluOp | int, swapped: bool = False) -> Tensor:
+    def glu(self, a: Tensor, op: GluOp | int | str, swapped: bool = False) -> Tensor:
         """Return act(first half of each row) * second half, ne[0] halved (ggml_glu).
 
         Raises:
@@ -54,7 +54,7 @@ class GluOps(OpBase):
         """
         return self._glu("glu", a, None, {"op": as_enum("glu", GluOp, op), "swapped": bool(swapped)})
 
-    def glu_split(self, a: Tensor, b: Tensor, op: GluOp | int) -> Tensor:
+    def glu_split(self, a: Tensor, b: Tensor, op: GluOp | int | str) -> Tensor:
         """Return act(a) * b (ggml_glu_split).
 
         Raises:

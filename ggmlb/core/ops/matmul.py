@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Hint, Op, Prec
-from ggmlb.core.ops.base import OpBase, as_enum, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
+from ggmlb.core.enums import Hint, Op, Prec, as_enum
+from ggmlb.core.ops.base import OpBase, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.core.tensor import Tensor
 
 _PLAIN: Mapping[str, Any] = {"prec": Prec.DEFAULT, "hint": Hint.NONE}
@@ -48,7 +48,7 @@ class MatmulOps(OpBase):
             fail_contiguous("mul_mat", "a", a, _MUST)
         return self._op(Op.MUL_MAT, DType.F32, (p[1], q[1], q[2], q[3]), (a, b), _PLAIN)
 
-    def mul_mat_set_prec(self, a: Tensor, prec: Prec | int) -> Tensor:
+    def mul_mat_set_prec(self, a: Tensor, prec: Prec | int | str) -> Tensor:
         """Choose the accumulator's precision of a `mul_mat` node; return the node (ggml_mul_mat_set_prec).
 
         Raises:
@@ -56,7 +56,7 @@ class MatmulOps(OpBase):
         """
         return _set("mul_mat_set_prec", a, "prec", as_enum("mul_mat_set_prec", Prec, prec))
 
-    def mul_mat_set_hint(self, a: Tensor, hint: Hint | int) -> Tensor:
+    def mul_mat_set_hint(self, a: Tensor, hint: Hint | int | str) -> Tensor:
         """Tell what is known of the first operand of a `mul_mat` node; return it (ggml_mul_mat_set_hint).
 
         Raises:

@@ -7,15 +7,15 @@ p1`: kernel, stride and padding along width (0) and height (1).
 from __future__ import annotations
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, OpPool
-from ggmlb.core.ops.base import OpBase, as_enum, fail_arg, fail_shape
+from ggmlb.core.enums import Op, OpPool, as_enum
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape
 from ggmlb.core.tensor import Tensor
 
 
 class PoolOps(OpBase):
     """pool_1d, pool_2d, pool_2d_back."""
 
-    def pool_1d(self, a: Tensor, op: OpPool | int, k0: int, s0: int, p0: int = 0) -> Tensor:
+    def pool_1d(self, a: Tensor, op: OpPool | int | str, k0: int, s0: int, p0: int = 0) -> Tensor:
         """Return the largest or the mean element under a window that moves along the rows (ggml_pool_1d).
 
         Raises:
@@ -29,7 +29,7 @@ class PoolOps(OpBase):
     def pool_2d(
         self,
         a: Tensor,
-        op: OpPool | int,
+        op: OpPool | int | str,
         k0: int,
         k1: int,
         s0: int,
@@ -52,7 +52,7 @@ class PoolOps(OpBase):
         self,
         a: Tensor,
         af: Tensor,
-        op: OpPool | int,
+        op: OpPool | int | str,
         k0: int,
         k1: int,
         s0: int,
@@ -88,7 +88,7 @@ def _size(fn: str, a: Tensor, dim: int, k: int, s: int, p: float) -> int:
 
 
 def _params(
-    fn: str, op: OpPool | int, k0: int, k1: int, s0: int, s1: int, p0: float, p1: float
+    fn: str, op: OpPool | int | str, k0: int, k1: int, s0: int, s1: int, p0: float, p1: float
 ) -> dict[str, int]:
     pool = as_enum(fn, OpPool, op)
     return {"op": pool, "k0": k0, "k1": k1, "s0": s0, "s1": s1, "p0": int(p0), "p1": int(p1)}

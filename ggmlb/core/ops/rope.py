@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, RopeType
-from ggmlb.core.ops.base import OpBase, P, as_enum, checked, fail_arg, fail_dtype, fail_shape
+from ggmlb.core.enums import Op, RopeType, as_enum
+from ggmlb.core.ops.base import OpBase, P, checked, fail_arg, fail_dtype, fail_shape
 from ggmlb.core.tensor import Tensor
 
 NO_SECTIONS = (0, 0, 0, 0)
@@ -56,7 +56,7 @@ def _multi(
     c: Tensor | None,
     n_dims: int,
     sections: Sequence[int],
-    mode: RopeType | int = RopeType.MROPE,
+    mode: RopeType | int | str = RopeType.MROPE,
     n_ctx_orig: int = 0,
     freq_base: float = 10000.0,
     freq_scale: float = 1.0,
@@ -109,7 +109,7 @@ def _ext(
     b: Tensor,
     c: Tensor | None,
     n_dims: int,
-    mode: RopeType | int = RopeType.NORMAL,
+    mode: RopeType | int | str = RopeType.NORMAL,
     n_ctx_orig: int = 0,
     freq_base: float = 10000.0,
     freq_scale: float = 1.0,
@@ -128,7 +128,9 @@ def _ext(
 _custom = _without_factors(_ext)
 
 
-def _plain(fn: str, a: Tensor, b: Tensor, n_dims: int, mode: RopeType | int = RopeType.NORMAL) -> Rotation:
+def _plain(
+    fn: str, a: Tensor, b: Tensor, n_dims: int, mode: RopeType | int | str = RopeType.NORMAL
+) -> Rotation:
     """Check the arguments of ggml_rope."""
     return _multi(fn, a, b, None, n_dims, NO_SECTIONS, mode, beta_fast=0.0, beta_slow=0.0)
 

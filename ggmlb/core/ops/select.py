@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, SortOrder
-from ggmlb.core.ops.base import as_enum, fail_arg, fail_shape
+from ggmlb.core.enums import Op, SortOrder, as_enum
+from ggmlb.core.ops.base import fail_arg, fail_shape
 from ggmlb.core.ops.views import ViewOps
 from ggmlb.core.tensor import Tensor
 
@@ -22,7 +22,7 @@ class SelectOps(ViewOps):
             fail_shape("argmax", f"a must be a matrix, but has ne {list(a.ne)}", a)
         return self._op(Op.ARGMAX, DType.I32, (a.ne[1], 1, 1, 1), (a,))
 
-    def argsort(self, a: Tensor, order: SortOrder | int = SortOrder.ASC) -> Tensor:
+    def argsort(self, a: Tensor, order: SortOrder | int | str = SortOrder.ASC) -> Tensor:
         """Return the indices that sort each row: the shape of `a` (ggml_argsort).
 
         Raises:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from ggmlb.core.enums import Op, UnaryOp
-from ggmlb.core.ops.base import OpBase, as_enum, fail_contiguous, method, require_same_shape
+from ggmlb.core.enums import Op, UnaryOp, as_enum
+from ggmlb.core.ops.base import OpBase, fail_contiguous, method, require_same_shape
 from ggmlb.core.tensor import Tensor
 
 Unary = Callable[["UnaryOps", Tensor], Tensor]
@@ -92,7 +92,7 @@ class UnaryOps(OpBase):
     cos, cos_inplace = _plain(Op.COS, "`cos(a)`")
     del _
 
-    def unary(self, a: Tensor, op: UnaryOp | int) -> Tensor:
+    def unary(self, a: Tensor, op: UnaryOp | int | str) -> Tensor:
         """Return the function `op` of `a` (ggml_unary).
 
         Raises:
@@ -103,7 +103,7 @@ class UnaryOps(OpBase):
             fail_contiguous("unary", "a", a, _ROWS)
         return self._op(Op.UNARY, a.dtype, a.ne, (a,), {"op": as_enum("unary", UnaryOp, op)})
 
-    def unary_inplace(self, a: Tensor, op: UnaryOp | int) -> Tensor:
+    def unary_inplace(self, a: Tensor, op: UnaryOp | int | str) -> Tensor:
         """Return `unary`, written into the memory of `a`; raises as it (ggml_unary_inplace)."""
         if not a.is_contiguous_rows():
             fail_contiguous("unary_inplace", "a", a, _ROWS)

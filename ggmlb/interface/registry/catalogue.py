@@ -214,6 +214,7 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
         for device in devices:
             if not (isinstance(device, Device) and isinstance(device.name, str)):
                 raise BackendBroken(f"it lists {device!r} as a device, which is no ggmlb.Device with a name")
+            check_type(device)
             _device_order(device)  # which reads what the list is sorted by
     except (BackendUnavailable, BackendBroken):
         raise
@@ -222,6 +223,15 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
     if not devices:
         raise BackendUnavailable("it found no device on this machine")
     return devices
+
+
+def check_type(device: Device) -> None:
+    """Raise BackendBroken if a device's type is no member, as its mere name, which equals none."""
+    if not isinstance(device.type, DeviceType):
+        raise BackendBroken(
+            f"the type of its device {device.name} is {device.type!r}; it must be a member of "
+            "ggmlb.DeviceType"
+        )
 
 
 def _device_order(device: Device) -> tuple[int, int, str]:

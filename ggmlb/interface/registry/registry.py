@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ggmlb.core.enums import DeviceType
+from ggmlb.core.enums import DeviceType, as_enum
 from ggmlb.core.errors import (
     ArgumentError,
     BackendBroken,
@@ -21,7 +21,7 @@ from ggmlb.core.errors import (
 from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg
-from ggmlb.interface.registry.catalogue import Catalogue
+from ggmlb.interface.registry.catalogue import Catalogue, check_type
 from ggmlb.interface.registry.device_list import DeviceList
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Registry:
         """Add one device; one that is there already is left as it is.
 
         Raises:
+            BackendBroken: Its type is no `DeviceType`.
             RegistryError: Its name is taken.
 
         Source: ggml_backend_device_register.
@@ -86,6 +87,7 @@ class Registry:
             self._catalogue.open_all()  # all names must be known
             if any(known is device for known in self._catalogue.devices()):
                 return
+            check_type(device)
             self._catalogue.check_names([device])
             self._catalogue.single.append(device)
 
@@ -211,7 +213,7 @@ class Registry:
 
         Source: ggml_backend_dev_by_type.
         """
-        wanted = _device_type(type)
+        wanted = as_enum("device_by_type", DeviceType, type)
         for device in self._choice():
             if device.type is wanted:
                 return device
@@ -333,11 +335,3 @@ class Registry:
 
 def _named(name: str, things: Iterable[_Named]) -> _Named | None:
     return next((thing for thing in things if thing.name.casefold() == name.casefold()), None)
-
-
-def _device_type(value: DeviceType | str) -> DeviceType:
-    try:
-        return DeviceType(value.upper() if isinstance(value, str) else value)
-    except ValueError:
-        names = [type.value for type in DeviceType]
-        raise ArgumentError(f"there is no device type {value!r}{did_you_mean(str(value), names)}") from None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from ggmlb.core.enums import as_enum
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
 
@@ -32,7 +33,12 @@ class SplitAxis(IntEnum):
         return self < SplitAxis.MIRRORED
 
 
-class SplitState(NamedTuple):
+class _Dealing(NamedTuple):
+    axis: SplitAxis
+    segments: tuple[tuple[int, ...], ...]
+
+
+class SplitState(_Dealing):
     """How a tensor is dealt out (ggml_backend_meta_split_state).
 
     Attributes:
@@ -44,8 +50,15 @@ class SplitState(NamedTuple):
             A segment that repeats (`nr` in ggml) stands here as often as it does.
     """
 
-    axis: SplitAxis
-    segments: tuple[tuple[int, ...], ...] = ()
+    __slots__ = ()
+
+    def __new__(cls, axis: SplitAxis | int | str, segments: tuple[tuple[int, ...], ...] = ()) -> SplitState:
+        """Make a state.
+
+        Raises:
+            ArgumentError: There is no such axis.
+        """
+        return super().__new__(cls, as_enum("SplitState", SplitAxis, axis), segments)
 
     @property
     def is_cut(self) -> bool:
@@ -64,7 +77,7 @@ class SplitState(NamedTuple):
         """
         if any(n * times % over for segment in self.segments for n in segment):
             raise ArithmeticError
-        return SplitState(SplitAxis(axis), tuple(tuple(n * times // over for n in s) for s in self.segments))
+        return SplitState(axis, tuple(tuple(n * times // over for n in s) for s in self.segments))
 
     def __str__(self) -> str:
         if not self.is_cut:
@@ -111,7 +124,7 @@ def checked(state: SplitState, tensor: Tensor, n_devices: int) -> SplitState:
         ArgumentError: It does not fit the tensor or the devices.
     """
     where = f"the split state of {tensor.describe()}"
-    axis = SplitAxis(state.axis)
+    axis = as_enum(where, SplitAxis, state.axis)
     if axis == SplitAxis.PARTIAL:
         raise ArgumentError(f"{where} is PARTIAL; only results of products are: give an axis, or MIRRORED")
     if axis == SplitAxis.MIRRORED:
