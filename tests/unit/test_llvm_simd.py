@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import operator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ pytest.importorskip("llvmlite")
 
 from collections.abc import Callable
 
+import ggmlb
 from ggmlb.backends.llvm.codegen import host, simd
 from ggmlb.backends.llvm.codegen.emit import Kernel
-from ggmlb.backends.llvm.codegen.library import Library, function, library, optimised
+from ggmlb.backends.llvm.codegen.library import Library, function, library, optimised, source_files
 from ggmlb.backends.llvm.codegen.value import F32, I8, vec
 from ggmlb.backends.llvm.kernels import (
     activations,
@@ -100,6 +103,30 @@ def test_functions(lib: Library, name: str) -> None:
         fn = FUNCTIONS[name]
         right = (fn(wide) if fn is not None else 1 / (1 + np.exp(-wide))).astype(np.float32)
     np.testing.assert_allclose(y, right, rtol=4e-7, atol=2e-7 if name == "sin_cos" else 2e-38)
+
+
+def every_size() -> np.ndarray:
+    """Numbers of every exponent that float32 has, both signs, and those around the ends of `exp`."""
+    rng = np.random.default_rng(0)
+    sizes = np.ldexp(1 + rng.random((8, 277)), np.arange(-149, 128)).ravel()
+    ends = np.concatenate([np.linspace(85, 90, 200), np.linspace(100, 105, 50)])
+    values = np.concatenate([sizes, ends, [0.0, np.finfo(np.float32).max, np.inf]])
+    return np.concatenate([values, -values, [np.nan]]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS.keys() - {"sin_cos"})
+def test_functions_of_numbers_of_every_size(lib: Library, name: str) -> None:
+    n = lib.target.level.lanes
+    x = every_size()
+    x = np.resize(x, -(-x.size // n) * n)
+    y = np.empty_like(x)
+    for i in range(0, x.size, n):
+        call(lib, mapped, (name, n), x[i:], y[i:])
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64)
+        fn = FUNCTIONS[name]
+        right = (fn(wide) if fn is not None else 1 / (1 + np.exp(-wide))).astype(np.float32)
+    np.testing.assert_allclose(y, right, rtol=4e-7, atol=2e-38)
 
 
 def halves(k: Kernel, n: int) -> None:
@@ -193,6 +220,18 @@ def test_blocks_are_written_as_ggml_does(lib: Library, dtype: str) -> None:
     if dtype == "iq4_nl":  # where the scale is 0, codes do not matter
         right, found = (dtypes.dequantize(blocks, kind) for blocks in (right, found))
     assert (found == right).all()
+
+
+def test_kernels_on_disk_are_of_all_sources(simd_name: str) -> None:
+    """Every module of the backends that an emitter can reach is in the digest that names the files."""
+    root, files = Path(ggmlb.__file__).parents[1], source_files()
+    assert {Path(emit.__file__) for emit in (simd, convert)} <= set(files)
+    for path in files[:-1]:  # the last holds constants
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ggmlb.backends."):
+                at = root.joinpath(*node.module.split("."))
+                used = [at / f"{a.name}.py" for a in node.names] if at.is_dir() else [at.with_suffix(".py")]
+                assert set(used) <= set(files), f"{path.name} imports from {node.module}"
 
 
 NEON = host.Target(

@@ -16,6 +16,7 @@ from typing import Any
 
 from llvmlite import binding, ir
 
+from ggmlb.backends.common import formulas
 from ggmlb.backends.llvm.codegen import host
 from ggmlb.backends.llvm.codegen.emit import Kernel
 from ggmlb.system import disk_cache, env
@@ -99,14 +100,18 @@ def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, 
     return parsed
 
 
+def source_files() -> list[Path]:
+    """The modules that kernels depend on: their emitters, what these write with, and shared constants."""
+    room = Path(__file__).parents[1]
+    files = [path for folder in ("codegen", "kernels") for path in sorted((room / folder).glob("*.py"))]
+    return [*files, Path(formulas.__file__)]
+
+
 @cache
 def _sources() -> str:
-    """A digest of the modules that write kernels."""
     digest = sha256()
-    root = Path(__file__).parents[1]
-    for folder in ("llvm", "kernels"):
-        for path in sorted((root / folder).glob("*.py")):
-            digest.update(path.read_bytes())
+    for path in source_files():
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

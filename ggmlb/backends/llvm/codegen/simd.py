@@ -306,10 +306,14 @@ def exp(k: Kernel, x: Value) -> Value:
 
 
 def expm1(k: Kernel, x: Value) -> Value:
-    """`exp(x) - 1`, near 0 too."""
+    """`exp(x) - 1`, near 0 too; infinity where float32 ends."""
     n, r = _power_of_two(k, _between(k, x, -104.0, 89.0))
     e = k.fma(polynomial(k, r, _EXP), r * r, r)
-    return _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
+    # 2^128 is infinite while e 2^128 + 2^128 need not be: the last factor of 2 comes after the sum.
+    last = n > 127.0
+    n = k.select(last, k.const(x.type, 127.0), n)
+    y = _scaled(k, e, n) + (_scaled(k, k.const(x.type, 1.0), n) - 1.0)
+    return y * k.select(last, k.const(x.type, 2.0), 1.0)
 
 
 _LOG = (
