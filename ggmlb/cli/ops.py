@@ -38,7 +38,7 @@ def ops(
     elif as_json:
         import json
 
-        from ggmlb.testing.samples import SAMPLES, supported_types
+        from ggmlb.testing.claims import SAMPLES, supported_types
 
         print(
             json.dumps(
@@ -66,14 +66,14 @@ def _print_table(devices: Sequence[Device]) -> None:
 
 
 def _rows(devices: Sequence[Device]) -> list[tuple[str, list[str]]]:
-    from ggmlb.testing.samples import SAMPLES, brief, supported_types
+    from ggmlb.testing.claims import SAMPLES, brief, supported_types
 
     return [(op, [brief(supported_types(d, op)) for d in devices]) for op in SAMPLES]
 
 
 def as_markdown(devices: Sequence[Device]) -> str:
     """Return the page `docs/ops.md`: the table, and what its words mean."""
-    from ggmlb.testing.samples import FAMILIES
+    from ggmlb.testing.claims import TYPE_FAMILIES
 
     names = [device.reg.name for device in devices]
     lines = [
@@ -91,7 +91,7 @@ def as_markdown(devices: Sequence[Device]) -> str:
         "",
         *(
             f"- **{word}**: {', '.join(sorted(t.name.lower() for t in family))}"
-            for word, family in FAMILIES.items()
+            for word, family in TYPE_FAMILIES.items()
         ),
     ]
     return "\n".join(lines) + "\n"

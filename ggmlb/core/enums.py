@@ -170,9 +170,6 @@ VIEW_OPS: Final = frozenset({Op.RESHAPE, Op.VIEW, Op.PERMUTE, Op.TRANSPOSE})
 NO_OPS: Final = VIEW_OPS | {Op.NONE}
 """Ops that compute nothing: leafs and views."""
 
-ALSO_WRITTEN: Final = {Op.OPT_STEP_ADAMW: (2, 3)}
-"""Operands, by their numbers, that an op writes besides its result."""
-
 
 class UnaryOp(IntEnum):
     """`GGML_UNARY_OP_*`: the function of an `Op.UNARY` node."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy.typing as npt
 
-from ggmlb.core.enums import ALSO_WRITTEN, NO_OPS
+from ggmlb.core.enums import NO_OPS
+from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _span(tensor: Tensor, offset: int, size: int | None, is_write: bool) -> Acce
 
 
 def _accesses_of(node: Tensor) -> Iterator[Access]:
-    also = ALSO_WRITTEN.get(node.op, ())
+    also = SPECS[node.op].also_written
     for i, src in enumerate(node.src):
         if src is not None and src.nbytes and src.buffer is not None:
             yield reading(src)

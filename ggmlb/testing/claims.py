@@ -1,16 +1,66 @@
-"""Ops that a device claims and of which a run computed no case."""
+"""Which ops a device claims, for which types, and of which of them a run computed no case."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
+from ggmlb.core.context import Context
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import DTypeError, ShapeError
+from ggmlb.core.ops import SPECS
+from ggmlb.core.ops.spec import Sample
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.testing.cases import cases_of
 from ggmlb.testing.results import Result
-from ggmlb.testing.samples import SAMPLES, TYPES, sample
 
 MODES = ("test", "support")
 """Modes whose cases compute ops of every family."""
+
+
+SAMPLES: Final[dict[str, Sample]] = {
+    name: make for spec in SPECS.values() for name, make in spec.samples.items()
+}
+"""A small node of every op, by the name that the table of `ggmlb ops` shows."""
+
+TYPES: Final = tuple(t for t in DType if t not in (DType.Q8_1, DType.Q8_K))
+"""Types of the table; Q8_1 and Q8_K are only ggml's scratch."""
+
+TYPE_FAMILIES: Final[dict[str, frozenset[DType]]] = {
+    "all types": frozenset(TYPES),
+    "all quantised": frozenset(t for t in TYPES if t.is_quantized),
+    "floats": frozenset({DType.F32, DType.F16, DType.BF16}),
+    "integers": frozenset({DType.I8, DType.I16, DType.I32, DType.I64}),
+    "q4_0 to q8_0": frozenset({DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0}),
+    "q2_K to q6_K": frozenset({DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K}),
+    "iq*": frozenset(t for t in TYPES if t.name.startswith("IQ")),
+}
+
+
+def sample(name: str, dtype: DType) -> Tensor | None:
+    """Return the node, or `None` if the op takes no main operand of that type."""
+    try:
+        return SAMPLES[name](Context(), dtype)
+    except (DTypeError, ShapeError):
+        return None
+
+
+def supported_types(device: Device, name: str) -> list[DType]:
+    """Return the types of the main operand for which the device computes the op."""
+    nodes = ((dtype, sample(name, dtype)) for dtype in TYPES)
+    return [dtype for dtype, node in nodes if node is not None and device.supports_op(node)]
+
+
+def brief(types: Iterable[DType]) -> str:
+    """Return the types in words: families whole where they are whole, else one by one."""
+    left = list(types)
+    words = []
+    for word, family in TYPE_FAMILIES.items():
+        if len(family) > 1 and family <= set(left):
+            words.append(word)
+            left = [t for t in left if t not in family]
+    return ", ".join([*words, *(t.name.lower() for t in left)]) or "-"
 
 
 def claims_not_run(device: Device, results: Iterable[Result]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.testing.cases import Program
+    from ggmlb.testing.draw import Program
 
 DEFAULT: Final = 1e-7
 """Normalised mean squared error of an op that computes in float32 (ggml's default); families say more."""

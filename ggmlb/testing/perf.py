@@ -25,6 +25,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op
 from ggmlb.core.errors import AllocationError, ArgumentError, DTypeError, ShapeError, one_line
 from ggmlb.core.graph import Graph
+from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.runtime.alloc import alloc_ctx_tensors
@@ -90,104 +91,10 @@ class Rates:
         return max(self.product_gflop_s.items(), key=lambda of: of[1], default=("", 0.0))
 
 
-def _t(c: Context, dtype: DType, *ne: int) -> Tensor:
-    return c.new_tensor(dtype, ne)
-
-
-def _mul_mat(dtype: DType, n: int) -> PerfCase:
-    k, m = (1024, 1024) if n > 1 else (2048, 4096)
-
-    def build(c: Context, s: int) -> Tensor:
-        return c.mul_mat(_t(c, dtype, k * s, m * s), _t(c, F32, k * s, n))
-
-    return PerfCase("mul_mat", f"mul_mat({dtype.name.lower()},f32;n={n})", build)
-
-
-def _mul_mat_id(dtype: DType, n: int) -> PerfCase:
-    def build(c: Context, s: int) -> Tensor:
-        experts = _t(c, dtype, 512 * s, 256 * s, 16)
-        return c.mul_mat_id(experts, _t(c, F32, 512 * s, 4, n), _t(c, I32, 4, n))
-
-    return PerfCase("mul_mat_id", f"mul_mat_id({dtype.name.lower()},f32;n={n})", build)
-
-
-def _flash_attn(kv: int, n: int, dtype: DType) -> PerfCase:
-    def build(c: Context, s: int) -> Tensor:
-        k, v = _t(c, dtype, 128, kv, 2 * s), _t(c, dtype, 128, kv, 2 * s)
-        return c.flash_attn_ext(_t(c, F32, 128, n, 8 * s), k, v, _t(c, F16, kv, n), 0.1)
-
-    return PerfCase("flash_attn_ext", f"flash_attn_ext(f32,{dtype.name.lower()};n={n},kv={kv})", build)
-
-
-def _simple(op: str, text: str, build: Callable[[Context, int], Tensor]) -> PerfCase:
-    return PerfCase(op, f"{op}({text})", build)
-
-
-def _rows(c: Context, s: int, dtype: DType = F32, n: int = 512) -> Tensor:
-    return _t(c, dtype, 1024 * s, n)
-
-
-_WEIGHTS = (F32, F16, BF16, DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.MXFP4)
-
-CASES: Final[tuple[PerfCase, ...]] = (
-    _simple("cpy", "f32,f32", lambda c, s: c.cpy(_rows(c, s, F32, 4096), _rows(c, s, F32, 4096))),
-    _simple("cpy", "f32,f16", lambda c, s: c.cpy(_rows(c, s, F32, 4096), _rows(c, s, F16, 4096))),
-    _simple("cpy", "f32,q8_0", lambda c, s: c.cpy(_rows(c, s), _rows(c, s, DType.Q8_0))),
-    _simple("cont", "f32,transposed", lambda c, s: c.cont(c.transpose(_rows(c, s, F32, 1024 * s)))),
-    _simple("add", "f32,f32", lambda c, s: c.add(_rows(c, s), _rows(c, s))),
-    _simple("add", "f32,f32;one row", lambda c, s: c.add(_rows(c, s), _rows(c, s, n=1))),
-    _simple("mul", "f32,f32", lambda c, s: c.mul(_rows(c, s), _rows(c, s))),
-    _simple("scale", "f32", lambda c, s: c.scale(_rows(c, s), 0.5)),
-    _simple("silu", "f32", lambda c, s: c.silu(_rows(c, s))),
-    _simple("gelu", "f32", lambda c, s: c.gelu(_rows(c, s))),
-    _simple("swiglu", "f32", lambda c, s: c.swiglu(_t(c, F32, 2048 * s, 512))),
-    _simple("norm", "f32", lambda c, s: c.norm(_rows(c, s), 1e-5)),
-    _simple("rms_norm", "f32", lambda c, s: c.rms_norm(_rows(c, s), 1e-5)),
-    _simple("soft_max", "f32", lambda c, s: c.soft_max(_rows(c, s))),
-    _simple("rope", "f32", lambda c, s: c.rope(_t(c, F32, 128, 8 * s, 512), _t(c, I32, 512), 128)),
-    _simple("sum_rows", "f32", lambda c, s: c.sum_rows(_rows(c, s))),
-    _simple("argmax", "f32", lambda c, s: c.argmax(_t(c, F32, 8000 * s, 32))),
-    _simple("argsort", "f32", lambda c, s: c.argsort(_t(c, F32, 1024 * s, 32))),
-    _simple("top_k", "f32", lambda c, s: c.top_k(_t(c, F32, 8000 * s, 16), 40)),
-    _simple("cumsum", "f32", lambda c, s: c.cumsum(_rows(c, s))),
-    *(
-        _simple(
-            "get_rows",
-            t.name.lower(),
-            lambda c, s, t=t: c.get_rows(_t(c, t, 1024 * s, 2048 * s), _t(c, I32, 512)),  # type: ignore[misc]
-        )
-        for t in (F32, F16, DType.Q4_0)
-    ),
-    _simple(
-        "set_rows",
-        "f16,f32",
-        lambda c, s: c.set_rows(_t(c, F16, 256 * s, 2048 * s), _t(c, F32, 256 * s, 512), _t(c, I64, 512)),
-    ),
-    _simple("concat", "f32,f32", lambda c, s: c.concat(_rows(c, s), _rows(c, s), 1)),
-    _simple("repeat", "f32;one row", lambda c, s: c.repeat(_rows(c, s, n=1), _rows(c, s))),
-    *(_mul_mat(t, n) for n in (1, 8, 512) for t in _WEIGHTS),
-    *(_mul_mat_id(t, n) for n in (1, 64) for t in (F16, DType.Q4_0)),
-    *(_flash_attn(kv, n, t) for t in (F16, DType.Q8_0) for kv, n in ((4096, 1), (1024, 512))),
-    _simple(
-        "conv_2d_direct",
-        "f16,f32",
-        lambda c, s: c.conv_2d_direct(_t(c, F16, 3, 3, 64, 64), _t(c, F32, 32 * s, 32 * s, 64)),
-    ),
-    _simple(
-        "im2col",
-        "f16,f32",
-        lambda c, s: c.im2col(
-            _t(c, F16, 3, 3, 64, 1), _t(c, F32, 32 * s, 32 * s, 64), 1, 1, 1, 1, 1, 1, True, F16
-        ),
-    ),
-    _simple("upscale", "f32", lambda c, s: c.upscale(_t(c, F32, 32 * s, 32 * s, 64), 2)),
-    _simple(
-        "ssm_conv",
-        "f32,f32",
-        lambda c, s: c.ssm_conv(_t(c, F32, 515, 1024 * s), _t(c, F32, 4, 1024 * s)),
-    ),
+CASES: Final = tuple(
+    PerfCase(p.fn, f"{p.fn}({p.text})", p.build) for spec in SPECS.values() for p in spec.perf
 )
-"""In the order of the table."""
+"""The sizes of the ops' records, in the order of the table."""
 
 
 def scale_of(device: Device) -> int:

@@ -12,8 +12,9 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import AllocationError
 from ggmlb.core.graph import Graph
+from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
-from ggmlb.runtime.alloc import INPLACE_OPERANDS, GraphAllocator
+from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestMemory
 
 # -- who lies where --------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def test_the_ops_that_work_in_place_are_those_of_ggml() -> None:
         FILL SCALE DIAG_MASK_ZERO DIAG_MASK_INF ADD ADD_ID ADD1 SUB MUL DIV SQR SQRT LOG UNARY ROPE ROPE_BACK
         SILU_BACK RMS_NORM RMS_NORM_BACK SOFT_MAX SOFT_MAX_BACK
     """
-    assert {op.value for op in INPLACE_OPERANDS} == set(expected.split())
+    assert {op.value for op, spec in SPECS.items() if spec.inplace} == set(expected.split())
 
 
 def test_of_two_operands_the_one_that_dies_lends_its_place() -> None:

@@ -9,7 +9,7 @@ from golden import CASES
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import NO_OPS, Op, TensorFlag
-from ggmlb.core.ops import PARAMS
+from ggmlb.core.ops import SPECS
 
 HERE = Path(__file__).parent
 MORE_PARAMS = {"XIELU": {"alpha_n", "alpha_p", "beta", "eps"}, "SWIGLU_OAI": {"alpha", "limit"}}
@@ -51,7 +51,7 @@ def test_params_are_those_of_the_table(built):
     seen = set()
     for program in built:
         for node in program.graph.nodes:
-            assert set(node.params) == set(PARAMS.get(node.op, ())) | MORE_PARAMS.get(node.op_desc(), set())
+            assert set(node.params) == set(SPECS[node.op].params) | MORE_PARAMS.get(node.op_desc(), set())
             seen.add(node.op)
     never = {Op.NONE, Op.FLASH_ATTN_BACK, Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM}
     assert seen | never == set(Op)

@@ -12,7 +12,7 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Hint, Op, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, SortOrder, UnaryOp
 from ggmlb.core.graph import Graph
-from ggmlb.core.ops import PARAMS
+from ggmlb.core.ops import SPECS
 from ggmlb.core.ops.custom import N_TASKS_MAX
 from ggmlb.core.placement import placement_clock
 
@@ -84,7 +84,7 @@ def test_inplace_twin(fn):
     assert (inplace.nb, inplace.view_offs) == (a.nb, a.view_offs)
     assert len(new.src) == len(inplace.src)
     assert {**new.params, "inplace": True} == {**inplace.params, "inplace": True}
-    assert set(new.params) >= set(PARAMS.get(new.op, ()))
+    assert set(new.params) >= set(SPECS[new.op].params)
     if "inplace" in new.params:
         assert (new.params["inplace"], inplace.params["inplace"]) == (False, True)
 

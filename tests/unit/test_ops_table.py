@@ -8,13 +8,19 @@ import pytest
 
 import ggmlb
 from ggmlb.core.enums import NO_OPS, Op
-from ggmlb.testing.samples import SAMPLES, ops_covered, supported_types
+from ggmlb.core.ops import SPECS
+from ggmlb.testing.claims import SAMPLES, TYPES, sample, supported_types
 
 PAGE = Path(__file__).parents[2] / "docs" / "ops.md"
 
 
-def test_there_is_a_sample_of_every_op():
-    assert ops_covered() == set(Op) - NO_OPS
+def test_every_op_has_a_record_with_samples_of_it():
+    assert list(SPECS) == list(Op)
+    for op in set(Op) - NO_OPS:
+        assert SPECS[op].samples, op
+        for name in SPECS[op].samples:
+            made = {node.op for node in (sample(name, dtype) for dtype in TYPES) if node is not None}
+            assert made == {op}, name
 
 
 def test_the_cpu_runs_every_sample():

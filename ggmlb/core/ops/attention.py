@@ -6,12 +6,20 @@ FLASH_ATTN_EXT has `src = (q, k, v, mask, sinks)`, the last two None where absen
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, Prec, as_enum
 from ggmlb.core.ops.base import OpBase, divides, fail_arg, fail_contiguous, fail_dtype, fail_shape
 from ggmlb.core.ops.matmul import can_mul_mat
 from ggmlb.core.ops.softmax import add_sinks
+from ggmlb.core.ops.spec import BF16, F16, F32, OUTER, PADDED, PLAIN, ROW, OpSpec, Perf, f32, main
+from ggmlb.core.sharding import MIRRORED, Outcome, States, first_cut, has_operand
 from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.core.context import Context
+    from ggmlb.testing.draw import Program
 
 
 class AttentionOps(OpBase):
@@ -145,3 +153,84 @@ class AttentionOps(OpBase):
 def _check_node(fn: str, a: Tensor) -> None:
     if a.op is not Op.FLASH_ATTN_EXT:
         fail_arg(fn, f"a is {a.describe()}; it must be a FLASH_ATTN_EXT node")
+
+
+# -- how results are sharded over devices ---
+
+
+def _shard_flash_attn_ext(node: Tensor, states: States) -> Outcome | None:
+    """Each head by itself; heads of `k` and `v` serve several of `q`. No cut through heads with ALiBi."""
+    q, k = node.sources[:2]
+    state = first_cut(states)
+    if state not in states[:3] or state.axis < 2:
+        return None
+    axis = int(state.axis)
+    ratio = q.ne[axis] // k.ne[axis]
+    heads = state if state == states[0] else state.moved(axis, ratio)
+    if axis == 2 and node.params["max_bias"]:
+        return None
+    keys = heads.moved(axis, over=ratio)
+    mask = node.src[3]
+    mask_state = MIRRORED if mask is None or mask.ne[axis] == 1 else heads
+    if mask is not None and mask.ne[axis] not in (1, q.ne[axis]):
+        return None
+    sinks = heads.moved(0) if axis == 2 and has_operand(node, 4) else MIRRORED
+    wants = (heads, keys, keys, mask_state, sinks)
+    return Outcome(heads.moved(1 if axis == 2 else axis), wants[: len(states)])
+
+
+# -- cases ---
+
+
+def _draw_flash_attn_ext(p: Program) -> None:
+    dtype = p.one_of(F32, F16, DType.Q8_0, DType.Q4_0, beyond=(BF16,))
+    d, dv = 32 * p.int(1, 3), 32 * p.int(1, 2)
+    heads_kv, batch, n_kv, n_q = p.int(1, 3), p.extra(1, 2), p.extent(40, 300), p.extent(7, 40)
+    heads = heads_kv * p.extra(1, 3)
+    q = p.operand(F32, (d, n_q, heads, batch), PLAIN, PADDED, OUTER)
+    layouts = (PLAIN, PADDED, *([OUTER] if dtype.block_size == 1 else []))
+    k = p.operand(dtype, (d, n_kv, heads_kv, batch), *layouts)
+    v = p.operand(dtype, (dv, n_kv, heads_kv, batch), *layouts)
+    mask, max_bias = None, 0.0
+    if p.bool():
+        mask = p.mask(F16, (n_kv, n_q, p.one_of(1, heads), p.one_of(1, batch)))
+        max_bias = p.one_of(0.0, 8.0)
+    p.nmse = 5e-4
+    y = p.step("flash_attn_ext", q, k, v, mask, p.float(0.05, 0.5), max_bias, p.one_of(0.0, 5.0))
+    if p.bool():
+        p.void("flash_attn_ext_add_sinks", y, p.leaf(F32, (heads,)))
+    p.compare(y)
+
+
+def _sample_flash_attn(c: Context, t: DType) -> Tensor:
+    k, v = main(c, t, ROW, 32, 2), main(c, t, ROW, 32, 2)
+    return c.flash_attn_ext(f32(c, ROW, 4, 4), k, v, c.new_tensor(F16, (32, 4)), 0.1)
+
+
+def _perf(kv: int, n: int, dtype: DType) -> Perf:
+    def build(c: Context, s: int) -> Tensor:
+        k, v = (c.new_tensor(dtype, (128, kv, 2 * s)) for _ in range(2))
+        return c.flash_attn_ext(f32(c, 128, n, 8 * s), k, v, c.new_tensor(F16, (kv, n)), 0.1)
+
+    return Perf("flash_attn_ext", f"f32,{dtype.name.lower()};n={n},kv={kv}", build)
+
+
+SPECS = (
+    OpSpec(
+        Op.FLASH_ATTN_EXT,
+        params=("scale", "max_bias", "logit_softcap", "prec"),
+        shard=_shard_flash_attn_ext,
+        samples={"flash_attn_ext": _sample_flash_attn},
+        cases={"flash_attn_ext": _draw_flash_attn_ext},
+        perf=tuple(_perf(kv, n, t) for t in (F16, DType.Q8_0) for kv, n in ((4096, 1), (1024, 512))),
+    ),  # prec: Prec
+    OpSpec(
+        Op.FLASH_ATTN_BACK,
+        params=("masked",),
+        samples={
+            "flash_attn_back": lambda c, t: c.flash_attn_back(
+                main(c, t, 32, 4, 2), f32(c, 32, 8, 2), f32(c, 8, 32, 2), f32(c, 32, 4, 2), False
+            )
+        },
+    ),
+)

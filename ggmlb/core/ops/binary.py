@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -16,7 +18,30 @@ from ggmlb.core.ops.base import (
     require_repeat,
     require_type,
 )
+from ggmlb.core.ops.spec import (
+    ANY,
+    BF16,
+    F16,
+    F32,
+    I32,
+    PADDED,
+    PLAIN,
+    ROW,
+    ROWS,
+    OpSpec,
+    Perf,
+    f32,
+    i32,
+    main,
+    rows,
+    tolerance,
+    window,
+)
+from ggmlb.core.sharding import MIRRORED, Outcome, States, elementwise
 from ggmlb.core.tensor import Tensor, extent_nbytes
+
+if TYPE_CHECKING:
+    from ggmlb.testing.draw import Program
 
 Binary = Callable[["BinaryOps", Tensor, Tensor], Tensor]
 
@@ -146,3 +171,126 @@ def window_params(
     if offset + extent_nbytes(a.dtype, b.ne, (a.dtype.type_size, nb1, nb2, nb3)) > a.nbytes:
         fail_shape(fn, f"the window of b at byte {offset} with nb {[nb1, nb2, nb3]} ends outside of a", a, b)
     return {"nb1": nb1, "nb2": nb2, "nb3": nb3, "offset": offset, "inplace": inplace}
+
+
+# -- how results are sharded over devices ---
+
+
+def _shard_add_id(node: Tensor, states: States) -> Outcome | None:
+    """A row of the second operand onto each row of the first: columns go together."""
+    state = states[0]
+    return Outcome(state, (state, state, MIRRORED)) if state.is_cut and state.axis == 0 else None
+
+
+# -- cases ---
+
+
+BLOCKS_32 = (DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0)
+
+
+def _draw_binary(name: str, p: Program) -> None:
+    a, b = p.one_of((F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), beyond=((F32, F16),))
+    small = p.ne(24, 4, 3, 2)
+    large = tuple(n * p.extra(1, 3) for n in small)
+    p.nmse = tolerance(a, b)
+    positive: Any = {"low": 0.5, "high": 2}
+    x = p.operand(a, large, *ROWS, beyond=ANY)
+    y = p.operand(b, small, *ROWS, beyond=ANY, **positive)
+    p.out(name + p.one_of("", "_inplace"), x, y)
+
+
+def _draw_add_blocks(p: Program) -> None:
+    ne = p.ne(3, 5, 3, 2)
+    ne = (32 * ne[0], *ne[1:])
+    p.nmse, p.rule = 1e-3, "dequant"
+    p.out("add", p.leaf(p.one_of(*BLOCKS_32), ne), p.operand(F32, ne, *ROWS))
+
+
+def _draw_add_cast(p: Program) -> None:
+    ne = p.ne()
+    p.nmse = 1e-6
+    p.out("add_cast", p.leaf(F16, ne), p.leaf(F32, ne), F32)
+
+
+def _draw_add1(p: Program) -> None:
+    a, b = p.one_of((F32, F32), (F16, F32), (F16, F16), (BF16, F32), (BF16, BF16))
+    p.nmse = tolerance(a, b)
+    p.out(p.one_of("add1", "add1_inplace"), p.leaf(a, p.ne()), p.leaf(b, (1,)))
+
+
+def _draw_add_id(p: Program) -> None:
+    n, n_used, n_tokens, _ = p.ne(70, 5, 6)
+    n_experts = p.int(1, 6)
+    ids = p.random.integers(0, n_experts, (n_tokens, n_used + 2))
+    if p.bool():
+        many = p.leaf(I32, (n_used + 2, n_tokens), ids)
+        chosen = p.step("view_2d", many, n_used, n_tokens, 4 * (n_used + 2), 4)
+    else:
+        chosen = p.leaf(I32, (n_used, n_tokens), ids[:, :n_used])
+    a = p.operand(F32, (n, n_used, n_tokens), *ROWS)
+    p.out("add_id", a, p.operand(F32, (n, n_experts), PLAIN, PADDED), chosen)
+
+
+def _draw_acc(p: Program) -> None:
+    a, b, nb, offset = window(p, F32)
+    p.out(p.one_of("acc", "acc_inplace"), a, b, *nb, offset)
+
+
+SPECS = (
+    OpSpec(
+        Op.ADD,
+        inplace=2,
+        shard=elementwise,
+        samples={"add": lambda c, t: c.add(main(c, t), f32(c, ROW, 4))},
+        cases={
+            "add": partial(_draw_binary, "add"),
+            "add of blocks": _draw_add_blocks,
+            "add_cast": _draw_add_cast,
+        },
+        perf=(
+            Perf("add", "f32,f32", lambda c, s: c.add(rows(c, s), rows(c, s))),
+            Perf("add", "f32,f32;one row", lambda c, s: c.add(rows(c, s), rows(c, s, n=1))),
+        ),
+    ),
+    OpSpec(
+        Op.ADD_ID,
+        inplace=1,
+        shard=_shard_add_id,
+        samples={"add_id": lambda c, t: c.add_id(main(c, t, ROW, 2, 3), f32(c, ROW, 4), i32(c, 2, 3))},
+        cases={"add_id": _draw_add_id},
+    ),
+    OpSpec(
+        Op.ADD1,
+        inplace=1,
+        samples={"add1": lambda c, t: c.add1(main(c, t), f32(c, 1))},
+        cases={"add1": _draw_add1},
+    ),
+    OpSpec(
+        Op.ACC,
+        params=("nb1", "nb2", "nb3", "offset", "inplace"),
+        samples={"acc": lambda c, t: c.acc(main(c, t), f32(c, ROW, 2), 4 * ROW, 8 * ROW, 8 * ROW, 0)},
+        cases={"acc": _draw_acc},
+    ),
+    OpSpec(
+        Op.SUB,
+        inplace=2,
+        shard=elementwise,
+        samples={"sub": lambda c, t: c.sub(main(c, t), f32(c, ROW, 4))},
+        cases={"sub": partial(_draw_binary, "sub")},
+    ),
+    OpSpec(
+        Op.MUL,
+        inplace=2,
+        shard=elementwise,
+        samples={"mul": lambda c, t: c.mul(main(c, t), f32(c, ROW, 4))},
+        cases={"mul": partial(_draw_binary, "mul")},
+        perf=(Perf("mul", "f32,f32", lambda c, s: c.mul(rows(c, s), rows(c, s))),),
+    ),
+    OpSpec(
+        Op.DIV,
+        inplace=2,
+        shard=elementwise,
+        samples={"div": lambda c, t: c.div(main(c, t), f32(c, ROW, 4))},
+        cases={"div": partial(_draw_binary, "div")},
+    ),
+)

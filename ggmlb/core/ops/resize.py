@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from enum import Enum
 from operator import index
+from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, ScaleFlag, ScaleMode, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, full_ne, require_type
+from ggmlb.core.ops.spec import ANY, F32, OpSpec, Perf, main
 from ggmlb.core.tensor import Ne, Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.testing.draw import Program
 
 
 class ResizeOps(OpBase):
@@ -85,3 +90,35 @@ def _read_mode(fn: str, mode: ScaleMode | int | str) -> tuple[ScaleMode, set[Sca
     kinds = index(mode) & 0xFF
     bits = (1 << bit for bit in range(8, index(mode).bit_length()))
     return as_enum(fn, ScaleMode, kinds), {as_enum(fn, ScaleFlag, bit) for bit in bits if mode & bit}
+
+
+# -- cases ---
+
+
+def _draw_upscale(p: Program) -> None:
+    p.nmse = 1e-7
+    p.out("upscale", p.operand(F32, p.ne(8, 7, 3, 2), *ANY), p.int(2, 4), p.one_of(*ScaleMode))
+
+
+def _draw_interpolate(p: Program) -> None:
+    ne = p.ne(12, 12, 4, 3)
+    to = (p.int(1, 20), p.int(1, 20), ne[2] * p.int(1, 2), ne[3] * p.int(1, 2))
+    mode = p.one_of(
+        *ScaleMode,
+        *(m | ScaleFlag.ALIGN_CORNERS for m in ScaleMode),
+        ScaleMode.BILINEAR | ScaleFlag.ANTIALIAS,
+        ScaleMode.BILINEAR | ScaleFlag.ANTIALIAS | ScaleFlag.ALIGN_CORNERS,
+    )
+    p.nmse = 1e-6
+    p.out("interpolate", p.operand(F32, ne, *ANY), *to, mode)
+
+
+SPECS = (
+    OpSpec(
+        Op.UPSCALE,
+        params=("mode", "align_corners", "antialias"),
+        samples={"upscale": lambda c, t: c.upscale(main(c, t, 16, 16, 3), 2, ScaleMode.BILINEAR)},
+        cases={"upscale": _draw_upscale, "interpolate": _draw_interpolate},
+        perf=(Perf("upscale", "f32", lambda c, s: c.upscale(c.new_tensor(F32, (32 * s, 32 * s, 64)), 2)),),
+    ),  # mode: ScaleMode
+)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous
 from ggmlb.core.ops.binary import is_padded_1d
+from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PLAIN, OpSpec, Perf, main, rows, tolerance
+from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.testing.draw import Program
 
 
 class ScaleOps(OpBase):
@@ -60,3 +67,40 @@ def _bounds(fn: str, low: float, high: float) -> dict[str, float]:
     if not low <= high:
         fail_arg(fn, f"min is {low} and max is {high}; min must not be above max")
     return {"min": low, "max": high}
+
+
+# -- cases ---
+
+
+def _draw_scale(p: Program) -> None:
+    a = p.operand(F32, p.ne(), PLAIN, beyond=ANY)
+    fn = p.one_of("scale", "scale_inplace", "scale_bias", "scale_bias_inplace")
+    p.out(fn, a, p.float(0.1, 4), *([p.float(0.5, 2)] if "bias" in fn else []))
+
+
+def _draw_clamp(p: Program) -> None:
+    dtype = p.one_of(F32, F16, beyond=(BF16,))
+    low = p.float(-1, 0)
+    p.nmse = tolerance(dtype)
+    a = p.operand(dtype, p.ne(), PLAIN, beyond=ANY)  # where ggml goes astray
+    p.out(p.one_of("clamp", beyond=("clamp_inplace",)), a, low, p.float(0.1, 1))
+
+
+SPECS = (
+    OpSpec(
+        Op.SCALE,
+        params=("scale", "bias"),
+        inplace=1,
+        shard=elementwise,
+        samples={"scale": lambda c, t: c.scale(main(c, t), 2.0)},
+        cases={"scale": _draw_scale},
+        perf=(Perf("scale", "f32", lambda c, s: c.scale(rows(c, s), 0.5)),),
+    ),
+    OpSpec(
+        Op.CLAMP,
+        params=("min", "max"),
+        shard=elementwise,
+        samples={"clamp": lambda c, t: c.clamp(main(c, t), -1.0, 1.0)},
+        cases={"clamp": _draw_clamp},
+    ),
+)

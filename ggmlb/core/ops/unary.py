@@ -8,10 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, UnaryOp, as_enum
 from ggmlb.core.ops.base import OpBase, fail_contiguous, method, require_same_shape
+from ggmlb.core.ops.spec import (
+    ANY,
+    BF16,
+    F16,
+    F32,
+    FLOATS,
+    GAPS,
+    PLAIN,
+    ROWS,
+    OpSpec,
+    Perf,
+    Sample,
+    main,
+    rows,
+    tolerance,
+)
+from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.testing.draw import Program
 
 Unary = Callable[["UnaryOps", Tensor], Tensor]
 
@@ -140,3 +163,143 @@ class UnaryOps(OpBase):
 
 def _softplus(x: float) -> float:
     return x if x > 20 else math.log1p(math.exp(x))
+
+
+# -- cases ---
+
+
+SHORT = ("gelu", "gelu_quick", "gelu_erf", "silu")
+"""Not for bf16."""
+
+
+NEW = ("hardswish", "hardsigmoid")
+"""Not in place."""
+
+
+def _draw_unary(name: str, p: Program) -> None:
+    dtype = p.one_of(F32, F16, *([] if name in SHORT else [BF16]), beyond=(BF16,) if name in SHORT else ())
+    p.nmse = 5e-6 if name in ("gelu", "gelu_quick") else tolerance(dtype)
+    high = p.one_of(2, beyond=(30,))  # where a careless formula overflows
+    a = p.operand(dtype, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=high)
+    p.out(name + ("_inplace" if name not in NEW and p.bool() else ""), a)
+
+
+def _draw_function(name: str, dtypes: tuple[DType, ...], p: Program) -> None:
+    dtype = p.one_of(*dtypes)
+    p.nmse = tolerance(dtype)
+    a = p.operand(dtype, p.ne(), *ROWS, beyond=ANY, low=0.1, high=3)
+    p.out(name + p.one_of("", "_inplace"), a)
+
+
+def _draw_xielu(p: Program) -> None:
+    p.nmse = 1e-6
+    numbers = (p.float(0.1, 1), p.float(0.1, 1), p.float(0.1, 1), p.float(-0.5, -1e-6))
+    p.out("xielu", p.operand(F32, p.ne(), PLAIN, GAPS, beyond=ANY, low=-2, high=2), *numbers)
+
+
+def _draw_leaky_relu(p: Program) -> None:
+    dtype = p.one_of(F32, F16)
+    p.nmse = tolerance(dtype)
+    p.out("leaky_relu", p.operand(dtype, p.ne(), PLAIN, beyond=ANY), p.float(0.01, 0.9), p.bool())
+
+
+def _draw_silu_back(p: Program) -> None:
+    ne = p.ne()
+    p.out("silu_back", p.leaf(F32, ne), p.leaf(F32, ne, low=-3, high=3))
+
+
+def _sample(op: UnaryOp) -> Sample:
+    if op is UnaryOp.XIELU:
+        return lambda c, t: c.xielu(main(c, t), 0.8, 0.8, 0.5, -1e-6)
+    return lambda c, t: c.unary(main(c, t), op)
+
+
+SPECS = (
+    OpSpec(
+        Op.SQR,
+        inplace=1,
+        shard=elementwise,
+        samples={"sqr": lambda c, t: c.sqr(main(c, t))},
+        cases={"sqr": partial(_draw_function, "sqr", FLOATS)},
+    ),
+    OpSpec(
+        Op.SQRT,
+        inplace=1,
+        shard=elementwise,
+        samples={"sqrt": lambda c, t: c.sqrt(main(c, t))},
+        cases={"sqrt": partial(_draw_function, "sqrt", FLOATS)},
+    ),
+    OpSpec(
+        Op.LOG,
+        inplace=1,
+        shard=elementwise,
+        samples={"log": lambda c, t: c.log(main(c, t))},
+        cases={"log": partial(_draw_function, "log", FLOATS)},
+    ),
+    OpSpec(
+        Op.SIN,
+        shard=elementwise,
+        samples={"sin": lambda c, t: c.sin(main(c, t))},
+        cases={"sin": partial(_draw_function, "sin", FLOATS)},
+    ),
+    OpSpec(
+        Op.COS,
+        shard=elementwise,
+        samples={"cos": lambda c, t: c.cos(main(c, t))},
+        cases={"cos": partial(_draw_function, "cos", FLOATS)},
+    ),
+    OpSpec(
+        Op.SILU_BACK,
+        inplace=2,
+        shard=elementwise,
+        samples={"silu_back": lambda c, t: c.silu_back(main(c, t), main(c, t))},
+        cases={"silu_back": _draw_silu_back},
+    ),
+    OpSpec(
+        Op.LEAKY_RELU,
+        params=("negative_slope",),
+        shard=elementwise,
+        samples={"leaky_relu": lambda c, t: c.leaky_relu(main(c, t), 0.1)},
+        cases={"leaky_relu": _draw_leaky_relu},
+    ),
+    OpSpec(
+        Op.UNARY,
+        params=("op",),
+        inplace=1,
+        shard=elementwise,
+        samples={**{f"unary {op.name.lower()}": _sample(op) for op in UnaryOp}},
+        cases={
+            **{
+                name: partial(_draw_unary, name)
+                for name in (
+                    "abs",
+                    "sgn",
+                    "neg",
+                    "step",
+                    "tanh",
+                    "elu",
+                    "relu",
+                    "sigmoid",
+                    "gelu",
+                    "gelu_quick",
+                    "silu",
+                    "hardswish",
+                    "hardsigmoid",
+                    "exp",
+                    "expm1",
+                    "softplus",
+                    "gelu_erf",
+                    "floor",
+                    "ceil",
+                    "round",
+                    "trunc",
+                )
+            },
+            "xielu": _draw_xielu,
+        },
+        perf=(
+            Perf("silu", "f32", lambda c, s: c.silu(rows(c, s))),
+            Perf("gelu", "f32", lambda c, s: c.gelu(rows(c, s))),
+        ),
+    ),  # UnaryOp; XIELU adds alpha_n, alpha_p, beta, eps
+)

@@ -12,6 +12,7 @@ from typing import NoReturn
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import BoundsError
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape
+from ggmlb.core.ops.spec import OpSpec
 from ggmlb.core.tensor import Ne, Tensor
 
 
@@ -179,3 +180,12 @@ def _fail_bounds(fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int, root: Tensor) 
         f"{fn}({a.describe()}): ne {list(ne)} with strides nb {list(nb)} at byte offset {offset} "
         f"does not lie within the {root.nbytes} bytes of {root.describe()}"
     )
+
+
+SPECS = (
+    OpSpec(Op.NONE),
+    OpSpec(Op.RESHAPE),
+    OpSpec(Op.VIEW),
+    OpSpec(Op.PERMUTE, params=("axes",)),  # four; dimension i of the source is dimension axes[i] of the view
+    OpSpec(Op.TRANSPOSE),
+)

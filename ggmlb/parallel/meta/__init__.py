@@ -1,8 +1,7 @@
 """Tensor parallelism: a device made of several, which compute every node together.
 
-    state     how the elements of a tensor are dealt out
+    state     how results are sharded, and checks of what a user asks for
     layout    which part of a view each device holds
-    rules     how an op's result is dealt out, given its operands
     buffer, device, backend, plan, reduce    the interfaces, over those of the simple devices
 
 Where no rule speaks, operands are gathered and each device computes the whole: any graph runs.
@@ -10,10 +9,11 @@ Where no rule speaks, operands are gathered and each device computes the whole: 
 Source: ggml-backend-meta.cpp.
 """
 
+from ggmlb.core.sharding import MIRRORED, SplitAxis, SplitState
 from ggmlb.parallel.meta.backend import MetaBackend
 from ggmlb.parallel.meta.buffer import MetaBuffer, MetaBufferType
 from ggmlb.parallel.meta.device import MetaDevice, meta_device
-from ggmlb.parallel.meta.state import MIRRORED, SplitAxis, SplitState, split_by, split_evenly
+from ggmlb.parallel.meta.state import split_by, split_evenly
 
 __all__ = [
     "MIRRORED",

@@ -12,16 +12,17 @@ import numpy as np
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.placement import placement_clock
+from ggmlb.core.sharding import MIRRORED
 from ggmlb.core.tensor import Tensor, contiguous_nb
 from ggmlb.interface import Buffer, BufferType, PartedBuffer
 from ggmlb.interface.data import Bytes
 from ggmlb.parallel.meta.layout import slice_of
-from ggmlb.parallel.meta.state import MIRRORED, checked
+from ggmlb.parallel.meta.state import checked
 from ggmlb.runtime.alloc import alloc_tensors
 
 if TYPE_CHECKING:
+    from ggmlb.core.sharding import SplitState
     from ggmlb.parallel.meta.device import MetaDevice
-    from ggmlb.parallel.meta.state import SplitState
 
 
 class MetaBufferType(BufferType):

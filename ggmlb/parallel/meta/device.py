@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.placement import placement_clock
+from ggmlb.core.sharding import MIRRORED, PARTIAL
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device
 from ggmlb.parallel.meta.backend import MetaBackend
 from ggmlb.parallel.meta.buffer import MetaBuffer, MetaBufferType
 from ggmlb.parallel.meta.layout import slices_of_view
-from ggmlb.parallel.meta.rules import outcome, whole
-from ggmlb.parallel.meta.state import MIRRORED, PARTIAL
+from ggmlb.parallel.meta.state import outcome, whole
 
 if TYPE_CHECKING:
-    from ggmlb.parallel.meta.rules import Outcome
-    from ggmlb.parallel.meta.state import SplitState
+    from ggmlb.core.sharding import Outcome, SplitState
 
     GetSplitState = Callable[[Tensor], SplitState]
 
@@ -30,7 +29,7 @@ MAX_DEVICES = 16
 class MetaDevice(Device):
     """Devices that share the work of every node: tensor parallelism.
 
-    Weights are dealt out as `get_split_state` says; `ggmlb.parallel.meta.rules`
+    Weights are dealt out as `get_split_state` says; the rules in the ops' records (`ggmlb.core.ops.SPECS`)
     derives how results are.
 
     Attributes:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ggmlb.core.dtypes import DType
+from ggmlb.core.sharding import SplitAxis, SplitState
 from ggmlb.core.tensor import Ne, contiguous_nb
-from ggmlb.parallel.meta.state import SplitAxis, SplitState
 
 
 class Slice(NamedTuple):

@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.core.enums import ALSO_WRITTEN, NO_OPS, TensorFlag
+from ggmlb.core.enums import NO_OPS, TensorFlag
 from ggmlb.core.graph import Graph
+from ggmlb.core.ops import SPECS
+from ggmlb.core.sharding import PARTIAL
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, GraphPlan
-from ggmlb.parallel.meta import rules
 from ggmlb.parallel.meta.buffer import MetaBuffer
 from ggmlb.parallel.meta.layout import slices_of_view
-from ggmlb.parallel.meta.state import PARTIAL
+from ggmlb.parallel.meta.state import whole
 
 if TYPE_CHECKING:
+    from ggmlb.core.sharding import SplitState
     from ggmlb.parallel.meta.backend import MetaBackend
     from ggmlb.parallel.meta.reduce import AllReduce
-    from ggmlb.parallel.meta.state import SplitState
 
 Slices = tuple[Tensor, ...]
 """A tensor of each device."""
@@ -114,8 +115,8 @@ class Gather:
         """Wait for the parts, and put them together."""
         _wait(self._backends)
         data = self._root.get()
-        for whole in self.wholes:
-            whole.set(data)
+        for tensor in self.wholes:
+            tensor.set(data)
 
     def free(self) -> None:
         """Free the memory."""
@@ -177,7 +178,7 @@ class _Dealer:
         into = node if root is None else root
         by_wholes = False
         if root is not None and not self._fits(node, root, result):
-            result, wants = rules.whole(wants)
+            result, wants = whole(wants)
             by_wholes = self._device.state(into).is_cut
         pairs = zip(node.src, wants, strict=True)
         operands = [None if src is None else self._operand(src, want) for src, want in pairs]
@@ -199,7 +200,7 @@ class _Dealer:
             self._known[node] = slices
         if root is not None or by_wholes:
             self._wrote(into, by_wholes)
-        for i in ALSO_WRITTEN.get(node.op, ()):
+        for i in SPECS[node.op].also_written:
             operand = node.sources[i]
             self._wrote(operand.view_src or operand, self._device.state(operand) != wants[i])
         if result == PARTIAL:

@@ -1,93 +1,33 @@
-"""Split states: how the elements of a tensor are dealt out to devices."""
+"""How results are sharded, given how operands are; even splits; and checks of what a user asks for."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from enum import IntEnum
-from typing import NamedTuple
 
 from ggmlb.core.enums import as_enum
 from ggmlb.core.errors import ArgumentError
+from ggmlb.core.ops import SPECS
+from ggmlb.core.sharding import MIRRORED, Outcome, SplitAxis, SplitState, States
 from ggmlb.core.tensor import Tensor
 
 
-class SplitAxis(IntEnum):
-    """What a device holds of a tensor (ggml_backend_meta_split_axis)."""
-
-    AXIS_0 = 0
-    AXIS_1 = 1
-    AXIS_2 = 2
-    AXIS_3 = 3
-    MIRRORED = 10
-    PARTIAL = 11
-
-    @property
-    def label(self) -> str:
-        """`"0"` to `"3"`, `"MIRRORED"`, `"PARTIAL"` (ggml_backend_meta_split_axis_name)."""
-        return self.name.removeprefix("AXIS_")
-
-    @property
-    def is_dimension(self) -> bool:
-        """Whether each device holds a slice along a dimension."""
-        return self < SplitAxis.MIRRORED
+def outcome(node: Tensor, states: States) -> Outcome:
+    """Return how a node that is no view is sharded."""
+    if any(s.is_cut for s in states):
+        rule = SPECS[node.op].shard
+        try:
+            found = rule(node, states) if rule is not None else None
+        except ArithmeticError:  # parts that do not fall on whole heads or blocks
+            found = None
+        if found is not None:
+            return found
+    return whole(states)
 
 
-class _Dealing(NamedTuple):
-    axis: SplitAxis
-    segments: tuple[tuple[int, ...], ...]
-
-
-class SplitState(_Dealing):
-    """How a tensor is dealt out (ggml_backend_meta_split_state).
-
-    Attributes:
-        axis: The dimension of `ne` that is cut; or MIRRORED, all of it on each device; or PARTIAL, a sum
-            that is spread over the devices.
-        segments: Of a tensor that is cut: the dimension is a row of segments, and each is dealt out by
-            itself, in the order of the devices. An inner tuple has the extent of each device's part. A matrix
-            that makes queries, keys and values at once has three, so that each device gets a part of each.
-            A segment that repeats (`nr` in ggml) stands here as often as it does.
-    """
-
-    __slots__ = ()
-
-    def __new__(cls, axis: SplitAxis | int | str, segments: tuple[tuple[int, ...], ...] = ()) -> SplitState:
-        """Make a state.
-
-        Raises:
-            ArgumentError: There is no such axis.
-        """
-        return super().__new__(cls, as_enum("SplitState", SplitAxis, axis), segments)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether each device holds a slice."""
-        return self.axis.is_dimension
-
-    def extents(self) -> tuple[int, ...]:
-        """The extent of each device's slice along the axis, all segments together."""
-        return tuple(map(sum, zip(*self.segments, strict=True)))
-
-    def moved(self, axis: int, times: int = 1, over: int = 1) -> SplitState:
-        """The same dealing along another axis, with the extents multiplied and divided.
-
-        Raises:
-            ArithmeticError: They do not divide.
-        """
-        if any(n * times % over for segment in self.segments for n in segment):
-            raise ArithmeticError
-        return SplitState(axis, tuple(tuple(n * times // over for n in s) for s in self.segments))
-
-    def __str__(self) -> str:
-        if not self.is_cut:
-            return self.axis.label
-        parts = " + ".join("|".join(map(str, s)) for s in self.segments)
-        return f"axis {self.axis.label}: {parts}"
-
-
-MIRRORED = SplitState(SplitAxis.MIRRORED)
-PARTIAL = SplitState(SplitAxis.PARTIAL)
+def whole(states: States) -> Outcome:
+    """Every device computes all of it."""
+    return Outcome(MIRRORED, (MIRRORED,) * len(states))
 
 
 def split_evenly(n: int, n_devices: int, granularity: int = 1) -> tuple[int, ...]:

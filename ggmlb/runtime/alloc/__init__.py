@@ -12,10 +12,8 @@ buffers and places the tensors. A plan is kept, so that the second time costs th
 from ggmlb.runtime.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size, alloc_tensors, override_for
 from ggmlb.runtime.alloc.graph import GraphAllocator
 from ggmlb.runtime.alloc.linear import TensorAllocator
-from ggmlb.runtime.alloc.plan import INPLACE_OPERANDS
 
 __all__ = [
-    "INPLACE_OPERANDS",
     "GraphAllocator",
     "TensorAllocator",
     "alloc_ctx_tensors",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import le
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import GraphError
+from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor, same_layout
 from ggmlb.runtime.alloc.arena import CHUNK_BITS, OFFSET_MASK, Arena
 
@@ -18,35 +19,7 @@ if TYPE_CHECKING:
 
 _NONE = Op.NONE  # looked up once: it is asked of many
 
-INPLACE_OPERANDS: Final[Mapping[Op, int]] = {
-    Op.FILL: 1,
-    Op.SCALE: 1,
-    Op.DIAG_MASK_ZERO: 1,
-    Op.DIAG_MASK_INF: 1,
-    Op.ADD: 2,
-    Op.ADD_ID: 1,
-    Op.ADD1: 1,
-    Op.SUB: 2,
-    Op.MUL: 2,
-    Op.DIV: 2,
-    Op.SQR: 1,
-    Op.SQRT: 1,
-    Op.LOG: 1,
-    Op.UNARY: 1,
-    Op.ROPE: 1,
-    Op.ROPE_BACK: 1,
-    Op.SILU_BACK: 2,
-    Op.RMS_NORM: 1,
-    Op.RMS_NORM_BACK: 1,
-    Op.SOFT_MAX: 1,
-    Op.SOFT_MAX_BACK: 1,
-}
-"""How many of an op's first operands may lend their memory to its result.
-
-Kernels of these ops must work when the result lies exactly where one of those operands does. The ops
-are those of ggml_op_can_inplace. ggml may take any operand of the same layout; here only those that a
-kernel naturally reads element by element or row by row: not a mask, a bias or a table.
-"""
+_INPLACE: Final = {op: spec.inplace for op, spec in SPECS.items() if spec.inplace}
 
 _PLACED_EARLY = TensorFlag.INPUT | TensorFlag.PARAM
 
@@ -158,7 +131,7 @@ def make_plan(
         if waiting[node]:
             waiting[node] = False
             memory, size, op = memories[node], sizes[node], ops[node]
-            for operand in sources[start : start + INPLACE_OPERANDS[op]] if op in INPLACE_OPERANDS else ():
+            for operand in sources[start : start + _INPLACE[op]] if op in _INPLACE else ():
                 if (
                     last[operand] < end
                     and memories[operand] == memory

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ggmlb.core.enums import ALSO_WRITTEN, BufferUsage, Op, TensorFlag
+from ggmlb.core.enums import BufferUsage, Op, TensorFlag
 from ggmlb.core.graph import Graph
+from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.runtime.scheduler.assign import UNKNOWN
@@ -212,7 +213,7 @@ class Cut:
         if found:
             found -= {signature.bases[i] for i in signature.views if signature.computes[i]}
             for node in signature.work:
-                also = ALSO_WRITTEN.get(signature.ops[node], ())
+                also = SPECS[signature.ops[node]].also_written
                 found -= {assignment.roots[signature.reads(node)[i]] for i in also}
         return found
 

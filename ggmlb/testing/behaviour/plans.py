@@ -13,7 +13,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import GraphPlan, tensor_alloc
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.behaviour.rig import Rig, check, expect, expect_equal, expect_error, numbers, unsupported
-from ggmlb.testing.samples import SAMPLES, TYPES, sample
+from ggmlb.testing.claims import SAMPLES, TYPES, sample
 
 N = 5000
 

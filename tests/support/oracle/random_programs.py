@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ggmlb.testing.cases import FAMILIES, Program
+from ggmlb.testing.cases import FAMILIES
+from ggmlb.testing.draw import Program
 
 
 class Hypothesis:

@@ -1,7 +1,7 @@
 """Drawing programs: a few leafs, the steps that lay them out in memory, and the op in question.
 
-A family is a function that draws such a program, for one op or a group of them. What decides is a `Choices`:
-the conformance kit's goes through every choice (`cover.py`), hypothesis's draws at random and shrinks.
+A family is a function that draws such a program; it stands beside its op in `ggmlb.core.ops`. What decides
+is a `Choices`: the kit's goes through every choice (`cases.py`), hypothesis's draws at random and shrinks.
 """
 
 from __future__ import annotations
@@ -18,32 +18,13 @@ import numpy.typing as npt
 
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
+from ggmlb.core.ops.spec import GAPS, OUTER, PADDED, PERMUTED, PLAIN, Extents
 from ggmlb.testing.programs import Case, Spec, Step
-
-PLAIN = "plain"
-"""Contiguous."""
-PADDED = "padded"
-"""A window on a larger tensor: gaps between rows, planes and cubes."""
-GAPS = "gaps"
-"""The same, with gaps between rows only."""
-OUTER = "outer"
-"""Dimensions permuted, but rows left as they are."""
-PERMUTED = "permuted"
-"""Dimensions permuted in any way."""
-
-ROWS = (PLAIN, PADDED, OUTER)
-ANY = (PLAIN, PADDED, OUTER, PERMUTED)
-
-LOPSIDED: Any = {"low": -0.2, "high": 1.0}
-"""Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's."""
-
-F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 
 # Inside `Program` the builtin names are methods.
 Integer: TypeAlias = int
 Number: TypeAlias = float
 Truth: TypeAlias = bool
-Extents: TypeAlias = tuple[int, ...]
 
 Output = tuple[int, "tuple[int, ...]", bytes]
 """Type, extents and bytes of a result, as the reference computed it."""
@@ -123,6 +104,7 @@ class Program:
     # -- numbers -------------------------------------------------------------------------------
 
     def int(self, low: Integer, high: Integer) -> Integer:
+        """A number from `low` to `high`."""
         return self.choices.integer(low, high)
 
     def extra(self, low: Integer, high: Integer) -> Integer:
@@ -130,9 +112,11 @@ class Program:
         return low if self.choices.plain else self.int(low, high)
 
     def float(self, low: Number, high: Number) -> Number:
+        """A float32 from `low` to `high`."""
         return self.choices.number(np.float32(low).item(), np.float32(high).item())
 
     def bool(self) -> Truth:
+        """Yes or no, no first."""
         return Truth(self.choices.pick(2))
 
     def one_of(self, *choices: Any, beyond: tuple[Any, ...] = ()) -> Any:
@@ -328,26 +312,3 @@ def _c_value(arg: Any) -> Any:
     if arg is None or isinstance(arg, str | bool | float):
         return arg
     return [int(a) for a in arg] if isinstance(arg, list | tuple) else int(arg)
-
-
-Family = Callable[[Program], None]
-
-FAMILIES: dict[str, Family] = {}
-"""What draws the rest of a program, by the name of the op or of a group of them."""
-
-
-NOT_OF_GGML: set[str] = set()
-"""Families whose programs only Python can compute."""
-
-
-def family(name: str, *, of_ggml: Truth = True) -> Callable[[Family], Family]:
-    """Register a function that draws a program's tensors and steps."""
-
-    def register(fn: Family) -> Family:
-        assert name not in FAMILIES, name
-        FAMILIES[name] = fn
-        if not of_ggml:
-            NOT_OF_GGML.add(name)
-        return fn
-
-    return register

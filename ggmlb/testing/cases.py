@@ -1,4 +1,6 @@
-"""Going through a family's choices: every alternative is drawn, in few programs, and always the same ones.
+"""The kit's table of cases: every family of the ops' records, gone through by its choices.
+
+Every alternative is drawn, in few programs, and always the same ones.
 
 The first program of a family is its plainest: at each choice the first alternative, on small matrices. The
 last ones differ from it in one choice each, so that a device which computes little more than the plain
@@ -14,11 +16,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from typing import Final
 
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError, Error
-from ggmlb.testing.cases.draw import FAMILIES, Choices, Program
+from ggmlb.core.ops import SPECS
+from ggmlb.core.ops.spec import Family
+from ggmlb.testing.draw import Choices, Program
+
+FAMILIES: Final[dict[str, Family]] = {
+    name: draw for spec in SPECS.values() for name, draw in spec.cases.items()
+}
+"""What draws the rest of a program, by the name of the op or of a group of them."""
+
+NOT_OF_GGML: Final = frozenset(name for spec in SPECS.values() if not spec.of_ggml for name in spec.cases)
+"""Families whose programs only Python can compute."""
 
 TIMES = 2
 """How often each alternative is drawn, at least."""
