@@ -80,7 +80,7 @@ def by_a_scheduler(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
     choice = random.Random(len(drawn.graph))
     seen: dict[int, np.ndarray] = {}
     numbers = {node: i for i, node in enumerate(drawn.graph.nodes)}
-    watched = {node for node in drawn.graph.nodes if choice.random() < 0.3 and node.op not in NO_OPS}
+    watched = {node for node in drawn.graph.nodes if choice.random() < 0.3}
 
     def watch(node: Tensor, ask: bool) -> bool:
         if not ask:

@@ -35,6 +35,7 @@ class Recipe:
     declined: tuple[frozenset[Op], ...]
     wishes: tuple[tuple[int, int], ...]
     outputs: frozenset[int]
+    watched: frozenset[int]
     async_copies: bool
 
 
@@ -52,6 +53,7 @@ recipes = st.builds(
     declined=st.tuples(*[st.frozensets(st.sampled_from(DECLINABLE), max_size=3)] * 2),
     wishes=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2)), max_size=4).map(tuple),
     outputs=st.frozensets(st.integers(0, 24), max_size=3),
+    watched=st.frozensets(st.integers(0, 49)),
     async_copies=st.booleans(),
 )
 
@@ -116,6 +118,25 @@ class Program:
         sched.graph_compute(self.graph)
         return [t.to_numpy() for t in self.results]
 
+    def watch(self, sched: Scheduler, seed: int, watched: frozenset[int]) -> dict[int, np.ndarray]:
+        """Compute it; return what a callback sees of some nodes, by their number in the graph."""
+        number = {node: i for i, node in enumerate(self.graph.nodes)}
+        asked, seen = [], {}
+
+        def callback(node: Tensor, ask: bool) -> bool:
+            if ask:
+                asked.append(number[node])
+                return number[node] in watched
+            assert number[node] not in seen
+            seen[number[node]] = node.to_numpy()
+            return True
+
+        sched.set_eval_callback(callback)
+        self.compute(sched, seed)
+        sched.set_eval_callback(None)
+        assert sorted(asked) == list(range(len(number))), "the callback is asked for each node once"
+        return seen
+
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
@@ -145,6 +166,11 @@ def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
                     many.alloc_graph(split.graph)
                 for a, b in zip(alone.compute(one, seed), split.compute(many, seed), strict=True):
                     np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+            expected = alone.watch(one, 2, recipe.watched)
+            seen = split.watch(many, 2, recipe.watched)
+            assert seen.keys() == expected.keys()
+            for i, value in expected.items():
+                np.testing.assert_allclose(seen[i], value, rtol=1e-4, atol=1e-5)
             assert [n.src for n in split.graph.nodes] == sources
             for record in many.placement:
                 assert record.device not in record.rejected
@@ -162,6 +188,7 @@ def test_the_recipes_reach_what_they_are_for() -> None:
         tuple(("mul_mat", 99, i, 0) for i in range(6)),
         (frozenset(), frozenset()),
         (),
+        frozenset(),
         frozenset(),
         True,
     )

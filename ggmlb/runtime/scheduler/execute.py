@@ -27,11 +27,12 @@ from ggmlb.runtime.scheduler.experts import ExpertCopies
 
 if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.program import Program
+    from ggmlb.runtime.scheduler.signature import Signature
     from ggmlb.runtime.scheduler.split import Split, SplitInput
 
 EvalCallback = Callable[[Tensor, bool], bool]
-"""`callback(node, ask)`: with `ask` it says whether it wants the node's data; without, the data is
-there, and `False` stops the computation (ggml_backend_sched_eval_callback)."""
+"""`callback(node, ask)`: with `ask` it says whether it wants the data of a node, views included; without,
+the data is there, and `False` stops the computation (ggml_backend_sched_eval_callback)."""
 
 
 class Executor:
@@ -91,7 +92,7 @@ class Executor:
             if callback is None:
                 status = split.backend.graph_plan_compute(program.plan(index, c))
             else:
-                status = _compute_watched(split, program.variant(c)[index], callback)
+                status = _compute_watched(split, program.signature, program.variant(c)[index], callback)
             if status is not Status.SUCCESS:
                 return status
             if split.reads_user_input and self._is_async[b]:
@@ -178,20 +179,24 @@ class Executor:
             self._backends[first].synchronize()
 
 
-def _compute_watched(split: Split, graph: Graph, callback: EvalCallback) -> Status:
-    """Compute up to each node that the callback wants, and show it."""
+def _compute_watched(split: Split, signature: Signature, graph: Graph, callback: EvalCallback) -> Status:
+    """Compute up to each node that the callback wants, and show it.
+
+    Views of other devices' tensors come first: what they show is there, and may be gone when the split ends.
+    """
     backend = split.backend
-    originals = split.image.originals(split)
-    done = 0
-    for i, (image, node) in enumerate(zip(split.graph.nodes, graph.nodes, strict=True), 1):
-        shown = originals.get(image, node)
+    done = ready = 0
+    for i in (*split.view_numbers, *split.ordered):
+        ready += signature.computes[i]
+        shown = signature.tensors[i]
         if not callback(shown, True):
             continue
-        # The node is the part's last: no fused kernel leaves it out, nor what later parts read.
-        status = backend.graph_compute(graph.view(done, i))
-        done = i
-        if status is not Status.SUCCESS:
-            return status
+        if done < ready:
+            # A computed node is the part's last: no fused kernel leaves it out, nor what later parts read.
+            status = backend.graph_compute(graph.view(done, ready))
+            done = ready
+            if status is not Status.SUCCESS:
+                return status
         if not callback(shown, False):
             return Status.ABORTED
     return backend.graph_compute(graph.view(done, len(graph))) if done < len(graph) else Status.SUCCESS

@@ -86,7 +86,8 @@ class Image:
         ordered = self._ordered(split)
         nodes += ordered
         computes, n = self.signature.computes, len(self.signature.tensors)
-        split.order = [i for i in ordered if i < n and computes[i]]
+        split.ordered = [i for i in ordered if i < n]
+        split.order = [i for i in split.ordered if computes[i]]
 
     def _add(
         self, tensor: Tensor, b: int, base: int = -1, reads: Sequence[int] = (), flags: int | None = None
@@ -223,10 +224,6 @@ class Image:
         graph = Graph(self._made(split.order))
         graph.whole = whole
         return graph
-
-    def originals(self, split: Split) -> dict[Tensor, Tensor]:
-        """Return the user's tensor of each twin in a split's graph."""
-        return {self.twin(i): self.signature.tensors[i] for i in split.order}
 
     def variant(self, splits: Sequence[Split], c: int) -> list[Graph]:
         """Return the splits' graphs with the nodes that read, near or far, the c-th copies of the inputs."""

@@ -259,9 +259,10 @@ class Scheduler(Freeable):
     def set_eval_callback(self, callback: EvalCallback | None) -> None:
         """Watch nodes as they are computed; `None` stops watching.
 
-        The callback is asked `callback(node, True)` whether it wants a node's data. If it does, the
-        graph is computed up to the node and `callback(node, False)` is called; `False` stops. It may read and
-        write tensors, but neither compute nor allocate with this scheduler.
+        The callback is asked `callback(node, True)` whether it wants a node's data, of each node of the
+        graph, views included, in the order of execution. If it does, the graph is computed up to the node
+        and `callback(node, False)` is called; `False` stops. It may read and write tensors, but neither
+        compute nor allocate with this scheduler.
 
         Raises:
             ArgumentError: It cannot be called.
@@ -403,9 +404,10 @@ class Scheduler(Freeable):
         self._executor.synchronize()
 
     def reset(self) -> None:
-        """Forget the graph, its assignment and its splits; wishes and reserved memory stay.
+        """Forget the graph, its assignment and its splits; reserved memory stays.
 
-        Its tensors keep their data until the next `alloc_graph`. Source: ggml_backend_sched_reset.
+        Its tensors keep their data until the next `alloc_graph`. What `set_tensor_backend` asked for stays,
+        where ggml forgets it: ask for `None` to take it back. Source: ggml_backend_sched_reset.
         """
         self.check_alive("reset")
         self._graph = None

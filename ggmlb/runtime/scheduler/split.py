@@ -105,7 +105,8 @@ class Split:
         backend_id: Its index among the scheduler's.
         view_numbers: Numbers of views of tensors of other devices, that nodes here read through copies.
         numbers: Numbers of the other nodes, views of its own tensors included.
-        order: Those that compute something, in the order that the backend wants.
+        ordered: The same in the order that the backend wants.
+        order: Those that compute something, in that order.
         inputs: What is copied to it first.
         plans: The graph lowered, for each of the copies; `None` until first computed.
         after: Indices of backends that work in memory that this one works in, and must have finished what
@@ -123,6 +124,7 @@ class Split:
         "inputs",
         "numbers",
         "order",
+        "ordered",
         "plans",
         "reads_user_input",
         "view_numbers",
@@ -135,6 +137,7 @@ class Split:
         self.backend_id = backend_id
         self.view_numbers: list[int] = []
         self.numbers: list[int] = []
+        self.ordered: list[int] = []
         self.order: list[int] = []
         self.inputs: list[SplitInput] = []
         self.plans: list[GraphPlan | None] = [None]
