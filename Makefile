@@ -16,6 +16,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Each worker has one half (third, ...) of the tests in their order, and takes over what another has left.
+# Alone, in one process: make test PYTEST_JOBS=
+PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -29,10 +32,10 @@ demo: $(VENV)/.demo
 	$(RUN) ggmlb demo
 
 test: $(VENV)/.dev
-	$(RUN) pytest -m "not gpu and not slow and not oracle" $(PYTEST_ARGS)
+	$(RUN) pytest -m "not gpu and not slow and not oracle" $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev notebooks
-	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough $(PYTEST_ARGS)
+	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
 test-oracle: $(VENV)/.oracle
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ggmlb import Backend
+from ggmlb.system.process import n_cpus
 
 # Compiled kernels and their messages stay out of the way: a build log is not a warning of ours.
 os.environ.setdefault("PYOPENCL_COMPILER_OUTPUT", "0")
@@ -30,6 +33,38 @@ os.environ.pop("COLUMNS", None)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
+
+
+# -- pytest-xdist: workers share the repository, and nothing that they write ------------------------------
+
+CACHES = ("GGMLB_CACHE_DIR", "POCL_CACHE_DIR", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR")
+"""Folders of compiled code and of temporary files, of which a worker has its own.
+
+XDG_CACHE_HOME is PyOpenCL's, and anything's that has no variable of its own.
+"""
+
+
+@pytest.hookimpl(trylast=True)  # pytest's own folders are known
+def pytest_configure(config: pytest.Config) -> None:
+    """Give a worker its own caches, which its next run finds again, and its own temporary folder."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is None:
+        return
+    temporary = config._tmp_path_factory.getbasetemp() / "tmp"  # type: ignore[attr-defined]
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
+    kept = Path(cache.mkdir("compiled")) if cache is not None else temporary.parents[1] / "compiled"
+    for name in CACHES:
+        folder = temporary if name == "TMPDIR" else kept / worker / name.lower()
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ[name] = str(folder)
+    # A compiled kernel of the emulator is a file named by its text, and renamed when it is whole.
+    os.environ["GGMLB_TEST_EMULATED_KERNELS"] = str(kept / "emulated-kernels")
+    tempfile.tempdir = None  # as TMPDIR says now
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the processors that `-n auto` may use: those of this process, not of the machine."""
+    return n_cpus()
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     results = []
     for kind in (*outcomes, "skipped"):
         for report in terminalreporter.getreports(kind):
-            facts = dict(report.user_properties)
+            facts = dict(getattr(report, "user_properties", ()))  # a module's own report has none
             if "ggmlb_case" in facts:
                 mode, device, family, case = (facts[f"ggmlb_{of}"] for of in FACTS)
                 results.append(Result(mode, device, family, case, outcomes.get(kind, Outcome.SKIPPED)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -417,6 +418,23 @@ def test_the_plugin_warns_of_nothing_and_tells_claims(narrow, tmp_path):
     assert "Narrow0 claims MUL, of which no case was computed" in done.stdout
     found = ElementTree.parse(tmp_path / "report.xml").iter("property")
     assert {p.get("value") for p in found if p.get("name") == "ggmlb_device"} == {"Narrow0"}
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+def test_the_plugin_leaves_other_tests_of_a_project_alone(workers, narrow, tmp_path):
+    """Modules that are skipped or broken as a whole, and tests with properties of their own."""
+    if workers:
+        pytest.importorskip("xdist", reason="needs pytest-xdist: pip install 'ggmlb[test]'")
+    (tmp_path / "test_skipped.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    (tmp_path / "test_own.py").write_text(
+        "def test_it(request): request.node.user_properties += [('a', 1)]\n"
+    )
+    args = ("--ggmlb-device", "Narrow0", "--ggmlb-ops", "add,mul", "--ggmlb-mode", "test", *workers)
+    done = plugin(*args, "--ggmlb-limit=1", "--continue-on-collection-errors", str(tmp_path), cwd=tmp_path)
+    assert not done.stderr
+    assert "Narrow0 claims MUL, of which no case was computed" in done.stdout
+    assert re.search(r"\d passed, \d skipped, 1 error in", done.stdout.splitlines()[-1])
 
 
 def test_the_plugin_takes_meta_devices(tmp_path):

@@ -59,7 +59,8 @@ def compiler() -> str | None:
 
 @cache
 def _folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ggmlb-emulated-kernels"
+    usual = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ggmlb-emulated-kernels"
+    root = Path(os.environ.get("GGMLB_TEST_EMULATED_KERNELS", usual))
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError:
