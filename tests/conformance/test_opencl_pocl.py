@@ -15,20 +15,23 @@ import os, struct
 import pyopencl as cl
 from ggmlb.backends.opencl import pocl
 
-(device,) = [d for p in cl.get_platforms() if p.name.strip() == pocl.NAME for d in p.get_devices()]
-processor = device.version.rpartition("gnu-")[2].encode()
+devices = [d for p in cl.get_platforms() if p.name.strip() == pocl.NAME for d in p.get_devices()]
 memory = os.open("/proc/self/mem", os.O_RDWR)
-if processor != pocl.UNKNOWN:
-    addresses = struct.unpack("=256Q", os.pread(memory, 2048, device.int_ptr))
-    def text(address):
-        try:
-            return os.pread(memory, 64, address).partition(b"\\0")[0]
-        except (OSError, OverflowError):
-            return b""
-    (at,) = {a for a in addresses if text(a) == processor}
-    os.pwrite(memory, pocl.UNKNOWN + b"\\0", at)
 
-def builds():
+def text(address):
+    try:
+        return os.pread(memory, 64, address).partition(b"\\0")[0]
+    except (OSError, OverflowError):
+        return b""
+
+for device in devices:
+    processor = device.version.rpartition("gnu-")[2].encode()
+    if processor != pocl.UNKNOWN:
+        addresses = struct.unpack("=128Q", os.pread(memory, 1024, device.int_ptr))
+        at = next(a for a in addresses if text(a) == processor)
+        os.pwrite(memory, pocl.UNKNOWN + b"\\0", at)
+
+def builds(device=devices[0]):
     program = cl.Program(cl.Context([device]), "__kernel void f(__global float *x) { x[0] *= 2; }")
     try:
         program.build()
@@ -42,11 +45,25 @@ def builds():
 @pytest.fixture
 def run(only_pocl: dict[str, str], tmp_path: object) -> Callable[[str], CompletedProcess[str]]:
     quiet = {"POCL_CACHE_DIR": str(tmp_path), "PYOPENCL_NO_CACHE": "1", "PYTHONWARNINGS": "ignore"}
-    return lambda code: python("-c", POSE + code, **only_pocl, **quiet)
+    return lambda code, n=1: python(
+        "-c", POSE + code, **only_pocl, **quiet, POCL_DEVICES=" ".join(["pthread"] * n)
+    )
 
 
 def test_a_processor_that_pocl_does_not_know_gets_a_name_that_it_does(run) -> None:
-    done = run("assert not builds() and pocl.name_processor(device) and builds()")
+    done = run("assert not builds() and pocl.name_processor(devices[0]) and builds()")
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_of_several_devices_gets_its_own(run) -> None:
+    """Their descriptions lie one behind the other, and what follows the last may hold anything."""
+    code = """
+assert len(devices) == 3 and not any(builds(device) for device in devices)
+for i, device in enumerate(devices):
+    assert pocl.name_processor(device)
+    assert [builds(d) for d in devices] == [True] * (i + 1) + [False] * (2 - i)
+"""
+    done = run(code, 3)
     assert done.returncode == 0, done.stderr
 
 
@@ -54,7 +71,7 @@ TWICE = """
 import numpy as np
 text = np.frombuffer(pocl.UNKNOWN + bytes(9), np.uint8).copy()
 words = np.zeros(256, np.uint64)
-words[[80, 136]] = text.ctypes.data
+words[[80, 100]] = text.ctypes.data
 class Posing:
     int_ptr = words.ctypes.data
 assert pocl.name_processor(Posing)
@@ -68,7 +85,7 @@ def test_a_name_whose_address_stands_twice_is_found(run) -> None:
 
 
 def test_memory_that_says_something_else_is_left_alone(run) -> None:
-    done = run("pocl.UNKNOWN = b'no such'\nassert not pocl.name_processor(device) and not builds()")
+    done = run("pocl.UNKNOWN = b'no such'\nassert not pocl.name_processor(devices[0]) and not builds()")
     assert done.returncode == 0, done.stderr
 
 

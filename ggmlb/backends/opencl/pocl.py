@@ -21,8 +21,8 @@ UNKNOWN: Final = b"generic"
 HASWELL: Final = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 """Features, as Linux tells them, of all processors that LLVM's `haswell` stands for."""
 
-_STRUCT: Final = 2048
-"""Bytes of PoCL's description of a device that are searched; 3.0 has the name's address at 640."""
+_STRUCT: Final = 1024
+"""Bytes of PoCL's description of a device; 3.0 has the name's address at 640, and then the next device's."""
 
 _named: Final[set[int]] = set()
 """Devices of this process that have a name again; what PoCL tells of itself still says `generic`."""
@@ -47,11 +47,10 @@ def name_processor(device: cl.Device) -> bool:
     except OSError:
         return False
     try:
-        pointers = set(_pointers(memory, device.int_ptr))  # PoCL may keep the address in more than one place
-        at = [address for address in pointers if _text(memory, address) == UNKNOWN]
-        if len(at) != 1:
+        at = next((a for a in _pointers(memory, device.int_ptr) if _text(memory, a) == UNKNOWN), None)
+        if at is None:
             return False
-        os.pwrite(memory, _known_name() + b"\0", at[0])
+        os.pwrite(memory, _known_name() + b"\0", at)
         _named.add(device.int_ptr)
         return True
     except OSError:
