@@ -7,6 +7,7 @@
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes
+#   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
 #   make notebooks   run every notebook from top to bottom
@@ -20,12 +21,13 @@ PYTEST_ARGS ?=
 # Alone, in one process: make test PYTEST_JOBS=
 PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
+OCLGRIND_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
+.PHONY: demo test test-all test-oracle test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -39,6 +41,9 @@ test-all: $(VENV)/.dev notebooks
 
 test-oracle: $(VENV)/.oracle
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
+
+test-oclgrind: $(VENV)/.dev
+	$(BIN)/python scripts/test_oclgrind.py $(OCLGRIND_ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) ruff check .

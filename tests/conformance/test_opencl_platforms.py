@@ -5,6 +5,7 @@ The loader finds runtimes by the files in OCL_ICD_VENDORS; a test starts a proce
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from cuda_emulator import compiler
 from processes import COMMON, ROOT, finish, start
+
+from ggmlb.core.enums import DeviceType
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds libraries as Linux does")
 
@@ -143,3 +146,33 @@ except ggmlb.BackendUnavailable as error:
     print("done")
 """
     finish(start(alone, POCL_DEVICES="none", **env))
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_a_device_that_says_several_types_is_of_one(bits: int) -> None:
+    cl = pytest.importorskip("pyopencl", reason="needs pyopencl: pip install 'ggmlb[opencl]'")
+    from ggmlb.backends.opencl.device import kind_of
+
+    says_gpu, says_cpu = bits & cl.device_type.GPU, bits & cl.device_type.CPU
+    expected = DeviceType.GPU if says_gpu else DeviceType.CPU if says_cpu else DeviceType.ACCEL
+    assert kind_of(bits) is expected
+
+
+@pytest.mark.skipif(shutil.which("oclgrind") is None, reason="needs Oclgrind: apt-get install oclgrind")
+def test_a_simulator_of_all_types_is_a_gpu_to_all_who_ask() -> None:
+    code = """
+import subprocess, sys
+import pyopencl as cl
+from ggmlb import device_by_name
+from ggmlb.core.enums import DeviceType
+if "--inside" not in sys.argv:
+    sys.exit(subprocess.call(["oclgrind", sys.executable, "-c", sys.orig_argv[-1], "--inside"]))
+device = device_by_name("OpenCL0")
+assert device.cl_device.type & cl.device_type.CPU and device.cl_device.type & cl.device_type.GPU
+assert device.type in (DeviceType.GPU, DeviceType.IGPU) and not device.is_cpu
+assert device.extra_bufts == (device.packed_buffer_type,)
+with device.init_backend() as stream:
+    assert not stream.target.on_cpu
+print("done")
+"""
+    finish(start(code))

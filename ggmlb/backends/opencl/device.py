@@ -53,7 +53,7 @@ class OpenClDevice(Device):
         self._name = name
         self.cl_device = cl_device
         self.context = context
-        self.is_cpu = bool(cl_device.type & cl.device_type.CPU)
+        self._kind = kind_of(cl_device.type)
         self.transfers = cl.CommandQueue(context, cl_device)
         self.programs = Programs(context, cl_device, name)
         self.ledger = MemoryLedger(cl_device.global_mem_size)
@@ -74,9 +74,14 @@ class OpenClDevice(Device):
     @property
     def type(self) -> DeviceType:
         """GPU, IGPU where it shares the host's memory, ACCEL for CPU-type devices and accelerators."""
-        if not self.cl_device.type & cl.device_type.GPU:
+        if self._kind is not DeviceType.GPU:
             return DeviceType.ACCEL
         return DeviceType.IGPU if self.cl_device.host_unified_memory else DeviceType.GPU
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a processor's cores: each works best on rows of its own, and reads bytes anywhere."""
+        return self._kind is DeviceType.CPU
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -182,6 +187,16 @@ class OpenClDevice(Device):
     def event_new(self) -> OpenClEvent:
         """Return an event to record on the device's queues."""
         return OpenClEvent(self)
+
+
+def kind_of(bits: int) -> DeviceType:
+    """Return what a device is, by the bits of its `CL_DEVICE_TYPE`: GPU, CPU or ACCEL.
+
+    A device may have several bits (Oclgrind's simulator has all): one that says GPU is a GPU, whatever else.
+    """
+    if bits & cl.device_type.GPU:
+        return DeviceType.GPU
+    return DeviceType.CPU if bits & cl.device_type.CPU else DeviceType.ACCEL
 
 
 def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
