@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -220,12 +221,13 @@ def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
 
 
 _of_process: list[Runner] = []
-"""The runner of a worker process; its end frees what it holds."""
+"""The runner of a worker process, which frees its streams when the process ends."""
 
 
 def _in_process(task: Task) -> list[Result]:
     if not _of_process:
         _of_process.append(Runner())
+        atexit.register(_of_process[0].close)
     return list(_of_process[0].run(task))
 
 

@@ -11,6 +11,7 @@ import pytest
 from processes import ggmlb_command as run
 from processes import python
 
+from ggmlb import devices
 from ggmlb.cli import main
 from ggmlb.testing import perf
 from ggmlb.testing.results import Outcome, Result
@@ -85,6 +86,14 @@ def test_a_crash_ends_its_family_only(broken: dict[str, str]) -> None:
         ("abs", "passed"), ("abs", "passed"), ("log", "failed"), ("log", "failed"),
     ]  # fmt: skip
     assert "a crash in the backend?" in told["results"][2]["reason"]
+
+
+@pytest.mark.parametrize("name", ["CPU", "LLVM", "OpenCL0"])
+def test_processes_end_in_silence(name: str) -> None:
+    if name not in {device.name for device in devices()}:
+        pytest.skip(f"there is no {name}")
+    done = run("test", "-d", name, "-o", "add,mul", "--limit", "1", "-j", "2")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_crash_that_does_not_come_again_is_a_failure_too(broken: dict[str, str], tmp_path: Path) -> None:

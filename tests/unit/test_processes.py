@@ -47,6 +47,14 @@ time.sleep(0.2)
 print("done")
 """
 
+LEFT = """
+import ggmlb.testing.run as kit    # imported before the backend, it drops its streams after the backend
+kit.left = kit.Runner()
+for task in kit.tasks(kit.left.device(NAME), kit.Selection("test", ("add",), limit=1)):
+    assert [result.reason for result in kit.left.run(task) if result.outcome.is_bad] == []
+print("done")
+"""
+
 REFUSED = """
 import atexit
 said = []
@@ -130,6 +138,11 @@ def run(program: str, *names: str) -> None:
 @pytest.mark.parametrize("names", [NATIVE, ["played"]], ids="+".join)
 def test_threads_that_nobody_joins_may_compute_to_the_end(names: list[str]) -> None:
     run(DAEMONS, *names)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_streams_that_nobody_frees_are_silent_at_the_end(name: str) -> None:
+    finish(start(f"NAME = {name!r}\n{LEFT}"))
 
 
 def test_a_thread_is_refused_at_the_end(tmp_path: Path) -> None:

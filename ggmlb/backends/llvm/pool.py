@@ -8,6 +8,7 @@ Nobody waits for a thread that sleeps (see `kernels.driver`).
 from __future__ import annotations
 
 from _thread import allocate_lock
+from collections.abc import Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ class Pool:
     One thread at a time computes.
     """
 
+    _workers: Sequence[_Worker] = ()  # also where making one failed before there were any
+
     def __init__(self, n: int, library: Library) -> None:
         self.n = n
         self._library = library
@@ -45,8 +48,9 @@ class Pool:
         self._control[:] = 0
         self._control[driver.STATE + 2] = binding.address_of_symbol("sched_yield") or 0
         self._control[driver.STATE + 3] = self.n
+        self._ends = self._control[driver.STATE + 1 :][:1]  # `driver` may be gone when Python ends
         self._address = self._control.ctypes.data
-        self._workers: list[_Worker] = []
+        self._workers = []
         self._n_forks = fate.n_forks
 
     def run(self, table: int, first: int, last: int, share: bool) -> None:
@@ -67,7 +71,8 @@ class Pool:
     def _wake(self) -> None:
         while len(self._workers) < self.n - 1:
             serve = function(self._library.address(driver.serve), 4)
-            self._workers.append(_Worker(serve, self._control, len(self._workers) + 1))
+            number = len(self._workers) + 1
+            self._workers = [*self._workers, _Worker(serve, self._control, number)]
         for worker in self._workers:
             if worker.sleeps:
                 worker.sleeps = False
@@ -82,10 +87,11 @@ class Pool:
         self._begin()
 
     def __del__(self) -> None:
-        self._end()
+        if self._workers:
+            self._end()
 
     def _end(self) -> None:
-        self._control[driver.STATE + 1] = 1
+        self._ends[0] = 1
         for worker in self._workers:
             worker.end()
 
