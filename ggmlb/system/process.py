@@ -41,7 +41,7 @@ def after_fork(react: Callable[[], object]) -> None:
         os.register_at_fork(after_in_child=react)
 
 
-class Fate:
+class ProcessState:
     """What becomes of this process.
 
     At its end, Python stops the threads that nobody joins (daemons) where they stand, as soon as they come
@@ -91,7 +91,7 @@ class Fate:
             tell(args)
 
 
-fate: Final = Fate()
+process_state: Final = ProcessState()
 
 
 class LibraryGuard:
@@ -106,9 +106,9 @@ class LibraryGuard:
 
     def __init__(self, library: str) -> None:
         self._library = library
-        self._n_forks = fate.n_forks
+        self._n_forks = process_state.n_forks
         self._inside: list[int] = []
-        fate.busy.append(self._is_busy)
+        process_state.busy.append(self._is_busy)
 
     def check(self, call: str) -> None:
         """Refuse a call in a forked process, and in a thread that the end of Python stops.
@@ -116,12 +116,12 @@ class LibraryGuard:
         Raises:
             BackendError: The process was forked after the library came into use, or ends.
         """
-        if self._n_forks != fate.n_forks:
+        if self._n_forks != process_state.n_forks:
             raise BackendError(
                 f"{call}: {self._library} was used before this process was forked, and cannot be used in it; "
                 f"start workers with the 'spawn' method, or use {self._library} in the workers only"
             )
-        fate.check_goes_on(call)
+        process_state.check_goes_on(call)
 
     def enter(self, call: str) -> None:
         """Note that this thread calls the library until it says `leave`; refuses as `check` does."""

@@ -71,9 +71,9 @@ def ask():     # registered before ggmlb's, and so called after it
     streams[0].graph_compute(work[0][2])    # the thread that ends may go on
     print("done", flush=True)
 import ggmlb.system.process
-atexit.unregister(ggmlb.system.process.fate._end)
+atexit.unregister(ggmlb.system.process.process_state._end)
 atexit.register(ask)
-atexit.register(ggmlb.system.process.fate._end)
+atexit.register(ggmlb.system.process.process_state._end)
 thread.start()
 """
 

@@ -12,6 +12,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Backend, BackendError, Context, Graph, GraphError, Scheduler
+from ggmlb.interface import turns
 
 LONG = 60  # seconds until a test fails that waits
 
@@ -78,7 +79,8 @@ def test_a_way_back_over_another_backend_is_refused(n_tasks, streams):
 
 @pytest.mark.parametrize("n_tasks", [1, 2])
 @pytest.mark.parametrize("n", [2, 3])
-def test_threads_that_want_each_others_backends_do_not_wait_for_ever(n, n_tasks, streams):
+def test_threads_that_want_each_others_backends_do_not_wait_for_ever(n, n_tasks, streams, monkeypatch):
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.5)
     backends, together = [streams() for _ in range(n)], Barrier(n)
     inner = [calling(backend, lambda: None) for backend in backends]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.interface.turns import Turns
-from ggmlb.system.process import fate
+from ggmlb.system.process import process_state
 
 if TYPE_CHECKING:
     Steps = Sequence[Callable[[], Any]]
@@ -38,7 +38,7 @@ class Threads:
         Each thread takes the next list as soon as it is free, so that one that starts late, on a busy
         machine, holds up nobody.
         """
-        if self._n_forks != fate.n_forks:
+        if self._n_forks != process_state.n_forks:
             self._begin()  # threads do not survive a fork
         n = min(self.n, len(lists)) - 1
         self._start(n)
@@ -78,7 +78,7 @@ class Threads:
         self._work: SimpleQueue[Iterator[Steps] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._n_started = 0
-        self._n_forks = fate.n_forks
+        self._n_forks = process_state.n_forks
 
     def _start(self, n: int) -> None:
         while self._n_started < n:

@@ -19,7 +19,7 @@ from llvmlite import binding
 from ggmlb.backends.llvm.codegen.library import function
 from ggmlb.backends.llvm.kernels import driver
 from ggmlb.interface.host import aligned_empty
-from ggmlb.system.process import fate
+from ggmlb.system.process import process_state
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
@@ -51,7 +51,7 @@ class Pool:
         self._ends = self._control[driver.STATE + 1 :][:1]  # `driver` may be gone when Python ends
         self._address = self._control.ctypes.data
         self._workers = []
-        self._n_forks = fate.n_forks
+        self._n_forks = process_state.n_forks
 
     def run(self, table: int, first: int, last: int, share: bool) -> None:
         """Compute steps of a table.
@@ -62,7 +62,7 @@ class Pool:
             last: The one after the last.
             share: Whether there is work for more than one thread.
         """
-        if self._n_forks != fate.n_forks:
+        if self._n_forks != process_state.n_forks:
             self._begin()  # threads do not survive a fork, nor does what they were at
         if share and self.n > 1:
             self._wake()
@@ -80,7 +80,7 @@ class Pool:
 
     def free(self) -> None:
         """End the threads, and wait for them."""
-        workers = self._workers if self._n_forks == fate.n_forks else []
+        workers = self._workers if self._n_forks == process_state.n_forks else []
         self._end()
         for worker in workers:
             worker.thread.join()
