@@ -136,6 +136,20 @@ class Kernel:
             slot.align = 64
             return Value(self, self.build.ptrtoint(slot, I64))
 
+    def constants(self, name: str, values: Sequence[float]) -> Value:
+        """The address of float64 numbers in memory that is only read, by a name in the module."""
+        found = self.module.globals.get(name)
+        if found is None:
+            type_ = ir.ArrayType(F64, len(values))
+            found = ir.GlobalVariable(self.module, type_, name)
+            found.initializer = ir.Constant(type_, list(values))
+            found.global_constant, found.linkage = True, "internal"
+        return Value(self, self.build.ptrtoint(found, I64))
+
+    def any(self, mask: Value) -> Value:
+        """Whether a lane of the mask is set."""
+        return mask.bits(ir.IntType(mask.type.count)).zext(I64) > 0
+
     def first_lanes(self, n: int, count: Value) -> Value:
         """A mask of `n` lanes: the first `count` of them."""
         return self.table(vec(I32, n), range(n)) < count.trunc(I32).splat(n)

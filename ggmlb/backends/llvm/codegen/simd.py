@@ -352,12 +352,79 @@ _SIN = (
 _COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 
 
-def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
-    """Sine and cosine; the angle is brought near 0 in float64, so that large ones are right too."""
-    wide = x.to_float(F64)
+_HALF_PI_HIGH, _HALF_PI_LOW = 1.57079632673412561417, 6.07710050650619224932e-11
+"""Half of pi in two parts: products of the first, of 33 bits, with numbers below 2^20 are exact."""
+
+_FAR = 0x49800000
+"""2^20, as bits: quadrants beyond are counted by `_QUADRANTS`."""
+
+_FAR_EXPONENT = _FAR >> 23
+
+
+def _quadrants() -> list[float]:
+    """`2^(e - 150) / (pi / 2)` modulo 4 for each biased exponent `e` from that of `_FAR` to 254.
+
+    In two parts each: products of the first, a multiple of 2^-27, with 24 bits are exact in float64.
+    """
+    fraction = 320  # bits behind the point
+    pi = 4 * (4 * _arctan_of_inverse(5, fraction) - _arctan_of_inverse(239, fraction))
+    inverse = (2 << 2 * fraction) // pi
+    pairs: list[float] = []
+    for exponent in range(_FAR_EXPONENT - 150, 255 - 150):
+        quadrants = (inverse << exponent if exponent >= 0 else inverse >> -exponent) % (4 << fraction)
+        high = round(quadrants / (1 << fraction) * 2**27)
+        pairs += [high / 2**27, (quadrants - (high << fraction - 27)) / (1 << fraction)]
+    return pairs
+
+
+def _arctan_of_inverse(n: int, fraction: int) -> int:
+    """`arctan(1 / n)` as an integer with `fraction` bits behind the point."""
+    term = total_ = (1 << fraction) // n
+    sign, odd = -1, 3
+    while term:
+        term //= n * n
+        total_ += sign * (term // odd)
+        sign, odd = -sign, odd + 2
+    return total_
+
+
+def _by_quadrant(k: Kernel, x: Value) -> tuple[Value, Value]:
+    """`q` and `r` with `x = q pi / 2 + r` but for whole turns, for any `x`; NaN where it is not finite."""
+    n = lanes_of(x.type)
+    magnitude = x.bits(vec(I32, n)) & 0x7FFFFFFF
+    is_far = magnitude >= _FAR
+    wide = k.select(is_far, k.const(x.type, 0), x).to_float(F64)
     turns = k.generic("rint", wide * (2 / 3.141592653589793))
-    r = (wide - turns * (3.141592653589793 / 2)).trunc(F32)
-    quadrant = turns.to_int(I64).trunc(I32)
+    rest = k.fma(turns, k.const(wide.type, -_HALF_PI_HIGH), wide)
+    rest = k.fma(turns, k.const(wide.type, -_HALF_PI_LOW), rest)
+    quadrant, r = k.variable(turns.to_int()), k.variable(k.select(is_far, x - x, rest.trunc(F32)))
+    with k.when(k.any(is_far)):
+        xs, quadrants, rs = (k.local(4 * n) for _ in range(3))
+        for value, at in ((x.bits(magnitude.type), xs), (quadrant.now, quadrants), (r.now, rs)):
+            k.store(value, at)
+        pairs = k.constants("quadrants", _quadrants())
+        with k.loop(0, n) as i:
+            bits = k.load(I32, xs + i * 4)
+            distance = bits & 0x7FFFFFFF
+            with k.when((distance >= _FAR) & (distance < 0x7F800000)):
+                pair = pairs + ((distance >> 23) - _FAR_EXPONENT).zext(I64) * 16
+                mantissa = ((distance & 0x007FFFFF) | 0x00800000).to_float(F64)
+                low = mantissa * k.load(F64, pair + 8)
+                count = mantissa * k.load(F64, pair)
+                count = count - k.generic("rint", count * 0.25) * 4.0
+                whole = k.generic("rint", count + low)
+                rest = ((count - whole) + low) * 1.5707963267948966
+                is_negative = bits < 0
+                k.store(k.select(is_negative, -rest, rest).trunc(F32), rs + i * 4)
+                k.store(k.select(is_negative, -whole, whole).to_int(), quadrants + i * 4)
+        quadrant.set(k.load(magnitude.type, quadrants))
+        r.set(k.load(x.type, rs))
+    return quadrant.now, r.now
+
+
+def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
+    """Sine and cosine of each lane, to about 1e-7 of their values, of large angles too."""
+    quadrant, r = _by_quadrant(k, x)
     square = r * r
     sine = k.fma(polynomial(k, square, _SIN) * square, r, r)
     cosine = k.fma(polynomial(k, square, _COS), square * square, 1.0 - square * 0.5)
