@@ -2,6 +2,9 @@
 
 The elements of a block lie in axis -2, so NumPy adds them up one after another, as ggml does, and each call
 runs over many blocks. Functions of one number per block return `(..., n_blocks)`.
+
+NaN is neither the least nor the largest value of a block, as ggml's comparisons are false for it; a value
+that no code stands for (NaN, an infinity) gets code 0, which is what x86 makes of it.
 """
 
 from __future__ import annotations
@@ -21,22 +24,25 @@ def total(columns: Floats) -> Floats:
 
 
 def magnitude(columns: Floats) -> Floats:
-    """The largest absolute value of each block."""
-    out: Floats = np.abs(np.maximum(columns.max(-2), -columns.min(-2)))  # of zeros +0, never -0
+    """The largest absolute value of each block; 0 if there is none but NaN."""
+    high: Floats = np.fmax.reduce(columns, -2)
+    low: Floats = np.fmin.reduce(columns, -2)
+    out: Floats = np.fmax(np.abs(np.maximum(high, -low)), np.float32(0))  # of zeros +0, never -0
     return out
 
 
 def peak(columns: Floats) -> Floats:
-    """The value of the largest magnitude in each block, the first of equals; +0 if all are zero."""
-    high, low = columns.max(-2), columns.min(-2)
+    """The value of the largest magnitude in each block, the first of equals; +0 if all are zero, or NaN."""
+    high: Floats = np.fmax.reduce(columns, -2)
+    low: Floats = np.fmin.reduce(columns, -2)
     out: Floats = np.where(high > -low, high, low)
     tied = np.nonzero((high == -low) & (high > 0))
     if tied[0].size:
         rows = np.moveaxis(columns, -2, -1)[tied]
-        first = np.abs(rows).argmax(-1)
+        first = np.fmax(np.abs(rows), np.float32(0)).argmax(-1)
         out[tied] = np.take_along_axis(rows, first[:, None], -1)[:, 0]
     out += np.float32(0)  # turns -0 into +0
-    return out
+    return np.fmax(out, np.float32(0), out=out, where=np.isnan(out))
 
 
 def ratio(numerator: float, d: Floats) -> Floats:
@@ -53,9 +59,21 @@ def round_away(columns: Floats) -> Floats:
 
 
 def codes_of(columns: Floats, most: int | None = None) -> Bytes:
-    """Cut off the fractions; make values above `most` equal to it."""
-    codes = columns.astype(np.uint8)
+    """Cut off the fractions; make values above `most` equal to it. May change the values."""
+    codes = _known(columns, -1, 256).astype(np.uint8)
     return codes if most is None else np.minimum(codes, np.uint8(most), out=codes)
+
+
+def signed_codes_of(columns: Floats) -> Ints:
+    """Return whole values as bytes. May change the values."""
+    return _known(columns, -129, 128).astype(np.int8)
+
+
+def _known(columns: Floats, below: float, above: float) -> Floats:
+    """Set values that do not lie between two numbers to 0, NaN among them."""
+    if columns.size and not (columns.min() > below and columns.max() < above):
+        np.copyto(columns, np.float32(0), where=~((columns > below) & (columns < above)))
+    return columns
 
 
 def pack(codes: Bytes, n_bits: int) -> Bytes:

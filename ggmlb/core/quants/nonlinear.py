@@ -38,7 +38,8 @@ def _steps(x: Floats, scale: Floats) -> Ints:
     scaled: Floats = x * per_run(scale + scale)
     np.floor(scaled, out=scaled)
     scaled += np.float32(256)
-    np.clip(scaled, np.float32(0), np.float32(511), out=scaled)
+    np.fmin(scaled, np.float32(511), out=scaled)  # NaN gets the last code, as ggml's search ends there
+    np.maximum(scaled, np.float32(0), out=scaled)
     return scaled.astype(np.intp)
 
 

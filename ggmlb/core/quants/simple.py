@@ -21,7 +21,17 @@ from ggmlb.core.quants.codec import (
     runs,
     split,
 )
-from ggmlb.core.quants.columns import codes_of, magnitude, pack, peak, put, ratio, round_away, total
+from ggmlb.core.quants.columns import (
+    codes_of,
+    magnitude,
+    pack,
+    peak,
+    put,
+    ratio,
+    round_away,
+    signed_codes_of,
+    total,
+)
 
 # -- reading ---------------------------------------------------------------------------------------------
 
@@ -98,10 +108,17 @@ def _symmetric(blocks: Blocks, columns: Floats, n_levels: int) -> Bytes:
     return codes_of(columns, n_levels - 1)
 
 
+_MOST = np.finfo(np.float32).max
+
+
 def _affine(blocks: Blocks, columns: Floats, n_levels: int) -> Bytes:
     """Set `d` and `m` so that the codes span the block's range; return the codes."""
-    low = columns.min(0)
-    d = (columns.max(0) - low) / np.float32(n_levels - 1)
+    low = np.fmin.reduce(columns, 0, initial=_MOST)
+    zero = np.nonzero(low == 0)[0]
+    if zero.size:  # the sign of the first zero
+        low[zero] = columns[(columns[:, zero] == 0).argmax(0), zero]
+    d = (np.fmax.reduce(columns, 0, initial=-_MOST) - low) / np.float32(n_levels - 1)
+    d += np.float32(0)  # of zeros +0, whichever is the largest
     blocks["d"], blocks["m"] = d, low
     columns -= low
     columns *= ratio(1, d)
@@ -139,7 +156,7 @@ def _write_q8_0(blocks: Blocks, columns: Floats) -> None:
     d = magnitude(columns) / np.float32(127)
     blocks["d"] = d
     columns *= ratio(1, d)
-    put(blocks, "qs", round_away(columns).astype(np.int8))
+    put(blocks, "qs", signed_codes_of(round_away(columns)))
 
 
 def _write_q8_1(blocks: Blocks, columns: Floats) -> None:
@@ -148,7 +165,7 @@ def _write_q8_1(blocks: Blocks, columns: Floats) -> None:
     columns *= ratio(1, d)
     codes = round_away(columns)
     blocks["s"] = codes.sum(0) * d  # sums of integers below 2^24: exact in any order
-    put(blocks, "qs", codes.astype(np.int8))
+    put(blocks, "qs", signed_codes_of(codes))
 
 
 def _write_q8_k(blocks: Blocks, columns: Floats) -> None:

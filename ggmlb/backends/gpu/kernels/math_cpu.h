@@ -61,7 +61,8 @@ DEVICE_FN float erf_(float x)
     q = q*t + 0.116097033f;
     q = q*t + 0.512871325f;
     q = q*t + 1.0f;
-    return c*p/q;
+    const float y = c*p/q;      /* no more than 1: 1 - erf has the right sign */
+    return y > 1.0f ? 1.0f : y < -1.0f ? -1.0f : y;
 }
 
 #define ROUND(x) round_(x)

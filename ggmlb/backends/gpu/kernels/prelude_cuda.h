@@ -50,6 +50,7 @@ typedef long long i64_t;
 #define AS_FLOAT(u)  __uint_as_float(u)
 #define AS_UINT(f)   __float_as_uint(f)
 #define FMA(a, b, c) fmaf((a), (b), (c))
+#define PRODUCT(a, b) __fmul_rn((a), (b))     /* rounded by itself, before anything is added */
 #define SQRT(x)      sqrtf(x)
 #define RSQRT(x)     rsqrtf(x)
 #define FABS(x)      fabsf(x)

@@ -27,6 +27,11 @@ typedef long  i64_t;
 #define AS_FLOAT(u)  as_float(u)
 #define AS_UINT(f)   as_uint(f)
 #define FMA(a, b, c) ((a)*(b) + (c))     /* contracted; mad() is a call on PoCL */
+DEVICE_FN float PRODUCT(float a, float b)     /* rounded by itself, before anything is added */
+{
+    _Pragma("OPENCL FP_CONTRACT OFF")
+    return a*b;
+}
 
 #if defined(ON_CPU) && defined(__clang__)
 #define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a block whose sums may be vectorised */

@@ -9,7 +9,8 @@
 #define BLOCK_FN_(T) DEVICE_FN void quantize_block_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *d, i64_t i)
 #define ST_BYTE(p, v) (*(GLOBAL uchar *)(p) = (uchar)(v))
 
-/* the element of largest magnitude, with its sign */
+/* The element of largest magnitude, with its sign: the first of equals; comparisons are false for NaN, which is passed
+   over here and below, as in ggml. Products that ggml rounds before it adds to them are PRODUCTs. */
 DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
 {
     float best = 0.0f;
@@ -18,11 +19,14 @@ DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
 }
 DEVICE_FN float inverse(float d) { return d != 0.0f ? 1.0f/d : 0.0f; }
 
+/* an integer; 0 where there is none between low and high, as of NaN: what x86 makes of it */
+DEVICE_FN int whole_(float x, float low, float high) { return x > low && x < high ? (int)x : 0; }
+
 /* 32 levels (x - low)*scale + shift, cut off at top: nibbles, and the fifth bits of each eight in a byte */
 #define LEVEL_(j) quantum(X_(j), low, scale, shift, top)
 DEVICE_FN int quantum(float x, float low, float scale, float shift, int top)
 {
-    const int q = (int)((x - low)*scale + shift);
+    const int q = whole_(PRODUCT(x - low, scale) + shift, -1.0f, 256.0f);
     return q < top ? q : top;
 }
 #define PACK_FN_(name) DEVICE_FN void name(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, \
@@ -53,11 +57,12 @@ BLOCK_FN_(q5_0)
     pack_fifth_bits(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + 2);
     pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + 6);
 }
+#define MOST_FLOAT_ 3.40282347e38f
 /* least element and step of 2^bits levels, stored first */
 DEVICE_FN float range32(CGLOBAL char *row_a, i64_t step, i64_t i, GLOBAL char *d, float top, float *low)
 {
-    float least = X_(0), most = least;
-    for (int j = 1; j < 32; j++) { const float x = X_(j); least = FMIN(least, x); most = FMAX(most, x); }
+    float least = MOST_FLOAT_, most = -MOST_FLOAT_;
+    for (int j = 0; j < 32; j++) { const float x = X_(j); least = x < least ? x : least; most = x > most ? x : most; }
     const float scale = (most - least)/top;
     st_f16(d, scale);
     st_f16(d + 2, least);
@@ -81,26 +86,26 @@ BLOCK_FN_(q8_0)
 {
     const float scale = FABS(extreme32(row_a, step, i))/127.0f, up = inverse(scale);
     st_f16(d, scale);
-    for (int j = 0; j < 32; j++) st_i8(d + 2 + j, (int)ROUND(X_(j)*up));
+    for (int j = 0; j < 32; j++) st_i8(d + 2 + j, whole_(ROUND(X_(j)*up), -129.0f, 128.0f));
 }
-/* the scale that fits best, squares counting as weights, to the places that the largest element suggests */
+/* The codes are of the nearest levels, the upper of two that are as near, under the scale that takes the largest element
+   to the first level; the scale that is stored fits them best, squares counting as weights, added up in order. */
 DEVICE_FN int nearest_iq4nl(float x)
 {
-    int best = 0;
-    for (int i = 1; i < 16; i++) if (FABS(x - (float)values_iq4nl[i]) < FABS(x - (float)values_iq4nl[best])) best = i;
-    return best;
+    int below = 0;
+    for (int i = 0; i < 15; i++) below += x < 0.5f*((float)values_iq4nl[i] + (float)values_iq4nl[i + 1]) ? 1 : 0;
+    return 15 - below;
 }
 BLOCK_FN_(iq4_nl)
 {
-    const float first = inverse(extreme32(row_a, step, i)/-127.0f);
+    const float extreme = extreme32(row_a, step, i), up = inverse(extreme/-127.0f);
     float xq = 0.0f, qq = 0.0f;
     for (int j = 0; j < 32; j++) {
-        const float x = X_(j), q = (float)values_iq4nl[nearest_iq4nl(x*first)];
-        xq += x*x*x*q;
-        qq += x*x*q*q;
+        const float x = X_(j), q = (float)values_iq4nl[nearest_iq4nl(x*up)], w = PRODUCT(PRODUCT(x, x), q);
+        xq += PRODUCT(w, x);
+        qq += PRODUCT(w, q);
     }
-    const float scale = qq > 0.0f ? xq/qq : 0.0f, up = inverse(scale);
-    st_f16(d, scale);
+    st_f16(d, qq > 0.0f && !(FABS(extreme) < 1e-15f) ? xq/qq : 0.0f);
     for (int j = 0; j < 16; j++) ST_BYTE(d + 2 + j, nearest_iq4nl(X_(j)*up) | nearest_iq4nl(X_(j + 16)*up) << 4);
 }
 QUANTIZE_(iq4_nl, 18)

@@ -87,6 +87,10 @@ class Value:
 
     __rmul__ = __mul__
 
+    def times(self, other: Operand) -> Value:
+        """The product, rounded by itself: it is not fused with a sum."""
+        return Value(self.kernel, self.kernel.build.fmul(self.raw, self._other(other)))
+
     def __truediv__(self, other: Operand) -> Value:
         return self._binary(other, "fdiv", "sdiv")
 

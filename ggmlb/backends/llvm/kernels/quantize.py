@@ -1,6 +1,7 @@
 """Writing blocks: 32 floats, in a vector, become a block of a type.
 
 Each type rounds as ggml's reference does (quantize_row_*_ref), which is what caches are written with.
+As there, comparisons pass over NaN, and a value that no code stands for gets code 0.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.llvm.codegen.simd import fold, greatest, look_up, to_half, total
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
+from ggmlb.backends.llvm.codegen.simd import fold, greatest, look_up, to_half
+from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import IQ4
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
+
+
+MOST_FLOAT = 3.4028234663852886e38
+"""The largest number in float32."""
 
 
 def _inverse(k: Kernel, d: Value) -> Value:
@@ -23,13 +28,34 @@ def _inverse(k: Kernel, d: Value) -> Value:
     return k.select(d.equals(0.0), k.const(F32, 0), 1.0 / d).splat(32)
 
 
+def _magnitude(k: Kernel, x: Value) -> Value:
+    """The largest absolute value; NaN counts for nothing."""
+    return greatest(k, k.maximum(k.generic("fabs", x), 0.0))
+
+
 def _largest(k: Kernel, x: Value) -> Value:
-    """The value that is farthest from 0."""
+    """The value that is farthest from 0, the first of equals; 0 if there is none."""
+    magnitude = _magnitude(k, x)
+    return k.select(magnitude > 0.0, _first(k, x, k.generic("fabs", x).equals(magnitude.splat(32))), 0.0)
 
-    def larger(a: Value, b: Value) -> Value:
-        return k.select(k.generic("fabs", b) > k.generic("fabs", a), b, a)
 
-    return fold(k, x, larger)
+def _first(k: Kernel, x: Value, mask: Value) -> Value:
+    """The first lane that a mask has; any if it has none."""
+    return x[k.call("llvm.cttz.i32", I32, mask.bits(I32), k.const(I1, 0)) & 31]
+
+
+def _codes(k: Kernel, x: Value, most: int) -> Value:
+    """The integers in `x`, at most `most`; 0 where no code stands for a value, as for NaN."""
+    is_code = (x > -1.0) & (x < 256.0)
+    return k.minimum(k.select(is_code, x, 0.0).to_int(), most).trunc(I8)
+
+
+def _total_in_order(x: Value) -> Value:
+    """The sum of the lanes, one after another."""
+    total = x[0]
+    for lane in range(1, 32):
+        total = total + x[lane]
+    return total
 
 
 def _put_nibbles(k: Kernel, codes: Value, at: Value) -> None:
@@ -42,16 +68,18 @@ def _put_fifth(k: Kernel, codes: Value, at: Value) -> None:
 
 
 def _q8_0(k: Kernel, x: Value, at: Value) -> None:
-    d = greatest(k, k.generic("fabs", x)) / 127.0
+    d = _magnitude(k, x) / 127.0
     k.store(to_half(k, d), at)
-    k.store(k.generic("round", x * _inverse(k, d)).to_int().trunc(I8), at + 2)
+    codes = k.generic("round", x * _inverse(k, d))
+    is_code = k.generic("fabs", codes) < 129.0
+    k.store(k.select(is_code, codes, 0.0).to_int().trunc(I8), at + 2)
 
 
 def _symmetric(bits: int, k: Kernel, x: Value, at: Value) -> None:
     """q4_0 and q5_0: the value that is farthest from 0 has the lowest code."""
     half = 1 << (bits - 1)
     d = _largest(k, x) / float(-half)
-    codes = k.minimum(x * _inverse(k, d) + (half + 0.5), float(2 * half - 1)).to_int().trunc(I8)
+    codes = _codes(k, x.times(_inverse(k, d)) + (half + 0.5), 2 * half - 1)
     k.store(to_half(k, d), at)
     if bits == 5:
         _put_fifth(k, codes, at + 2)
@@ -60,10 +88,11 @@ def _symmetric(bits: int, k: Kernel, x: Value, at: Value) -> None:
 
 def _from_least(bits: int, k: Kernel, x: Value, at: Value) -> None:
     """q4_1 and q5_1: codes count from the least value on."""
-    most = float((1 << bits) - 1)
-    least = fold(k, x, k.minimum)
-    d = (greatest(k, x) - least) / most
-    codes = k.minimum((x - least.splat(32)) * _inverse(k, d) + 0.5, most).to_int().trunc(I8)
+    most, end = (1 << bits) - 1, k.const(x.type, MOST_FLOAT)
+    least = fold(k, k.select(x < end, x, end), k.minimum)
+    least = k.select(least.equals(0.0), _first(k, x, x.equals(0.0)), least)
+    d = (greatest(k, k.select(x > -end, x, -end)) - least) / float(most) + 0.0  # of zeros +0
+    codes = _codes(k, (x - least.splat(32)).times(_inverse(k, d)) + 0.5, most)
     k.store(to_half(k, d), at)
     k.store(to_half(k, least), at + 2)
     if bits == 5:
@@ -73,17 +102,18 @@ def _from_least(bits: int, k: Kernel, x: Value, at: Value) -> None:
 
 def _iq4_nl(k: Kernel, x: Value, at: Value) -> None:
     """Each value gets the nearest level; then the scale that fits best, large values counting more."""
-    d = _largest(k, x) / float(IQ4[0])
+    largest = _largest(k, x)
+    d = largest / float(IQ4[0])
     scaled = x * _inverse(k, d)
-    codes = k.const(vec(I32, 32), 0)
+    codes = k.const(vec(I32, 32), 15)
     for low, high in pairwise(IQ4):
-        codes = codes + (scaled >= (low + high) / 2).zext(I32)
+        codes = codes - (scaled < (low + high) / 2).zext(I32)  # NaN gets the last code, as in ggml
     codes = codes.trunc(I8)
     levels = look_up(k, IQ4, codes).sext(I32).to_float()
-    weighed = x * x * levels
-    squares = total(k, weighed * levels)
-    fitting = k.select(squares > 0.0, total(k, weighed * x) / squares, 0.0)
-    k.store(to_half(k, fitting), at)
+    weighed = x.times(x).times(levels)
+    squares = _total_in_order(weighed.times(levels))
+    fitting = k.select(squares > 0.0, _total_in_order(weighed.times(x)) / squares, 0.0)
+    k.store(to_half(k, k.select(k.generic("fabs", largest) < 1e-15, k.const(F32, 0), fitting)), at)
     _put_nibbles(k, codes, at + 2)
 
 
