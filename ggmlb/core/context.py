@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, UnknownOpError, did_you_mean
+from ggmlb.core.foreign_names import op_for
 from ggmlb.core.ops.attention import AttentionOps
 from ggmlb.core.ops.base import full_ne
 from ggmlb.core.ops.binary import BinaryOps
@@ -36,6 +37,9 @@ from ggmlb.core.ops.views import ViewOps
 from ggmlb.core.ops.window import WindowOps
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
+
+Extents = Sequence[int] | int
+"""One to four extents, innermost first."""
 
 
 class Context(
@@ -83,9 +87,13 @@ class Context(
         def __getattr__(self, name: str) -> Any:
             """Name the nearest op of one that does not exist."""
             known = [op for op in dir(type(self)) if not op.startswith("_")]
+            op = None if name.startswith("__") else op_for(name)
+            if op is not None:
+                does = str(getattr(type(self), op).__doc__).partition("\n")[0]
+                raise UnknownOpError(f"Context has no op {name!r}; did you mean {op!r}? {does}")
             raise UnknownOpError(f"Context has no op {name!r}{did_you_mean(name, known)}")
 
-    def new_tensor(self, dtype: DType | str, ne: Sequence[int] | int, name: str = "") -> Tensor:
+    def new_tensor(self, dtype: DType | str, ne: Extents, name: str = "") -> Tensor:
         """Return a new leaf with one to four extents, innermost first (ggml_new_tensor).
 
         Raises:

@@ -145,7 +145,7 @@ def _as_numpy(value: npt.DTypeLike | None) -> np.dtype[Any] | None:
         return None
     try:
         return np.dtype(value)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
 
 

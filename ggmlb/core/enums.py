@@ -30,7 +30,7 @@ def as_enum(call: str, kind: type[E], value: object) -> E:
         shown, near = repr(value), value.upper()
         member = kind.__members__.get(near)
     else:
-        number = _whole(value)
+        number = whole_number(value)
         shown, near = (kind_of(value) if number is None else str(number)), ""
         if number is not None and issubclass(kind, IntEnum):
             member = kind._value2member_map_.get(number)
@@ -42,7 +42,7 @@ def as_enum(call: str, kind: type[E], value: object) -> E:
     )
 
 
-def _whole(value: object) -> int | None:
+def whole_number(value: object) -> int | None:
     """The whole number that a value is, a bool being none; `None` if it is not one."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None

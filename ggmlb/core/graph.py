@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from ggmlb.core import arguments
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, GraphError, did_you_mean, kind_of
 from ggmlb.core.tensor import Tensor
 
 
-def need_graph(call: str, graph: object) -> None:
-    """Raise an ArgumentError unless it is a graph."""
-    if not isinstance(graph, Graph):
-        raise ArgumentError(
-            f"{call}: {kind_of(graph)} is no graph; Graph().build_forward_expand(tensor) makes one"
-        )
-
-
+@arguments.checked_methods
 class Graph:
     """A compute graph (ggml_cgraph): `nodes` in topological order, and the `leafs` that they read.
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, SupportsIndex
 
+from ggmlb.core import arguments
 from ggmlb.core.errors import ArgumentError, FreedError, kind_of
 
 if TYPE_CHECKING:
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
 
 class Unique:
     """Something of this process and its devices: a copy would be another that only looks the same."""
+
+    def __init_subclass__(cls) -> None:
+        """Check the arguments of our public methods; those of other packages' classes are their own affair."""
+        super().__init_subclass__()
+        if cls.__module__.startswith("ggmlb."):
+            arguments.checked_methods(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ArgumentError(

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core import dtypes
+from ggmlb.core.arguments import checked
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, as_enum
 from ggmlb.core.errors import NotAllocatedError, ShapeError
@@ -199,6 +200,7 @@ class Tensor(ArrayProtocols):
 
     # -- data ----------------------------------------------------------------------------------
 
+    @checked
     def set(self, data: npt.ArrayLike | bytes | memoryview, offset: int = 0) -> None:
         """Write raw bytes at a byte `offset` in the tensor (ggml_backend_tensor_set).
 
@@ -208,6 +210,7 @@ class Tensor(ArrayProtocols):
         """
         self.placed("set").set_tensor(self, data, offset)
 
+    @checked
     def get(self, offset: int = 0, size: int | None = None) -> npt.NDArray[np.uint8]:
         """Return a copy of `size` raw bytes from a byte `offset` on (ggml_backend_tensor_get).
 
@@ -217,6 +220,7 @@ class Tensor(ArrayProtocols):
         """
         return self.placed("get").get_tensor(self, offset, size)
 
+    @checked
     def memset(self, value: int, offset: int = 0, size: int | None = None) -> None:
         """Set `size` bytes from `offset` on to `value` (ggml_backend_tensor_memset).
 
@@ -226,6 +230,7 @@ class Tensor(ArrayProtocols):
         """
         self.placed("memset").memset_tensor(self, value, offset, size)
 
+    @checked
     def set_array(self, array: npt.ArrayLike) -> None:
         """Write a NumPy array of `shape` (or one that only differs by ones), converting or quantising.
 
@@ -241,9 +246,11 @@ class Tensor(ArrayProtocols):
         if array.shape != self.shape and (
             array.size != self.n_elements or _squeezed(array.shape) != _squeezed(full)
         ):
+            are_blocks = array.dtype == np.uint8 and array.size == self.nbytes and self.dtype.is_quantized
             raise ShapeError(
                 f"set_array on {self.describe()}: the array has shape {array.shape}; "
                 f"give one of shape {self.shape} (ne reversed)"
+                + ("; set(blocks) writes blocks as they are" if are_blocks else "")
             )
         blocks = dtypes.quantize(array.reshape(full), self.dtype)
         if self.is_contiguous():
@@ -277,6 +284,7 @@ class Tensor(ArrayProtocols):
             return memory[: self.n_rows * self.dtype.row_size(self.ne[0])]
         return np.ascontiguousarray(self._strided(memory)).view(np.uint8).reshape(-1)
 
+    @checked
     def copy_to(self, dst: Tensor) -> None:
         """Copy the data to `dst`, of the same type and layout, on any device (ggml_backend_tensor_copy)."""
         self.placed("copy_to").tensor_copy(self, dst)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.context import Context
 from ggmlb.core.enums import VIEW_OPS, Op, Status
 from ggmlb.core.errors import ArgumentError
@@ -73,6 +74,7 @@ def _twins(graph: Graph) -> dict[Tensor, Tensor]:
     return twins
 
 
+@checked
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
     """Copy an allocated graph with its data to a backend, each tensor in memory of its own.
 
@@ -85,6 +87,7 @@ def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
     return GraphCopy(backend, graph)
 
 
+@checked
 def compare_graph_backend(
     backend1: Backend,
     backend2: Backend,
@@ -156,6 +159,7 @@ class Difference:
     max_error: float
 
 
+@checked
 def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Difference]:
     """Return how far each node that computes something differs, in order; the first backend's values count.
 

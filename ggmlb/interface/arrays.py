@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +15,16 @@ from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError
 from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
 from ggmlb.interface import Buffer, registry
 
-DL_CPU = 1
+DL_CPU: Final = 1
 """DLPack's number for host memory (kDLCPU)."""
+
+DL_UINT: Final = 1
+DL_BFLOAT: Final = 4
+"""DLPack's numbers for types (kDLUInt, kDLBfloat)."""
+
+_pointer_of: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
@@ -25,6 +34,12 @@ def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
         raise ShapeError(f"from_array: the array has {array.ndim} dimensions; tensors have at most 4")
     if dtype is None:
         dtype = _type_of(array.dtype)
+    if dtype.is_quantized and array.dtype == np.uint8:
+        raise ArgumentError(
+            f"from_array: the array holds uint8, and {dtype.name.lower()} is asked for; if these are blocks, "
+            "make a leaf by new_tensor, place it, and write them by set(blocks); if they are values, convert "
+            "them to float32 first"
+        )
     why = _why_not_shared(array, dtype)
     if why is None and not copy:
         shared = _adopted(array)
@@ -51,7 +66,10 @@ def _on_host(array: Any) -> Any:
         try:
             return np.from_dlpack(array)
         except (BufferError, RuntimeError) as error:
-            raise _no_access(array, error) from error
+            found = _bfloat16(array)
+            if found is None:
+                raise _no_access(array, error) from error
+            return found
     if all(hasattr(array, name) for name in ("dtype", "shape", "strides")) and not hasattr(
         array, "__array__"
     ):
@@ -59,6 +77,35 @@ def _on_host(array: Any) -> Any:
     if hasattr(array, "__array__") or hasattr(array, "__array_interface__"):
         return np.asarray(array)
     return _of_numbers(np.asarray(array))
+
+
+class _Capsule:
+    """Hands a DLPack capsule on."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DL_CPU, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._capsule
+
+
+def _bfloat16(array: Any) -> npt.NDArray[Any] | None:
+    """Return an array of bfloat16, which NumPy does not take by DLPack; `None` for other types."""
+    try:
+        capsule = array.__dlpack__()
+        tensor = _pointer_of(capsule, b"dltensor")
+    except (BufferError, RuntimeError, ValueError):
+        return None
+    # DLTensor: data, device (two int32), ndim (int32), then the type: code, bits, lanes.
+    code = ctypes.c_uint8.from_address(tensor + 20)
+    bits = ctypes.c_uint8.from_address(tensor + 21)
+    if (code.value, bits.value) != (DL_BFLOAT, 16):
+        return None
+    code.value = DL_UINT  # in the capsule's own description, which nobody else has
+    return np.from_dlpack(_Capsule(capsule)).view(DType.BF16.numpy)
 
 
 def _is_on_cuda(array: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import NO_OPS, Status
 from ggmlb.core.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
-from ggmlb.core.graph import Graph, need_graph
+from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface.observe import QUIET, Action, observers
 from ggmlb.interface.queue import Queue
@@ -108,7 +108,6 @@ class Backend(Queue):
         Source: graph_plan_update of ggml_backend_i.
         """
         self._check_plan(plan, "graph_plan_update")
-        need_graph("graph_plan_update", graph)
         return plan if plan.is_valid_for(graph) else self.graph_plan_create(graph)
 
     def graph_plan_compute(self, plan: GraphPlan) -> Status:
@@ -136,7 +135,6 @@ class Backend(Queue):
             Error: As `graph_plan_create`.
         """
         self.check_alive("graph_compute_async")
-        need_graph("graph_compute", graph)
         plan = self._plans.get(graph)
         if plan is None or not plan.is_valid_for(graph):
             plan = self._plans[graph] = self.graph_plan_create(graph)
@@ -209,7 +207,6 @@ class Backend(Queue):
 
     def _plan_part(self, graph: Graph) -> GraphPlan:
         self.check_alive("graph_plan_create")
-        need_graph("graph_plan_create", graph)
         self._check_graph(graph)
         with Action("graph_plan_create", self) if observers else QUIET:
             return self._plan(graph)

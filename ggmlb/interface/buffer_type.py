@@ -57,10 +57,9 @@ class BufferType(Unique, ABC):
 
         Source: ggml_backend_buft_alloc_buffer.
         """
-        if not hasattr(nbytes, "__index__") or nbytes < 0:
-            raise ArgumentError(
-                f"alloc_buffer on {self.name}: the size is {nbytes}; give a whole number of bytes, 0 or more"
-            )
+        nbytes = int(nbytes)
+        if nbytes < 0:
+            raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes} bytes; give 0 or more")
         if nbytes > self.max_size:
             raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
         if not observers:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.core.enums import TensorFlag
 from ggmlb.core.errors import FreedError
 from ggmlb.core.graph import Graph
+from ggmlb.core.lifetime import Unique
 from ggmlb.core.placement import Zeros, placement_clock, zeros_of
 from ggmlb.core.tensor import Tensor
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.backend import Backend
 
 
-class GraphPlan:
+class GraphPlan(Unique):
     """A graph lowered for one backend: steps with their arrays and arguments bound.
 
     A plan stays valid while its tensors stay where they are and keep their parameters; while the placement

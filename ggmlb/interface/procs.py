@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.core.arguments import checked
+
 if TYPE_CHECKING:
     from ggmlb.interface.backend import AbortCallback, Backend
     from ggmlb.interface.buffer_type import BufferType
     from ggmlb.interface.device import Device
 
 
+@checked
 def set_abort_callback(backend: Backend, callback: AbortCallback | None) -> None:
     """Set what is asked before each node of a graph; `True` stops the computation, `None` asks nobody.
 
@@ -18,6 +21,7 @@ def set_abort_callback(backend: Backend, callback: AbortCallback | None) -> None
     backend.abort_callback = callback
 
 
+@checked
 def set_n_threads(backend: Backend, n: int) -> None:
     """Let a backend that has threads use `n` from now on (ggml_backend_set_n_threads_t).
 
@@ -27,6 +31,7 @@ def set_n_threads(backend: Backend, n: int) -> None:
     backend.set_n_threads(n)  # type: ignore[attr-defined]
 
 
+@checked
 def dev_get_extra_bufts(device: Device) -> list[BufferType]:
     """Return `Device.extra_bufts` (ggml_backend_dev_get_extra_bufts_t)."""
     return list(device.extra_bufts)

@@ -280,5 +280,5 @@ class Storage(Freeable):
 
 def check_byte(call: str, value: int) -> None:
     """Raise an ArgumentError unless the value is a byte."""
-    if not hasattr(value, "__index__") or not 0 <= value <= 255:
+    if not 0 <= value <= 255:
         raise ArgumentError(f"{call}: the value is {value!r}; give a byte, 0 to 255")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.core.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError, kind_of
+from ggmlb.core.arguments import checked
+from ggmlb.core.errors import ArgumentError, BoundsError, NotAllocatedError, ShapeError
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor, same_layout
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer
 
 
+@checked
 def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     """Place a tensor at a byte offset of a buffer.
 
@@ -48,6 +50,7 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     _place(tensor, buffer, offset)
 
 
+@checked
 def view_init(tensor: Tensor) -> None:
     """Place a view in the buffer of its source (ggml_backend_view_init).
 
@@ -78,6 +81,7 @@ def _place(tensor: Tensor, buffer: Buffer, offset: int) -> None:
         raise
 
 
+@checked
 def tensor_copy(src: Tensor, dst: Tensor) -> None:
     """Copy the data of a tensor to one of the same layout, in any buffers (ggml_backend_tensor_copy).
 
@@ -87,11 +91,6 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
         NotAllocatedError: One of them is in no buffer.
         FreedError: The buffer of one of them was freed.
     """
-    for tensor in (src, dst):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentError(
-                f"tensor_copy: {kind_of(tensor)} is no tensor; set_array writes arrays, to_numpy() reads them"
-            )
     if src is dst:
         return
     if not same_layout(src, dst):
@@ -114,6 +113,7 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
             dst_buffer.set_tensor(dst, src_buffer.get_tensor(src))
 
 
+@checked
 def tensor_copy_async(backend_src: Backend, backend_dst: Backend, src: Tensor, dst: Tensor) -> None:
     """Copy after all work queued so far on both backends, and before any later work on either.
 

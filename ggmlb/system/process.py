@@ -7,14 +7,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from operator import index
 from threading import get_ident
 from time import monotonic, sleep
 from typing import Any, Final
 
-from ggmlb.core.errors import ArgumentError, BackendError
+from ggmlb.core.errors import ArgumentError, BackendError, kind_of
 
 PATIENCE_S: Final = 5.0
 """How long the end of the process waits for what other threads have under way [s]."""
+
+
+MAX_THREADS: Final = 512
+"""Threads that a backend may have (GGML_MAX_N_THREADS)."""
 
 
 def n_cpus() -> int:
@@ -28,11 +33,15 @@ def checked_n_threads(n: int) -> int:
     """Return a number of threads that a user asked for.
 
     Raises:
-        ArgumentError: It is less than 1.
+        ArgumentError: It is no whole number, less than 1, or more than `MAX_THREADS`.
     """
-    if n < 1:
-        raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more")
-    return n
+    try:
+        number = index(n)
+    except TypeError:
+        raise ArgumentError(f"n_threads is {kind_of(n)}; give a whole number, 1 to {MAX_THREADS}") from None
+    if not 1 <= number <= MAX_THREADS:
+        raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more, at most {MAX_THREADS}")
+    return number
 
 
 def after_fork(react: Callable[[], object]) -> None:

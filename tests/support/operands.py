@@ -41,5 +41,11 @@ def is_operand(arg: object) -> bool:
 
 def call(ctx: Context, fn: str, args: tuple[object, ...]) -> Tensor:
     """Call a method of the context, its operands given as text."""
-    result: Tensor = getattr(ctx, fn)(*(operand(ctx, a) if is_operand(a) else a for a in args))
+    result: Tensor = getattr(ctx, fn)(*(_argument(ctx, a) for a in args))
     return result
+
+
+def _argument(ctx: Context, arg: object) -> object:
+    if isinstance(arg, tuple):
+        return tuple(_argument(ctx, a) for a in arg)
+    return operand(ctx, arg) if isinstance(arg, str) and is_operand(arg) else arg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -334,3 +335,29 @@ def test_what_a_library_says_of_memory_on_cuda_becomes_our_error() -> None:
 
     with pytest.raises(ggmlb.ArgumentError, match=r"gives no access to its memory: use var.detach"):
         Context().from_array(Parameter())
+
+
+class Bfloat16:
+    """Exports bfloat16 by DLPack, as PyTorch and JAX do, and NumPy does not."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.values.__dlpack_device__()
+
+    def __dlpack__(self, **options: object) -> object:
+        capsule = self.values.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 4  # kDLBfloat
+        return capsule
+
+
+def test_bfloat16_of_other_libraries_is_shared() -> None:
+    memory = np.arange(6, dtype=np.uint16).reshape(2, 3) + 0x3F80
+    leaf = Context().from_array(Bfloat16(memory), copy=False)
+    assert (leaf.dtype, leaf.ne) == (DType.BF16, (3, 2, 1, 1))
+    assert leaf.to_numpy().view(np.uint16).tolist() == memory.tolist()
+    memory[0, 0] = 0x4000
+    assert leaf.to_numpy()[0, 0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, Graph, Scheduler
+from ggmlb.core.arguments import checked
+from ggmlb.parallel.row_split import split_buffer_type
 
 
 class Things:
@@ -70,7 +73,7 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     "half of the bytes": (
         lambda t: t.cpu.set_tensor_async(t.x, b"1234", 0, 0.5),
         Wrong,
-        "give whole numbers of bytes",
+        "set_tensor_async: size is a float; give a whole number",
     ),
     "before the start": (lambda t: t.x.get(-1), ggmlb.BoundsError, "the tensor has 48"),
     "less data than asked for": (
@@ -85,10 +88,14 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     ),
     "a buffer of fewer than no bytes": (lambda t: t.cpu.alloc_buffer(-1), Wrong, "-1"),
     "a list as memory": (lambda t: ggmlb.cpu_buffer_from_ptr([1, 2]), Wrong, "C-contiguous"),
-    "offset in words": (lambda t: t.x.set(b"1", "4"), Wrong, "'4' is no offset"),
-    "half a byte, NumPy's": (lambda t: t.x.get(np.float64(4)), Wrong, "give whole numbers of bytes"),
-    "half a piece": (lambda t: t.buffer.set_tensor_2d(t.x, b"123", 0, 1, 2, 1.5, 1), Wrong, "give whole"),
-    "filled with a half": (lambda t: t.x.memset(0.5), Wrong, r"is 0\.5; give a byte"),
+    "offset in words": (lambda t: t.x.set(b"1", "4"), Wrong, "set: offset is '4'; give a whole number"),
+    "half a byte, NumPy's": (
+        lambda t: t.x.get(np.float64(4)),
+        Wrong,
+        "get: offset is a numpy.float64; give a wh",
+    ),
+    "half a piece": (lambda t: t.buffer.set_tensor_2d(t.x, b"123", 0, 1, 2, 1.5, 1), Wrong, "give a whole"),
+    "filled with a half": (lambda t: t.x.memset(0.5), Wrong, "memset: value is a float; give a whole"),
     "in another buffer": (lambda t: t.cpu.alloc_buffer(99).get_tensor(t.x), Wrong, "lies in another buffer"),
     "in no buffer": (lambda t: t.buffer.memset_tensor(t.a, 0), Wrong, "lies in no buffer yet"),
     "array of another buffer": (lambda t: t.cpu.alloc_buffer(99).as_array(t.x), Wrong, "another buffer"),
@@ -97,7 +104,7 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
         Wrong,
         "lies in another buffer",
     ),
-    "half a byte": (lambda t: t.x.set(b"1", 1.5), Wrong, "whole numbers of bytes"),
+    "half a byte": (lambda t: t.x.set(b"1", 1.5), Wrong, "offset is a float; give a whole number"),
     "numpy type": (lambda t: t.c.new_tensor(np.uint16, (3,)), ggmlb.DTypeError, "known: F32"),
     "swapped": (lambda t: t.c.new_tensor((3,), "f32"), ggmlb.DTypeError, "no tensor type"),
     "array operand": (
@@ -109,14 +116,63 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     "no operand": (lambda t: t.c.add(t.a, None), Wrong, "add: b is None; give a tensor"),
     "wrong rows": (lambda t: t.c.mul_mat(t.w, t.v), ggmlb.ShapeError, "must be equally long"),
     "unknown op": (lambda t: t.c.softmax(t.a), ggmlb.UnknownOpError, "did you mean 'soft_max'"),
+    "PyTorch's product": (
+        lambda t: t.c.matmul(t.a, t.w),
+        ggmlb.UnknownOpError,
+        "mean 'mul_mat'. Return",
+    ),
+    "PyTorch's norm": (lambda t: t.c.layer_norm(t.a), ggmlb.UnknownOpError, "did you mean 'norm'"),
+    "ONNX's norm": (lambda t: t.c.LayerNormalization(t.a), ggmlb.UnknownOpError, "did you mean 'norm'"),
+    "blocks as values": (lambda t: t.c.from_array(np.zeros((2, 18), "u1"), "q4_0"), Wrong, r"by set\(blocks"),
+    "blocks written as values": (
+        lambda t: ggmlb.evaluate(t.c.cont(t.c.new_tensor("q4_0", 32, "q")), {"q": np.zeros(18, "u1")}),
+        ggmlb.ShapeError,
+        r"set\(blocks\) writes blocks",
+    ),
+    "a function of fewer arguments": (
+        lambda t: t.c.map_custom1(t.a, lambda dst, a: None),
+        Wrong,
+        r"called as fun\(dst, a, ith, nth, userdata\), and takes \(dst, a\): too many",
+    ),
+    "a type for a device": (
+        lambda t: ggmlb.init_by_name("GPU"),
+        ggmlb.RegistryError,
+        r"init_by_type\('GPU'\)",
+    ),
+    "a copy of a plan": (
+        lambda t: pickle.dumps(t.cpu.graph_plan_create(Graph().build_forward_expand(t.x))),
+        Wrong,
+        "belongs to this process",
+    ),
+    "threads by text": (
+        lambda t: t.cpu.device.init_backend({"n_threads": "2"}),
+        Wrong,
+        "n is '2'; give a",
+    ),
+    "more threads than there can be": (lambda t: t.cpu.set_n_threads(1 << 31), Wrong, "at most 512"),
+    "shares of nothing": (
+        lambda t: split_buffer_type(t.cpu.device.reg, 0, [float("nan")]),
+        Wrong,
+        "give a share, 0 or more",
+    ),
+    "a gradient of other patches": (
+        lambda t: t.c.im2col_back(t.a, t.w, (4, 5, 1, 1), 1, 1, 0, 0, 1, 1, True),
+        ggmlb.ShapeError,
+        "as im2col returns",
+    ),
+    "numbers without end": (lambda t: t.c.arange(0, float("inf")), Wrong, "that is inf elements"),
     "not contiguous": (
         lambda t: t.c.reshape_1d(t.c.transpose(t.a), 12),
         ggmlb.ShapeError,
         "apply cont first",
     ),
     "window too large": (lambda t: t.c.view_1d(t.a, 100, 0), ggmlb.BoundsError, "does not lie within"),
-    "compute a tensor": (lambda t: t.cpu.graph_compute(t.a), Wrong, "a Tensor is no graph; Graph"),
-    "compute a list": (lambda t: t.cpu.graph_compute([t.a]), Wrong, "a list is no graph"),
+    "compute a tensor": (
+        lambda t: t.cpu.graph_compute(t.a),
+        Wrong,
+        "graph is a Tensor; give a graph, as",
+    ),
+    "compute a list": (lambda t: t.cpu.graph_compute([t.a]), Wrong, "graph_compute: graph is a list; give a"),
     "graph of an array": (lambda t: Graph().build_forward_expand(ARRAY), Wrong, "is no tensor"),
     "before allocation": (
         lambda t: t.cpu.graph_compute(Graph().build_forward_expand(t.c.sqr(t.a))),
@@ -126,30 +182,42 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     "read before allocation": (lambda t: t.a.to_numpy(), ggmlb.NotAllocatedError, "place it with"),
     "write before allocation": (lambda t: t.a.set_array(ARRAY), ggmlb.NotAllocatedError, "place it with"),
     "asarray before allocation": (lambda t: np.asarray(t.a), ggmlb.NotAllocatedError, "place it with"),
-    "device by number": (lambda t: ggmlb.device_by_name(0), Wrong, "an int is no name"),
-    "device by nothing": (lambda t: ggmlb.init_by_name(None), Wrong, "None is no name"),
-    "scheduler of names": (lambda t: Scheduler(["CPU"]), Wrong, "not 'CPU': open one by init_by_name"),
-    "scheduler of devices": (lambda t: Scheduler([t.cpu.device]), Wrong, "not a CpuDevice: open one"),
-    "scheduler of one": (lambda t: Scheduler(t.cpu), Wrong, "a list of backends, and not a CpuB"),
-    "half a copy": (lambda t: Scheduler([t.cpu], parallel=True, n_copies=1.5), Wrong, "a whole number, 1 or"),
-    "wish by name": (lambda t: Scheduler([t.cpu]).set_tensor_backend("x", t.cpu), Wrong, "graph.node"),
-    "watch with a number": (lambda t: Scheduler([t.cpu]).set_eval_callback(3), Wrong, "give a function"),
-    "schedule a tensor": (lambda t: Scheduler([t.cpu]).alloc_graph(t.a), Wrong, "is no graph"),
-    "schedule nothing": (lambda t: Scheduler([t.cpu]).graph_compute(None), Wrong, "is no graph"),
-    "memory by name": (lambda t: ggmlb.alloc_ctx_tensors(t.c, "CPU"), Wrong, "'CPU' is no memory"),
+    "device by number": (lambda t: ggmlb.device_by_name(0), Wrong, "device_by_name: name is an int; give te"),
+    "device by nothing": (lambda t: ggmlb.init_by_name(None), Wrong, "init_by_name: name is None; give text"),
+    "scheduler of names": (lambda t: Scheduler(["CPU"]), Wrong, r"\[0\] is 'CPU'; give a backend, as init"),
+    "scheduler of devices": (lambda t: Scheduler([t.cpu.device]), Wrong, "is a CpuDevice; give a back"),
+    "scheduler of one": (lambda t: Scheduler(t.cpu), Wrong, "backends is a CpuBackend; give a list"),
+    "half a copy": (
+        lambda t: Scheduler([t.cpu], parallel=True, n_copies=1.5),
+        Wrong,
+        "a float; give a whole",
+    ),
+    "wish by name": (lambda t: Scheduler([t.cpu]).set_tensor_backend("x", t.cpu), Wrong, "node is 'x'"),
+    "watch with a number": (
+        lambda t: Scheduler([t.cpu]).set_eval_callback(3),
+        Wrong,
+        "give a function",
+    ),
+    "schedule a tensor": (lambda t: Scheduler([t.cpu]).alloc_graph(t.a), Wrong, "a Tensor; give a graph"),
+    "schedule nothing": (lambda t: Scheduler([t.cpu]).graph_compute(None), Wrong, "is None; give a graph"),
+    "memory by name": (lambda t: ggmlb.alloc_ctx_tensors(t.c, "CPU"), Wrong, "where is 'CPU'; give a b"),
     "memory of a device": (
         lambda t: ggmlb.alloc_ctx_tensors(t.c, t.cpu.device),
         Wrong,
         "as device.buffer_type",
     ),
-    "1e6 bytes": (lambda t: t.cpu.alloc_buffer(1e6), Wrong, "a whole number of bytes"),
+    "1e6 bytes": (lambda t: t.cpu.alloc_buffer(1e6), Wrong, "nbytes is a float; give a whole number"),
     "values of no leaf": (
         lambda t: ggmlb.evaluate(t.c.sqr(t.a), ARRAY),
         Wrong,
-        "inputs is a numpy.ndarray; give {leaf",
+        "inputs is a numpy.ndarray; give a mapping",
     ),
-    "evaluate an array": (lambda t: ggmlb.evaluate(ARRAY), Wrong, "is no tensor"),
-    "copy from an array": (lambda t: ggmlb.tensor_copy(ARRAY, t.x), Wrong, "set_array writes arrays"),
+    "evaluate an array": (
+        lambda t: ggmlb.evaluate(ARRAY),
+        Wrong,
+        "give a list or a tensor, as from_array",
+    ),
+    "copy from an array": (lambda t: ggmlb.tensor_copy(ARRAY, t.x), Wrong, "src is a numpy.ndarray; give a"),
     "read after free": (lambda t: t.freed().to_numpy(), ggmlb.FreedError, "was freed"),
     "write after free": (lambda t: t.freed().set_array(ARRAY), ggmlb.FreedError, "was freed"),
     "asarray after free": (lambda t: np.asarray(t.freed()), ggmlb.FreedError, "was freed"),
@@ -164,22 +232,21 @@ def test_it_is_our_error_and_says_what_to_do(case: str, things: Things) -> None:
         call(things)
 
 
-def test_what_goes_wrong_inside_an_op_is_not_explained_away() -> None:
-    from ggmlb.core.ops.misuse import explained
-
-    def op(self: Any, a: ggmlb.Tensor) -> None:
+def test_what_goes_wrong_inside_a_function_is_not_explained_away() -> None:
+    @checked
+    def op(a: ggmlb.Tensor) -> None:
         raise AttributeError("a fault of ours")
 
     with pytest.raises(AttributeError, match="a fault of ours"):
-        explained(op)(None, Context().new_tensor("f32", (1,)))
+        op(Context().new_tensor("f32", (1,)))
 
 
 def test_wrong_numbers_of_arguments_are_told_by_the_ops_name() -> None:
     ctx: Any = Context()
     a = ctx.new_tensor("f32", (4,))
-    with pytest.raises(TypeError, match=r"^rope\(a, b, n_dims, mode=.*\): missing .* argument: 'b'"):
+    with pytest.raises(TypeError, match=r"^Context.rope\(\) missing 2 .* arguments: 'b' and 'n_dims'"):
         ctx.rope(a)
-    with pytest.raises(TypeError, match=r"^sqr\(a\): got an unexpected keyword argument 'axis'"):
+    with pytest.raises(TypeError, match=r"^Context.sqr\(\) got an unexpected keyword argument 'axis'"):
         ctx.sqr(a, axis=1)
 
 

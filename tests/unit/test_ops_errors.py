@@ -352,12 +352,12 @@ WRONG = [
     ("dsv4_hc_comb", ("[24,5]", "f16[3]", "[24]", 1e-6, 4), D, "must be f32"),
     ("dsv4_hc_comb", ("[24,5]", "[3]", "[24]", 1e-6, 0), A, "n_iter is 0"),
     # custom
-    ("map_custom1", ("[4]", 3, 1, None), A, "fun is 3; it must be callable"),
+    ("map_custom1", ("[4]", 3, 1, None), A, "fun is an int; give a function"),
     ("map_custom2", ("[4]", "[4]", _nothing, 0, None), A, "n_tasks is 0"),
     ("map_custom3_inplace", ("[4]", "[4]", "[4]", _nothing, -2, None), A, "map_custom3_inplace"),
     ("custom_4d", ("f32", 4, 1, 1, -1, (), _nothing, 1, None), S, "none negative"),
-    ("custom_4d", ("f32", 4, 1, 1, 1, (None,) * 10, _nothing, 1, None), A, "at most 9"),
-    ("custom_inplace", ("[4]", (None,) * 9, _nothing, 1, None), A, "at most 8"),
+    ("custom_4d", ("f32", 4, 1, 1, 1, ("[4]",) * 10, _nothing, 1, None), A, "at most 9"),
+    ("custom_inplace", ("[4]", ("[4]",) * 9, _nothing, 1, None), A, "at most 8"),
 ]  # fmt: skip
 
 

@@ -9,7 +9,14 @@ import pytest
 from stub_backend import StubReg
 
 from ggmlb.core.enums import DeviceType
-from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError, BackendUnavailable, RegistryError
+from ggmlb.core.errors import (
+    ArgumentError,
+    BackendBroken,
+    BackendError,
+    BackendUnavailable,
+    Error,
+    RegistryError,
+)
 from ggmlb.interface import API_VERSION
 from ggmlb.interface.registry import Registry
 
@@ -104,11 +111,11 @@ def test_two_devices_of_one_backend_must_differ() -> None:
         (StubReg("None", {}), BackendUnavailable, "found no device"),
         (StubReg("Gone", error=BackendUnavailable("no driver")), BackendUnavailable, "no driver"),
         (StubReg("Bug", error=OSError("boom")), BackendBroken, "devices failed: OSError: boom"),
-        ("a text", BackendBroken, "gave 'a text'; it must give a ggmlb.BackendReg"),
+        ("a text", ArgumentError, "register: reg is 'a text'; give a BackendReg"),
     ],
 )
 def test_what_cannot_be_registered_is_an_error_at_once(
-    reg: StubReg, error: type[BackendError], message: str
+    reg: StubReg, error: type[Error], message: str
 ) -> None:
     registry = registry_of()
     with pytest.raises(error, match=message):

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.lowering import TABLE
+from ggmlb.core.arguments import checked
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.exchange import spanned
 from ggmlb.core.tensor import Tensor
@@ -79,7 +80,7 @@ class CpuDevice(Device):
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
         """Use the memory of a NumPy array, strided or not."""
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray) or array.dtype.hasobject:
             return None
         return HostBuffer(self._buffer_type, spanned(array)), 0
 
@@ -128,6 +129,7 @@ def backend_reg() -> CpuReg:
     return CpuReg()
 
 
+@checked
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
     """What NumPy was built with and found here: its version, its BLAS, its instruction sets."""
     config: Any = np.show_config(mode="dicts")

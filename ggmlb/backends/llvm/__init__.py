@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface import BackendReg, Device
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
@@ -59,6 +60,7 @@ def backend_reg() -> LlvmReg:
     return LlvmReg()
 
 
+@checked
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
     """The LLVM, and the instruction set that it makes code for."""
     from ggmlb.backends.llvm.device import features

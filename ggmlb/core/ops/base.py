@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+from ggmlb.core import arguments
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError
-from ggmlb.core.ops.misuse import explained
 from ggmlb.core.tensor import Ne, Tensor, can_repeat
 
 F = TypeVar("F", bound=Callable[..., Tensor])
@@ -34,12 +34,12 @@ class OpBase:
         self.tensors: list[Tensor] = []
 
     def __init_subclass__(cls) -> None:
-        """Let every op, whichever family has it, tell what is no tensor as a method of `Context`."""
+        """Check the arguments of every op, whichever family has it, as a method of `Context`."""
         super().__init_subclass__()
-        for name, op in list(vars(cls).items()):
+        for name, op in vars(cls).items():
             if inspect.isfunction(op) and not name.startswith("_"):
                 op.__qualname__ = f"Context.{name}"
-                setattr(cls, name, explained(op))
+        arguments.checked_methods(cls)
 
     def _op(
         self,
@@ -182,6 +182,13 @@ def require_contiguous(fn: str, arg: str, tensor: Tensor) -> None:
     """Raise a ShapeError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         fail_contiguous(fn, arg, tensor)
+
+
+def require_int32(fn: str, **numbers: float) -> None:
+    """Raise an ArgumentError unless 32 bits, in which ggml keeps parameters, hold each of the numbers."""
+    for name, n in numbers.items():
+        if not -(1 << 31) <= n < 1 << 31:
+            fail_arg(fn, f"{name} is {n}; give a number of 32 bits")
 
 
 def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:

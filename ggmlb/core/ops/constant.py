@@ -28,14 +28,17 @@ class ConstantOps(OpBase):
         """Return `start`, `start + step`, ... below `stop`: one row of f32 (ggml_arange).
 
         Raises:
-            ArgumentError: `stop` is not above `start`, or `step` is not positive.
+            ArgumentError: `stop` is not above `start`, `step` is not positive, or a bound is no f32.
         """
         if not (stop > start and step > 0):
             fail_arg(
                 "arange", f"start {start}, stop {stop}, step {step}: stop must be above start, step above 0"
             )
         # In float32, as ggml counts: (1 - 0) / 0.1 is 10 there, and above 10 in float64.
-        count = np.ceil((np.float32(stop) - np.float32(start)) / np.float32(step))
+        with np.errstate(all="ignore"):
+            count = np.ceil((np.float32(stop) - np.float32(start)) / np.float32(step))
+        if not np.isfinite(count):
+            fail_arg("arange", f"start {start}, stop {stop}, step {step}: that is {count} elements")
         params = {"start": start, "stop": stop, "step": step}
         return self._op(Op.ARANGE, DType.F32, (int(count), 1, 1, 1), (), params)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -33,7 +33,7 @@ from ggmlb.core.ops.spec import (
     window_places,
 )
 from ggmlb.core.ops.views import ViewOps
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.testing.draw import Program
@@ -67,19 +67,7 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
             ShapeError: The channels differ, or the kernel is larger than the padded data.
             ArgumentError: A stride or dilation is not positive, or a padding is negative.
         """
-        fn, k, n = "im2col", a.ne, b.ne
-        if is_2D:
-            if k[2] != n[2]:
-                fail_shape(fn, f"a has {k[2]} channels, ne[2], and b {n[2]}; they must be equal", a, b)
-            (width, height), params = places(fn, a, b, (s0, s1), (p0, p1), (d0, d1))
-            ne = (k[0] * k[1] * k[2], width, height, n[3])
-        else:
-            if k[1] != n[1] or n[3] != 1:
-                fail_shape(fn, "a and b must have equal ne[1], the channels, and b an ne[3] of 1", a, b)
-            (width,), params = places(fn, a, b, (s0,), (p0,), (d0,))
-            params |= {"s1": s1, "p1": p1, "d1": d1}
-            ne = (k[0] * k[1], width, n[2], 1)
-        params["is_2d"] = bool(is_2D)
+        ne, params = _patches("im2col", a, b, (s0, s1), (p0, p1), (d0, d1), is_2D)
         return self._op(Op.IM2COL, DType.parse(dst_type), ne, (a, b), params)
 
     def im2col_back(
@@ -99,9 +87,16 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
 
         `a` is the gradient of the result of `im2col`, `b` the kernel; `ne` are four extents of the data, and
         the numbers those that `im2col` was given.
+
+        Raises:
+            ShapeError: `a` does not have the shape of what `im2col` returns for them.
+            ArgumentError: A stride or dilation is not positive, or a padding is negative.
         """
-        params = {"s0": s0, "s1": s1, "p0": p0, "p1": p1, "d0": d0, "d1": d1, "is_2d": bool(is_2D)}
-        return self._op(Op.IM2COL_BACK, DType.F32, full_ne(ne, "im2col_back"), (a, b), params)
+        data = Tensor(DType.F32, full_ne(ne, "im2col_back"))
+        patches, params = _patches("im2col_back", b, data, (s0, s1), (p0, p1), (d0, d1), is_2D)
+        if a.ne != patches:
+            fail_shape("im2col_back", f"a must have ne {list(patches)}, as im2col returns", a, b)
+        return self._op(Op.IM2COL_BACK, DType.F32, data.ne, (a, b), params)
 
     def conv_1d(self, a: Tensor, b: Tensor, s0: int = 1, p0: int = 0, d0: int = 1) -> Tensor:
         """Return the convolution of `b` with `a` through f16 patches: ne `[OL, OC, N]` (ggml_conv_1d).
@@ -305,6 +300,22 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
         if length < 1 or a.ne[0] == 0:
             fail_arg(fn, f"p0 = {p0} leaves no element of {a.describe()}")
         return self._op(Op.COL2IM_1D, a.dtype, (length, oc, 1, 1), (a,), {"s0": s0, "oc": oc, "p0": p0})
+
+
+def _patches(
+    fn: str, a: Tensor, b: Tensor, s: tuple[int, int], p: tuple[int, int], d: tuple[int, int], is_2d: bool
+) -> tuple[Ne, dict[str, Any]]:
+    """Return the extents and the params of the patches of the data `b` under the kernel `a`."""
+    k, n = a.ne, b.ne
+    if is_2d:
+        if k[2] != n[2]:
+            fail_shape(fn, f"a has {k[2]} channels, ne[2], and b {n[2]}; they must be equal", a, b)
+        (width, height), params = places(fn, a, b, s, p, d)
+        return (k[0] * k[1] * k[2], width, height, n[3]), {**params, "is_2d": True}
+    if k[1] != n[1] or n[3] != 1:
+        fail_shape(fn, "a and b must have equal ne[1], the channels, and b an ne[3] of 1", a, b)
+    (width,), params = places(fn, a, b, s[:1], p[:1], d[:1])
+    return (k[0] * k[1], width, n[2], 1), {**params, "s1": s[1], "p1": p[1], "d1": d[1], "is_2d": False}
 
 
 # -- cases ---

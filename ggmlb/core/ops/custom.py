@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -46,7 +47,7 @@ class CustomOps(OpBase):
     """map_custom1..3, custom_4d, their in-place twins.
 
     Raises:
-        ArgumentError: `fun` is not callable, or `n_tasks` is neither positive nor `N_TASKS_MAX`.
+        ArgumentError: `fun` cannot be called so, or `n_tasks` is neither positive nor `N_TASKS_MAX`.
     """
 
     def map_custom1(self, a: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None) -> Tensor:
@@ -104,7 +105,7 @@ class CustomOps(OpBase):
         fn = "custom_4d"
         if len(args) > MAX_ARGS:
             fail_arg(fn, f"{len(args)} operands are given; at most {MAX_ARGS} are possible")
-        params = _params(fn, fun, n_tasks, userdata)
+        params = _params(fn, ("dst", "args"), fun, n_tasks, userdata)
         ne = full_ne((ne0, ne1, ne2, ne3), fn)
         return self._op(Op.CUSTOM, DType.parse(dtype), ne, tuple(args), params)
 
@@ -120,19 +121,25 @@ class CustomOps(OpBase):
         """
         if len(args) > MAX_ARGS - 1:
             fail_arg("custom_inplace", f"{len(args)} operands are given; at most {MAX_ARGS - 1} are possible")
-        params = _params("custom_inplace", fun, n_tasks, userdata)
+        params = _params("custom_inplace", ("dst", "args"), fun, n_tasks, userdata)
         return self._op_into(Op.CUSTOM, a, (a, *args), params)
 
     def _map(
         self, op: Op, inplace: bool, src: tuple[Tensor, ...], fun: Custom, n_tasks: int, userdata: Any
     ) -> Tensor:
         fn = op.value.lower() + ("_inplace" if inplace else "")
-        return self._like(inplace, op, src[0], src, _params(fn, fun, n_tasks, userdata))
+        params = _params(fn, ("dst", *"abc"[: len(src)]), fun, n_tasks, userdata)
+        return self._like(inplace, op, src[0], src, params)
 
 
-def _params(fn: str, fun: Custom, n_tasks: int, userdata: Any) -> dict[str, Any]:
-    if not callable(fun):
-        fail_arg(fn, f"fun is {fun!r}; it must be callable")
+def _params(fn: str, operands: Sequence[str], fun: Custom, n_tasks: int, userdata: Any) -> dict[str, Any]:
+    given = [*operands, "ith", "nth", "userdata"]
+    try:
+        signature(fun).bind(*given)
+    except TypeError as error:
+        fail_arg(fn, f"fun is called as fun({', '.join(given)}), and takes {signature(fun)}: {error}")
+    except ValueError:  # a function written in C tells no signature
+        pass
     if n_tasks < 1 and n_tasks != N_TASKS_MAX:
         fail_arg(fn, f"n_tasks is {n_tasks}; it must be positive, or N_TASKS_MAX ({N_TASKS_MAX})")
     return {"fun": fun, "n_tasks": n_tasks, "userdata": userdata}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
-from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_type
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32, require_type
 from ggmlb.core.ops.spec import F16, F32, LOPSIDED, PADDED, PLAIN, WEIGHTS, OpSpec, f32, main
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -123,6 +123,7 @@ class DeepSeekOps(OpBase):
         if hc < 1 or hc * (hc + 2) != width:
             fail_shape(fn, f"the row length {width} of mixes is no hc * (hc + 2)", mixes)
         _check(fn, (mixes, (width, n_tokens, 1, 1)), (scale, (3, 1, 1, 1)), (base, (width, 1, 1, 1)))
+        require_int32(fn, n_iter=n_iter)
         if n_iter < 1:
             fail_arg(fn, f"n_iter is {n_iter}; it must be at least 1")
         params = {"eps": eps, "n_iter": n_iter}

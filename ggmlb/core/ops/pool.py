@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, OpPool, as_enum
-from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32
 from ggmlb.core.ops.spec import F16, F32, Extents, OpSpec, f32, main, window_places
 from ggmlb.core.tensor import Tensor
 
@@ -83,6 +83,7 @@ class PoolOps(OpBase):
 
 
 def _size(fn: str, a: Tensor, dim: int, k: int, s: int, p: float) -> int:
+    require_int32(fn, **{f"k{dim}": k, f"s{dim}": s, f"p{dim}": p})
     if k < 1 or s < 1 or p < 0:
         fail_arg(
             fn, f"k{dim} = {k} and s{dim} = {s} must be positive, and the padding p{dim} = {p} not negative"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum
-from operator import index
 from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op, ScaleFlag, ScaleMode, as_enum
+from ggmlb.core.enums import Op, ScaleFlag, ScaleMode, as_enum, whole_number
 from ggmlb.core.ops.base import OpBase, fail_arg, full_ne, require_type
 from ggmlb.core.ops.spec import ANY, F32, OpSpec, Perf, main
 from ggmlb.core.tensor import Ne, Tensor
@@ -85,11 +84,11 @@ def _read_mode(fn: str, mode: ScaleMode | int | str) -> tuple[ScaleMode, set[Sca
     if isinstance(mode, str):
         name, *flags = (part.strip() for part in mode.split("|"))
         return as_enum(fn, ScaleMode, name), {as_enum(fn, ScaleFlag, flag) for flag in flags}
-    if isinstance(mode, (bool, Enum)) or not hasattr(mode, "__index__"):
+    number = None if isinstance(mode, Enum) else whole_number(mode)
+    if number is None:
         return as_enum(fn, ScaleMode, mode), set()
-    kinds = index(mode) & 0xFF
-    bits = (1 << bit for bit in range(8, index(mode).bit_length()))
-    return as_enum(fn, ScaleMode, kinds), {as_enum(fn, ScaleFlag, bit) for bit in bits if mode & bit}
+    bits = (1 << bit for bit in range(8, number.bit_length()))
+    return as_enum(fn, ScaleMode, number & 0xFF), {as_enum(fn, ScaleFlag, b) for b in bits if number & b}
 
 
 # -- cases ---

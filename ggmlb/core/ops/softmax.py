@@ -19,6 +19,7 @@ from ggmlb.core.ops.base import (
     fail_contiguous,
     fail_dtype,
     fail_shape,
+    require_int32,
     require_same_shape,
 )
 from ggmlb.core.ops.spec import F16, F32, ROW, OpSpec, Perf, main, rows
@@ -116,18 +117,22 @@ class SoftmaxOps(OpBase):
 
     def diag_mask_inf(self, a: Tensor, n_past: int) -> Tensor:
         """Return `a` with minus infinity where `i0 > n_past + i1` (ggml_diag_mask_inf)."""
+        require_int32("diag_mask_inf", n_past=n_past)
         return self._op(Op.DIAG_MASK_INF, a.dtype, a.ne, (a,), {"n_past": n_past})
 
     def diag_mask_inf_inplace(self, a: Tensor, n_past: int) -> Tensor:
         """Return `diag_mask_inf`, written into the memory of `a` (ggml_diag_mask_inf_inplace)."""
+        require_int32("diag_mask_inf_inplace", n_past=n_past)
         return self._op_into(Op.DIAG_MASK_INF, a, (a,), {"n_past": n_past})
 
     def diag_mask_zero(self, a: Tensor, n_past: int) -> Tensor:
         """Return `a` with 0 where `i0 > n_past + i1` (ggml_diag_mask_zero)."""
+        require_int32("diag_mask_zero", n_past=n_past)
         return self._op(Op.DIAG_MASK_ZERO, a.dtype, a.ne, (a,), {"n_past": n_past})
 
     def diag_mask_zero_inplace(self, a: Tensor, n_past: int) -> Tensor:
         """Return `diag_mask_zero`, written into the memory of `a` (ggml_diag_mask_zero_inplace)."""
+        require_int32("diag_mask_zero_inplace", n_past=n_past)
         return self._op_into(Op.DIAG_MASK_ZERO, a, (a,), {"n_past": n_past})
 
 

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from ggmlb.core import arguments
 from ggmlb.core.errors import SanitizerError
 from ggmlb.inspect.sanitizer.ranges import Clock, Ranges, Stamp
 from ggmlb.inspect.sanitizer.watches import Watches
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 HOST: Final = 0
 
-_PACKAGE: Final = str(Path(__file__).parents[1])
+_PACKAGE: Final = str(Path(__file__).parents[2])
 
 
 class _Stream:
@@ -50,6 +51,7 @@ class _Stream:
         self.clock: Clock = {number: 0}
 
 
+@arguments.checked_methods
 class Sanitizer(Observer):
     """Raises a `SanitizerError` on an access that nothing orders, before it is queued.
 
@@ -241,6 +243,7 @@ class Sanitizer(Observer):
         )
 
 
+@arguments.checked
 @contextmanager
 def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
     """Check all that is computed and moved within the `with` block; see `Sanitizer`.

@@ -8,16 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from ggmlb.core import arguments
 from ggmlb.core.enums import DeviceType, as_enum
-from ggmlb.core.errors import (
-    ArgumentError,
-    BackendBroken,
-    BackendUnavailable,
-    Error,
-    RegistryError,
-    did_you_mean,
-    kind_of,
-)
+from ggmlb.core.errors import BackendBroken, BackendUnavailable, Error, RegistryError, did_you_mean
 from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg
@@ -33,6 +26,7 @@ _Named = TypeVar("_Named", "BackendReg", "Device")
 _BEST_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.CPU)
 
 
+@arguments.checked_methods
 class Registry:
     """All backends and devices of a process (source: ggml-backend-reg.cpp).
 
@@ -192,11 +186,6 @@ class Registry:
 
         Source: ggml_backend_dev_by_name.
         """
-        if not isinstance(name, str):
-            raise ArgumentError(
-                f"device_by_name: {kind_of(name)} is no name; give one of a device, as 'CPU' "
-                "(ggmlb.devices() has all)"
-            )
         backend = name.casefold().rstrip("0123456789")  # OpenCL1 is a device of OpenCL
         with self._lock:
             found = self._look_up(backend, lambda: _named(name, self._catalogue.devices()))
@@ -326,6 +315,11 @@ class Registry:
         return found
 
     def _no_such(self, what: str, name: str, known: list[str]) -> NoReturn:
+        if what == "device" and name.upper() in DeviceType.__members__:
+            raise RegistryError(
+                f"there is no device {name!r}, which is a type of devices; give the name of one of "
+                f"{', '.join(known)}, or use init_by_type({name.upper()!r}){self._reasons()}"
+            )
         raise RegistryError(f"there is no {what} {name!r}{did_you_mean(name, known)}{self._reasons()}")
 
     def _reasons(self) -> str:

@@ -35,6 +35,8 @@ class MetaBufferType(BufferType):
     device: MetaDevice
 
     def __init__(self, device: MetaDevice, parts: Sequence[BufferType]) -> None:
+        if not parts:
+            raise ArgumentError("a MetaBufferType needs at least one buffer type")
         name = f"Meta({','.join(p.name for p in parts)})"
         super().__init__(device, name, max(p.alignment for p in parts))
         self.parts = tuple(parts)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.placement import placement_clock
@@ -15,15 +16,12 @@ from ggmlb.interface import Backend, BackendReg, BufferType, Caps, Device
 from ggmlb.parallel.meta.backend import MetaBackend
 from ggmlb.parallel.meta.buffer import MetaBuffer, MetaBufferType
 from ggmlb.parallel.meta.layout import slices_of_view
-from ggmlb.parallel.meta.state import outcome, whole
+from ggmlb.parallel.meta.state import MAX_DEVICES, outcome, whole
 
 if TYPE_CHECKING:
     from ggmlb.core.sharding import Outcome, SplitState
 
     GetSplitState = Callable[[Tensor], SplitState]
-
-MAX_DEVICES = 16
-"""GGML_BACKEND_META_MAX_DEVICES."""
 
 
 class MetaDevice(Device):
@@ -176,6 +174,7 @@ class MetaReg(BackendReg):
         return () if device is None else (device,)
 
 
+@checked
 def meta_device(devices: Sequence[Device], get_split_state: GetSplitState) -> MetaDevice:
     """Return a device that wraps others, which compute each node together (tensor parallelism).
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
+from ggmlb.core import arguments
 from ggmlb.core.enums import as_enum
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.ops import SPECS
 from ggmlb.core.sharding import MIRRORED, Outcome, SplitAxis, SplitState, States
 from ggmlb.core.tensor import Tensor
+
+MAX_DEVICES: Final = 16
+"""GGML_BACKEND_META_MAX_DEVICES."""
 
 
 def outcome(node: Tensor, states: States) -> Outcome:
@@ -30,12 +35,15 @@ def whole(states: States) -> Outcome:
     return Outcome(MIRRORED, (MIRRORED,) * len(states))
 
 
+@arguments.checked
 def split_evenly(n: int, n_devices: int, granularity: int = 1) -> tuple[int, ...]:
     """Return the extents of parts of `n` elements, as equal as whole multiples of `granularity` allow.
 
     Raises:
-        ArgumentError: `n` is not a multiple of `granularity`.
+        ArgumentError: `n` is not a multiple of `granularity`, or there are not 1 to 16 devices.
     """
+    if not 1 <= n_devices <= MAX_DEVICES:
+        raise ArgumentError(f"split_evenly: {n_devices} devices; give 1 to {MAX_DEVICES}")
     return split_by(n, [1] * n_devices, granularity)
 
 
@@ -46,7 +54,7 @@ def split_by(n: int, weights: Sequence[float], granularity: int = 1) -> tuple[in
         ArgumentError: `n` is not a multiple of `granularity`, or no weight is above 0.
     """
     total = sum(weights)
-    if n % granularity or total <= 0 or min(weights) < 0:
+    if n < 0 or granularity < 1 or n % granularity or total <= 0 or min(weights) < 0:
         raise ArgumentError(
             f"{n} elements cannot be dealt out in multiples of {granularity} by the weights {list(weights)}"
         )

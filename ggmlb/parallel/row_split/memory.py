@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Final
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BackendReg, Buffer, BufferType, Device, PartedBuffer, tensor_alloc
@@ -18,6 +20,7 @@ ROUNDING: Final = 64
 """Rows of a device are a multiple of this, but the last one's, where there are enough: a tile of products."""
 
 
+@checked
 def split_buffer_type(
     reg: BackendReg, main_device: int, tensor_split: Sequence[float] | None = None
 ) -> SplitBufferType:
@@ -42,7 +45,7 @@ def split_buffer_type(
     kind = devices[main_device].type
     shares = tuple(tensor_split or ((d.memory[1] if d.type is kind else 0) for d in devices))
     shares += (0.0,) * (len(devices) - len(shares))
-    if len(shares) > len(devices) or min(shares) < 0 or not sum(shares):
+    if len(shares) > len(devices) or not all(0 <= s < inf for s in shares) or not sum(shares):
         raise ArgumentError(
             f"split_buffer_type: tensor_split is {list(shares)}; give a share, 0 or more, for each of the "
             f"{len(devices)} devices, and more than 0 for one"

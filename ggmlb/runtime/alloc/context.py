@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from ggmlb.core.arguments import checked
 from ggmlb.core.context import Context
-from ggmlb.core.errors import ArgumentError, kind_of
+from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
 from ggmlb.runtime.alloc.linear import TensorAllocator, padded
 
 
+@checked
 def alloc_ctx_tensors(
     ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
 ) -> Buffer:
@@ -87,6 +89,7 @@ def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
         raise
 
 
+@checked
 def alloc_ctx_tensors_size(
     ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
 ) -> int:
@@ -116,6 +119,7 @@ def _by_memory(
     return homes or {_buffer_type(where): []}
 
 
+@checked
 def override_for(
     name: str, overrides: Mapping[str, Backend | BufferType] | None
 ) -> Backend | BufferType | None:
@@ -136,11 +140,6 @@ def override_for(
 def _buffer_type(where: Backend | BufferType) -> BufferType:
     if isinstance(where, Backend):
         return where.default_buffer_type
-    if not isinstance(where, BufferType):
-        raise ArgumentError(
-            f"alloc_ctx_tensors: {kind_of(where)} is no memory; give a backend, as init_by_name opens one, "
-            "or a buffer type, as device.buffer_type"
-        )
     return where
 
 

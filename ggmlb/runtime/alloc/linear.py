@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ggmlb.core import arguments
 from ggmlb.core.errors import AllocationError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, tensor_alloc
@@ -12,6 +13,7 @@ def padded(nbytes: int, alignment: int) -> int:
     return nbytes + -nbytes % alignment
 
 
+@arguments.checked_methods
 class TensorAllocator:
     """Places tensors in a buffer in the order of the calls, never to be taken back (ggml_tallocr).
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ggmlb.core.enums import Status
-from ggmlb.core.errors import ArgumentError, GraphError, kind_of
-from ggmlb.core.graph import Graph, need_graph
+from ggmlb.core.errors import ArgumentError, GraphError
+from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
@@ -89,18 +89,10 @@ class Scheduler(Freeable):
         strict: bool = False,
         sanitize: bool = False,
     ) -> None:
-        if not isinstance(backends, Sequence):
-            raise ArgumentError(f"a Scheduler takes a list of backends, and not {kind_of(backends)}")
         if not backends:
             raise ArgumentError("a Scheduler needs at least one backend")
-        for backend in backends:
-            if not isinstance(backend, Backend):
-                raise ArgumentError(
-                    f"a Scheduler takes backends, which are streams on devices, and not {kind_of(backend)}: "
-                    "open one by init_by_name(name) or device.init_backend()"
-                )
-        if not hasattr(n_copies, "__index__") or n_copies < 1:
-            raise ArgumentError(f"n_copies is {n_copies}; give a whole number, 1 or more")
+        if n_copies < 1:
+            raise ArgumentError(f"n_copies is {n_copies}; give 1 or more")
         if bufts is not None and len(bufts) != len(backends):
             raise ArgumentError(f"{len(backends)} backends, but {len(bufts)} buffer types; give one for each")
         self._backends = tuple(backends)
@@ -141,7 +133,13 @@ class Scheduler(Freeable):
         return len(self._backends)
 
     def backend(self, i: int) -> Backend:
-        """Return the i-th backend (ggml_backend_sched_get_backend)."""
+        """Return the i-th backend (ggml_backend_sched_get_backend).
+
+        Raises:
+            ArgumentError: There are not so many.
+        """
+        if not -self.n_backends <= i < self.n_backends:
+            raise ArgumentError(f"Scheduler.backend({i}): there are {self.n_backends} backends")
         return self._backends[i]
 
     @property
@@ -236,10 +234,6 @@ class Scheduler(Freeable):
 
         Source: ggml_backend_sched_set_tensor_backend.
         """
-        if not isinstance(node, Tensor):
-            raise ArgumentError(
-                f"set_tensor_backend: {kind_of(node)} is no tensor; graph.node(name) finds one"
-            )
         if backend is None:
             self._user.pop(node, None)
         else:
@@ -269,8 +263,6 @@ class Scheduler(Freeable):
 
         Source: ggml_backend_sched_set_eval_callback.
         """
-        if callback is not None and not callable(callback):
-            raise ArgumentError(f"set_eval_callback: {kind_of(callback)} cannot be called; give a function")
         self._callback = callback
 
     # -- planning ------------------------------------------------------------------------------
@@ -283,7 +275,6 @@ class Scheduler(Freeable):
             FreedError: A tensor lies in a freed buffer.
         """
         self._check_idle("split_graph")
-        need_graph("Scheduler", graph)
         self._forget()
         signature = Signature(graph, self._user)
         program = self._programs.find(signature) or self._programs.make(signature)

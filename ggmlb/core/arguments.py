@@ -1,0 +1,232 @@
+"""Arguments of public functions, checked against their annotations before the function sees them.
+
+There is one check for each kind of argument. Types that passed are remembered, so that a call with arguments
+of known types costs a look-up. Values are the function's own to check: ranges, shapes, what fits together.
+
+Annotations of other kinds (`Any`, arrays, enums, which have parsers of their own) are not checked. A class is
+known by its name, wherever it is defined: the core imports none of the rooms above it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Real
+from os import PathLike
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from ggmlb.core.enums import whole_number
+from ggmlb.core.errors import ArgumentError, kind_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
+
+WORDS: Final = {
+    "Backend": "a backend, as init_by_name(name) or device.init_backend() opens one",
+    "BackendReg": "a BackendReg, as reg_by_name(name) finds one",
+    "Buffer": "a buffer, as alloc_ctx_tensors makes one",
+    "BufferType": "a buffer type, as device.buffer_type",
+    "Context": "a Context, which holds tensors",
+    "Device": "a device, as device_by_name(name) finds one",
+    "Event": "an event, as device.event_new() makes one",
+    "Graph": "a graph, as Graph().build_forward_expand(tensor) makes one",
+    "GraphPlan": "a plan, as graph_plan_create(graph) makes one",
+    "SplitState": "a SplitState",
+    "Tensor": "a tensor, as from_array or new_tensor makes one",
+    "bool": "True or False",
+    "float": "a number",
+    "int": "a whole number",
+    "os.PathLike[str]": "a path",
+    "str": "text",
+}
+"""What to give, by annotation."""
+
+ALIASES: Final = {
+    "AbortCallback": "Callable",
+    "BufferIds": "Sequence[int]",
+    "Custom": "Callable",
+    "Devices": "str | Backend | Sequence[str | Backend] | None",
+    "EvalCallback": "Callable",
+    "GetSplitState": "Callable",
+    "Ne": "Sequence[int]",
+    "Path": "os.PathLike[str]",
+}
+
+_ARRAYS: Final = {"int": "iu", "float": "iuf"}
+_PLURALS: Final = {"int": " of whole numbers", "float": " of numbers"}
+
+_CONTAINERS: Final[dict[str, type]] = {
+    "Collection": Collection, "Iterable": Iterable, "Mapping": Mapping, "Sequence": Sequence,
+    "dict": Mapping, "list": Sequence, "tuple": Sequence,
+}  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """What an annotation allows.
+
+    Attributes:
+        words: What to give, for a message.
+        fits: Whether a value may be given.
+        item: The kind of each item, where a value has items.
+        is_of_type: Whether all values of a type fit if one does.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+    item: Kind | None = None
+    is_of_type: bool = True
+
+
+def checked(function: Function) -> Function:
+    """Return the function, which now raises an ArgumentError for arguments that its annotations do not allow.
+
+    What is returned has the same parameters, by name: handed on by `*args`, a call would take twice as long.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {p.name: k for p in parameters if p.kind in _BY_NAME and (k := _kind(str(p.annotation)))}
+    if not kinds:
+        return function
+    check = _Check(function, kinds)
+    scope: dict[str, Any] = {"_function": function, "_check": check, "_known": check.known, "_type": type}
+    scope |= {f"_default_{p.name}": p.default for p in parameters}
+    takes, gives = [], []
+    is_by_name = False
+    for p in parameters:
+        star = "*" if p.kind is p.VAR_POSITIONAL else "**" if p.kind is p.VAR_KEYWORD else ""
+        if p.kind is p.KEYWORD_ONLY and not is_by_name:
+            takes.append("*")
+        is_by_name = is_by_name or star == "*" or p.kind is p.KEYWORD_ONLY
+        takes.append(star + p.name + ("" if p.default is p.empty else f"=_default_{p.name}"))
+        gives.append(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else star + p.name)
+    lines = [
+        f"def {function.__name__}({', '.join(takes)}):",
+        f"    if ({''.join(f'_type({name}), ' for name in kinds)}) not in _known:",
+        f"        _check({', '.join(kinds)})",
+        f"    return _function({', '.join(gives)})",
+    ]
+    # A file of this package, to who looks for the caller outside of it.
+    exec(compile("\n".join(lines), f"{__file__} <{function.__qualname__}>", "exec"), scope)
+    result: Any = wraps(function)(scope[function.__name__])
+    return cast("Function", result)
+
+
+def checked_methods(cls: Class) -> Class:
+    """Check the arguments of the public methods that a class defines, and of its constructor."""
+    for name, member in list(vars(cls).items()):
+        if name == "__init__" or not name.startswith("_"):
+            if inspect.isfunction(member) and not hasattr(member, "__isabstractmethod__"):
+                setattr(cls, name, checked(member))
+            elif isinstance(member, classmethod):
+                setattr(cls, name, classmethod(checked(member.__func__)))
+    return cls
+
+
+_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class _Check:
+    """The check of a function's arguments.
+
+    Attributes:
+        known: Types that passed, where no values of these types can fail.
+    """
+
+    def __init__(self, function: Callable[..., Any], kinds: Mapping[str, Kind]) -> None:
+        self.known: set[tuple[type, ...]] = set()
+        self._function = function
+        self._kinds = kinds
+
+    def __call__(self, *values: Any) -> None:
+        for (name, kind), value in zip(self._kinds.items(), values, strict=True):
+            if not kind.fits(value):
+                raise ArgumentError(f"{self._call()}: {_fault(name, kind, value)}")
+        if all(kind.is_of_type for kind in self._kinds.values()):
+            self.known.add(tuple(map(type, values)))
+
+    def _call(self) -> str:
+        names = self._function.__qualname__.split(".")
+        return names[-2] if names[-1] == "__init__" else names[-1]
+
+
+def _fault(name: str, kind: Kind, value: Any) -> str:
+    if kind.item is not None and isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            if not kind.item.fits(item):
+                return f"{name}[{i}] is {kind_of(item)}; give {kind.item.words}"
+    return f"{name} is {kind_of(value)}; give {kind.words}"
+
+
+@cache
+def _kind(annotation: str) -> Kind | None:
+    """Return what an annotation allows; `None` for anything."""
+    parts = [_one(part) for part in _split(annotation, "|")]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or len(known) == 1:
+        return known[0] if len(known) == len(parts) else None
+    words = " or ".join(sorted({part.words for part in known} - {"None"}, key=len))
+    fits = [part.fits for part in known]
+    item = next((part.item for part in known if part.item), None)
+    is_of_type = all(part.is_of_type for part in known)
+    return Kind(words, lambda value: any(fit(value) for fit in fits), item, is_of_type)
+
+
+def _one(annotation: str) -> Kind | None:
+    if annotation in ALIASES:
+        return _kind(ALIASES[annotation])
+    name, _, inside = annotation.partition("[")
+    if name in _CONTAINERS:
+        return _container(name, inside.removesuffix("]"))
+    if name == "Callable":
+        return Kind("a function", callable)
+    if annotation == "None":
+        return Kind("None", lambda value: value is None)
+    if annotation in _SCALARS:
+        return Kind(WORDS[annotation], _SCALARS[annotation])
+    if annotation in WORDS:
+        return Kind(WORDS[annotation], lambda value: annotation in _class_names(type(value)))
+    return None
+
+
+def _container(name: str, inside: str) -> Kind:
+    container = _CONTAINERS[name]
+    is_mapping = container is Mapping
+    item = None if is_mapping or not inside else _kind(_split(inside, ",")[0])
+    words = "a mapping" if is_mapping else f"a list{_PLURALS.get(inside, '')}"
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, np.ndarray):
+            return value.ndim == 1 and value.dtype.kind in _ARRAYS.get(inside, "")
+        if isinstance(value, (str, bytes)) or not isinstance(value, container):
+            return False
+        if item is None or not isinstance(value, Collection):  # an iterator is read once, by the function
+            return True
+        return all(map(item.fits, {type(v): v for v in value}.values() if item.is_of_type else value))
+
+    return Kind(words, fits, item, is_of_type=False)
+
+
+def _split(annotation: str, at: str) -> list[str]:
+    """Split an annotation where it is not within brackets."""
+    return [part.strip() for part in re.split(rf"\{at}(?![^\[]*\])", annotation)]
+
+
+def _class_names(kind: type) -> set[str]:
+    """Return the names of our classes that a class is or derives from."""
+    return {c.__name__ for c in kind.__mro__ if c.__module__.partition(".")[0] == "ggmlb"}
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (whole_number(value) is not None and not isinstance(value, np.ndarray))
+
+
+_SCALARS: Final[dict[str, Callable[[Any], bool]]] = {
+    "bool": lambda value: isinstance(value, (bool, np.bool_, int)),
+    "float": lambda value: isinstance(value, Real) or _is_whole(value),
+    "int": _is_whole,
+    "os.PathLike[str]": lambda value: isinstance(value, PathLike),
+    "str": lambda value: isinstance(value, str),
+}
