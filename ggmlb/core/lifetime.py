@@ -17,7 +17,7 @@ class Unique:
     """Something of this process and its devices: a copy would be another that only looks the same."""
 
     def __init_subclass__(cls) -> None:
-        """Check the arguments of our public methods; those of other packages' classes are their own affair."""
+        """Check the arguments of our public methods; other packages' classes are theirs to check."""
         super().__init_subclass__()
         if cls.__module__.startswith("ggmlb."):
             arguments.checked_methods(cls)
