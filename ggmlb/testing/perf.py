@@ -29,6 +29,7 @@ from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Device
 from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.devices import weight_memories
 from ggmlb.testing.placing import alloc_weight
 from ggmlb.testing.results import Outcome, Result
@@ -52,7 +53,7 @@ class PerfCase:
     """An op of a given size.
 
     Attributes:
-        op: Its function.
+        op: Its function, by the name that it has in mode `test`.
         id: Op, types, and what sets it apart; its sizes depend on the device.
         build: Makes the op's node from a context and a scale: 4 on GPUs, 1 on CPUs.
         memory: Where the op's first operand lies: a kind of memory for weights, or the device's own if empty.
@@ -64,13 +65,28 @@ class PerfCase:
     memory: str = ""
 
     @property
+    def family(self) -> str:
+        """The family of mode `test` that its op belongs to."""
+        return _names(self)[0]
+
+    @property
     def ops(self) -> frozenset[str]:
-        """The names by which it can be chosen."""
-        return frozenset({self.op})
+        """The names by which it can be chosen: those of the same op in mode `test`."""
+        return _names(self)[1]
 
     def within(self, memory: str) -> PerfCase:
         """Return the same case with the op's first operand, a weight, in another kind of memory."""
         return replace(self, id=f"{self.id} in {memory}", memory=memory)
+
+
+@cache
+def _names(case: PerfCase) -> tuple[str, frozenset[str]]:
+    """Return the family of mode `test` to which a case's op belongs, and its names there."""
+    node = case.build(Context(), 1)
+    ops = frozenset({case.op, node.op.value.lower(), node.op_desc().lower()})
+    if case.op in FAMILIES:
+        return case.op, ops
+    return next(family for family in FAMILIES if case.op in cases_of(family)[0].ops), ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +128,9 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
         took, why = None, f"no room: {error}"
     except Exception as error:
         told = f"it raised {one_line(error)}"
-        return Result("perf", device.name, case.op, case.id, Outcome.FAILED, told)
+        return Result("perf", device.name, case.family, case.id, Outcome.FAILED, told)
     if took is None:
-        return Result("perf", device.name, case.op, case.id, Outcome.SKIPPED, why)
+        return Result("perf", device.name, case.family, case.id, Outcome.SKIPPED, why)
     moved, work = moved_nbytes(node), flops(node)
     best, best_gflop_s = rates.best
     limits = {"copy": moved / rates.copy_gb_s / 1e9} if rates.copy_gb_s else {}
@@ -132,7 +148,7 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
         "product_gflop_s": best_gflop_s or None,
         "product_type": best or None,
     }
-    return Result("perf", device.name, case.op, case.id, Outcome.PASSED, "", None, took, facts)
+    return Result("perf", device.name, case.family, case.id, Outcome.PASSED, "", None, took, facts)
 
 
 def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[float | None, str]:

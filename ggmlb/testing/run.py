@@ -51,7 +51,7 @@ class Selection:
             re.compile(self.pattern)
         except re.error as error:
             raise ArgumentError(f"{self.pattern!r} is no regular expression: {error}") from error
-        known = known_ops(self.mode)
+        known = known_ops(self.mode) | (known_ops("test") if self.mode == "perf" else set())
         for op in self.ops:
             if op.lower() not in known:
                 raise ArgumentError(
@@ -105,7 +105,7 @@ def _cases(family: str, memory: str) -> Iterator[KitCase]:
 
 
 def _perf_cases(family: str, memory: str) -> Iterator[perf.PerfCase]:
-    return (case.within(memory) if memory else case for case in perf.CASES if case.op == family)
+    return (case.within(memory) if memory else case for case in perf.CASES if case.family == family)
 
 
 def known_ops(mode: str) -> set[str]:
@@ -121,7 +121,7 @@ def known_ops(mode: str) -> set[str]:
 
 def _names(mode: str) -> dict[str, set[str]]:
     """Return the names by which cases can be chosen, by family."""
-    families = {"behaviour": list(CHECKS), "perf": list(dict.fromkeys(c.op for c in perf.CASES))}
+    families = {"behaviour": list(CHECKS), "perf": list(dict.fromkeys(c.family for c in perf.CASES))}
     return {
         family: {family.lower()}.union(*(of for _, of in names_of(mode, family)))
         for family in families.get(mode, FAMILIES)

@@ -158,6 +158,20 @@ def test_perf_and_behaviour_have_names_too():
     assert {"mul_mat", "cpy"} <= known_ops("perf")
 
 
+def test_perf_names_ops_as_test_does():
+    from ggmlb.testing import perf
+
+    assert known_ops("perf") <= known_ops("test")
+    for case in perf.CASES:
+        (same,) = {c.op for c in cases_of(case.family) if case.op in c.ops}
+        assert same == case.build(Context(), 1).op_desc(), case.id
+        assert case.id.startswith(f"{case.op}("), case.id
+    cpu = device_by_name("CPU")
+    for name in ("soft_max_ext", "soft_max", "conv_2d", "CONV_2D", "unary", "im2col of two dimensions"):
+        assert all(tasks(cpu, Selection(mode, (name,))) for mode in ("test", "support", "perf")), name
+    assert tasks(cpu, Selection("perf", ("sqrt",))) == []  # an op, of which there is no case to measure
+
+
 def test_processes_give_what_one_gives():
     work = tasks(device_by_name("CPU"), Selection(ops=("add", "sum", "rope"), limit=2))
     alone, shared = ([(r.id, r.outcome) for r in run_all(work, jobs)] for jobs in (1, 2))
