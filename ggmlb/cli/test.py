@@ -92,6 +92,7 @@ def test(
       0  something ran, and nothing failed
       1  something failed
       2  wrong usage
+      4  no backend has a device of that name
       5  nothing ran, as where the device is not there
 
     Examples:
@@ -102,13 +103,16 @@ def test(
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
     """
     from ggmlb.testing.claims import warnings
-    from ggmlb.testing.devices import device_named
-    from ggmlb.testing.results import NOTHING_RAN, exit_status
+    from ggmlb.testing.devices import UnknownDeviceError, device_named
+    from ggmlb.testing.results import NOTHING_RAN, UNKNOWN_DEVICE, exit_status
     from ggmlb.testing.run import Selection, tasks
 
     try:
         names = _devices(devices)
         selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
+    except UnknownDeviceError as error:
+        print(f"ggmlb: {error}", file=sys.stderr)
+        raise typer.Exit(UNKNOWN_DEVICE) from None
     except (RegistryError, BackendUnavailable) as error:
         print(f"ggmlb: {error}", file=sys.stderr)
         raise typer.Exit(NOTHING_RAN) from None

@@ -7,13 +7,18 @@ import random
 import re
 from functools import partial
 
+from ggmlb.core.errors import RegistryError, did_you_mean
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType, Device
-from ggmlb.interface.registry import device_by_name
+from ggmlb.interface.registry import device_by_name, devices, regs, unavailable
 from ggmlb.parallel.meta import MIRRORED, SplitAxis, SplitState, meta_device
 from ggmlb.testing.names import device_names
 
 _META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)
+
+
+class UnknownDeviceError(RegistryError):
+    """A name that belongs to no backend, as a mistyped one; a card that is absent is another error."""
 
 
 def device_named(name: str) -> Device:
@@ -24,14 +29,31 @@ def device_named(name: str) -> Device:
     Raises:
         ArgumentError: A meta device of more than 16 devices, or of none.
         BackendError: The backend of a device cannot be used.
-        RegistryError: There is no such device.
+        RegistryError: A backend of that name has no such device.
+        UnknownDeviceError: No backend is named so.
     """
     meta = _META.fullmatch(name.strip())
     parts = device_names(meta[1]) if meta else [part.strip() for part in name.split("+")]
     if meta is None and len(parts) == 1:
+        return _simple(name)
+    found = [_simple(part) for part in parts]
+    return meta_device(found, partial(dealt_by_chance, n_devices=len(found)))
+
+
+def _simple(name: str) -> Device:
+    try:
         return device_by_name(name)
-    devices = [device_by_name(part) for part in parts]
-    return meta_device(devices, partial(dealt_by_chance, n_devices=len(devices)))
+    except RegistryError:
+        backend = name.casefold().rstrip("0123456789")  # CUDA3 is a card of CUDA, here or elsewhere
+        usable, absent = [reg.name for reg in regs()], [failed.name for failed in unavailable()]
+        known = {of.casefold() for of in (*usable, *absent)}
+        if backend in known and backend != name.casefold():
+            raise
+        names = [*(device.name for device in devices()), *(f"{of}0" for of in absent)]
+        raise UnknownDeviceError(
+            f"there is no device {name!r}, and no backend of that name ('ggmlb devices' lists what there is)"
+            f"{did_you_mean(name, names)}"
+        ) from None
 
 
 def dealt_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitState:

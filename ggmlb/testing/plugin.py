@@ -52,12 +52,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test of every case that the options choose."""
     if "ggmlb_case" not in metafunc.fixturenames:
         return
+    from ggmlb.testing.devices import UnknownDeviceError
+
     config = metafunc.config
     names = device_names(config.getoption("--ggmlb-device") or "")
     params = []
     for name in names:
         try:
             tasks = _tasks(config, name)
+        except UnknownDeviceError as error:  # a mistyped name is never a card that is absent
+            raise pytest.UsageError(f"--ggmlb-device {name}: {error}") from None
         except (RegistryError, BackendUnavailable) as error:
             if config.getoption("--ggmlb-require"):
                 raise pytest.UsageError(f"--ggmlb-device {name}: {error}") from None

@@ -72,7 +72,8 @@ def counts(results: Iterable[Result]) -> dict[Outcome, int]:
     return {outcome: found[outcome] for outcome in Outcome}
 
 
-OK, SOME_FAILED, NOTHING_RAN = 0, 1, 5
+OK, SOME_FAILED, UNKNOWN_DEVICE, NOTHING_RAN = 0, 1, 4, 5
+"""Exit statuses; 1 and 5 are pytest's, and so is 4, for what it cannot make sense of."""
 
 
 def exit_status(results: Iterable[Result]) -> int:

@@ -95,28 +95,34 @@ def test_github_with_a_card(place: Path) -> None:
 
 def test_github_without_a_card(place: Path) -> None:
     lines = github("cuda")
-    assert status(place, lines, "GPU9") == 5
-    assert status(place, lines[:2], "GPU9") == 0, "only what needs the card fails"
+    assert status(place, lines, "CUDA99") == 5
+    assert status(place, lines[:2], "CUDA99") == 0, "only what needs the card fails"
     assert not list(place.glob("*.xml"))
 
 
 def test_github_on_any_runner(place: Path) -> None:
-    assert status(place, github("any"), "GPU9") == 0, "no card is no failure"
+    assert status(place, github("any"), "CUDA99") == 0, "no card is no failure"
     broken = [line.replace("CUDA0", "CUDA0 --mode nonsense") for line in github("any")]
     assert status(place, broken, "CPU") == 1, "what fails otherwise does"
+
+
+def test_a_mistyped_card_is_a_failure_everywhere(place: Path) -> None:
+    for lines in (github("cuda"), github("any"), [*gitlab()["before_script"], *gitlab()["script"]]):
+        found = status(place, lines, "CDUA0")
+        assert found not in (0, 5, *gitlab()["allow_failure"]["exit_codes"])
 
 
 def test_gitlab(place: Path) -> None:
     job = gitlab()
     lines = [*job["before_script"], *job["script"]]
-    assert status(place, lines, "GPU9") in job["allow_failure"]["exit_codes"]
+    assert status(place, lines, "CUDA99") in job["allow_failure"]["exit_codes"]
     assert status(place, lines, "CPU") == 0
     assert n_tests(place / job["artifacts"]["reports"]["junit"]) >= 2
 
 
 def test_what_they_install_exists(place: Path) -> None:
     job = gitlab()
-    status(place, [*job["before_script"], github("cuda")[0], github("any")[0]], "GPU9")
+    status(place, [*job["before_script"], github("cuda")[0], github("any")[0]], "CUDA99")
     wanted = re.findall(r"\.\[(.*?)\]", (place / "notes").read_text())
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(wanted) == 3

@@ -109,7 +109,9 @@ def test_a_crash_that_does_not_come_again_is_a_failure_too(broken: dict[str, str
 @pytest.mark.parametrize(
     ("args", "status", "told"),
     [
-        (["-d", "GPU9"], 5, "ggmlb: there is no device 'GPU9'"),
+        (["-d", "CPU9"], 5, "ggmlb: there is no device 'CPU9'"),
+        (["-d", "GPU9"], 4, "ggmlb: there is no device 'GPU9', and no backend of that name"),
+        (["-d", "CPU,OpneCL0"], 4, "did you mean 'OpenCL0'?"),
         (
             ["-d", "CPU", "-p", "no such case"],
             5,
@@ -118,7 +120,7 @@ def test_a_crash_that_does_not_come_again_is_a_failure_too(broken: dict[str, str
         (["-d", "CPU", "-o", "mulmat"], 2, "did you mean 'mul_mat'?"),
         (["-d", ","], 2, "--devices , names no device"),
         (["-d", "Meta()"], 2, "meta_device: 0 devices"),
-        (["-d", "Meta(CPU,GPU9)"], 5, "ggmlb: there is no device 'GPU9'"),
+        (["-d", "Meta(CPU,GPU9)"], 4, "ggmlb: there is no device 'GPU9'"),
         (["-d", "CPU", "--mode", "fast"], 2, "'fast' is not one of"),
         (["-d", "CPU", "--xfail", "/nowhere/list"], 1, "ggmlb: cannot read the list of expected failures"),
     ],

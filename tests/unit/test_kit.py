@@ -18,12 +18,12 @@ from processes import python
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
-from ggmlb.core.errors import ArgumentError, RegistryError
+from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 from ggmlb.interface.registry import device_by_name, load, unload
 from ggmlb.parallel.meta import SplitAxis
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
-from ggmlb.testing.devices import dealt_by_chance, device_named
+from ggmlb.testing.devices import UnknownDeviceError, dealt_by_chance, device_named
 from ggmlb.testing.formats import as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
 from ggmlb.testing.limits import limit
@@ -249,10 +249,26 @@ def test_meta_devices_have_names():
         assert device_named(name).name == "Meta(CPU,CPU)"
     assert device_named("cpu") is device_by_name("CPU")
     for name in ("Meta(CPU,GPU9)", "CPU+GPU9", "Meta(Meta(CPU,CPU),CPU)"):
-        with pytest.raises(RegistryError, match="there is no device"):
+        with pytest.raises(UnknownDeviceError, match="there is no device"):
             device_named(name)
     with pytest.raises(ArgumentError, match="0 devices"):
         device_named("Meta()")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("CPUU", "CPU"), ("Meta(CPU,CUD0)", "CUDA0"), ("CUDAO", "CUDA0"), ("OpneCL0", "OpenCL0"), ("", "")],
+)
+def test_a_mistyped_name_is_no_absent_card(name, meant):
+    with pytest.raises(UnknownDeviceError, match=f"did you mean '{meant}'" if meant else "no backend"):
+        device_named(name)
+
+
+@pytest.mark.parametrize("name", ["CPU7", "CUDA77", "opencl99", "Meta(CPU,CUDA77)"])
+def test_a_card_of_a_known_backend_is_absent(name):
+    with pytest.raises((RegistryError, BackendUnavailable)) as caught:
+        device_named(name)
+    assert not isinstance(caught.value, UnknownDeviceError)
 
 
 def test_weights_are_dealt_out_in_many_ways():
@@ -463,10 +479,16 @@ def test_the_plugin_skips_with_a_reason(tmp_path):
     done = plugin("-rs", cwd=tmp_path)
     assert done.returncode == 0
     assert "no device was named: give --ggmlb-device" in done.stdout
-    done = plugin("-rs", "--ggmlb-device", "GPU9", cwd=tmp_path)
-    assert "there is no device 'GPU9'" in done.stdout
+    done = plugin("-rs", "--ggmlb-device", "CPU9", cwd=tmp_path)
+    assert "there is no device 'CPU9'" in done.stdout
     assert "1 skipped" in done.stdout
-    assert plugin("--ggmlb-device", "GPU9", "--ggmlb-require", cwd=tmp_path).returncode != 0
+    assert plugin("--ggmlb-device", "CPU9", "--ggmlb-require", cwd=tmp_path).returncode != 0
+
+
+def test_the_plugin_refuses_a_mistyped_device(tmp_path):
+    done = plugin("--ggmlb-device", "CPU,OpneCL0", cwd=tmp_path)
+    assert done.returncode == 2, "pytest's status for errors before any test"
+    assert "did you mean 'OpenCL0'?" in done.stdout
 
 
 def test_the_plugin_knows_expected_failures(tmp_path):
