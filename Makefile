@@ -7,6 +7,7 @@
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes
+#   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
@@ -21,13 +22,14 @@ PYTEST_ARGS ?=
 # Alone, in one process: make test PYTEST_JOBS=
 PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
+GGML_ARGS ?=
 OCLGRIND_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
+.PHONY: demo test test-all test-oracle test-ggml test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -41,6 +43,10 @@ test-all: $(VENV)/.dev notebooks
 
 test-oracle: $(VENV)/.oracle
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
+
+test-ggml: $(VENV)/.dev
+	$(BIN)/python scripts/build_ggml_tests.py
+	$(BIN)/python scripts/test_ggml.py $(GGML_ARGS)
 
 test-oclgrind: $(VENV)/.dev
 	$(BIN)/python scripts/test_oclgrind.py $(OCLGRIND_ARGS)

@@ -1,0 +1,204 @@
+"""ggml's structs and functions: version 0.25, `GGML_BACKEND_API_VERSION` 2 (ggml.h, ggml-backend-impl.h)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_void_p
+from pathlib import Path
+from typing import Any
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import GluOp, Op, UnaryOp
+
+API_VERSION = 2
+CPU_TYPE, GPU_TYPE = 0, 1  # GGML_BACKEND_DEVICE_TYPE_*
+STATUS_SUCCESS, STATUS_FAILED = 0, -1  # GGML_STATUS_*
+
+Get = CFUNCTYPE(c_void_p, c_void_p)
+GetSize = CFUNCTYPE(c_size_t, c_void_p)
+Drop = CFUNCTYPE(None, c_void_p)
+InitBackend = CFUNCTYPE(c_void_p, c_void_p, c_void_p)
+
+
+class CTensor(ctypes.Structure):
+    """`struct ggml_tensor`."""
+
+    _fields_ = [
+        ("type", c_int), ("buffer", c_void_p), ("ne", c_int64 * 4), ("nb", c_size_t * 4), ("op", c_int),
+        ("op_params", c_int32 * 16), ("flags", c_int32), ("src", c_void_p * 10), ("view_src", c_void_p),
+        ("view_offs", c_size_t), ("data", c_void_p), ("name", ctypes.c_char * 64), ("extra", c_void_p),
+        ("padding", ctypes.c_char * 8),
+    ]  # fmt: skip
+
+
+class BufferTypeTable(ctypes.Structure):
+    """`struct ggml_backend_buffer_type`."""
+
+    _fields_ = [
+        ("get_name", Get), ("alloc_buffer", CFUNCTYPE(c_void_p, c_void_p, c_size_t)),
+        ("get_alignment", GetSize), ("get_max_size", GetSize),
+        ("get_alloc_size", CFUNCTYPE(c_size_t, c_void_p, c_void_p)),
+        ("is_host", CFUNCTYPE(c_bool, c_void_p)), ("device", c_void_p), ("context", c_void_p),
+    ]  # fmt: skip
+
+
+Move = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)
+
+
+class BufferTable(ctypes.Structure):
+    """`struct ggml_backend_buffer_i`."""
+
+    _fields_ = [
+        ("free_buffer", Drop), ("get_base", Get), ("init_tensor", c_void_p),
+        ("memset_tensor", CFUNCTYPE(None, c_void_p, c_void_p, c_uint8, c_size_t, c_size_t)),
+        ("set_tensor", Move), ("get_tensor", Move), ("set_tensor_2d", c_void_p), ("get_tensor_2d", c_void_p),
+        ("cpy_tensor", c_void_p), ("clear", CFUNCTYPE(None, c_void_p, c_uint8)), ("reset", c_void_p),
+    ]  # fmt: skip
+
+
+class BackendTable(ctypes.Structure):
+    """`struct ggml_backend`."""
+
+    _fields_ = [
+        ("guid", c_void_p), ("get_name", Get), ("free", Drop), ("set_tensor_async", c_void_p),
+        ("get_tensor_async", c_void_p), ("set_tensor_2d_async", c_void_p), ("get_tensor_2d_async", c_void_p),
+        ("cpy_tensor_async", c_void_p), ("synchronize", Drop), ("graph_plan_create", c_void_p),
+        ("graph_plan_free", c_void_p), ("graph_plan_update", c_void_p), ("graph_plan_compute", c_void_p),
+        ("graph_compute", CFUNCTYPE(c_int, c_void_p, c_void_p)), ("event_record", c_void_p),
+        ("event_wait", c_void_p), ("graph_optimize", c_void_p), ("device", c_void_p), ("context", c_void_p),
+    ]  # fmt: skip
+
+
+class Props(ctypes.Structure):
+    """`struct ggml_backend_dev_props`; `caps` are five bools."""
+
+    _fields_ = [
+        ("name", c_void_p), ("description", c_void_p), ("memory_free", c_size_t), ("memory_total", c_size_t),
+        ("type", c_int), ("device_id", c_void_p), ("caps", c_bool * 5),
+    ]  # fmt: skip
+
+
+class DeviceTable(ctypes.Structure):
+    """`struct ggml_backend_device`."""
+
+    _fields_ = [
+        ("get_name", Get), ("get_description", Get),
+        ("get_memory", CFUNCTYPE(None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
+        ("get_type", CFUNCTYPE(c_int, c_void_p)), ("get_props", CFUNCTYPE(None, c_void_p, POINTER(Props))),
+        ("init_backend", InitBackend), ("get_buffer_type", Get), ("get_host_buffer_type", c_void_p),
+        ("buffer_from_host_ptr", c_void_p), ("supports_op", CFUNCTYPE(c_bool, c_void_p, c_void_p)),
+        ("supports_buft", CFUNCTYPE(c_bool, c_void_p, c_void_p)), ("offload_op", c_void_p),
+        ("event_new", c_void_p), ("event_free", c_void_p), ("event_synchronize", c_void_p),
+        ("reg", c_void_p), ("context", c_void_p),
+    ]  # fmt: skip
+
+
+class RegTable(ctypes.Structure):
+    """`struct ggml_backend_reg`."""
+
+    _fields_ = [
+        ("api_version", c_int), ("get_name", Get), ("get_device_count", GetSize),
+        ("get_device", CFUNCTYPE(c_void_p, c_void_p, c_size_t)),
+        ("get_proc_address", CFUNCTYPE(c_void_p, c_void_p, c_char_p)), ("context", c_void_p),
+    ]  # fmt: skip
+
+
+class InitParams(ctypes.Structure):
+    """`struct ggml_init_params`."""
+
+    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_version": (c_char_p, []),
+    "ggml_op_name": (c_char_p, [c_int]),
+    "ggml_unary_op_name": (c_char_p, [c_int]),
+    "ggml_glu_op_name": (c_char_p, [c_int]),
+    "ggml_type_size": (c_size_t, [c_int]),
+    "ggml_blck_size": (c_int64, [c_int]),
+    "ggml_init": (c_void_p, [InitParams]),
+    "ggml_free": (None, [c_void_p]),
+    "ggml_new_tensor_4d": (c_void_p, [c_void_p, c_int, *[c_int64] * 4]),
+    "ggml_set_name": (c_void_p, [c_void_p, c_char_p]),
+    "ggml_nbytes": (c_size_t, [c_void_p]),
+    "ggml_graph_n_nodes": (c_int, [c_void_p]),
+    "ggml_graph_node": (c_void_p, [c_void_p, c_int]),
+    "ggml_backend_register": (None, [c_void_p]),
+    "ggml_backend_buffer_init": (c_void_p, [c_void_p, BufferTable, c_void_p, c_size_t]),
+    "ggml_backend_dev_by_type": (c_void_p, [c_int]),
+    "ggml_backend_cpu_set_n_threads": (None, [c_void_p, c_int]),
+}
+
+LIBRARIES = ("libggml-base.so", "libggml-cpu.so", "libggml.so", "libtest-backend-ops.so")
+
+
+class Ggml:
+    """The libraries that `scripts/build_ggml_tests.py` built, loaded into this process.
+
+    Attributes:
+        ops: ggmlb's ops by this ggml's numbers; so `unary_ops`, `glu_ops` and `dtypes`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        libraries = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in LIBRARIES]
+        self.c: dict[str, Callable[..., Any]] = {}
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = next(getattr(lib, name) for lib in libraries if hasattr(lib, name))
+            function.restype, function.argtypes = result, arguments
+            self.c[name] = function
+        self._main = libraries[-1].main
+        self._seed = libraries[-1].repeatable_seed
+        self._seed.argtypes = [ctypes.c_uint64]
+        self._libc = ctypes.CDLL(None)
+        self._stdout = c_void_p.in_dll(self._libc, "stdout")
+        self._libc.setvbuf(self._stdout, None, 1, 0)  # by lines, so that a crash loses none
+        self._check_layout()
+        c = self.c
+        self.ops = _members(Op, "GLU", c["ggml_op_name"])
+        self.unary_ops = _members(UnaryOp, "TRUNC", c["ggml_unary_op_name"])
+        self.glu_ops = _members(GluOp, "SWIGLU_CLAMP", c["ggml_glu_op_name"])
+        self.dtypes = {
+            int(t): t
+            for t in DType
+            if c["ggml_type_size"](t) == t.type_size and c["ggml_blck_size"](t) == t.block_size
+        }
+
+    def main(self, *arguments: str) -> int:
+        """Call the test's `main`, and return its status."""
+        argv = [b"test-backend-ops", *(a.encode() for a in arguments)]
+        status: int = self._main(len(argv), (c_char_p * (len(argv) + 1))(*argv, None))
+        self._libc.fflush(None)
+        return status
+
+    def seed(self, seed: int) -> None:
+        """Choose the data of the next case (repeatable.h)."""
+        self._seed(seed)
+
+    def say(self, text: str) -> None:
+        """Write to C's stdout, in order with what the test prints there."""
+        self._libc.fputs(text.encode(), self._stdout)
+        self._libc.fflush(self._stdout)
+
+    def _check_layout(self) -> None:
+        """Raise a RuntimeError unless ggml writes a tensor's fields where `CTensor` has them."""
+        ctx = self.c["ggml_init"](InitParams(1 << 16, None, True))
+        address = self.c["ggml_new_tensor_4d"](ctx, int(DType.F16), 11, 7, 5, 3)
+        self.c["ggml_set_name"](address, b"layout")
+        t = CTensor.from_address(address)
+        found = (t.type, tuple(t.ne), tuple(t.nb), t.op, t.view_src, t.data, t.name)
+        self.c["ggml_free"](ctx)
+        if found != (int(DType.F16), (11, 7, 5, 3), (2, 22, 154, 770), 0, None, None, b"layout"):
+            version = self.c["ggml_version"]().decode()
+            raise RuntimeError(f"struct ggml_tensor of ggml {version} is not that of ggml_bridge.c_api")
+
+
+def _members(enum: Any, last: str, name_of: Callable[[int], bytes]) -> dict[int, Any]:
+    """Return an enum's members by the numbers that ggml gives their names, up to ggml's `last`."""
+    found, number, name = {}, 0, ""
+    while name != last:
+        name = name_of(number).decode()
+        if name in enum.__members__:
+            found[number] = enum[name]
+        number += 1
+    return found

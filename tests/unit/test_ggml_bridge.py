@@ -1,0 +1,120 @@
+"""The judge itself: how results of ggml's test-backend-ops are read, and its faults are told from ours."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
+from ggml_bridge import nodes
+from ggml_bridge.c_api import CTensor
+from ggml_bridge.suite import FAILED, OK, UNSUPPORTED, Fault, Outcome, judge, load_faults, parse, unmatched
+
+from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
+from ggmlb.core.ops import SPECS
+
+CASE = "ADD(type=f32,ne=[10,5,4,3],nr=[1,1,1,1])"
+
+LINES = [
+    (f"  {CASE}: \x1b[1;32mOK\x1b[0m\n", Outcome(CASE, OK)),
+    (f"  {CASE}: not supported [ggmlb-CPU, CPU] \n", Outcome(CASE, UNSUPPORTED)),
+    (
+        f"[ADD] ERR = 0.5 > 0.000000100   {CASE}: \x1b[1;31mFAIL\x1b[0m\n",
+        Outcome(CASE, FAILED, "[ADD] ERR = 0.5 > 0.000000100"),
+    ),
+    (
+        f"[ADD] NaN at index 3 (ggmlb-CPU=nan CPU=1.0)   {CASE}: \x1b[1;31mFAIL\x1b[0m\n",
+        Outcome(CASE, FAILED, "[ADD] NaN at index 3 (ggmlb-CPU=nan CPU=1.0)"),
+    ),
+    # Memory that a callback left as it was may hold the right values.
+    (
+        f"[ggmlb raised BackendError in graph_compute: no (really)]   {CASE}: \x1b[1;32mOK\x1b[0m\n",
+        Outcome(CASE, FAILED, "[ggmlb raised BackendError in graph_compute: no (really)]"),
+    ),
+    ("  Device memory: 24105 MB (7509 MB free)\n", None),
+    ("  1/1 tests passed\n", None),
+    (f"  {CASE}\n", None),
+]
+
+
+@pytest.mark.parametrize(("line", "outcome"), LINES)
+def test_a_line_is_read(line: str, outcome: Outcome | None) -> None:
+    assert parse(line) == outcome
+
+
+def test_a_failure_that_nothing_explains_is_told() -> None:
+    failed, other = Outcome("SUM(a=1)", FAILED), Outcome("SUM(a=2)", FAILED)
+    assert judge([failed, other], [Fault(r"SUM\(a=1\)", "of ggml's")]) == ([other], [])
+
+
+def test_a_fault_that_has_gone_is_told_and_one_that_was_not_reached_is_not() -> None:
+    fault = Fault(r"SUM\(a=.*\)", "of ggml's")
+    unexplained, gone = judge([Outcome("SUM(a=1)", FAILED), Outcome("SUM(a=2)", OK)], [fault])
+    assert not unexplained
+    assert len(gone) == 1
+    assert gone[0].startswith("SUM(a=2) passes")
+    assert judge([Outcome("SUM(a=1)", UNSUPPORTED)], [fault]) == ([], [])
+
+
+def test_a_fault_is_of_whole_names_that_there_are() -> None:
+    faults = [Fault(r"SUM", "half a name"), Fault(r"SUM\(.*\)", "fine")]
+    assert unmatched(["SUM(a=1)"], faults) == ["no case is 'SUM'"]
+
+
+def test_each_fault_of_ggml_has_a_reason() -> None:
+    for fault in load_faults():
+        assert len(fault.reason) > 20, fault
+
+
+# -- parameters: the words of op_params ------------------------------------------------------------
+
+GGML = SimpleNamespace(unary_ops=dict(enumerate(UnaryOp)), glu_ops=dict(enumerate(GluOp)))
+
+
+def node(*words: float, **fields: object) -> CTensor:
+    """Return a tensor of ggml's with these words of parameters, floats and ints as they are."""
+    tensor = CTensor(**fields)
+    raw = b"".join(struct.pack("<f" if isinstance(word, float) else "<i", word) for word in words)
+    ctypes.memmove(tensor.op_params, raw, len(raw))
+    return tensor
+
+
+WITH_FUNCTIONS = {Op.CUSTOM, Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3}
+
+
+@pytest.mark.parametrize("op", [op for op, spec in SPECS.items() if spec.params and op not in WITH_FUNCTIONS])
+def test_every_parameter_of_an_op_is_read(op: Op) -> None:
+    assert set(nodes.params_of(GGML, op, node())) == set(SPECS[op].params)
+
+
+def test_parameters_are_read_as_they_are_written() -> None:
+    def read(op: Op, *words: float, **fields: object) -> dict[str, object]:
+        return nodes.params_of(GGML, op, node(*words, **fields))
+
+    assert read(Op.SCALE, 2.5, -1.0) == {"scale": 2.5, "bias": -1.0}
+    assert read(Op.TOP_K, ne=(7, 1, 1, 1)) == {"k": 7}
+    assert read(Op.UNARY, 17, 1.0, 2.0, 3.0, 4.0) == {
+        "op": UnaryOp.XIELU, "alpha_n": 1.0, "alpha_p": 2.0, "beta": 3.0, "eps": 4.0,
+    }  # fmt: skip
+    assert read(Op.GLU, 3, 1, 1.5, 7.0) == {
+        "op": GluOp.SWIGLU_OAI,
+        "swapped": True,
+        "alpha": 1.5,
+        "limit": 7.0,
+    }
+    assert read(Op.PAD, 1, 2, 3, 4, 5, 6, 7, 8, 1) == {
+        "left": (1, 3, 5, 7), "right": (2, 4, 6, 8), "circular": True,
+    }  # fmt: skip
+    assert read(Op.MUL_MAT, 10)["prec"] is Prec.F32
+    assert read(Op.MUL_MAT, 20)["prec"] is Prec.DEFAULT  # allows f16: no demand
+    rope = read(Op.ROPE, 0, 64, 2, 0, 4096, 1e4, 1.0, 0.0, 1.0, 32.0, 1.0, 1, 2, 3, 4, 9)
+    assert (rope["n_dims"], rope["mode"], rope["freq_base"]) == (64, RopeType.NEOX, 1e4)
+    assert (rope["beta_slow"], rope["sections"], rope["offset"]) == (1.0, (1, 2, 3, 4), 9)
+
+
+def test_what_ggmlb_has_no_words_for_is_declined() -> None:
+    with pytest.raises(nodes.Unknown, match="no gated linear unit 6"):
+        nodes.params_of(GGML, Op.GLU, node(6))
+    with pytest.raises(nodes.Unknown, match="DSV4_HC_PRE"):
+        nodes.params_of(GGML, Op.DSV4_HC_PRE, node(1.0, 1))
