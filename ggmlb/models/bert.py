@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -23,6 +24,7 @@ from ggmlb.parallel.meta import SplitAxis, SplitState, split_evenly
 
 if TYPE_CHECKING:
     from ggmlb.models.folder import ModelFolder
+    from ggmlb.models.tensor_file import TensorFile
     from ggmlb.models.tokens import Tokens
 
 ACTIVATIONS: dict[str, Callable[[Context, Tensor], Tensor]] = {
@@ -89,16 +91,19 @@ class BertConfig:
             value: str = config.get(key, default)
             return value if value in known else fail(key, " or ".join(map(repr, known)))
 
-        def count(key: str) -> int:
+        def count(key: str, least: int = 0) -> int:
             value = config.get(key)
-            return value if isinstance(value, int) and value > 0 else fail(key, "a whole number above 0")
+            if isinstance(value, int) and not isinstance(value, bool) and value > least:
+                return value
+            fail(key, f"a whole number above {least}")
 
         one_of("model_type", "bert")
         one_of("position_embedding_type", "absolute", default="absolute")
         eps = config.get("layer_norm_eps")
-        if not isinstance(eps, (int, float)) or eps < 0:
-            fail("layer_norm_eps", "a number, 0 or above")
-        n_embd, n_head, n_ctx = map(count, ("hidden_size", "num_attention_heads", "max_position_embeddings"))
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= 1:
+            fail("layer_norm_eps", "a number from 0 to 1")
+        n_embd, n_head = map(count, ("hidden_size", "num_attention_heads"))
+        n_ctx = count("max_position_embeddings", 2)  # two are for special tokens
         if n_embd % n_head:
             fail("num_attention_heads", f"a divisor of hidden_size, {n_embd}")
         return cls(
@@ -114,6 +119,24 @@ class BertConfig:
             n_max=min(_limit(folder) or n_ctx, n_ctx),
             pooling=_pooling(folder),
         )
+
+    def check_file(self, file: TensorFile) -> str:
+        """Check that a file has all weights, before anything is made that is as large as the sizes say.
+
+        Returns:
+            What the names of its weights begin with.
+
+        Raises:
+            ModelError: It lacks one, or has it in another shape, or not in floating point.
+        """
+        # Some checkpoints hold the encoder inside a larger model.
+        prefix = "bert." if any(name.startswith("bert.") for name in file) else ""
+        layers = (self.layer_sources(prefix, layer) for layer in range(self.n_layer))
+        for sources in chain([self.embedding_sources(prefix)], layers):
+            for source in sources.values():
+                for name in source.names:
+                    file.entry(name, source.shape)
+        return prefix
 
     def embedding_sources(self, prefix: str) -> dict[str, Source]:
         """Return where the weights before the first layer come from."""

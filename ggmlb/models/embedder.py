@@ -35,11 +35,18 @@ PLANS_NBYTES = 1 << 30
 """Device memory that the graphs of earlier batches may keep, to be used again [bytes]."""
 
 
+LENGTH_ERROR = 1e-3
+"""How far the length of an embedding may be from 1."""
+
+
 class BertEmbedder:
     """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
 
     The weights lie in the memory of the devices asked for, and each layer runs where its weights are.
-    A context manager: leaving it frees the devices. One thread at a time may use it.
+    A context manager: leaving it frees the devices. One thread at a time may use it. On the CPU, weights are
+    used where they lie in the model's file: leave that as it is meanwhile, or replace it by another file of
+    its name. If it is cut short or overwritten in place, `embed` raises a ModelError; or the system ends the
+    process (SIGBUS), where that happens while it reads.
 
     Args:
         model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
@@ -77,6 +84,7 @@ class BertEmbedder:
         folder = ModelFolder(model_dir)
         self.config = BertConfig.from_folder(folder)
         self._tokenizer = Tokenizer(folder.file("tokenizer.json"), self.config.n_max, self.config.n_vocab)
+        self._prefix = self.config.check_file(folder.tensors)
         names = _device_names(devices, layers_on)
         self.homes = assign_layers(layers_on, names, self.config.n_layer)
         matrix_type = None if weight_type is None else DType.parse(weight_type)
@@ -85,12 +93,12 @@ class BertEmbedder:
         self.is_freed = False
         with ExitStack() as resources:
             self._backends = tuple(resources.enter_context(self._open(n)) for n in names)
-            weights = Weights(folder.tensors, matrix_type, self._overrides(names, override_tensors))
-            resources.callback(weights.free)
+            self._placer = Weights(folder.tensors, matrix_type, self._overrides(names, override_tensors))
+            resources.callback(self._placer.free)
             self._weights = {
                 name: tensor
                 for home, backend in zip(names, self._backends, strict=True)
-                for name, tensor in weights.place(self._sources(folder, home), backend).items()
+                for name, tensor in self._placer.place(self._sources(home), backend).items()
             }
             resources.callback(self._free_runs)
             self._resources = resources.pop_all()
@@ -135,19 +143,26 @@ class BertEmbedder:
         Raises:
             ArgumentError: No texts, something that is not a text, or a batch below 1.
             FreedError: The embedder was closed.
+            ModelError: An embedding has no length, as where a weight is NaN; the tokenizer fails on a text;
+                or weights are used where they lie in the file, and that was changed.
         """
         if self.is_freed:
             raise FreedError("embed: this embedder was closed")
         _check_texts(texts)
         if batch < 1:
             raise ArgumentError(f"embed: batch is {batch}; give 1 or more")
+        self._placer.check_mapped()
         tokens = self._tokenizer(texts)
         embeddings = np.empty((len(texts), self.config.n_embd), np.float32)
         n_done = 0
         lengths = [t.size for t in tokens]
         for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
             run = self._last_run = self._run(n_tokens, len(members))
-            embeddings[members] = run([tokens[i] for i in members])
+            found = run([tokens[i] for i in members])
+            is_unit = np.isclose(np.linalg.norm(found, axis=1), 1, atol=LENGTH_ERROR)
+            if not is_unit.all():
+                raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")
+            embeddings[members] = found
             n_done += len(members)
             if progress is not None:
                 progress(n_done, len(texts))
@@ -174,17 +189,15 @@ class BertEmbedder:
         together = [registry.device_by_name(part.strip()) for part in parts]
         return meta_device(together, partial(self.config.split_state, n_devices=len(together))).init_backend()
 
-    def _sources(self, folder: ModelFolder, device: str) -> dict[str, Source]:
+    def _sources(self, device: str) -> dict[str, Source]:
         """What lies on a device, by the names that the graph uses."""
-        # Some checkpoints hold the encoder inside a larger model.
-        prefix = "bert." if any(name.startswith("bert.") for name in folder.tensors) else ""
         sources: dict[str, Source] = {}
         for part, home in self.homes.items():
             if home == device:
                 sources |= (
-                    self.config.layer_sources(prefix, part)
+                    self.config.layer_sources(self._prefix, part)
                     if isinstance(part, int)
-                    else self.config.embedding_sources(prefix)
+                    else self.config.embedding_sources(self._prefix)
                 )
         return sources
 

