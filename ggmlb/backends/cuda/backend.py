@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy.typing as npt
 
 from ggmlb.backends.common.fusion import gather
 from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy, queue_read_2d, queue_write_2d
@@ -17,6 +19,7 @@ from ggmlb.backends.cuda.memory import Remains
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.backends.cuda.work import Arena, allocate
+from ggmlb.backends.gpu.bad_index import SLOT, BadIndices
 from ggmlb.core.errors import BackendError
 from ggmlb.core.placement import overlap
 from ggmlb.interface import Backend
@@ -25,6 +28,7 @@ from ggmlb.parallel.row_split import Helpers
 if TYPE_CHECKING:
     from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.cuda.device import CudaDevice
+    from ggmlb.backends.gpu.bad_index import Slot, SlotBlock, Words
     from ggmlb.core.enums import Status
     from ggmlb.core.graph import Graph
     from ggmlb.core.tensor import Tensor
@@ -44,6 +48,7 @@ class CudaBackend(Backend):
         clock: Times its work, while it is being timed.
         idle_graphs: Executable graphs that plans left behind.
         helpers: Its streams on other cards.
+        bad_indices: Where its kernels note indices that are out of range.
     """
 
     guid = "ggmlb-cuda-cupy"
@@ -67,6 +72,7 @@ class CudaBackend(Backend):
         self._last_plan: CudaPlan | None = None
         self.clock: Clock | None = None
         self.helpers = Helpers()
+        self.bad_indices = BadIndices()
 
     @property
     def blas(self) -> CuBlas:
@@ -106,6 +112,8 @@ class CudaBackend(Backend):
                 return plan.run()
         except self._driver.errors as error:
             raise BackendError(self._late(error)) from None
+        finally:
+            plan.slots.note_use()
 
     def _plan_free(self, plan: GraphPlan) -> None:
         if self._last_plan is plan:
@@ -193,7 +201,7 @@ class CudaBackend(Backend):
         self.device.check_process(call)
         return cuda_errors(self._driver, call)
 
-    def _hold(self, buffer: CudaBuffer, array: Bytes) -> None:
+    def _hold(self, buffer: CudaBuffer, array: npt.NDArray[Any]) -> None:
         """Keep a host array until the work queued so far is done."""
         buffer.streams.add(self.stream)
         self._held.append((self.stream.mark(), array))
@@ -241,6 +249,24 @@ class CudaBackend(Backend):
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def _synchronize(self) -> None:
+        with self.bad_indices.looked_at(self):
+            self._finish()
+
+    def read_slots(self, block: SlotBlock, words: Words) -> None:
+        """As `SlotStream.read_slots`."""
+        buffer = cast("CudaBuffer", block.buffer)
+        with self._transfer(f"read what {self.name} noted of indices"), self.device.on():
+            to = address_of(words)
+            self._driver.copy(to, buffer.address, words.nbytes, Way.TO_HOST, self.stream.handle)
+            self._hold(buffer, words)
+
+    def clear_slot(self, slot: Slot) -> None:
+        """As `SlotStream.clear_slot`."""
+        buffer = cast("CudaBuffer", slot.block.buffer)
+        with self._transfer(f"forget what {self.name} noted of indices"), self.device.on():
+            self._driver.fill(buffer.address + slot.offset, 0, SLOT, self.stream.handle)
+
+    def _finish(self) -> None:
         guard.enter(f"synchronize {self.name}")
         try:
             with self.device.on():

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
 
+import numpy.typing as npt
+
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
@@ -290,7 +292,7 @@ def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbyte
         guard.leave()
 
 
-def address_of(array: Bytes) -> int:
+def address_of(array: npt.NDArray[Any]) -> int:
     """Return where a NumPy array's memory begins."""
     address: int = array.__array_interface__["data"][0]
     return address

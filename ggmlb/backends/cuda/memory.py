@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.buffer import CudaBuffer
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Driver
     from ggmlb.backends.cuda.graphs import IdleGraphs
     from ggmlb.backends.cuda.stream import Stream
-    from ggmlb.interface.data import Bytes
 
 
 class Lent:
@@ -37,7 +38,7 @@ class Remains:
         self._driver = driver
         self._stream = stream
         self._idle_graphs = idle_graphs
-        self.held: list[tuple[int, Bytes]] = []
+        self.held: list[tuple[int, npt.NDArray[Any]]] = []
         self.blas: tuple[CuBlas, CudaBuffer] | None = None
 
     def close(self) -> None:

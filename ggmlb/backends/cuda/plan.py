@@ -30,6 +30,7 @@ class CudaPlan(GraphPlan):
         parts: The steps by node.
         segments: The same steps, cut where some cannot be captured.
         buffers: What they use.
+        slots: Where steps that read indices note bad ones.
     """
 
     if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class CudaPlan(GraphPlan):
         binder = Binder(backend)
         self.parts: list[Part] = lower(graph, backend, binder)
         binder.bind(self.parts)
+        self.slots = binder.slots
         self.buffers: tuple[CudaBuffer, ...] = tuple(binder.buffers.values())
         self.segments: list[Segment] = self._segments()
         self._wait = env.cuda_sync()

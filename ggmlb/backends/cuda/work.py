@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,8 @@ import numpy.typing as npt
 from ggmlb.backends.cuda.arguments import argument_block
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import place
-from ggmlb.backends.gpu import Launch, Mem, Scratch
+from ggmlb.backends.gpu import BadIndex, Launch, Mem, Scratch
+from ggmlb.backends.gpu.bad_index import PlanSlots
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
 
@@ -77,6 +78,7 @@ class Binder:
 
     Attributes:
         buffers: All memory that the steps use.
+        slots: Where steps that read indices note bad ones.
     """
 
     def __init__(self, backend: CudaBackend) -> None:
@@ -84,6 +86,7 @@ class Binder:
         self._backend = backend
         self._arena = 0
         self._offsets: dict[Scratch, int] = {}
+        self.slots = PlanSlots({})
 
     def bind(self, parts: list[Part]) -> None:
         """Fill in the steps of all parts, which run in this order."""
@@ -92,6 +95,7 @@ class Binder:
             self._arena = self.use(self._backend.arena.get(self._backend, nbytes)).address
         launches = [r for part in parts for r in part.requests if isinstance(r, Launch)]
         self._backend.device.driver.prepare(launches, self._backend.device.index)
+        self.slots = self._backend.bad_indices.take(launches, self._backend)
         for part in parts:
             part.steps = [self._step(request) for request in part.requests]
             part.requests = []
@@ -118,6 +122,9 @@ class Binder:
         """Return where the memory begins that a mem lies in."""
         if isinstance(mem.buffer, Scratch):
             return self._arena + self._offsets[mem.buffer]
+        if isinstance(mem.buffer, BadIndex):
+            slot = self.slots.places[mem.buffer]
+            return self.use(cast("CudaBuffer", slot.block.buffer)).address + slot.offset
         if not isinstance(mem.buffer, CudaBuffer):
             raise BackendError(f"{self._backend.name} cannot reach memory of {mem.buffer!r}")
         return self.use(mem.buffer).address

@@ -10,11 +10,12 @@ a group of work-items shares a row (GPUs) or a work-item has rows to itself (CPU
 by the macro WG.
 """
 
-from ggmlb.backends.gpu.launch import Defines, Launch, Mem, Scratch, Target
+from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Mem, Scratch, Target
 from ggmlb.backends.gpu.lowering import declines, lower, lower_group, takes
 from ggmlb.backends.gpu.source import Kernel, Param, assemble, families, packed_args, source
 
 __all__ = [
+    "BadIndex",
     "Defines",
     "Kernel",
     "Launch",

@@ -78,12 +78,32 @@ class Scratch:
         return Mem(self, offset, dtype, ne, contiguous_nb(dtype, ne))
 
 
+@dataclass(slots=True, eq=False)
+class BadIndex:
+    """Where launches note an index that they read on the device and that is out of range.
+
+    The plan that runs them provides the memory, and the stream looks at it (`bad_index`).
+
+    Attributes:
+        node: The node that the launches compute, or helps to.
+        n: What its indices must be below.
+    """
+
+    node: Tensor
+    n: int
+
+    @property
+    def mem(self) -> Mem:
+        """What kernels take as `bad`: a word that says whether there was one, and the index."""
+        return Mem(self, 0, DType.I64, (2, 1, 1, 1), contiguous_nb(DType.I64, (2, 1, 1, 1)))
+
+
 @dataclass(slots=True)
 class Mem:
     """A tensor as a kernel sees it: where it lies and how it is walked; a view of it needs no Tensor.
 
     Attributes:
-        buffer: The buffer, or the plan's memory, that it lies in.
+        buffer: The buffer that it lies in, or what the plan provides.
         offset: Of its first element [bytes].
         dtype: Its type.
         ne: Extents, innermost first.
@@ -91,7 +111,7 @@ class Mem:
         packing: What its memory's order of bytes adds to the type's name (`Buffer.packing`).
     """
 
-    buffer: Buffer | Scratch | None
+    buffer: Buffer | Scratch | BadIndex | None
     offset: int
     dtype: DType
     ne: Ne

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, TypeGuard, cast
 
+import numpy as np
 import pyopencl as cl
 
 from ggmlb.backends.common.fusion import Group, gather
 from ggmlb.backends.gpu import Target, takes
+from ggmlb.backends.gpu.bad_index import SLOT, BadIndices, Slot, SlotBlock, Words
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import Clock
 from ggmlb.backends.opencl.event import OpenClEvent
@@ -37,6 +39,7 @@ class OpenClBackend(Backend):
         queue: PyOpenCL's queue.
         target: How kernels split their work here.
         helpers: Its streams on other devices.
+        bad_indices: Where its kernels note indices that are out of range.
     """
 
     guid = "ggmlb-opencl"
@@ -54,6 +57,7 @@ class OpenClBackend(Backend):
         self._last: cl.Event | None = None
         self._clock: Clock | None = None
         self.helpers = Helpers()
+        self.bad_indices = BadIndices()
 
     @property
     def streams(self) -> tuple[Backend, ...]:
@@ -82,6 +86,8 @@ class OpenClBackend(Backend):
             except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
                 self._note(cl.enqueue_marker(self.queue), *plan.buffers)
                 raise
+            finally:
+                plan.slots.note_use()
             if last is not None:
                 self._note(last, *plan.buffers)
         return status
@@ -222,6 +228,10 @@ class OpenClBackend(Backend):
                 cl.enqueue_barrier(self.queue, wait_for=[event.marker])
 
     def _synchronize(self) -> None:
+        with self.bad_indices.looked_at(self):
+            self._finish()
+
+    def _finish(self) -> None:
         with cl_errors(f"synchronize {self.name}"):
             self.queue.finish()
         ended, self._held = self._held, []
@@ -230,6 +240,19 @@ class OpenClBackend(Backend):
             self._last = None
         for event in ended:
             check_outcome(event, self.name)
+
+    def read_slots(self, block: SlotBlock, words: Words) -> None:
+        """As `SlotStream.read_slots`."""
+        buffer = cast("OpenClBuffer", block.buffer)
+        with cl_errors(f"read what {self.name} noted of indices"):
+            self._hold(cl.enqueue_copy(self.queue, words, buffer.memory, is_blocking=False), buffer)
+
+    def clear_slot(self, slot: Slot) -> None:
+        """As `SlotStream.clear_slot`."""
+        buffer = cast("OpenClBuffer", slot.block.buffer)
+        with cl_errors(f"forget what {self.name} noted of indices"):
+            zero = np.zeros(1, np.uint8)
+            self._note(cl.enqueue_fill_buffer(self.queue, buffer.memory, zero, slot.offset, SLOT), buffer)
 
     def _free(self) -> None:
         self.helpers.free()

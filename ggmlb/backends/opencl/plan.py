@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.gpu import Launch, Mem, lower, lower_group, packed_args
+from ggmlb.backends.gpu import BadIndex, Launch, Mem, lower, lower_group, packed_args
+from ggmlb.backends.gpu.bad_index import PlanSlots
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
@@ -36,6 +37,7 @@ class OpenClPlan(GraphPlan):
         steps: Kernel, global size and local size of each launch.
         results: The node that each step computes, or helps to; the last of those that it fuses.
         buffers: The buffers that the steps use; OpenCL kernels do not keep them alive.
+        slots: Where steps that read indices note bad ones.
     """
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
@@ -56,14 +58,13 @@ class OpenClPlan(GraphPlan):
             self.results += [item.result if isinstance(item, Group) else item] * len(made)
         loans = programs.borrow(launches, target.on_cpu)
         self._give_back = weakref.finalize(self, programs.give_back, loans)
+        self.slots = backend.bad_indices.take(launches, backend)
         buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
         for launch, (_, kernel) in zip(launches, loans, strict=True):
-            _set_args(kernel, launch)
+            for buffer in _set_args(kernel, launch, self.slots):
+                buffers[id(buffer)] = buffer
             x, y, z = launch.groups
             self.steps.append((kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)))
-            for arg in launch.args:
-                if isinstance(arg, Mem):
-                    buffers[id(arg.buffer)] = arg.buffer
         self.buffers.extend(buffers.values())
         start = 0
         for end, product in products:
@@ -84,19 +85,24 @@ class OpenClPlan(GraphPlan):
         self._give_back()
 
 
-def _set_args(kernel: cl.Kernel, launch: Launch) -> None:
-    """Set a launch's arguments as the kernel's text declares them: the buffers, then the rest as one.
+def _set_args(kernel: cl.Kernel, launch: Launch, slots: PlanSlots) -> list[Buffer]:
+    """Set a launch's arguments as the kernel's text declares them: first buffers, which are returned.
 
     By number and as bytes: PyOpenCL's way by types makes Python code for each kernel object, in milliseconds.
     """
-    n = 0
+    buffers: list[Buffer] = []
     rest: list[float] = []
     for arg in launch.args:
-        if isinstance(arg, Mem):
-            assert isinstance(arg.buffer, Buffer)
-            kernel.set_arg(n, arg.buffer.base)
-            n += 1
-            rest += (arg.offset, *arg.ne, *arg.nb)
-        else:
+        if not isinstance(arg, Mem):
             rest.append(arg)
-    kernel.set_arg(n, packed_args(launch.kernel).pack(*rest))
+            continue
+        buffer, offset = arg.buffer, arg.offset
+        if isinstance(buffer, BadIndex):
+            slot = slots.places[buffer]
+            buffer, offset = slot.block.buffer, slot.offset
+        assert isinstance(buffer, Buffer)
+        kernel.set_arg(len(buffers), buffer.base)
+        buffers.append(buffer)
+        rest += (offset, *arg.ne, *arg.nb)
+    kernel.set_arg(len(buffers), packed_args(launch.kernel).pack(*rest))
+    return buffers

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.gpu import Kernel, Launch, Mem, Scratch, assemble
+from ggmlb.backends.gpu import BadIndex, Kernel, Launch, Mem, Scratch, assemble
+from ggmlb.backends.gpu.bad_index import SLOT
 
 HERE = Path(__file__).parent
 HEADER = '#include "emulator.h"\n'
@@ -176,14 +177,21 @@ def build(kernel: Kernel, defines: tuple[tuple[str, str], ...], wg: int) -> Buil
 
 
 class Memory:
-    """Memory for tensors and scratch, each before a forbidden page; NaN before it is written."""
+    """Memory for tensors and scratch, each before a forbidden page; NaN before it is written.
+
+    Attributes:
+        slots: Where launches note indices that are out of range.
+    """
 
     def __init__(self) -> None:
+        self.slots: dict[BadIndex, Any] = {}
         self._scratch: dict[int, tuple[Scratch, Any]] = {}
 
     def array(self, mem: Mem) -> Any:
         """Return the memory that a mem lies in; scratch is made when first asked for."""
         assert mem.buffer is not None
+        if isinstance(mem.buffer, BadIndex):
+            return self.slots.setdefault(mem.buffer, guarded(SLOT, 0))
         if isinstance(mem.buffer, Scratch):
             return self._scratch.setdefault(id(mem.buffer), (mem.buffer, guarded(mem.buffer.nbytes)))[1]
         return mem.buffer.base
@@ -212,8 +220,8 @@ class Memory:
         built.run([ctypes.addressof(v) for v in values], launch.groups, spans, order)
 
 
-def guarded(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return memory, full of 0xff, that begins at a multiple of 64 and ends close before forbidden pages."""
+def guarded(nbytes: int, byte: int = 0xFF) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return memory, full of a byte, that begins at a multiple of 64 and ends before forbidden pages."""
     import mmap
 
     page = mmap.PAGESIZE
@@ -227,5 +235,5 @@ def guarded(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             raise OSError(ctypes.get_errno(), "mprotect")
     end = FORBIDDEN + inner
     usable = whole[end - size : end - size + nbytes]
-    usable[:] = 0xFF
+    usable[:] = byte
     return usable

@@ -103,5 +103,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s)
 }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift)
 { return (unsigned)(((uint64_t)high << 32 | low) >> (shift & 31)); }
+/* atomic accesses are in order with each other; threads run one after another here */
+UNCHECKED static inline int atomicCAS(int *p, int from, int to) { const int old = *p; if (old == from) *p = to; return old; }
 static inline float __fdividef(float x, float y) { return x/y; }
 static inline int __float2int_rn(float x) { return (int)rintf(x); }

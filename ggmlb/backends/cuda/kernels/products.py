@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.cuda.gemm import cannot_describe, gemms
-from ggmlb.backends.gpu import Launch, Mem, Scratch
+from ggmlb.backends.gpu import BadIndex, Launch, Mem, Scratch
 from ggmlb.backends.gpu.launch import flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.base import FLOATS
 from ggmlb.backends.gpu.lowering.copy import copy
@@ -253,15 +253,16 @@ def mul_mat_id(lw: Lowering, node: Tensor) -> list[Step] | None:
     if not a.is_contiguous_rows() or b.dtype not in FLOATS:
         return None
     slots, tokens = ids.ne[0], ids.ne[1]
+    bad = BadIndex(node, a.ne[2]).mem
     if a.dtype in IN_PIECES:
         steps, (numbers, facts), fused = _activations(lw, b, 1)
         x, _, flags = _shape(lw, a, 1, slots * tokens, TILE)
         x = _at_once(lw, 1, x, slots * tokens)
-        mems = [Mem.of(a), numbers, facts, Mem.of(ids), Mem.of(node)]
+        mems = [Mem.of(a), numbers, facts, Mem.of(ids), bad, Mem.of(node)]
         found = _kernel("mul_mat_id_q8", mems, (b.ne[1],), (x, slots, tokens), **flags, **_align(a), **fused)
         return [*steps, found]
     if not _in_vectors(b, a):
         return None
     x, _, flags = _shape(lw, a, 1, slots * tokens, 512 // a.dtype.type_size)
-    mems = [Mem.of(a), Mem.of(b), Mem.of(ids), Mem.of(node)]
+    mems = [Mem.of(a), Mem.of(b), Mem.of(ids), bad, Mem.of(node)]
     return [_kernel("mul_mat_id_vec16", mems, (), (x, slots, tokens), **flags)]

@@ -49,6 +49,10 @@ DEVICE_FN F8 tail8_b(CGLOBAL char *row, int n) { return MAKE_F8(B_); }
     BARRIER(); \
     n_pairs = 0; \
     for (int l = 0; l < WG; l++) { if (l == LOCAL_ID) first_ = n_pairs; n_pairs += counts[l]; }
+/* pairs of no expert are on no list; one group looks for them */
+#define NOTE_BAD_PAIRS \
+    if (GROUP_ID(0) + GROUP_ID(1) + GROUP_ID(2) == 0) \
+        for (int p = LOCAL_ID; p < N_PAIRS; p += WG) IS_ROW(LD(ids, p % ids_ne0, p/ids_ne0, 0, 0), a_ne2, bad);
 #define LIST_PAIRS(expert, n0, n) { \
     int c = first_ - (n0); \
     if (c < (n)) EACH_PAIR(p, expert) { \

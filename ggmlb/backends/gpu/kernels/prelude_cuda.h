@@ -24,6 +24,7 @@
 #define BARRIER()    __syncthreads()
 #define BARRIER_ALL() __syncthreads()
 #define UNROLL       _Pragma("unroll")
+#define IS_FIRST_TO_SET(p) (atomicCAS((int *)(p), 0, 1) == 0)
 #define REASSOCIATE
 #define VECTORIZE
 

@@ -19,6 +19,7 @@
 #define BARRIER()    barrier(CLK_LOCAL_MEM_FENCE)
 #define BARRIER_ALL() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #define UNROLL       __attribute__((opencl_unroll_hint))
+#define IS_FIRST_TO_SET(p) (atomic_cmpxchg((volatile GLOBAL int *)(p), 0, 1) == 0)
 
 typedef char  i8_t;
 typedef long  i64_t;

@@ -129,17 +129,26 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
          s_ += NUM_GROUPS(0)*ROWS_AT_ONCE_) \
         for (int r_ = N_ROWS_(x) == 1 ? 0 : n_stretches_ == 1 ? s_ : QUOTIENT_(s_, n_stretches_), \
                  first_ = (s_ - r_*n_stretches_)*(PER*LANES), INDICES_(x, r_))
-#define MAP_ROWS(x, d, to, takes, value) \
-    EACH_STRETCH(x) { \
-        GLOBAL char *to_ = to; \
-        takes \
-        ROOM(d) \
-        EACH_LANE(i0, x##_ne0) SET_VALUE(d, to_, i0, value); \
-        GIVE(d, to_, x##_ne0) \
-    }
+#define MAP_ROWS(x, d, to, takes, value) EACH_STRETCH(x) { MAP_STRETCH(x, d, to, takes, value) }
+#define MAP_STRETCH(x, d, to, takes, value) \
+    GLOBAL char *to_ = to; \
+    takes \
+    ROOM(d) \
+    EACH_LANE(i0, x##_ne0) SET_VALUE(d, to_, i0, value); \
+    GIVE(d, to_, x##_ne0)
 #else
 #define MAP_ROWS(x, d, to, takes, value) EACH_ELEMENT(x) ST_ROW(d, to, i0, value);
 #endif
+
+/* Whether a tensor has row i, of n: i is data, which may hold anything. The first one that it has not is noted at bad, for
+   the host (bad_index.py): that there is one, and which. */
+#define IS_ROW(i, n, bad) is_row_((i), (n), bad##_buf + bad##_off)
+DEVICE_FN int is_row_(i64_t i, int n, GLOBAL char *bad)
+{
+    if (i >= 0 && i < n) return 1;
+    if (IS_FIRST_TO_SET(bad)) ((GLOBAL i64_t *)bad)[1] = i;
+    return 0;
+}
 
 #define MINUS_INFINITY AS_FLOAT(0xff800000u)
 /* integers in the order of the floats: their maximum is vectorised, that of floats is not */

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.gpu.launch import Mem, elementwise, flattened, mapped, stretched, vector_width
+from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, flattened, mapped, stretched, vector_width
 from ggmlb.backends.gpu.lowering.base import FLOATS, Rule
 from ggmlb.backends.gpu.lowering.elementwise import combine
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
@@ -102,7 +102,7 @@ def _get_rows_declines(node: Tensor) -> str | None:
 
 def _get_rows(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.sources
-    return [_moved(target, "get_rows", Mem.of(a), Mem.of(node), [Mem.of(b)])]
+    return [_moved(target, "get_rows", Mem.of(a), Mem.of(node), [Mem.of(b), BadIndex(node, a.ne[1]).mem])]
 
 
 def _set_rows_declines(node: Tensor) -> str | None:
@@ -112,7 +112,8 @@ def _set_rows_declines(node: Tensor) -> str | None:
 
 def _set_rows(node: Tensor, target: Target) -> list[Launch]:
     a, ids = node.sources[:2]
-    return [_moved(target, "set_rows", Mem.of(a), Mem.of(node), [Mem.of(ids)], over=0)]
+    beside = [Mem.of(ids), BadIndex(node, node.ne[1]).mem]
+    return [_moved(target, "set_rows", Mem.of(a), Mem.of(node), beside, over=0)]
 
 
 def _window_declines(node: Tensor) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Name
-from ggmlb.backends.gpu.launch import Mem, launch
+from ggmlb.backends.gpu.launch import BadIndex, Mem, launch
 from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_in_rows
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import GluOp, Op
@@ -107,8 +107,8 @@ def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
 def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     m, n_pairs, n_experts = a.ne[1], ids.ne[0] * ids.ne[1], a.ne[2]
-    mems = [a, b, ids, Mem.of(node)]
-    if n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts:
+    mems = [a, b, ids, BadIndex(node, n_experts).mem, Mem.of(node)]
+    if n_experts and n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts:
         kernel, rows, columns, wg = (
             ("mul_mat_id_panel", PANEL_ROWS, PANEL_COLUMNS, 1)
             if target.on_cpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.gpu.launch import Mem, elementwise, launch
+from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, launch
 from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -33,8 +33,8 @@ def _lines(target: Target, n: int) -> tuple[int, int, int]:
 
 
 def _ssm_scan(node: Tensor, target: Target) -> list[Launch]:
-    x = node.sources[1]
-    mems = [Mem.of(t) for t in (*node.src, node) if t is not None]
+    state, x = node.sources[:2]
+    mems = [*map(Mem.of, node.sources), BadIndex(node, state.ne[3]).mem, Mem.of(node)]
     groups = _lines(target, x.ne[0] * x.ne[1] * x.ne[3])
     return [launch("ssm_scan", [*mems, node.params["k"]], groups, target.wg)]
 

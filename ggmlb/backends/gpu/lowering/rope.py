@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil, floor, inf, log, pi
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.gpu.launch import Mem, rowwise, vector_width
+from ggmlb.backends.gpu.launch import BadIndex, Mem, rowwise, vector_width
 from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_f32, not_floats
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
@@ -45,8 +45,8 @@ def _rope(node: Tensor, target: Target) -> list[Launch]:
     return [_launch(node, target, Mem.of(node), None)]
 
 
-def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
-    """Return the launch that writes to `d`, whose planes `ids` names if it is given."""
+def _launch(node: Tensor, target: Target, d: Mem, put: Tensor | None) -> Launch:
+    """Return the launch that writes to `d`: to the rows of a cache that `put`, if given, names."""
     a, positions, factors = (*node.src, None)[:3]
     assert a is not None and positions is not None
     p = node.params
@@ -58,10 +58,15 @@ def _launch(node: Tensor, target: Target, d: Mem, ids: Mem | None) -> Launch:
     n_heads = _heads_of_group(node, pieces, target)
     d = d.window((d.ne[0], d.ne[1] // n_heads, d.ne[2], d.ne[3]))
     flags: dict[str, int] = {} if target.on_cpu else {"PER": 16 if vec > 1 else 4, "VEC": vec}
-    flags |= {name: 1 for name, there in (("FACTORS", factors), ("PUT", ids)) if there is not None}
-    mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions), ids or Mem.of(positions), d]
+    flags |= {name: 1 for name, there in (("FACTORS", factors), ("PUT", put)) if there is not None}
+    mems = [Mem.of(a), Mem.of(positions), Mem.of(factors or positions)]
+    mems += (
+        [Mem.of(positions), d, d]
+        if put is None
+        else [Mem.of(put.sources[1]), BadIndex(put, put.ne[1]).mem, d]
+    )
     numbers = (
-        n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
+        0 if put is None else put.ne[1], n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
         p["freq_base"], scale, ext, magnitude, *yarn_ramp(p), 1.0 if node.op is Op.ROPE else -1.0,
     )  # fmt: skip
     return rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)
@@ -95,10 +100,9 @@ def _takes_put(group: Group, target: Target) -> bool:
 def _put(group: Group, target: Target) -> list[Launch]:
     """Write the heads of a token side by side into the row of the cache that is named for it."""
     node, cache = group["rope"], group.result
-    ids = cache.sources[1]
     size = cache.dtype.type_size
     d = Mem.of(cache).window(node.ne, (size, size * node.ne[0], cache.nb[1], cache.nb[2]))
-    return [_launch(node, target, d, Mem.of(ids))]
+    return [_launch(node, target, d, cache)]
 
 
 RULES = dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_declines, _rope))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.gpu.launch import Mem, elementwise, flattened
+from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, flattened
 from ggmlb.backends.gpu.lowering.base import FLOATS, Rule, no_elements, not_f32, not_floats
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.core.dtypes import DType
@@ -104,7 +104,8 @@ def _add_id_declines(node: Tensor) -> str | None:
 
 
 def _add_id(node: Tensor, target: Target) -> list[Launch]:
-    return [elementwise(target, "add_id", [*(Mem.of(t) for t in node.src if t is not None), Mem.of(node)])]
+    bad = BadIndex(node, node.sources[1].ne[1])
+    return [elementwise(target, "add_id", [*map(Mem.of, node.sources), bad.mem, Mem.of(node)])]
 
 
 def _upscale(node: Tensor, target: Target) -> list[Launch]:
