@@ -2,6 +2,9 @@
 
 The runtimes have caches of their own, but some look a program up only after the compiler's front end has
 read its text: PoCL takes 50 ms for that, and 2 ms for a binary.
+
+PoCL makes a binary by compiling the program once more, for work groups of any size. That is a third of what
+a first process compiles, so only a program that is built a second time is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import pyopencl as cl
 
+from ggmlb.backends.opencl import pocl
 from ggmlb.system import disk_cache
 
 
@@ -25,6 +29,7 @@ class Entry:
         key = "\0".join([*map(str, runtime), *options, text])
         self._device = device
         self._path = disk_cache.folder("opencl") / f"{sha256(key.encode()).hexdigest()}.bin"
+        self._built_before = self._path.with_suffix(".seen") if platform.name.strip() == pocl.NAME else None
 
     def load(self, context: cl.Context, options: Sequence[str]) -> cl.Program | None:
         """Return the program, built, or `None` if it is not there or the runtime refuses it."""
@@ -38,7 +43,10 @@ class Entry:
         return None
 
     def save(self, program: cl.Program) -> None:
-        """Keep a program that was built for the device, and for no other."""
+        """Keep a program that was built for the device, and for no other; PoCL's, from the second time on."""
+        if self._built_before is not None and disk_cache.load(self._built_before) is None:
+            disk_cache.save(self._built_before, b"")
+            return
         facts: Any = program
         with suppress(cl.Error):
             # Runtimes differ in whether the context's other devices have an empty binary, or none.
