@@ -20,14 +20,17 @@ class Graph:
         leafs: Tensors without an op: inputs, weights, constants.
         whole: The graph that this one is a part of, and whose other nodes may read results of this one's;
             `None` for a graph that is computed whole.
+        owner_checks: Whether who made it, a scheduler for one, checks its tensors, and has it planned anew
+            when they change; else plans of it do.
     """
 
-    __slots__ = ("__weakref__", "_seen", "leafs", "nodes", "whole")
+    __slots__ = ("__weakref__", "_seen", "leafs", "nodes", "owner_checks", "whole")
 
     def __init__(self, nodes: Iterable[Tensor] = (), leafs: Iterable[Tensor] = ()) -> None:
         self.nodes: list[Tensor] = list(nodes)
         self.leafs: list[Tensor] = list(leafs)
         self.whole: Graph | None = None
+        self.owner_checks = False
         self._seen: set[Tensor] = {*self.nodes, *self.leafs}
 
     def build_forward_expand(self, *results: Tensor) -> Graph:
@@ -99,6 +102,7 @@ class Graph:
         outside = dict.fromkeys(s for n in nodes for s in n.src if s is not None and s not in inside)
         part = Graph(nodes, outside)
         part.whole = self if self.whole is None else self.whole
+        part.owner_checks = self.owner_checks
         return part
 
     def use_counts(self) -> Counter[Tensor]:

@@ -173,6 +173,19 @@ class Backend(Queue):
             raise FreedError(f"{call}: the plan was freed")
 
     def _check_graph(self, graph: Graph) -> None:
+        buffers = {t.buffer for node in graph.nodes for t in (node, *node.src) if t is not None}
+        if any(b is None or b.is_freed or b.is_read_only or not self.supports_buft(b.buft) for b in buffers):
+            self._find_fault(graph)
+        if not graph.owner_checks:  # else it was asked when the node was given to this backend
+            for node in graph.nodes:
+                why = self.device.declines(node)
+                if why is not None:
+                    raise UnsupportedOpError(
+                        f"{self.name} cannot run {node.describe()}: {why}", reasons={self.name: why}
+                    )
+
+    def _find_fault(self, graph: Graph) -> None:
+        """Name the first tensor that cannot be computed or written, if there is one."""
         usable: set[Buffer | None] = set()
         for node in graph.nodes:
             for tensor in (node, *node.src):
@@ -196,11 +209,6 @@ class Backend(Queue):
                 usable.add(tensor.buffer)
             if node.buffer is not None and node.buffer.is_read_only and node.op not in NO_OPS:
                 node.buffer.check_writable("graph_compute", node)
-            why = self.device.declines(node)
-            if why is not None:
-                raise UnsupportedOpError(
-                    f"{self.name} cannot run {node.describe()}: {why}", reasons={self.name: why}
-                )
 
     # -- turns ---------------------------------------------------------------------------------
     # Work that a thread does in its turn; a plan that has plans of its own stream inside it does it there.

@@ -27,18 +27,17 @@ class GraphPlan(Unique):
 
     Attributes:
         nodes: The nodes it computes.
-        owner_checks: Whether who made it checks its tensors, and makes another plan when they change: a
-            scheduler, for one. Such a plan only checks that its memory was not freed.
+        owner_checks: The graph's: such a plan only checks that its memory was not freed.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
         self._backend = weakref.ref(backend)
         self.nodes = tuple(graph.nodes)
-        self.owner_checks = False
+        self.owner_checks = graph.owner_checks
         self._graph, self._whole = weakref.ref(graph), graph.whole
         self._replacement: GraphPlan | None = None
         self._checked_at = placement_clock.now
-        self._binding = binding(self.nodes)
+        self._binding = None if self.owner_checks else binding(self.nodes)
         self._memory = {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
         self.is_freed = False
 
@@ -62,7 +61,7 @@ class GraphPlan(Unique):
     def graph(self) -> Graph:
         """Return a graph of its nodes, part of the whole that they were planned in."""
         graph = Graph(self.nodes)
-        graph.whole = self._whole
+        graph.whole, graph.owner_checks = self._whole, self.owner_checks
         return graph
 
     def replace(self, plan: GraphPlan) -> None:
@@ -96,7 +95,7 @@ class GraphPlan(Unique):
         now = placement_clock.now
         if self._checked_at == now:
             return True
-        if not self.owner_checks and not _is_same(binding(self.nodes), self._binding):
+        if self._binding is not None and not _is_same(binding(self.nodes), self._binding):
             return False
         for buffer in self._memory:
             if buffer is not None and buffer.is_freed:

@@ -43,9 +43,14 @@ class Workspace:
         """Return a C-contiguous array of undefined contents, valid until `restart`."""
         dtype = np.dtype(dtype)
         n = prod(shape) * dtype.itemsize
+        memory, start = self.reserve(n)
+        return memory[start : start + n].view(dtype).reshape(shape)
+
+    def reserve(self, n: int) -> tuple[Array, int]:
+        """Return memory and where in it `n` bytes of undefined contents begin, valid until `restart`."""
         if self._used + n > self._memory.size:
             self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))
             self._used = 0
         start = self._used
         self._used = -(-(start + n) // _ALIGNMENT) * _ALIGNMENT
-        return self._memory[start : start + n].view(dtype).reshape(shape)
+        return self._memory, start

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 import ggmlb.backends.cpu.array.ops  # noqa: F401 (registers the reference rules)
+from ggmlb.backends.cpu import recipes
 from ggmlb.backends.cpu.array.lowering import Lowering, Step
 from ggmlb.backends.cpu.array.rules import RuleTable, reference
 from ggmlb.backends.cpu.casts import CpuCasts
 from ggmlb.backends.cpu.products import product
 from ggmlb.core.errors import BackendError
+from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.common.workspace import Array, Workspace
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 TABLE = RuleTable(CpuCasts(np), reference)
 """What the CPU can compute."""
+
+
+_UNKNOWN: Final = recipes.Recipe([], [])
 
 
 class CpuLowering(Lowering):
@@ -45,6 +50,43 @@ class CpuLowering(Lowering):
         super().__init__(table, workspace)
         self._threads = threads
         self._addresses: dict[Memory, int] = {}
+        self._recipes: dict[recipes.Key, recipes.Recipe | None] = {}
+        self._taken: list[Array] = []
+
+    def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
+        """As of any library; recipes last as long as the call: what they call may call this lowering."""
+        try:
+            return super().lower(nodes)
+        finally:
+            self._recipes.clear()
+
+    def _lower(self, node: Tensor) -> None:
+        """Follow the recipe of a node like this one, or lower it, and write down how."""
+        if self._group is not None or node.buffer is None:
+            super()._lower(node)
+            return
+        try:
+            key = recipes.key_of(node)
+            recipe = self._recipes.get(key, _UNKNOWN)
+        except (TypeError, ValueError):  # a parameter that cannot be compared
+            recipe = None
+        if recipe is None:
+            super()._lower(node)
+        elif recipe is not _UNKNOWN:
+            steps = recipes.follow(recipe, node, [self._workspace.reserve(n) for n in recipe.scratch])
+            self._steps += steps
+            self._counts[-1] += len(steps)
+        else:
+            n_steps, self._taken = len(self._steps), []
+            super()._lower(node)
+            is_done = self._group is None
+            self._recipes[key] = recipes.write(node, self._steps[n_steps:], self._taken) if is_done else None
+
+    def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """As of any library, noted for a recipe."""
+        array = super().scratch(shape, dtype)
+        self._taken.append(array)
+        return array
 
     def bind(self, view: View) -> Array:
         """A NumPy array over the host buffer's memory."""

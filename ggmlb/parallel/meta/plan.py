@@ -148,15 +148,14 @@ class _Dealer:
         self._flag_what_others_read()
         # A device's stages are parts of one graph: what fuses must know who else reads a result.
         graphs = [Graph(nodes) for nodes in self._dealt]
+        for graph in graphs:
+            graph.owner_checks = True  # slices change with their tensors, which this plan checks
         starts = [0] * self._n
         for ends, then in self._ends:
             plans = tuple(
                 backend.graph_plan_create(graph.view(start, end)) if end > start else None
                 for backend, graph, start, end in zip(self._backends, graphs, starts, ends, strict=True)
             )
-            for own in plans:
-                if own is not None:
-                    own.owner_checks = True  # slices change with their tensors, which this plan checks
             self._plan.stages.append(Stage(plans, then))
             starts = ends
 

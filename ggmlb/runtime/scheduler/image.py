@@ -204,14 +204,33 @@ class Image:
         twins[i] = twin
         return twin
 
+    def _make_all(self, numbers: Sequence[int]) -> None:
+        """Make what is not made yet, as `_make` does; nodes, which are many, without its calls."""
+        signature, twins, bases, flags = self.signature, self._twins, self._bases, self._flags
+        begins, ends, sources = self._begins, self._ends, self._sources
+        tensors, params, n = signature.tensors, signature.params, len(signature.tensors)
+        buffers, offsets = self.buffers, self.offsets
+        for i in numbers:
+            if i in twins:
+                continue
+            begin = begins[i]
+            if begin < 0 or i >= n or not buffers:
+                self._make(i)
+                continue
+            try:
+                src, view_src = tuple([twins[s] for s in sources[begin : ends[i]]]), twins[bases[i]]
+            except KeyError:
+                self._make(i)
+                continue
+            twin = twins[i] = tensors[i].reading(src, view_src)
+            twin.params, twin.flags = params[i], flags[i]
+            twin.buffer, twin.offset = buffers[i], offsets[i]
+
     @property
     def graph(self) -> Graph:
         """All twins, in the order of execution."""
         if self._graph is None:
-            twins = self._twins
-            for i in (*self._leafs, *self._nodes):
-                if i not in twins:
-                    self._make(i)
+            self._make_all((*self._leafs, *self._nodes))
             self._graph = Graph(self._made(self._nodes), self._made(self._leafs))
         return self._graph
 
@@ -223,6 +242,7 @@ class Image:
         whole = self.graph
         graph = Graph(self._made(split.order))
         graph.whole = whole
+        graph.owner_checks = True  # `Program.check` does; nobody else has the image's tensors
         return graph
 
     def variant(self, splits: Sequence[Split], c: int) -> list[Graph]:
@@ -240,7 +260,7 @@ class Image:
             whole.nodes.append(twins.get(node, node))
         graphs = [Graph([twins.get(n, n) for n in split.graph.nodes]) for split in splits]
         for graph in graphs:
-            graph.whole = whole
+            graph.whole, graph.owner_checks = whole, True
         return graphs
 
     # -- places --------------------------------------------------------------------------------

@@ -189,7 +189,6 @@ class Program:
         plan = split.plans[c]
         if plan is None:
             plan = split.plans[c] = split.backend.graph_plan_create(self.variant(c)[index])
-            plan.owner_checks = True  # `check` does; nobody else has the image's tensors
         return plan
 
     def variant(self, c: int) -> list[Graph]:

@@ -29,6 +29,8 @@ class Casts:
     `load` and `store` return `None` for float32 itself: the memory is used as it lies.
     """
 
+    keeps_no_memory = True
+
     def __init__(self, xp: Any) -> None:
         self.xp = xp
 

@@ -42,6 +42,7 @@ class Lowering(ABC):
     """
 
     xp: Any
+    keeps_no_memory = True
     tile: int | None = None
     weight_tile: int | None = None
 
@@ -66,10 +67,13 @@ class Lowering(ABC):
             if node.op not in NO_OPS and not node.is_empty:
                 if self._group is None:
                     self._workspace.restart()
-                self._rule(node).lower(self, node)
+                self._lower(node)
         self._flush()
         steps, self._steps = self._steps, []  # which may call this lowering: a cycle would hold the memory
         return steps, self._counts
+
+    def _lower(self, node: Tensor) -> None:
+        self._rule(node).lower(self, node)
 
     def _rule(self, node: Tensor) -> Rule:
         found = self.table.find(node)
@@ -101,6 +105,8 @@ class Lowering(ABC):
             self._flush()
             self._group = Group(self, stage)
         self._group_node = len(self._counts) - 1
+        if self._group.is_closed:
+            self._flush()
 
     def _flush(self) -> None:
         """Append the steps of the stages that wait for others; they count as those of the last one's node."""

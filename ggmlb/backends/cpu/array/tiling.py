@@ -138,6 +138,11 @@ class Group:
         most = max(1, stage.n // stage.least)
         return n if n <= most else max(most // workers * workers, 1)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no other stage can join."""
+        return self._bounds is None
+
     def accepts(self, stage: Stage) -> bool:
         """Take the stage in, if it can run on a tile as soon as those before it have."""
         bounds, limit = self._bounds, self.lw.tile

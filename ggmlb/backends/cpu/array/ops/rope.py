@@ -35,7 +35,7 @@ def _rope(lw: Lowering, t: Tensor, direction: float) -> None:
     ff = lw.array(factors)[0, 0, 0, :n_pairs] if factors is not None else None
     cos, sin = lw.scratch((n_tokens, n_pairs)), lw.scratch((n_tokens, n_pairs))
 
-    def turn() -> None:
+    def turn(cos: Array, sin: Array, pos: Array, ff: Array | None) -> None:
         xp.copyto(cos, pos[channel].T if len(pos) > 1 else pos.T)
         xp.multiply(cos, angle, out=cos)
         if ff is not None:
@@ -47,7 +47,7 @@ def _rope(lw: Lowering, t: Tensor, direction: float) -> None:
         if magnitude * direction != 1:
             xp.multiply(sin, magnitude * direction, out=sin)
 
-    lw.emit(turn)
+    lw.emit(turn, cos, sin, pos, ff)
     if params["mode"] == RopeType.NORMAL:
         first, second = slice(start, start + n_dims, 2), slice(start + 1, start + n_dims, 2)
     else:

@@ -31,6 +31,7 @@ def soft_max(lw: Lowering, t: Tensor) -> None:
     assert a is not None
     xp, scale, max_bias = lw.xp, t.params["scale"], t.params["max_bias"]
     views = [View.of(t), View.of(a)]
+    has_mask, has_sinks = mask is not None, sinks is not None
     if mask is not None:
         views.append(View.of(mask).cut(2, 0, a.ne[1]))
         if max_bias > 0:
@@ -40,10 +41,10 @@ def soft_max(lw: Lowering, t: Tensor) -> None:
 
     def kernel(y: Array, x: Array, *rest: Array) -> None:
         *operands, z = rest
-        sink = operands.pop() if sinks is not None else None
+        sink = operands.pop() if has_sinks else None
         if scale != 1:
             x = xp.multiply(x, scale, out=z)
-        if mask is not None:
+        if has_mask:
             bias = operands[0]
             if max_bias > 0:
                 bias = xp.multiply(bias, operands[1], out=y)
