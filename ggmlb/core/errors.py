@@ -26,19 +26,22 @@ device memory alive.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 
 class Error(Exception):
     """Base of all errors raised by ggmlb; `facts` become attributes.
 
     Args:
-        message: What was asked; what was found; what to do.
+        message: What was asked; what was found; what to do. Control characters in it, as names of tensors
+            and files may hold, are told by their codes: a terminal would obey them.
         **facts: Numbers and names (never tensors or arrays) to keep as attributes.
     """
 
     def __init__(self, message: str, **facts: Any) -> None:
+        message = shown(message)
         super().__init__(message)
         self.message = message
         self.facts = facts
@@ -139,9 +142,25 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
+def shown(text: str) -> str:
+    r"""Return a text as a terminal may be given it: control characters by their codes, `"\x1b[31m"`.
+
+    Line ends and tabs stay; characters that turn the direction of writing, or that no encoding has, do not.
+    """
+    return text if text.isprintable() else _CONTROLS.sub(_code, text)
+
+
+_CONTROLS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def _code(match: re.Match[str]) -> str:
+    number = ord(match[0])
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+
 def one_line(error: BaseException) -> str:
     """Return an error as one line of a report: `"ValueError: what it says"`."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return shown(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

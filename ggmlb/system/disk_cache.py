@@ -3,34 +3,58 @@
 A file is named by a digest of all that its content depends on, and begins with the SHA-256 of the rest. It is
 written whole and then renamed, so that any number of processes may start at once. What cannot be read or
 written is compiled again: a cache is no place to fail.
+
+The code is run as it is found, so nobody else must be able to put it there. As OpenSSH asks of its files, the
+folder and all folders above it belong to the user or to root, and neither the group nor others may write in
+them; in a folder with the sticky bit (`/tmp`) they may, as it keeps them from what is not theirs. Else there is
+no cache, and a RuntimeWarning says once which folder to repair.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG, S_ISVTX, S_IWGRP, S_IWOTH
 from typing import Final
 
 import platformdirs
 
+from ggmlb.core.errors import shown
 from ggmlb.system import env
 
 DIGEST_NBYTES: Final = 32
 
+_checked: Final[dict[Path, Path | None]] = {}
+"""For each folder that is there: where it really is, or `None` if it must not be used."""
+
 
 def folder(backend: str) -> Path:
-    """Return a backend's folder: in GGMLB_CACHE_DIR, or where the system keeps caches; it need not exist."""
+    """Return a backend's folder: in GGMLB_CACHE_DIR, or where the system keeps caches; it need not exist.
+
+    Where there is neither, as in a container whose user has no home, the path is not absolute, and nothing is
+    kept there.
+    """
     root = env.cache_dir()
-    return (Path(root) if root is not None else platformdirs.user_cache_path("ggmlb", False)) / backend
+    return (Path(root).absolute() if root is not None else platformdirs.user_cache_path("ggmlb")) / backend
 
 
 def load(path: Path) -> bytes | None:
-    """Return what `save` wrote; `None` if there is no such file, or it is damaged."""
+    """Return what `save` wrote; `None` if there is no such file, it is damaged, or others could have written it."""
+    home = _trusted(path.parent)
+    if home is None:
+        return None
     try:
-        data = path.read_bytes()
+        # A pipe must not be waited for, nor a link be followed to somebody's else file.
+        handle = os.open(home / path.name, os.O_RDONLY | _NO_SURPRISE)
+        with os.fdopen(handle, "rb") as file:
+            facts = os.fstat(handle)
+            if not S_ISREG(facts.st_mode) or _others_write(facts):
+                return None
+            data = file.read()
     except OSError:
         return None
     digest, content = data[:DIGEST_NBYTES], data[DIGEST_NBYTES:]
@@ -39,13 +63,75 @@ def load(path: Path) -> bytes | None:
 
 def save(path: Path, content: bytes) -> None:
     """Write a file whole, or not at all."""
+    if not path.is_absolute():
+        return
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        _make(path.parent)
+        home = _trusted(path.parent)
+        if home is None:
+            return
+        handle, temporary = tempfile.mkstemp(dir=home)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(sha256(content).digest() + content)
-            os.replace(temporary, path)
+            os.replace(temporary, home / path.name)
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+_NO_SURPRISE: Final = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+def _make(place: Path) -> None:
+    """Make a folder and those above it that are missing, for this user alone whatever the umask says."""
+    missing = []
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    for each in reversed(missing):
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def _trusted(place: Path) -> Path | None:
+    """Return where a folder really is, if it is there and only this user and root can change it."""
+    if place in _checked:
+        return _checked[place]
+    if not place.is_absolute():
+        return None
+    try:
+        found = place.resolve(strict=True)
+        why = _why_not(found)
+    except (OSError, RuntimeError):  # not there, not to be read, or a circle of links
+        return None
+    if why is not None:
+        with suppress(RuntimeWarning):  # which a filter may have made an error
+            message = f"compiled kernels are neither read from {place} nor kept there: {why}"
+            warnings.warn(shown(message), RuntimeWarning, stacklevel=2)
+    _checked[place] = found if why is None else None
+    return _checked[place]
+
+
+def _why_not(place: Path) -> str | None:
+    """Return why others can change what a folder holds; `None` if they cannot."""
+    for each in (place, *place.parents):
+        facts = each.stat()
+        if not _is_owned(facts):
+            return f"{each} belongs to another user; set GGMLB_CACHE_DIR to a folder of your own"
+        if _others_write(facts) and (each == place or not facts.st_mode & S_ISVTX):
+            return f"others can write in {each}; chmod go-w {each}, or set GGMLB_CACHE_DIR to another folder"
+    return None
+
+
+def _is_owned(facts: os.stat_result) -> bool:
+    return not hasattr(os, "geteuid") or facts.st_uid in (0, os.geteuid())
+
+
+def _others_write(facts: os.stat_result) -> bool:
+    """Whether somebody else owns a file or folder, or can write in it."""
+    return not _is_owned(facts) or (hasattr(os, "geteuid") and bool(facts.st_mode & (S_IWGRP | S_IWOTH)))
