@@ -1,17 +1,18 @@
 """The `ggmlb` command: devices, ops, test, bench, compare, embed, demo.
 
 A command is a module of this package with one function, added to the list in `app.py`. At its top a
-command module imports only `typer`, `ggmlb.core.errors` and `ggmlb.cli.frame`; what it works with is imported
-when it runs, so that `--help` is quick and shows even where an extra is missing.
+command module imports only `typer`, `ggmlb.core.errors`, `ggmlb.cli.frame` and `ggmlb.cli.plain`; what it
+works with is imported when it runs, so that `--help` is quick and shows even where an extra is missing.
 
 Exit status: 0 done; 1 one of our errors, told in one line (`--debug` shows the traceback); 2 wrong usage.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+
+from ggmlb.cli import plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as missing:
         is_devices = args[:1] == ["devices"]
         if is_devices:  # the one command that tells what to install must not need anything
-            from ggmlb.cli import plain
-
             try:
                 plain.devices(args[1:])
                 sys.stdout.flush()
-            except BrokenPipeError:  # `| head`; the interpreter must not meet it again when it ends
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            except BrokenPipeError:  # `| head`
+                plain.drop_output()
                 return 1
         what = "the rest of the command line" if is_devices else "the command line"
         needs = f"{what} needs the package {missing.name!r}; install it with"
-        print(f"ggmlb: {needs}: pip install 'ggmlb[cli]'", file=sys.stderr)
+        plain.echo(f"ggmlb: {needs}: pip install 'ggmlb[cli]'", sys.stderr)
         return 0 if is_devices else 1
     from ggmlb.cli.app import run
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ggmlb.cli import bench, compare, demo, devices, embed, ops, test
+from ggmlb.cli import bench, compare, demo, devices, embed, ops, plain, test
 from ggmlb.cli.frame import console
-from ggmlb.core.errors import Error, one_line
+from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
 app = typer.Typer(
     name="ggmlb",
@@ -31,7 +31,7 @@ def _version(asked: bool) -> None:
     if asked:
         from ggmlb import __version__
 
-        print(f"ggmlb {__version__}")
+        plain.echo(f"ggmlb {__version__}")
         raise typer.Exit
 
 
@@ -59,20 +59,37 @@ def run(args: Sequence[str]) -> int:
     debug = "--debug" in args
     command: Any = typer.main.get_command(app)
     try:
-        command.main([arg for arg in args if arg != "--debug"], prog_name="ggmlb")
+        try:
+            for arg in args:
+                text = arg.encode(errors="replace").decode()  # names of files need not be UTF-8
+                if shown(text) != text:  # it would stand in the messages of typer, which sends it as it is
+                    raise ArgumentError(f"the argument {arg} holds a control character; leave it out")
+            command.main([arg for arg in args if arg != "--debug"], prog_name="ggmlb")
+        finally:
+            sys.stdout.flush()
     except Error as error:
         if debug:
             raise
-        line = f"ggmlb: {error}"
-        console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
-        return 1
+        return _failed(f"ggmlb: {error}")
+    except OSError as error:  # of a file that our commands have no own words for, as a full standard output
+        if debug:
+            raise
+        if error.filename is None:
+            plain.drop_output()
+        where = "the output cannot be written" if error.filename is None else error.filename
+        return _failed(f"ggmlb: {where}: {error.strerror or error}")
     except Exception as error:  # a fault of ours: the traceback is for those who ask for it
         if debug:
             raise
         told = one_line(error)
-        line = f"ggmlb: this should not happen: {told}; see the traceback with --debug, and please report it"
-        console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
-        return 1
+        return _failed(
+            f"ggmlb: this should not happen: {told}; see the traceback with --debug, and please report it"
+        )
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0
+
+
+def _failed(line: str) -> int:
+    console(sys.stderr).print(line, style="red", markup=False, soft_wrap=True)
+    return 1

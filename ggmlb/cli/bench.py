@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
 from ggmlb.cli.options import JsonOption, SomeDevicesOption, device_names
 
@@ -41,7 +42,7 @@ def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False) -> Non
     if as_json:
         import json
 
-        print(json.dumps({"devices": [_as_data(device, of) for device, of in measured]}, indent=1))
+        plain.echo(json.dumps({"devices": [_as_data(device, of) for device, of in measured]}, indent=1))
     else:
         _print_table(measured)
 

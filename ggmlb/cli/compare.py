@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from ggmlb.cli import plain
 from ggmlb.cli.frame import console
 from ggmlb.cli.options import JsonOption, complete_devices, device_names
 from ggmlb.core.errors import ArgumentError, Error
@@ -115,7 +116,7 @@ def compare(
         else:
             done = [_compared_if_supported(p, a, b, nmse) for p in programs]
     if as_json:
-        print(json.dumps([_as_data(c) for c in done], indent=1))
+        plain.echo(json.dumps([_as_data(c) for c in done], indent=1))
     elif len(done) == 1:
         _print_nodes(done[0], names)
     else:

@@ -25,7 +25,7 @@ def devices(
     """
     found, missing = plain.devices_and_reasons()
     if as_json:
-        print(plain.as_json(found, missing))
+        plain.echo(plain.as_json(found, missing))
     else:
         _print_table(found, missing)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ggmlb.cli import plain
 from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
 from ggmlb.core.errors import ArgumentError
@@ -57,7 +58,7 @@ def embed(
         raise ArgumentError(f"cannot write {output_file}: {error.strerror}; give another --output") from error
     if as_json:
         told = {"output": str(output_file), "shape": embeddings.shape, "devices": used, "seconds": took}
-        print(json.dumps(told))
+        plain.echo(json.dumps(told))
 
 
 def read_texts(source: str) -> list[str]:

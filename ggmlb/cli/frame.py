@@ -1,4 +1,8 @@
-"""What the commands share: where and how they print."""
+"""What the commands share: where and how they print.
+
+Names and messages come from files, drivers and other packages: what a terminal would obey in them is shown by
+its code (`shown`). Tables and styled text go through a `console`, all other text through `plain.echo`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
+
+from ggmlb.core.errors import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,11 +23,21 @@ _UNLIMITED = 10_000
 
 def console(stream: TextIO | None = None) -> Console:
     """Return a console on `stream` (stdout by default): colours on a terminal only, whole lines elsewhere."""
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """Styles are rich's to write; the text is somebody's, and rich leaves escapes in it as they are."""
+
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
     stream = sys.stdout if stream is None else stream
     fixed = None if stream.isatty() or "COLUMNS" in os.environ else _UNLIMITED
-    return Console(file=stream, width=fixed, highlight=False)
+    return SafeConsole(file=stream, width=fixed, highlight=False)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ggmlb.cli import plain
 from ggmlb.cli.frame import console
 from ggmlb.cli.options import JsonOption, SomeDevicesOption, device_names
 
@@ -40,7 +41,7 @@ def ops(
 
         from ggmlb.testing.claims import SAMPLES, supported_types
 
-        print(
+        plain.echo(
             json.dumps(
                 {d.name: {op: _names(supported_types(d, op)) for op in SAMPLES} for d in chosen}, indent=1
             )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from ggmlb.core.errors import readable_size
+from ggmlb.core.errors import readable_size, shown
 
 if TYPE_CHECKING:
     from ggmlb.interface import DeviceProps
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
 
 Found = tuple[str, "DeviceProps"]
 """The backend's name, and a device of it."""
+
+
+def echo(text: str, stream: TextIO | None = None) -> None:
+    """Print lines that no terminal obeys, on standard output by default."""
+    print(shown(text), file=stream)
+
+
+def drop_output() -> None:
+    """Let the interpreter not meet again, when it ends, a standard output that cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:
@@ -60,9 +72,9 @@ def devices(args: Sequence[str]) -> None:
     """Print the devices as `ggmlb devices` does, in plain lines; `--json` for programs."""
     found, missing = devices_and_reasons()
     if "--json" in args:
-        print(as_json(found, missing))
+        echo(as_json(found, missing))
         return
     for _, props in found:
-        print(f"{props.name:10} {props.type.value:6} {memory(props):22} {props.description}")
+        echo(f"{props.name:10} {props.type.value:6} {memory(props):22} {props.description}")
     for m in missing:
-        print(m.name + reason(m))
+        echo(m.name + reason(m))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO, cast
 
 import typer
 
+from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
 from ggmlb.cli.options import complete_devices, complete_ops, device_names
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
@@ -111,10 +112,10 @@ def test(
         names = _devices(devices)
         selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
     except UnknownDeviceError as error:
-        print(f"ggmlb: {error}", file=sys.stderr)
+        plain.echo(f"ggmlb: {error}", sys.stderr)
         raise typer.Exit(UNKNOWN_DEVICE) from None
     except (RegistryError, BackendUnavailable) as error:
-        print(f"ggmlb: {error}", file=sys.stderr)
+        plain.echo(f"ggmlb: {error}", sys.stderr)
         raise typer.Exit(NOTHING_RAN) from None
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from None
@@ -124,12 +125,12 @@ def test(
     work = [task for name in names for task in tasks(device_named(name), selection)]
     if only_list:
         for task in work:
-            print("\n".join(task.ids))
+            plain.echo("\n".join(task.ids))
         return
     results = _run(work, 1 if mode is Mode.perf else jobs, xfail)
     _write(results, Format.json if as_json else format, output, verbose)
     for line in warnings(map(device_named, names), results):
-        print(f"ggmlb: {line}", file=sys.stderr)
+        plain.echo(f"ggmlb: {line}", sys.stderr)
     status = exit_status(results)
     if status == NOTHING_RAN:
         console(sys.stderr).print(f"ggmlb: nothing ran: {_why_nothing(results, names)}", markup=False)
@@ -190,7 +191,7 @@ def _write(results: Sequence[Result], format: Format, output: Path | None, verbo
         return
     text = FORMATS[format.value](results)
     if output is None:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        plain.echo(text.removesuffix("\n"))
         return
     with _opened(output) as file:
         file.write(text)

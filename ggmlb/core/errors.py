@@ -150,7 +150,9 @@ def shown(text: str) -> str:
     return text if text.isprintable() else _CONTROLS.sub(_code, text)
 
 
-_CONTROLS: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def _code(match: re.Match[str]) -> str:

@@ -6,8 +6,8 @@ written is compiled again: a cache is no place to fail.
 
 The code is run as it is found, so nobody else must be able to put it there. As OpenSSH asks of its files, the
 folder and all folders above it belong to the user or to root, and neither the group nor others may write in
-them; in a folder with the sticky bit (`/tmp`) they may, as it keeps them from what is not theirs. Else there is
-no cache, and a RuntimeWarning says once which folder to repair.
+them; above it, in a folder with the sticky bit (`/tmp`), they may, as it keeps them from what is not theirs.
+Else there is no cache, and a RuntimeWarning says once which folder to repair.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def folder(backend: str) -> Path:
 
 
 def load(path: Path) -> bytes | None:
-    """Return what `save` wrote; `None` if there is no such file, it is damaged, or others could have written it."""
+    """Return what `save` wrote; `None` if that is not there, is damaged, or others could have written it."""
     home = _trusted(path.parent)
     if home is None:
         return None

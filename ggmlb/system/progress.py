@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Final
 
+from ggmlb.core.errors import shown
 from ggmlb.system import env
 
 PATIENCE_S: Final = 1.0
@@ -81,6 +82,7 @@ class Task:
 
     def _write(self, line: str, end: str) -> None:
         """Write a line over the last one, where there is a screen."""
+        line = shown(line)
         if self._live:
             self._width, padding = len(line), " " * (self._width - len(line))
             line = f"\r{line}{padding}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import os
 import pty
@@ -95,6 +97,105 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     told = json.loads(run("devices", "--json", PYTHONPATH=path).stdout)
     assert "OpenCL" in {missing["name"] for missing in told["unavailable"]}
+
+
+# -- escapes ---------------------------------------------------------------------------------------
+
+ESCAPE = "\x1b]0;owned\x1b[2J\x9b31m\u202e"
+SHOWN = "\\x1b]0;owned\\x1b[2J\\x9b31m\\u202e"
+
+HOSTILE = f"""
+from ggmlb import BackendReg, DeviceType
+from ggmlb.backends.cpu import CpuDevice
+
+class Hostile(CpuDevice):
+    name = "Evil{ESCAPE}"
+    description = "Device {ESCAPE}"
+    type = DeviceType.ACCEL
+
+class Reg(BackendReg):
+    name = "Evil"
+    devices = ()
+
+    def __init__(self):
+        self.devices = (Hostile(self),)
+
+def backend_reg():
+    return Reg()
+"""
+
+
+def _hostile(tmp_path: Path) -> str:
+    """Write a backend whose names are full of escapes, and one whose failure is."""
+    folder = tmp_path / "backends"
+    folder.mkdir()
+    (folder / "evil.py").write_text(HOSTILE, encoding="utf-8")
+    (folder / "bad.py").write_text(f"def backend_reg(): raise OSError({ESCAPE!r})\n", encoding="utf-8")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "args", [["devices"], ["devices", "--json"], ["ops", "-d", "nowhere"], ["bench", "-d", f"E{ESCAPE}"]]
+)
+@pytest.mark.parametrize("is_plain", [False, True], ids=["rich", "plain"])
+def test_escapes_in_names_and_messages_are_shown_not_sent(
+    args: list[str], is_plain: bool, tmp_path: Path
+) -> None:
+    path = [str(ROOT)]
+    if is_plain:
+        (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('none here', name='rich')\n")
+        path.insert(0, str(tmp_path))
+    done = run(*args, GGMLB_BACKEND_PATH=_hostile(tmp_path), PYTHONPATH=os.pathsep.join(path))
+    told = done.stdout + done.stderr
+    assert not set("\x1b\x07\x9b\u202e") & set(told)
+    if args == ["devices"]:
+        assert f"Device {SHOWN}" in told and f"OSError: {SHOWN}" in told
+
+
+def test_escapes_in_an_error_are_shown_by_python_too() -> None:
+    ctx = ggmlb.Context()
+    a = ctx.new_tensor("f32", (4,), f"a{ESCAPE}")
+    with pytest.raises(ggmlb.ShapeError) as caught:
+        ctx.mul_mat(a, ctx.new_tensor("f32", (3,)))
+    assert SHOWN in str(caught.value) and "\x1b" not in caught.value.message
+
+
+def test_colours_of_our_own_are_sent() -> None:
+    from rich.style import Style
+    from rich.text import Text
+
+    from ggmlb.cli.frame import console
+
+    (segment, _) = console(io.StringIO()).render(Text(f"a{ESCAPE}", "red"))
+    assert (segment.text, segment.style) == (f"a{SHOWN}", Style.parse("red"))
+
+
+def test_only_one_place_prints() -> None:
+    for path in sorted((ROOT / "ggmlb/cli").glob("*.py")):
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        printing = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+        assert len(printing) == (path.name == "plain.py"), path
+        assert not [n for n in calls if ast.unparse(n.func) in ("sys.stdout.write", "typer.echo")], path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("args", [["devices"], ["devices", "--json"], ["--version"]])
+def test_a_full_disk_is_told_as_what_it_is(args: list[str]) -> None:
+    command = [sys.executable, "-m", "ggmlb", *args]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    told = "ggmlb: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
+def test_a_folder_that_is_no_model_is_not_listed_whole(tmp_path: Path) -> None:
+    for i in range(100):
+        (tmp_path / f"file{i:03}").touch()
+    (tmp_path / "texts.json").write_text('["a"]')
+    texts = str(tmp_path / "texts.json")
+    done = run("embed", "--model", str(tmp_path), "--input", texts, "--output", "x.npy")
+    assert done.returncode == 1
+    assert "lacks config.json; it holds file000, file001, file002, file003, file004 and 96" in done.stderr
 
 
 # -- devices ---------------------------------------------------------------------------------------
