@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from ggml_bridge import nodes
 from ggml_bridge.c_api import CTensor
-from ggml_bridge.suite import FAILED, OK, UNSUPPORTED, Fault, Outcome, judge, load_faults, parse, unmatched
+from ggml_bridge.suite import (
+    FAILED,
+    OK,
+    UNSUPPORTED,
+    Fault,
+    Outcome,
+    Worker,
+    judge,
+    load_faults,
+    parse,
+    unmatched,
+)
+from ggml_bridge.worker import END
 
 from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
 from ggmlb.core.ops import SPECS
@@ -65,6 +79,71 @@ def test_a_fault_is_of_whole_names_that_there_are() -> None:
 def test_each_fault_of_ggml_has_a_reason() -> None:
     for fault in load_faults():
         assert len(fault.reason) > 20, fault
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+PEER = """
+import os, re, sys, time
+for line in sys.stdin:
+    for case in re.findall(r"\\w+\\(.*?\\)", line):
+        if case.startswith("DIES"):
+            print("ggml.c:1: GGML_ASSERT failed", flush=True)
+            os.abort()
+        if case.startswith("HANGS"):
+            time.sleep(100)
+        if not case.startswith("LEFT"):
+            print(f"  {case}: OK", flush=True)
+    print("END", flush=True)
+"""
+
+
+class OfPeer(Worker):
+    """A worker whose process speaks the same language, and dies or hangs when it is told to."""
+
+    n_started = 0
+
+    def _start(self, *options: str) -> subprocess.Popen[str]:
+        self.n_started += 1
+        code = PEER.replace("END", END + "0")
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+
+def test_a_case_that_ends_its_process_has_failed_and_the_others_run() -> None:
+    worker = OfPeer("CPU")
+    try:
+        outcomes = list(worker.run(["A(1)", "DIES(2)", "B(3)", "DIES(4)"]))
+        assert [(o.case, o.status) for o in outcomes] == [
+            ("A(1)", OK), ("DIES(2)", FAILED), ("B(3)", OK), ("DIES(4)", FAILED),
+        ]  # fmt: skip
+        assert outcomes[1].detail == "ended the process: ggml.c:1: GGML_ASSERT failed; signal 6"
+        assert worker.n_started == 2
+        assert list(worker.run(["C(5)"])) == [Outcome("C(5)", OK)]
+    finally:
+        worker.close()
+
+
+def test_a_case_that_does_not_end_has_failed() -> None:
+    worker = OfPeer("CPU", timeout_s=2)
+    try:
+        assert [(o.case, o.status) for o in worker.run(["HANGS(1)", "A(2)"])] == [
+            ("HANGS(1)", FAILED), ("A(2)", OK),
+        ]  # fmt: skip
+    finally:
+        worker.close()
+
+
+def test_a_case_that_is_not_run_has_failed() -> None:
+    worker = OfPeer("CPU")
+    try:
+        assert [(o.case, o.status) for o in worker.run(["LEFT(1)", "A(2)"])] == [
+            ("A(2)", OK), ("LEFT(1)", FAILED),
+        ]  # fmt: skip
+    finally:
+        worker.close()
 
 
 # -- parameters: the words of op_params ------------------------------------------------------------

@@ -83,7 +83,8 @@ class Worker:
                 return
             left = [case for case in left if case not in done]
             if left:
-                yield Outcome(left.pop(0), FAILED, f"ended the process: {lines[-1].strip() if lines else ''}")
+                said = "; ".join(line.strip() for line in lines[-2:])
+                yield Outcome(left.pop(0), FAILED, f"ended the process: {said}")
 
     def names(self) -> list[str]:
         """Return the names of all cases, each once, in the test's order."""
