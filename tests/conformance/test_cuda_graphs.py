@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden import FAMILIES, claimed
 from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
+from ggmlb.backends.cuda.gemm import Gemm
+from ggmlb.backends.cuda.lowering import lower
 from ggmlb.backends.cuda.plan import CudaPlan
+from ggmlb.backends.cuda.work import Binder
+from ggmlb.backends.gpu import Launch
 from ggmlb.core.errors import BackendError, BackendUnavailable, FreedError
 from ggmlb.core.tensor import Tensor
 
@@ -161,23 +166,37 @@ def test_the_abort_callback_works_on_a_captured_plan(stream: CudaBackend) -> Non
     assert y.to_numpy()[0] == 3
 
 
-def test_what_cannot_be_captured_runs_between_graphs(stream: CudaBackend) -> None:
-    ctx = Context()
-    a, b = ctx.new_tensor(DType.F32, (4, 3)), ctx.new_tensor(DType.F32, (5, 3))
-    y = ctx.sqr(ctx.neg(ctx.out_prod(ctx.relu(ctx.scale(a, 2.0)), b)))  # out_prod has no kernel
+def test_a_split_product_runs_between_graphs(stream: CudaBackend) -> None:
+    weights, ctx = Context(), Context()
+    w = weights.new_tensor(DType.F32, (64, 5))
+    split = stream.device.reg.get_proc_address("split_buffer_type")
+    assert split is not None
+    alloc_ctx_tensors(weights, split(0, (1.0,)))
+    a = ctx.new_tensor(DType.F32, (64, 3))
+    y = ctx.sqr(ctx.neg(ctx.mul_mat(w, ctx.relu(ctx.scale(a, 2.0)))))
     alloc_ctx_tensors(ctx, stream)
     rng = np.random.default_rng(0)
-    x, z = rng.random((3, 4), np.float32), rng.random((3, 5), np.float32)
+    x, z = rng.random((3, 64), np.float32), rng.random((5, 64), np.float32)
     a.set(x)
-    b.set(z)
+    w.set_array(z)
     plan = plan_of(stream, Graph().build_forward_expand(y))
     assert [len(s.steps) for s in plan.segments] == [2, 1, 2]
     for _ in range(3):
         y.memset(0xFF)
         stream.graph_plan_compute(plan)
         stream.synchronize()
-        assert np.allclose(y.to_numpy(), np.square(z.T @ (2 * x)), rtol=1e-5)
+        assert np.allclose(y.to_numpy(), np.square(2 * x @ z.T), rtol=1e-5)
     assert [s.is_captured for s in plan.segments] == [True, False, True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_other_steps_are_captured(stream: CudaBackend, family: str) -> None:
+    """Of every golden program that the device claims: launches and products of cuBLAS, nothing else."""
+    for case in claimed(stream.device, family):
+        built = case.build()
+        with alloc_ctx_tensors(built.ctx, stream):
+            requests = [r for part in lower(built.graph, stream, Binder(stream)) for r in part.requests]
+        assert all(isinstance(r, (Launch, Gemm)) for r in requests), case.id
 
 
 @contextmanager

@@ -21,16 +21,15 @@ Kinds = Callable[[Any, Graph], set[Hashable]]
 # How many cases of each family a device computes, at least.
 SHARED = {"flash_attn": 12, "glu": 37, "mul_mat_id": 19, "rope": 39, "unary": 126}
 GPUS = SHARED | {
-    "binary": 77, "conv": 42, "get_rows": 25, "misc": 12, "mul_mat": 86, "norm": 30, "pool": 12,
-    "programs": 18, "reduce": 26, "set_rows_cpy": 105, "shape": 37, "softmax": 19, "ssm": 12, "upscale": 20,
+    "binary": 77, "conv": 46, "get_rows": 28, "loss_opt": 8, "misc": 13, "mul_mat": 89, "norm": 32,
+    "out_prod": 7, "pool": 24, "programs": 19, "reduce": 26, "set_rows_cpy": 105, "shape": 37, "softmax": 21,
+    "ssm": 21, "upscale": 20,
 }  # fmt: skip
 LLVM = SHARED | {
     "binary": 54, "get_rows": 21, "misc": 6, "mul_mat": 74, "norm": 25, "programs": 6, "set_rows_cpy": 95,
     "softmax": 13,
 }  # fmt: skip
-OPENCL = GPUS | {"get_rows": 26, "mul_mat": 89}
-CUDA = GPUS | {"loss_opt": 8, "norm": 32, "out_prod": 5, "softmax": 21}
-CLAIMED = {"OpenCL0": OPENCL, "LLVM": LLVM, "played": CUDA, "CUDA0": CUDA}
+CLAIMED = {"OpenCL0": GPUS, "LLVM": LLVM, "played": GPUS, "CUDA0": GPUS}
 
 
 # -- what cases reach ------------------------------------------------------------------------------
@@ -45,19 +44,16 @@ def portable(stream: Any, graph: Graph) -> set[Hashable]:
 
 
 def cuda(stream: Any, graph: Graph) -> set[Hashable]:
-    """CUDA's own kernels, and ops that it computes by CuPy."""
+    """CUDA's own kernels, the portable ones, and products by cuBLAS."""
     from ggmlb.backends.cuda.kernels import Lowering
-    from ggmlb.backends.gpu import Launch, declines
+    from ggmlb.backends.gpu import Launch
 
     lowering = Lowering(stream.device.target, stream.device.facts.capability)
-    found: set[Hashable] = {node.op for node in graph.nodes if declines(node)}
-    for node in graph.nodes:
-        if declines(node) is None:
-            found |= {
-                (r.kernel.name, dict(r.defines).get("a_T")) if isinstance(r, Launch) else "gemm"
-                for r in lowering.lower(node)
-            }
-    return found
+    return {
+        (r.kernel.name, dict(r.defines).get("a_T")) if isinstance(r, Launch) else "gemm"
+        for node in graph.nodes
+        for r in lowering.lower(node)
+    }
 
 
 def ops(_: Any, graph: Graph) -> set[Hashable]:

@@ -39,6 +39,12 @@ def get_rows_of_batch() -> Program:
     return Program(ctx, ctx.get_rows(a, ids), ids, 5)
 
 
+def get_rows_back() -> Program:
+    ctx = Context()
+    a, ids = ctx.new_tensor(DType.F32, (33, 3)), ctx.new_tensor(DType.I32, (3,))
+    return Program(ctx, ctx.get_rows_back(a, ids, ctx.new_tensor(DType.F32, (33, 5))), ids, 5)
+
+
 def set_rows(dtype: DType, index: DType = DType.I64, n: int = 64) -> Program:
     ctx = Context()
     a, b = ctx.new_tensor(dtype, (n, 6)), ctx.new_tensor(DType.F32, (n, 3))
@@ -87,6 +93,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "get_rows q8_0": lambda: get_rows(DType.Q8_0),
     "get_rows q4_K": lambda: get_rows(DType.Q4_K, 512),
     "get_rows batch": get_rows_of_batch,
+    "get_rows_back": get_rows_back,
     "set_rows f32": lambda: set_rows(DType.F32),
     "set_rows f16, i32": lambda: set_rows(DType.F16, DType.I32),
     "set_rows f16, odd": lambda: set_rows(DType.F16, DType.I64, 7),

@@ -23,7 +23,7 @@ FILES = {
     ),
     PORTABLE: (
         "prelude_cuda.h", "copy.knl", "mul_mat.h", "mul_mat_vec.knl", "mul_mat_tile.knl", "flash_attn.knl",
-        "norm.knl", "reduce.knl", "rope.knl", "softmax.knl", "sort.knl",
+        "norm.knl", "reduce.knl", "rope.knl", "softmax.knl", "sort.knl", "train.knl",
     ),
 }  # fmt: skip
 """Texts that know of threads."""

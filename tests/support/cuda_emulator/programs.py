@@ -191,12 +191,14 @@ def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> l
 
 DEALS_OUT = {
     "argmax", "argsort", "copy", "cumsum", "flash_attn", "get_rows", "l2_norm", "layer_norm", "quantize_q8",
-    "rms_norm", "rope", "soft_max", "sum_rows", "top_k",
+    "rms_norm", "rms_norm_back", "rope", "soft_max", "soft_max_back", "sum_rows", "top_k",
+    "cross_entropy_loss_back",
 }  # fmt: skip
 """Kernels whose blocks take row after row."""
 
 SHARING = (
     "argmax-0", "argsort-asc-0", "argsort-desc-1", "count_equal-0", "cumsum-0", "cumsum-1", "cpy-q8_0-f32",
+    "cross_entropy_loss-0", "cross_entropy_loss_back-0", "rms_norm_back-0", "soft_max_ext_back-0",
     "flash_attn-f32-f32-4", "get_rows-q8_0-batch", "l2_norm-0", "norm-0", "norm-perm", "rms_norm-0",
     "rope-neox-plain", "set_rows-f32-f16", "soft_max-0", "sum-0", "sum_rows-0", "top_k-0",
 )  # fmt: skip

@@ -13,6 +13,7 @@ from ggmlb.backends.gpu.lowering import (
     attention,
     conv,
     copy,
+    deepseek,
     elementwise,
     matmul,
     norm,
@@ -21,6 +22,8 @@ from ggmlb.backends.gpu.lowering import (
     rope,
     shape,
     softmax,
+    train,
+    window,
 )
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.tensor import Tensor
@@ -41,6 +44,9 @@ RULES: dict[Op, Rule] = {
     **reduce.RULES,
     **conv.RULES,
     **recurrent.RULES,
+    **deepseek.RULES,
+    **window.RULES,
+    **train.RULES,
 }
 
 

@@ -1,11 +1,11 @@
-"""Convolution, its patches, and pooling."""
+"""Convolution, its patches, pooling, and their gradients."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.gpu.launch import Mem, elementwise
-from ggmlb.backends.gpu.lowering.base import Rule, not_floats
+from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
 
@@ -75,9 +75,37 @@ def _pool(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "pool", _mems(node), *numbers, int(p["op"] is OpPool.AVG), divisor)]
 
 
+def _im2col_back(node: Tensor, target: Target) -> list[Launch]:
+    patches, kernel = node.sources
+    a, d = Mem.of(patches), Mem.of(node)
+    numbers = [kernel.ne[0], kernel.ne[1], *_numbers(node, *_GEOMETRY_2D)]
+    if not node.params["is_2d"]:
+        a = a.window((a.ne[0], a.ne[1], 1, a.ne[2]), (a.nb[0], a.nb[1], 0, a.nb[2]))
+        d = d.window((d.ne[0], 1, d.ne[1], d.ne[2]), (d.nb[0], 0, d.nb[1], d.nb[2]))
+        numbers = [kernel.ne[0], 1, node.params["s0"], 1, node.params["p0"], 0, node.params["d0"], 1]
+    return [elementwise(target, "im2col_back", [a, d], *numbers)]
+
+
+def _im2col_back_declines(node: Tensor) -> str | None:
+    return not_f32(node.src[0], node)
+
+
+def _col2im_1d(node: Tensor, target: Target) -> list[Launch]:
+    n_taps = node.sources[0].ne[0] // node.params["oc"]
+    return [elementwise(target, "col2im_1d", _mems(node), n_taps, *_numbers(node, "s0", "p0"))]
+
+
+def _pool_back(node: Tensor, target: Target) -> list[Launch]:
+    numbers = _numbers(node, "k0", "k1", "s0", "s1", "p0", "p1")
+    return [elementwise(target, "pool_back", _mems(node), *numbers, int(node.params["op"] is OpPool.AVG))]
+
+
 RULES = {
     **dict.fromkeys(_NUMBERS, Rule(_floats, _convolve)),
     Op.IM2COL: Rule(_patches_declines, _im2col),
     Op.IM2COL_3D: Rule(_patches_declines, _im2col_3d),
     **dict.fromkeys((Op.POOL_1D, Op.POOL_2D), Rule(_floats, _pool)),
+    Op.IM2COL_BACK: Rule(_im2col_back_declines, _im2col_back),
+    Op.COL2IM_1D: Rule(_floats, _col2im_1d),
+    Op.POOL_2D_BACK: Rule(_floats, _pool_back),
 }

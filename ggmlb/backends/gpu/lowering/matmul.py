@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Name
-from ggmlb.backends.gpu.launch import BadIndex, Mem, launch
-from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_in_rows
+from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, launch
+from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_floats, not_in_rows
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.placement import overlap
@@ -122,6 +122,22 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **flags)]
 
 
+def _out_prod_declines(node: Tensor) -> str | None:
+    a, b = node.sources
+    if a.dtype not in READ_IN_EIGHTS:
+        return f"no kernel reads {a.dtype.name.lower()} rows"
+    return not_floats(b) or (not_in_rows(a) if a.dtype.is_quantized else None)
+
+
+def _out_prod(node: Tensor, target: Target) -> list[Launch]:
+    a, b, d = *map(Mem.of, node.sources), Mem.of(node)
+    factors = d.ne[2] // a.ne[2], d.ne[3] // a.ne[3]
+    if not a.dtype.is_quantized:
+        return [elementwise(target, "out_prod", [a, b, d], *factors)]
+    eights = d.window((d.ne[0] // 8, *d.ne[1:]))
+    return [elementwise(target, "out_prod", [a, b, eights], *factors, EIGHTS=1)]
+
+
 # -- with what follows -------------------------------------------------------------------------
 
 
@@ -193,7 +209,11 @@ def _halves(weights: Mem, bias: Mem | None, m: int) -> Any:
     ]
 
 
-RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_declines, _mul_mat_id)}
+RULES = {
+    Op.MUL_MAT: Rule(_declines, _mul_mat),
+    Op.MUL_MAT_ID: Rule(_declines, _mul_mat_id),
+    Op.OUT_PROD: Rule(_out_prod_declines, _out_prod),
+}
 
 GROUP_RULES: dict[Name, GroupRule] = {
     "mul_mat_add": GroupRule(_takes_add, _mul_mat_add),

@@ -25,6 +25,15 @@ def _norm(node: Tensor, target: Target) -> list[Launch]:
     return [_launch(target, node, Mem.of(a), Mem.of(node))]
 
 
+def _back_declines(node: Tensor) -> str | None:
+    return not_floats(*node.src, node)
+
+
+def _rms_norm_back(node: Tensor, target: Target) -> list[Launch]:
+    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    return [in_registers(target, "rms_norm_back", mems, node.params["eps"])]
+
+
 def _launch(
     target: Target,
     node: Tensor,
@@ -95,6 +104,7 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
 
 RULES = {
     **dict.fromkeys((Op.NORM, Op.RMS_NORM, Op.L2_NORM), Rule(_declines, _norm)),
+    Op.RMS_NORM_BACK: Rule(_back_declines, _rms_norm_back),
     Op.GROUP_NORM: Rule(_group_declines, _group_norm),
 }
 

@@ -108,6 +108,16 @@ def _add_id(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "add_id", [*map(Mem.of, node.sources), bad.mem, Mem.of(node)])]
 
 
+def _get_rows_back_declines(node: Tensor) -> str | None:
+    a, ids = node.sources[:2]
+    return not_floats(a, node) or (None if ids.dtype is DType.I32 else "ids are not i32")
+
+
+def _get_rows_back(node: Tensor, target: Target) -> list[Launch]:
+    mems = [*map(Mem.of, node.sources[:2]), BadIndex(node, node.ne[1]).mem, Mem.of(node)]
+    return [elementwise(target, "get_rows_back", mems)]
+
+
 def _upscale(node: Tensor, target: Target) -> list[Launch]:
     p, a, d = node.params, _first_mem(node), Mem.of(node)
     method = "antialias" if p["antialias"] else ScaleMode(p["mode"]).name.lower()
@@ -137,5 +147,6 @@ RULES = {
     Op.FILL: Rule(_floats, _fill),
     Op.TIMESTEP_EMBEDDING: Rule(_floats, _timestep_embedding),
     Op.ADD_ID: Rule(_add_id_declines, _add_id),
+    Op.GET_ROWS_BACK: Rule(_get_rows_back_declines, _get_rows_back),
     Op.UPSCALE: Rule(_upscale_declines, _upscale),
 }

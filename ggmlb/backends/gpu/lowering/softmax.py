@@ -1,4 +1,4 @@
-"""Soft max."""
+"""Soft max and its gradient."""
 
 from __future__ import annotations
 
@@ -36,4 +36,16 @@ def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     return [in_registers(target, "soft_max", mems, p["scale"], *alibi(p["max_bias"], a.ne[2]), **flags)]
 
 
-RULES = {Op.SOFT_MAX: Rule(_declines, _soft_max)}
+def _back_declines(node: Tensor) -> str | None:
+    return not_floats(*node.src, node)
+
+
+def _soft_max_back(node: Tensor, target: Target) -> list[Launch]:
+    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    return [in_registers(target, "soft_max_back", mems, node.params["scale"])]
+
+
+RULES = {
+    Op.SOFT_MAX: Rule(_declines, _soft_max),
+    Op.SOFT_MAX_BACK: Rule(_back_declines, _soft_max_back),
+}
