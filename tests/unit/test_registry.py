@@ -19,6 +19,7 @@ from ggmlb.core.errors import (
 )
 from ggmlb.interface import API_VERSION
 from ggmlb.interface.registry import Registry
+from ggmlb.interface.registry.candidate import Candidate
 
 CPU, GPU, IGPU, ACCEL, META = (DeviceType[n] for n in ("CPU", "GPU", "IGPU", "ACCEL", "META"))
 
@@ -215,6 +216,17 @@ def test_init_best_goes_on_when_a_device_is_broken_but_tells(error: Exception) -
     registry = registry_of(StubReg("G", {"g0": GPU}, failing={"g0": error}), StubReg("Host", {"c": CPU}))
     with pytest.warns(RuntimeWarning, match="g0 is broken, and another device is chosen.*a bug"):
         assert registry.init_best()[1] == "c"
+
+
+@pytest.mark.parametrize("call", ["init_best", "init_by_type", "device_by_type"])
+def test_a_warning_of_a_broken_device_points_to_the_line_that_chooses(call: str) -> None:
+    broken = Candidate("Bad", "/nowhere/bad.py", "Bad", "a test")
+    registry = Registry(discover=lambda: [broken] if call != "init_best" else [])
+    failing = {"g0": BackendBroken("a bug")} if call == "init_best" else {}
+    registry.register(StubReg("Host", {"g0": GPU, "c": CPU}, failing=failing))
+    with pytest.warns(RuntimeWarning, match="is broken, and another device is chosen") as told:
+        getattr(registry, call)(*([] if call == "init_best" else ["CPU"]))
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_init_best_does_not_hide_a_failure() -> None:

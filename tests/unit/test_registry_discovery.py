@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,27 @@ def test_ctrl_c_while_a_variant_is_opened_loses_none(write_backend: Write) -> No
         registry.device_by_name("Echo0")
     assert registry.device_by_name("Echo0").name == "Echo0"
     assert [u.kind for u in registry.unavailable()] == ["absent"]
+
+
+@pytest.mark.parametrize("call", ["devices", "load"])
+def test_ctrl_c_while_a_backend_imports_its_library_leaves_no_half_of_that(
+    write_backend: Write, tmp_path: Path, call: str
+) -> None:
+    """As CuPy's own import is: what was imported of it before must be bound to the package again."""
+    write_backend("interrupts", source=INTERRUPTS)
+    library = tmp_path / "half_library"
+    library.mkdir()
+    (library / "part.py").write_text("value = 3")
+    (library / "__init__.py").write_text(
+        "import half_library.part\nhalf_library.part.value\nimport interrupts\ninterrupts.once()\n"
+    )
+    echo = write_backend("mod_echo", "Echo", "    import half_library\n" + GOOD)
+    registry = registry_of(echo) if call == "devices" else registry_of()
+    runs: list[AbstractContextManager[object]] = [pytest.raises(KeyboardInterrupt), nullcontext()]
+    for expected in runs:
+        with expected:
+            registry.devices() if call == "devices" else registry.load("mod_echo")
+    assert [d.name for d in registry.devices()] == ["Echo0"]
 
 
 # -- variants and duplicates -----------------------------------------------------------------------

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -103,6 +105,27 @@ class Variant:
     candidate: Candidate
     score: float
     reg: BackendReg
+
+
+@contextmanager
+def whole_imports() -> Iterator[None]:
+    """Where Ctrl-C interrupts imports in a `with` block, forget the parts of packages that came no further.
+
+    Python drops a package whose import fails, but keeps those of its modules that were imported. When the
+    package is imported again, they are not bound to it, and it fails ("partially initialized module").
+    """
+    before = {*sys.modules}
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            for name in {*sys.modules} - before:
+                package = name.rpartition(".")[0]
+                while package and package in sys.modules:
+                    package = package.rpartition(".")[0]
+                if package:
+                    sys.modules.pop(name, None)
+        raise
 
 
 def check_reg(reg: Any, source: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import BackendBroken, BackendError, BackendUnavailable, RegistryError
 from ggmlb.interface import BackendReg, Device
+from ggmlb.interface.registry.candidate import whole_imports
 
 if TYPE_CHECKING:
     from ggmlb.interface.registry.candidate import Candidate, Variant
@@ -116,7 +117,8 @@ class Catalogue:
         pending, failed = self.pending(), list(self.failed)
         self._pending = [c for c in pending if c.group != group]
         try:
-            self._open_members([c for c in pending if c.group == group])
+            with whole_imports():
+                self._open_members([c for c in pending if c.group == group])
         except BaseException:
             self._pending, self.failed = self.fresh(pending), failed
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from ggmlb.core.enums import DeviceType, as_enum
 from ggmlb.core.errors import BackendBroken, BackendUnavailable, Error, RegistryError, did_you_mean
 from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
-from ggmlb.interface.registry.candidate import check_reg
+from ggmlb.interface.registry.candidate import check_reg, whole_imports
 from ggmlb.interface.registry.catalogue import Catalogue, check_type
 from ggmlb.interface.registry.device_list import DeviceList
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ggmlb.interface.registry.catalogue import Unavailable
 
 _Named = TypeVar("_Named", "BackendReg", "Device")
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")
 
 _BEST_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.CPU)
 
@@ -120,9 +123,10 @@ class Registry:
             for loaded in self._catalogue.loaded:
                 if loaded.target == candidate.target:
                     return loaded.reg
-            reg = candidate.open().reg
-            self._check_not_pending(reg, candidate.target)
-            self._catalogue.add(reg, candidate.target)
+            with whole_imports():
+                reg = candidate.open().reg
+                self._check_not_pending(reg, candidate.target)
+                self._catalogue.add(reg, candidate.target)
             self._catalogue.settle(candidate.target, candidate.key)
             return reg
 
@@ -294,11 +298,11 @@ class Registry:
             return self._catalogue.devices()
 
     def _warn_of(self, name: str, reason: str) -> None:
-        """Tell once what keeps a device from being chosen."""
+        """Tell once what keeps a device from being chosen; the warning points to the caller's own line."""
         message = f"{name} is broken, and another device is chosen; repair or remove it: {reason}"
         if message not in self._told:
             self._told.add(message)
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=_depth())
 
     def _look_up(self, backend: str, find: Callable[[], _Named | None]) -> _Named | None:
         """Find something: import nothing, then the backend of that name, and only then all."""
@@ -329,3 +333,11 @@ class Registry:
 
 def _named(name: str, things: Iterable[_Named]) -> _Named | None:
     return next((thing for thing in things if thing.name.casefold() == name.casefold()), None)
+
+
+def _depth() -> int:
+    """The number of frames of ggmlb's own above the caller, itself included, and one more: of the user's."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, depth = frame.f_back, depth + 1
+    return depth
