@@ -12,13 +12,20 @@ from page_sanitizer import sanitized
 
 from scripts.run_notebooks import run
 
+SAFE = {"text/plain", "text/html", "image/png"}
+"""What JupyterLab shows of a notebook that it does not trust, the HTML sanitized; not SVG, nor scripts."""
+
+PICTURE = '<img src="data:image/svg+xml;base64,'
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
-    assert said(run(path)) == said(nbformat.read(path, 4))
+    ran, committed = run(path), nbformat.read(path, 4)
+    assert said(ran) == said(committed)
+    assert shown(ran) == shown(committed)
 
 
 def said(notebook: nbformat.NotebookNode) -> list[str]:
@@ -30,6 +37,18 @@ def said(notebook: nbformat.NotebookNode) -> list[str]:
     return [re.sub(r"\s+", " ", re.sub(r"-?\d+(\.\d*)?(e-?\d+)?", "0", text)) for text in printed]
 
 
+def shown(notebook: nbformat.NotebookNode) -> list[list[tuple[set[str], int]]]:
+    """The forms that each cell's values are shown in, and how many pictures are in their HTML."""
+    return [
+        [
+            (set(output.data), output.data.get("text/html", "").count(PICTURE))
+            for output in cell.get("outputs", ())
+            if "data" in output
+        ]
+        for cell in notebook.cells
+    ]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_its_outputs_are_committed(path: Path) -> None:
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -37,10 +56,13 @@ def test_its_outputs_are_committed(path: Path) -> None:
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
     assert kinds and "error" not in kinds
-    html = [
-        "".join(output["data"]["text/html"])
-        for cell in cells
-        for output in cell["outputs"]
-        if "text/html" in output.get("data", ())
-    ]
+    values = [output["data"] for cell in cells for output in cell["outputs"] if "data" in output]
+    assert {form for data in values for form in data} <= SAFE
+    html = ["".join(data["text/html"]) for data in values if "text/html" in data]
     assert [sanitized(text) for text in html] == html  # a fresh clone is not trusted
+
+
+def test_the_notebooks_show_pictures() -> None:
+    """The split graphs and timelines, which an untrusted page once showed as a paragraph of words."""
+    n_pictures = {p.stem: sum(n for cell in shown(nbformat.read(p, 4)) for _, n in cell) for p in NOTEBOOKS}
+    assert n_pictures == {"backend": 0, "memory": 0, "quickstart": 1, "scheduler": 3, "split_model": 1}
