@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import stat
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO, cast
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Annotated, BinaryIO, TextIO, cast
 
 import typer
 
@@ -15,7 +22,13 @@ from ggmlb.cli.frame import console, progress_bar
 from ggmlb.cli.options import complete_devices, complete_ops, device_names
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
+try:
+    import fcntl
+except ImportError:  # Windows, where a file that is appended to looks like any other
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
+    from ggmlb.testing.about import About
     from ggmlb.testing.results import Result
     from ggmlb.testing.run import Task
 
@@ -27,6 +40,7 @@ class Mode(str, Enum):
     support = "support"
     perf = "perf"
     behaviour = "behaviour"
+    all = "all"
 
 
 class Format(str, Enum):
@@ -66,7 +80,7 @@ def test(
         Mode,
         typer.Option(
             help="test: values and memory; support: supports_op lies neither way; perf: speed; "
-            "behaviour: order, copies, buffers, plans."
+            "behaviour: order, copies, buffers, plans; all: these four; it says how long they will take."
         ),
     ] = Mode.test,
     format: Annotated[Format, typer.Option("--format", help="How to write the results.")] = Format.table,
@@ -95,22 +109,25 @@ def test(
       2  wrong usage
       4  no backend has a device of that name
       5  nothing ran, as where the device is not there
+      130, 143  stopped by Ctrl-C or SIGTERM; reports hold what was done
 
     Examples:
       ggmlb test -d CUDA0
       ggmlb test -d OpenCL0 -o mul_mat,rope -p q4_0 -v
+      ggmlb test -d CUDA0 --mode all -j 4 --format junit --output report.xml
       ggmlb test -d CUDA0 --mode behaviour
-      ggmlb test -d CUDA0 --format junit --output report.xml -j 4
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
     """
+    from ggmlb.testing.about import About
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import UnknownDeviceError, device_named
-    from ggmlb.testing.results import NOTHING_RAN, UNKNOWN_DEVICE, exit_status
-    from ggmlb.testing.run import Selection, tasks
+    from ggmlb.testing.results import NOTHING_RAN, UNKNOWN_DEVICE
+    from ggmlb.testing.run import ALL, selections, tasks
 
+    modes = ALL if mode is Mode.all else (mode.value,)
     try:
         names = _devices(devices)
-        selection = Selection(mode.value, tuple(device_names(ops or "")), pattern, limit)
+        selected = selections(modes, device_names(ops or ""), pattern, limit)
     except UnknownDeviceError as error:
         plain.echo(f"ggmlb: {error}", sys.stderr)
         raise typer.Exit(UNKNOWN_DEVICE) from None
@@ -119,22 +136,27 @@ def test(
         raise typer.Exit(NOTHING_RAN) from None
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from None
-    if output is not None:
+    if output is not None and (output.is_file() or not output.exists()):
         with _opened(output, "a"):  # before the work, which may take long
             pass
-    work = [task for name in names for task in tasks(device_named(name), selection)]
+    work = [task for name in names for one in selected for task in tasks(device_named(name), one)]
     if only_list:
         for task in work:
-            plain.echo("\n".join(task.ids))
+            plain.echo("\n".join(f"{task.mode} {i}" if mode is Mode.all else i for i in task.ids))
         return
-    results = _run(work, 1 if mode is Mode.perf else jobs, xfail)
-    _write(results, Format.json if as_json else format, output, verbose)
+    if mode is Mode.all:
+        _tell_time(work, names, jobs)
+    format = Format.json if as_json else format
+    about = About.here(map(device_named, names))
+    with _junit_file(output) if format is Format.junit else nullcontext() as file:
+        results, about, stopped_by = _run(work, jobs, xfail, about, file)
+    _write(results, about, format, output, verbose, is_written=file is not None)
+    if stopped_by:
+        plain.echo(f"ggmlb: {about.unfinished}", sys.stderr)
+        raise typer.Exit(128 + stopped_by)
     for line in warnings(map(device_named, names), results):
         plain.echo(f"ggmlb: {line}", sys.stderr)
-    status = exit_status(results)
-    if status == NOTHING_RAN:
-        console(sys.stderr).print(f"ggmlb: nothing ran: {_why_nothing(results, names)}", markup=False)
-    raise typer.Exit(status)
+    raise typer.Exit(_status(results, names, modes))
 
 
 def _devices(wanted: str | None) -> list[str]:
@@ -162,23 +184,119 @@ def _devices(wanted: str | None) -> list[str]:
     return found
 
 
-def _run(work: Sequence[Task], jobs: int, xfail: Path | None) -> list[Result]:
+def _tell_time(work: Sequence[Task], names: Sequence[str], jobs: int) -> None:
+    """Say on standard error how much there is to do, and how long that will take."""
+    from ggmlb.testing.forecast import forecast
+
+    n = Counter[str]()
+    for task in work:
+        n[task.mode] += len(task.ids)
+    if work:
+        each = ", ".join(f"{of:,} of mode {mode}" for mode, of in n.items())
+        took = forecast(work, jobs)
+        plain.echo(f"ggmlb: {n.total():,} cases on {', '.join(names)} ({each}): {took}", sys.stderr)
+
+
+def _run(
+    work: Sequence[Task], jobs: int, xfail: Path | None, about: About, file: BinaryIO | None
+) -> tuple[list[Result], About, int]:
+    """Run tasks, and write a JUnit report meanwhile if there is a file for it.
+
+    Returns:
+        The results in the order of the tasks; what reports say of the run; the signal that stopped it, or 0.
+    """
     from ggmlb.testing.devices import device_named
-    from ggmlb.testing.run import run_all
+    from ggmlb.testing.junit import JunitReport
+    from ggmlb.testing.run import run_as_done
     from ggmlb.testing.xfail import ExpectedFailures
 
     known = {name: ExpectedFailures.of(device_named(name), xfail) for name in {task.device for task in work}}
     total = sum(len(task.ids) for task in work)
-    results: list[Result] = []
-    with progress_bar("testing", total) as progress:
-        for result in run_all(work, jobs):
-            results.append(known[result.device].judge(result))
-            if progress is not None:
-                progress(len(results), total)
-    return results
+    found: list[tuple[int, Result]] = []
+    stopped_by = 0
+    report = None
+    with progress_bar("testing", total) as progress, _Stops() as stops:
+        try:
+            if file is not None:
+                with _writing():
+                    report = JunitReport(file, about, total)
+            for i, result in run_as_done(work, jobs):
+                with stops.held(), _writing():
+                    found.append((i, known[result.device].judge(result)))
+                    if report is not None:
+                        report.add(found[-1][1])
+                if progress is not None:
+                    progress(len(found), total)
+            if report is not None:
+                with stops.held(), _writing():
+                    report.close()
+        except KeyboardInterrupt as stop:
+            stopped_by = int(*stop.args) or signal.SIGINT
+            about = replace(about, unfinished=f"the run was stopped: {len(found)} of {total} cases were done")
+    return [result for _, result in sorted(found, key=lambda of: of[0])], about, stopped_by
 
 
-def _write(results: Sequence[Result], format: Format, output: Path | None, verbose: bool) -> None:
+class _Stops:
+    """Ctrl-C, and SIGTERM by which CI systems stop a job, as KeyboardInterrupt with the signal's number.
+
+    A context manager; a signal that the process ignores, as a shell's background jobs do, stays ignored.
+    """
+
+    def __enter__(self) -> _Stops:
+        self._pending, self._is_held = 0, False
+        self._before = {}
+        if current_thread() is main_thread():
+            heard = (s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) != signal.SIG_IGN)
+            self._before = {s: signal.signal(s, self._stop) for s in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let a block come to its end before it is stopped."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._pending:
+            raise KeyboardInterrupt(self._pending)
+
+    def _stop(self, signum: int, frame: object) -> None:
+        self._pending = signum
+        if not self._is_held:
+            raise KeyboardInterrupt(signum)
+
+
+@contextmanager
+def _junit_file(output: Path | None) -> Iterator[BinaryIO | None]:
+    """Open the file that a report is written to as results come; `None` where it is a pipe or a terminal."""
+    if output is not None:
+        with open(output, "wb") if output.is_file() else nullcontext() as file:
+            yield file
+        return
+    try:
+        sys.stdout.flush()
+        shared = os.dup(sys.stdout.fileno())
+    except (OSError, ValueError):  # no file of the system
+        yield None
+        return
+    with open(shared, "wb") as file:
+        appends = fcntl is not None and fcntl.fcntl(shared, fcntl.F_GETFL) & os.O_APPEND
+        yield file if stat.S_ISREG(os.fstat(shared).st_mode) and not appends else None
+
+
+def _write(
+    results: Sequence[Result],
+    about: About,
+    format: Format,
+    output: Path | None,
+    verbose: bool,
+    is_written: bool,
+) -> None:
     from ggmlb.cli.tables import print_results
     from ggmlb.testing.formats import FORMATS
 
@@ -189,13 +307,24 @@ def _write(results: Sequence[Result], format: Format, output: Path | None, verbo
         with _opened(output) as file:
             print_results(console(file), results, verbose)
         return
-    text = FORMATS[format.value](results)
-    if output is None:
-        plain.echo(text.removesuffix("\n"))
-        return
-    with _opened(output) as file:
-        file.write(text)
-    print_results(console(), results, verbose)
+    if not is_written:
+        text = FORMATS[format.value](results, about)
+        if output is None:
+            plain.echo(text.removesuffix("\n"))
+        else:
+            with _writing(), _opened(output) as file:
+                file.write(text)
+    if output is not None:
+        print_results(console(), results, verbose)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Word the failure to write a report, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentError(f"cannot write the report: {error.strerror}; give another --output") from error
 
 
 def _opened(path: Path, mode: str = "w") -> TextIO:
@@ -205,7 +334,20 @@ def _opened(path: Path, mode: str = "w") -> TextIO:
         raise ArgumentError(f"cannot write {path}: {error.strerror}; give another --output") from error
 
 
-def _why_nothing(results: Sequence[Result], names: Sequence[str]) -> str:
-    if not results:
-        return "no case is of these ops and holds the pattern"
-    return f"{', '.join(names)} supports none of the {len(results)} cases"
+def _status(results: Sequence[Result], names: Sequence[str], modes: Sequence[str]) -> int:
+    """Return the exit status, and say on standard error where nothing ran."""
+    from ggmlb.testing.results import NOTHING_RAN, OK, exit_status
+
+    status = exit_status(results)
+    if status == NOTHING_RAN:
+        why = f"{', '.join(names)} supports none of the {len(results)} cases" if results else ""
+        why = why or "no case is of these ops and holds the pattern"
+        console(sys.stderr).print(f"ggmlb: nothing ran: {why}", markup=False)
+        return status
+    for mode in modes:
+        of = [result for result in results if result.mode == mode]
+        if of and exit_status(of) == NOTHING_RAN:
+            why = f"nothing ran in mode {mode}: none of its {len(of)} cases is supported"
+            plain.echo(f"ggmlb: {why}", sys.stderr)
+            status = NOTHING_RAN if status == OK and mode != "perf" else status
+    return status

@@ -247,8 +247,9 @@ class BackendReg(Unique, ABC):
         """Return an optional function by its name, or `None` (ggml_backend_reg_get_proc_address).
 
         Names: `split_buffer_type`, `set_n_threads`, `dev_get_extra_bufts`, `set_abort_callback`,
-        `get_features`, `comm_init`, `comm_free`, `comm_allreduce_tensor`, and `conformance_xfails`, known
-        failures for the conformance kit. A `ggml_backend_` before the name is allowed.
+        `get_features`, `comm_init`, `comm_free`, `comm_allreduce_tensor`; `driver_version`, a device's driver
+        as text; and `conformance_xfails`, known failures for the conformance kit. A `ggml_backend_` before
+        the name is allowed.
         """
         return self._procs().get(name.removeprefix("ggml_backend_"))
 

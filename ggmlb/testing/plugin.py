@@ -150,20 +150,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _tasks(config: pytest.Config, name: str) -> list[Task]:
     from ggmlb.core.errors import ArgumentError
     from ggmlb.testing.devices import device_named
-    from ggmlb.testing.run import Selection, known_ops, tasks
+    from ggmlb.testing.run import selections, tasks
 
     device = device_named(name)
     modes, ops = device_names(config.getoption("--ggmlb-mode")), device_names(config.getoption("--ggmlb-ops"))
     try:
-        known = {mode: known_ops(mode) for mode in modes}
-        for op in ops:  # one of any mode: what is an op in one may be none in another
-            if not any(op.lower() in names for names in known.values()):
-                raise ArgumentError(f"--ggmlb-ops: no op {op!r} in mode {' or '.join(modes)}")
-        found: list[Task] = []
-        for mode in modes:
-            chosen = tuple(op for op in ops if op.lower() in known[mode])
-            if chosen or not ops:
-                found += tasks(device, Selection(mode, chosen, "", config.getoption("--ggmlb-limit")))
+        chosen = selections(modes, ops, "", config.getoption("--ggmlb-limit"))
     except ArgumentError as error:
-        raise pytest.UsageError(str(error)) from None
-    return found
+        raise pytest.UsageError(f"--ggmlb-mode, --ggmlb-ops: {error}") from None
+    return [task for selection in chosen for task in tasks(device, selection)]

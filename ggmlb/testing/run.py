@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import re
+import signal
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.core.errors import ArgumentError, did_you_mean
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
 
 MODES: Final = ("test", "support", "perf", "behaviour")
+ALL: Final = ("behaviour", "test", "support", "perf")
+"""All modes in the order of one run: wrong values often come from wrong behaviour."""
 
 WITH_WEIGHTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
 """Families whose first operand is tried in every kind of memory that a device has for weights, but in mode
@@ -51,7 +55,7 @@ class Selection:
             re.compile(self.pattern)
         except re.error as error:
             raise ArgumentError(f"{self.pattern!r} is no regular expression: {error}") from error
-        known = known_ops(self.mode) | (known_ops("test") if self.mode == "perf" else set())
+        known = known_ops(self.mode)
         for op in self.ops:
             if op.lower() not in known:
                 raise ArgumentError(
@@ -91,6 +95,26 @@ def tasks(device: Device, selection: Selection) -> list[Task]:
     return found
 
 
+def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: int) -> list[Selection]:
+    """Return a selection for each mode, of those ops that are names there.
+
+    Raises:
+        ArgumentError: There is no such mode; an op is none in any of the modes; the pattern is wrong.
+    """
+    known = {mode: known_ops(mode) for mode in modes}
+    everywhere = set().union(*known.values())
+    for op in ops:
+        if op.lower() not in everywhere:
+            where = " or ".join(modes)
+            raise ArgumentError(f"no op {op!r} in mode {where}{did_you_mean(op.lower(), sorted(everywhere))}")
+    found = []
+    for mode in modes:
+        chosen = tuple(op for op in ops if op.lower() in known[mode])
+        if chosen or not ops:
+            found.append(Selection(mode, chosen, pattern, limit))
+    return found
+
+
 def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the ids of a family, each with the names of ops by which it can be chosen."""
     if mode == "behaviour":
@@ -116,7 +140,8 @@ def known_ops(mode: str) -> set[str]:
     """
     if mode not in MODES:
         raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, MODES)}")
-    return {name for names in _names(mode).values() for name in names}
+    alike = [mode] if mode == "behaviour" else [mode, "test"]  # an op may have no size in mode perf
+    return {name for of in alike for names in _names(of).values() for name in names}
 
 
 def _names(mode: str) -> dict[str, set[str]]:
@@ -150,10 +175,7 @@ class Runner:
         if task.mode == "behaviour":
             yield from (behaves(device, task.family, name) for name in task.ids)
         elif task.mode == "perf":
-            rates = self._rates.get(device.name)
-            if rates is None:
-                rates = self._rates[device.name] = perf.measure_rates(device)
-            chosen = set(task.ids)
+            rates, chosen = self.rates(device), set(task.ids)
             cases = _perf_cases(task.family, task.memory)
             yield from (perf.measure(device, case, rates) for case in cases if case.id in chosen)
         else:
@@ -171,6 +193,12 @@ class Runner:
         if name not in self._devices:
             self._devices[name] = device_named(name)
         return self._devices[name]
+
+    def rates(self, device: Device) -> perf.Rates:
+        """Return what a device reaches at best, beside which mode `perf` holds ops; measured once."""
+        if device.name not in self._rates:
+            self._rates[device.name] = perf.measure_rates(device)
+        return self._rates[device.name]
 
     def close(self) -> None:
         """Free all streams."""
@@ -197,27 +225,83 @@ def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
         work: The tasks.
         jobs: Processes that share them, each with streams of its own: a crash ends one family, not the run.
     """
+    waiting: dict[int, list[Result]] = {i: [] for i in range(len(work))}
+    for i, result in run_as_done(work, jobs):
+        waiting[i].append(result)
+        if jobs <= 1:
+            yield from waiting[i]
+            waiting[i].clear()
+    for i in sorted(waiting):
+        yield from waiting[i]
+
+
+def run_as_done(work: Sequence[Task], jobs: int = 1) -> Iterator[tuple[int, Result]]:
+    """Yield each result as soon as it is known, with the number of its task.
+
+    Tasks of mode `perf` are never shared: they come last, and nothing else computes beside them. Where the
+    caller stops, or an exception ends it, processes that still compute are ended.
+
+    Args:
+        work: The tasks.
+        jobs: As in `run_all`; results of several processes are known once a task is done.
+    """
+    numbered = dict(enumerate(work))
     if jobs <= 1:
         with Runner() as runner:
-            for task in work:
-                yield from runner.run(task)
+            for i, task in numbered.items():
+                yield from ((i, result) for result in runner.run(task))
         return
-    left, alone = list(work), False
+    yield from _in_processes({i: task for i, task in numbered.items() if task.mode != "perf"}, jobs)
+    yield from _in_processes({i: task for i, task in numbered.items() if task.mode == "perf"}, 1)
+
+
+def _in_processes(left: dict[int, Task], jobs: int) -> Iterator[tuple[int, Result]]:
+    last, alone = max(left, default=-1), jobs == 1
+    of = left.get(last)
     while left:
-        with ProcessPoolExecutor(1 if alone else jobs, get_context("spawn")) as pool:
-            futures = (pool.submit(_in_process, task) for task in tuple(left))
+        with worker_processes(1 if alone else jobs) as pool:
             try:
-                for future in futures if alone else tuple(futures):
-                    yield from future.result()
-                    left.pop(0)
+                if alone:
+                    futures = ((i, pool.submit(_in_process, task)) for i, task in tuple(left.items()))
+                else:
+                    number = {pool.submit(_in_process, task): i for i, task in left.items()}
+                    futures = ((number[future], future) for future in as_completed(number))
+                for i, future in futures:
+                    results = future.result()
+                    del left[i]
+                    yield from ((i, result) for result in results)
             except BrokenProcessPool:  # of several that ran, nobody knows whose it was: once more, one by one
                 if alone:
-                    yield from _crashed(left.pop(0))
-                alone = not alone
-    if alone:
+                    i = next(iter(left))
+                    yield from ((i, result) for result in _crashed(left.pop(i)))
+                alone = jobs == 1 or not alone
+    if of is not None and jobs > 1 and alone:
         why = f"a worker process ended while {jobs} shared the work, and none did alone: too little memory?"
-        first = work[0]
-        yield Result(first.mode, first.device, "processes", "worker processes", Outcome.FAILED, why)
+        yield last, Result(of.mode, of.device, "processes", "worker processes", Outcome.FAILED, why)
+
+
+@contextmanager
+def worker_processes(n: int) -> Iterator[ProcessPoolExecutor]:
+    """Give processes that compute; they are ended at once where an exception leaves the block."""
+    others = set(active_children())
+    pool = ProcessPoolExecutor(n, get_context("spawn"), _leave_interrupts_to_parent)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        workers = set(active_children()) - others
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join()
+        raise
+    else:
+        pool.shutdown()
+
+
+def _leave_interrupts_to_parent() -> None:
+    """Ignore Ctrl-C, which a terminal sends to all processes: the parent ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 _of_process: list[Runner] = []

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from processes import ROOT, python
 from processes import ggmlb_command as run
-from processes import python
 
 from ggmlb import devices
 from ggmlb.cli import main
@@ -54,6 +60,12 @@ def backend_reg():
 """
 
 
+DECLINES = """\
+    def declines(self, op):
+        return "not of mine" if op.op_desc() == "ABS" else super().declines(op)
+"""
+
+
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which `Broken0` is a device: its SQR writes too far, its LOG ends the process."""
@@ -83,9 +95,9 @@ def test_a_crash_ends_its_family_only(broken: dict[str, str]) -> None:
     assert done.returncode == 1
     told = json.loads(done.stdout)
     assert [(r["family"], r["outcome"]) for r in told["results"]] == [
-        ("abs", "passed"), ("abs", "passed"), ("log", "failed"), ("log", "failed"),
+        ("log", "failed"), ("log", "failed"), ("abs", "passed"), ("abs", "passed"),
     ]  # fmt: skip
-    assert "a crash in the backend?" in told["results"][2]["reason"]
+    assert "a crash in the backend?" in told["results"][0]["reason"]
 
 
 @pytest.mark.parametrize("name", ["CPU", "LLVM", "OpenCL0"])
@@ -101,7 +113,7 @@ def test_a_crash_that_does_not_come_again_is_a_failure_too(broken: dict[str, str
     done = run("test", "-d", "Broken0", "-o", "cos,abs", "--limit", "1", "-j", "2", "--json", **once)
     assert done.returncode == 1
     *ran, last = json.loads(done.stdout)["results"]
-    assert [(r["family"], r["outcome"]) for r in ran] == [("abs", "passed"), ("cos", "passed")]
+    assert [(r["family"], r["outcome"]) for r in ran] == [("cos", "passed"), ("abs", "passed")]
     assert (last["id"], last["outcome"]) == ("worker processes", "failed")
     assert "while 2 shared the work" in last["reason"]
 
@@ -140,6 +152,80 @@ def test_reports_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (suite,) = ElementTree.parse(report).getroot()
     assert suite.attrib["name"] == "ggmlb.CPU.behaviour"
     assert int(suite.attrib["tests"]) >= 9
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+@pytest.mark.parametrize("redirected", [False, True], ids=["output", "stdout"])
+@pytest.mark.parametrize(
+    ("sent", "jobs", "status"),
+    [(signal.SIGINT, 1, 130), (signal.SIGTERM, 1, 143), (signal.SIGKILL, 1, -9), (signal.SIGINT, 2, 130)],
+)
+def test_a_run_that_is_stopped_has_reported(
+    sent: signal.Signals, jobs: int, status: int, redirected: bool, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "ggmlb", "test", "-d", "CPU", "-j", str(jobs), "--format", "junit"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with report.open("w") as out, (tmp_path / "err").open("w+") as err:
+        command += [] if redirected else ["--output", str(report)]
+        process = subprocess.Popen(
+            command, env=env, stdout=out if redirected else subprocess.DEVNULL, stderr=err
+        )
+        while process.poll() is None and 'classname="ggmlb.CPU' not in report.read_text():
+            time.sleep(0.1)
+        process.send_signal(sent)
+        assert process.wait() == status
+        err.seek(0)
+        told = err.read()
+    *suites, unfinished = ElementTree.parse(report).getroot()
+    n = sum(len(suite.findall("testcase")) for suite in suites)
+    assert n >= 1
+    (message,) = [error.attrib["message"] for error in unfinished.iter("error")]
+    assert re.fullmatch(rf"the run was stopped: {n} of \d+ cases were done", message)
+    assert told == ("" if sent == signal.SIGKILL else f"ggmlb: {message}\n")
+
+
+def test_a_pipe_gets_the_report_too() -> None:
+    done = run("test", "-d", "CPU", "-o", "abs", "--limit", "2", "--format", "junit")
+    (suite,) = ElementTree.fromstring(done.stdout)
+    assert suite.attrib["tests"] == "2"
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("format", ["junit", "json", "csv"])
+def test_a_disk_that_is_full_is_told(format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("-d", "CPU", "-o", "abs", "--limit", "1", "--format", format, "--output", "/dev/full")
+    assert main(["test", *args]) == 1
+    assert "ggmlb: cannot write the report: No space left on device" in capsys.readouterr().err
+
+
+def test_one_command_runs_all_modes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(perf, "BATCH_S", 0.0)
+    report = tmp_path / "report.xml"
+    args = ("-d", "CPU", "--mode", "all", "-o", "scale,plans", "--limit", "2")
+    assert main(["test", *args, "--format", "junit", "--output", str(report)]) == 0
+    suites = {
+        suite.attrib["name"]: int(suite.attrib["tests"]) for suite in ElementTree.parse(report).getroot()
+    }
+    each = {"behaviour": 2, "test": 2, "support": 2, "perf": 1}
+    assert suites == {f"ggmlb.CPU.{mode}": n for mode, n in each.items()}
+    told = capsys.readouterr().err
+    counted = ", ".join(f"{n} of mode {mode}" for mode, n in each.items())
+    assert f"ggmlb: 7 cases on CPU ({counted}): " in told
+    assert "minute" in told
+    assert main(["test", *args, "--list"]) == 0
+    assert "support scale(" in capsys.readouterr().out
+
+
+def test_a_mode_in_which_nothing_ran_is_no_success(tmp_path: Path) -> None:
+    lazy = tmp_path / "lazy_backend.py"
+    lazy.write_text(BROKEN.replace("Broken", "Lazy").replace("    def init_b", DECLINES + "    def init_b"))
+    done = run("test", "-d", "Lazy0", "--mode", "all", "-o", "abs,plans", GGMLB_BACKEND_PATH=str(lazy))
+    assert done.returncode == 5, done.stderr
+    assert "ggmlb: nothing ran in mode support: none of its" in done.stderr
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_work(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
+import multiprocessing
 import re
 import subprocess
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +24,18 @@ from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 from ggmlb.interface.registry import device_by_name, load, unload
 from ggmlb.parallel.meta import SplitAxis
+from ggmlb.testing.about import About, facts_of
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
 from ggmlb.testing.devices import UnknownDeviceError, dealt_by_chance, device_named
+from ggmlb.testing.forecast import about_minutes, forecast_s
 from ggmlb.testing.formats import as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
+from ggmlb.testing.junit import JunitReport
 from ggmlb.testing.limits import limit
 from ggmlb.testing.names import device_names
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
-from ggmlb.testing.run import Runner, Selection, known_ops, run_all, tasks
+from ggmlb.testing.run import ALL, Runner, Selection, known_ops, run_all, run_as_done, selections, tasks
 from ggmlb.testing.xfail import ExpectedFailures
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -177,6 +183,46 @@ def test_processes_give_what_one_gives():
     alone, shared = ([(r.id, r.outcome) for r in run_all(work, jobs)] for jobs in (1, 2))
     assert alone == shared
     assert len(alone) == 12  # "add" in two kinds of memory, "add of blocks", "add_cast", "sum", "rope"
+
+
+def test_processes_share_all_but_perf():
+    cpu = device_by_name("CPU")
+    work = [task for one in selections(ALL, ("scale",), "", 1) for task in tasks(cpu, one)]
+    assert [task.mode for task in work] == ["test", "support", "perf"]
+    found = list(run_as_done([work[2], *work[:2]], 2))
+    assert [i for i, _ in found][-1] == 0, "perf comes last, beside nothing"
+    assert {r.outcome for _, r in found} == {Outcome.PASSED}
+
+
+def test_a_run_that_is_left_ends_its_processes():
+    for _ in (run := run_as_done(tasks(device_by_name("CPU"), Selection()), 2)):
+        break
+    run.close()
+    assert not multiprocessing.active_children()
+
+
+def test_ops_are_chosen_in_the_modes_that_have_them():
+    assert [(s.mode, s.ops) for s in selections(ALL, ("order", "abs"), "", 0)] == [
+        ("behaviour", ("order",)), ("test", ("abs",)), ("support", ("abs",)), ("perf", ("abs",)),
+    ]  # fmt: skip
+    with pytest.raises(ArgumentError, match=r"no op 'ordr' in mode behaviour or .*mean 'order'"):
+        selections(ALL, ("ordr",), "", 0)
+
+
+def test_a_forecast_tries_some_cases(monkeypatch):
+    work = tasks(device_by_name("CPU"), Selection(ops=("abs", "neg")))
+    tried = []
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", lambda self, task: tried.append(task.ids) or run(self, task))
+    assert forecast_s(work) > 0
+    assert 1 <= len(tried) <= 8
+    assert all(len(ids) == 1 for ids in tried)
+    assert forecast_s([]) == 0
+
+
+def test_times_are_told_for_people():
+    told = [about_minutes(60 * m) for m in (0.2, 1, 12.3, 150)]
+    assert told == ["less than a minute", "about 1 minute", "about 12 minutes", "about 2.5 hours"]
 
 
 def test_perf_measures(monkeypatch):
@@ -352,17 +398,95 @@ def test_csv():
     assert rows[1]["reason"].startswith('a "quoted"')
 
 
+ABOUT = About(
+    "thismachine", {"version": "1.2", "revision": "abc"}, {"CPU": {"driver": "none", "type": "<&\x1b"}}
+)
+
+
 def test_junit():
-    (suite,) = ElementTree.fromstring(as_junit(RESULTS))
+    (suite,) = ElementTree.fromstring(as_junit(RESULTS, ABOUT))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", suite.attrib.pop("timestamp"))
+    assert suite.attrib.pop("hostname") == "thismachine"
     assert suite.attrib == {
         "name": "ggmlb.CPU.test", "tests": "3", "failures": "1", "skipped": "1", "errors": "0",
         "time": "1.500000",
     }  # fmt: skip
-    passed, failed, skipped = suite
+    properties, passed, failed, skipped = suite
+    told = {p.attrib["name"]: p.attrib["value"] for p in properties}
+    assert told == {"version": "1.2", "revision": "abc", "driver": "none", "type": "<&?"}
     assert list(passed) == []
     assert failed[0].tag == "failure"
     assert failed[0].attrib["message"] == 'a "quoted", <odd> reason?'
     assert skipped[0].tag == "skipped"
+
+
+def test_a_report_tells_of_the_machine_and_the_device():
+    about = About.here([device_by_name("CPU")])
+    (suite,) = ElementTree.fromstring(as_junit(RESULTS, about))
+    told = {p.attrib["name"]: p.attrib["value"] for p in suite.iter("property")}
+    names = ("version", "revision", "python", "platform", "device", "description", "backend", "driver")
+    assert all(told[name] for name in names), told
+    assert told["description"] == device_by_name("CPU").description
+    assert suite.attrib["hostname"]
+    told = json.loads(as_json(RESULTS, about))["run"]
+    assert told["devices"]["CPU"]["description"] == device_by_name("CPU").description
+
+
+def test_a_device_that_cannot_tell_its_driver_is_tested_all_the_same():
+    class SilentReg:
+        name = "Silent"
+
+        def get_proc_address(self, name):
+            return lambda of: 1 / 0
+
+    class Silent:
+        name, type, reg = "Silent0", device_by_name("CPU").type, SilentReg()
+        description = property(lambda self: [][0])
+
+    facts = facts_of(Silent())
+    assert facts["description"] == "unknown: IndexError: list index out of range"
+    assert facts["driver"] == facts["features"] == "unknown: ZeroDivisionError: division by zero"
+
+
+def in_order_of_another(n):
+    """Results of two devices and two modes, in the order in which several processes may give them."""
+    made = [
+        Result(mode, device, "add", f"add({i})", Outcome(outcome), "why\n<not>", None, 1e3)
+        for i, outcome in zip(range(n), itertools.cycle(("passed", "failed", "skipped", "xpassed")))
+        for device in ("CPU", "Önd0")
+        for mode in ("test", "support")
+    ]
+    return [made[i] for i in np.random.default_rng(n).permutation(len(made))]
+
+
+@pytest.mark.parametrize("before", ["", "what a shell wrote\n"])
+def test_a_junit_report_is_whole_after_each_result(tmp_path, before):
+    file = tmp_path / "report.xml"
+    results = in_order_of_another(12)
+    with file.open("wb") as out:
+        out.write(before.encode())
+        report = JunitReport(out, ABOUT, len(results))
+        for n, result in enumerate(results, 1):
+            report.add(result)
+            *suites, last = ElementTree.fromstring(file.read_bytes().removeprefix(before.encode()))
+            assert sum(len(suite.findall("testcase")) for suite in suites) == n
+            assert last.attrib["errors"] == "1"
+            assert f"{n} of {len(results)} cases were done" in last[0][0].attrib["message"]
+        report.close()
+    told = ElementTree.fromstring(file.read_bytes().removeprefix(before.encode()))
+    assert {suite.attrib["name"] for suite in told} == {
+        f"ggmlb.{device}.{mode}" for device in ("CPU", "Önd0") for mode in ("test", "support")
+    }
+    for suite in told:
+        cases = suite.findall("testcase")
+        assert (int(suite.attrib["tests"]), len(cases)) == (12, 12)
+        assert int(suite.attrib["failures"]) == len(suite.findall("testcase/failure")) == 6
+        assert int(suite.attrib["skipped"]) == len(suite.findall("testcase/skipped")) == 3
+    together = ElementTree.fromstring(as_junit(results, ABOUT).encode())
+    for suite, same in zip(told, together, strict=True):
+        assert suite.attrib.items() - same.attrib.items() <= {("timestamp", suite.attrib["timestamp"])}
+    stopped = ElementTree.fromstring(as_junit(results, replace(ABOUT, unfinished="3 of 9")).encode())
+    assert stopped[-1][0][0].attrib["message"] == "3 of 9"
 
 
 # -- what a device claims --------------------------------------------------------------------------

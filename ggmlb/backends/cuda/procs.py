@@ -16,6 +16,7 @@ from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg
+    from ggmlb.interface import Device
 
 
 def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
@@ -23,6 +24,7 @@ def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
     return {
         "set_abort_callback": set_abort_callback,
         "get_features": get_features,
+        "driver_version": driver_version,
         "register_host_buffer": partial(register_host_buffer, reg),
         "unregister_host_buffer": partial(unregister_host_buffer, reg),
         "split_buffer_type": partial(split_buffer_type, reg),
@@ -41,6 +43,16 @@ def get_features(reg: CudaReg) -> list[tuple[str, str]]:
         ("PINNED", str(int(env.cuda_pinned()))),
         ("REGISTER_HOST", str(int(env.cuda_register_host()))),
     ]
+
+
+def driver_version(device: Device) -> str:
+    """Return the CUDA versions of the driver and of CuPy's runtime: `"CUDA 13.0, runtime 12.9"`."""
+    from cupy.cuda import runtime
+
+    driver, ours = (
+        f"{v // 1000}.{v % 1000 // 10}" for v in (runtime.driverGetVersion(), runtime.runtimeGetVersion())
+    )
+    return f"CUDA {driver}, runtime {ours}"
 
 
 def register_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> bool:

@@ -48,6 +48,7 @@ class OpenClReg(BackendReg):
         return {
             "set_abort_callback": set_abort_callback,
             "dev_get_extra_bufts": dev_get_extra_bufts,
+            "driver_version": _driver_version,
             "split_buffer_type": partial(split_buffer_type, self),
         }
 
@@ -56,3 +57,11 @@ class OpenClReg(BackendReg):
 def backend_reg() -> OpenClReg:
     """Return the registration; the registry calls this."""
     return OpenClReg()
+
+
+def _driver_version(device: Device) -> str:
+    """The platform and the driver of a device, with their versions."""
+    from ggmlb.backends.opencl.device import OpenClDevice
+
+    assert isinstance(device, OpenClDevice)
+    return device.driver_version

@@ -72,6 +72,12 @@ class OpenClDevice(Device):
         return f"{self.cl_device.name.strip()} ({self.cl_device.platform.name.strip()})"
 
     @property
+    def driver_version(self) -> str:
+        """The platform and the driver, each with its version."""
+        platform = self.cl_device.platform
+        return f"{platform.name.strip()}, {platform.version.strip()}; driver {self.cl_device.driver_version}"
+
+    @property
     def type(self) -> DeviceType:
         """GPU, IGPU where it shares the host's memory, ACCEL for CPU-type devices and accelerators."""
         if self._kind is not DeviceType.GPU:

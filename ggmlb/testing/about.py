@@ -1,0 +1,114 @@
+"""Where and on what a run of the kit took place: what a reader of its report needs to know later."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import ggmlb
+from ggmlb.core.errors import one_line
+from ggmlb.interface import BackendReg, Device
+
+DRIVER = "driver_version"
+"""What `BackendReg.get_proc_address` may give: a function of a device that tells its driver and version."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """The circumstances of a run.
+
+    Attributes:
+        hostname: The machine's name.
+        software: Versions, by name: of ggmlb with its revision, of Python and of the system.
+        devices: Facts of each device, by its name: `description`, `driver`, `backend`, ...
+        unfinished: How far the run came, if it was stopped.
+    """
+
+    hostname: str = ""
+    software: dict[str, str] = field(default_factory=dict)
+    devices: dict[str, dict[str, str]] = field(default_factory=dict)
+    unfinished: str = ""
+
+    @classmethod
+    def here(cls, devices: Iterable[Device] = ()) -> About:
+        """Return those of this machine, and of devices."""
+        software = {
+            "version": ggmlb.__version__,
+            "revision": revision(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        }
+        return cls(platform.node(), software, {device.name: facts_of(device) for device in devices})
+
+    def of(self, device: str) -> dict[str, str]:
+        """Return all that is known of runs on a device."""
+        return {**self.software, **self.devices.get(device, {})}
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        stopped = {"unfinished": self.unfinished} if self.unfinished else {}
+        return {"hostname": self.hostname, **self.software, **stopped, "devices": self.devices}
+
+
+def facts_of(device: Device) -> dict[str, str]:
+    """Return what a device and its backend say of themselves."""
+    reg = device.reg
+    return {
+        "device": device.name,
+        "description": _told(lambda: device.description),
+        "type": device.type.value,
+        "backend": f"{reg.name} {_version_of(type(reg).__module__)}".strip(),
+        "driver": _told(lambda: _answer(reg, DRIVER, device)) or "none",
+        "features": _told(lambda: ", ".join(" ".join(of) for of in _answer(reg, "get_features", reg) or ())),
+    }
+
+
+def _answer(reg: BackendReg, name: str, of: object) -> Any:
+    """Return what an optional function of a backend says, `None` where there is none."""
+    ask = reg.get_proc_address(name)
+    return None if ask is None else ask(of)
+
+
+def _told(ask: Callable[[], Any]) -> str:
+    """Return an answer as text; a backend of any author may fail to give one, and is tested all the same."""
+    try:
+        return str(ask() or "")
+    except Exception as error:
+        return f"unknown: {one_line(error)}"
+
+
+@cache
+def revision() -> str:
+    """Return ggmlb's commit, as pip or git know it; `"unknown"` where neither does."""
+    try:
+        origin = json.loads(metadata.distribution("ggmlb").read_text("direct_url.json") or "{}")
+        if commit := origin.get("vcs_info", {}).get("commit_id"):
+            return str(commit)
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):
+        pass
+    root = Path(ggmlb.__file__).parents[1]
+    if not (root / ".git").exists():  # another project's, in whose folder ggmlb is installed, says nothing
+        return "unknown"
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+@cache
+def _version_of(module: str) -> str:
+    """Return the version of the package that a module comes in; empty if it is in none."""
+    package = module.partition(".")[0]
+    if package == "ggmlb":
+        return ggmlb.__version__
+    for name in metadata.packages_distributions().get(package, ()):
+        return metadata.version(name)
+    return ""

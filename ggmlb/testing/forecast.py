@@ -1,0 +1,77 @@
+"""How long a run will take, from a few of its cases."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from time import perf_counter
+from typing import Final
+
+from ggmlb.testing.run import Runner, Task, worker_processes
+
+N_TRIED: Final = 8
+"""Cases of a device and mode that are tried."""
+TRIAL_S: Final = 4.0
+"""Time after which no more of them are tried [s]."""
+
+
+def forecast_s(work: Sequence[Task], jobs: int = 1) -> float:
+    """Try a few cases of each device and mode, and return how long all will take [s].
+
+    It is an estimate: cases differ, and the more so the emptier the caches of compiled kernels are. What a
+    case finds is left for the run to tell.
+
+    Args:
+        work: The tasks.
+        jobs: Processes that will share them, all but mode `perf`.
+    """
+    groups: dict[tuple[str, str], list[Task]] = defaultdict(list)
+    for task in work:
+        groups[task.device, task.mode].append(task)
+    total_s = 0.0
+    with Runner() as runner:
+        for (name, mode), tasks in groups.items():
+            start = perf_counter()
+            if mode == "perf":
+                runner.rates(runner.device(name))
+            total_s += perf_counter() - start
+            start, n = perf_counter(), 0
+            for trial in _trials(tasks):
+                list(runner.run(trial))
+                n += 1
+                if perf_counter() - start > TRIAL_S:
+                    break
+            took_s = (perf_counter() - start) / n * sum(len(task.ids) for task in tasks)
+            total_s += took_s / (1 if mode == "perf" else jobs)
+    return total_s
+
+
+def forecast(work: Sequence[Task], jobs: int = 1) -> str:
+    """Return how long a run will take, as a person reads it; tried in another process if the run has some."""
+    if jobs <= 1:
+        return about_minutes(forecast_s(work))
+    try:
+        with worker_processes(1) as pool:
+            return about_minutes(pool.submit(forecast_s, work, jobs).result())
+    except BrokenProcessPool:
+        return "a time that cannot be told, for a case that was tried ended its process"
+
+
+def _trials(tasks: Sequence[Task]) -> Iterator[Task]:
+    """Yield some cases, evenly spread over the tasks, as tasks of one case."""
+    cases = [(task, i) for task in tasks for i in task.ids]
+    step = max(1, len(cases) // N_TRIED)
+    for task, name in cases[step // 2 :: step][:N_TRIED]:
+        yield replace(task, ids=(name,))
+
+
+def about_minutes(seconds: float) -> str:
+    """Return a time for people: `"less than a minute"`, `"about 12 minutes"`, `"about 2.5 hours"`."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return "less than a minute"
+    if minutes < 100:
+        return f"about {minutes} minute{'s' * (minutes > 1)}"
+    return f"about {seconds / 3600:.1f} hours"
