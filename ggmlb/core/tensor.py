@@ -13,7 +13,7 @@ from ggmlb.core import dtypes
 from ggmlb.core.arguments import checked
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, as_enum
-from ggmlb.core.errors import NotAllocatedError, ShapeError
+from ggmlb.core.errors import GraphError, NotAllocatedError, ShapeError
 from ggmlb.core.exchange import ArrayProtocols, real_numbers
 from ggmlb.core.placement import Params
 
@@ -127,6 +127,21 @@ class Tensor(ArrayProtocols):
     def sources(self) -> tuple[Tensor, ...]:
         """The operands that are there."""
         return tuple([s for s in self.src if s is not None])
+
+    def operand(self, i: int) -> Tensor:
+        """Return an operand that the op always has.
+
+        Raises:
+            GraphError: It is absent.
+        """
+        found = self.src[i]
+        if found is None:
+            raise GraphError(f"{self.describe()} has no operand {i}; its op needs it")
+        return found
+
+    def optional(self, i: int) -> Tensor | None:
+        """Return an operand that may be absent."""
+        return self.src[i] if i < len(self.src) else None
 
     @property
     def n_elements(self) -> int:

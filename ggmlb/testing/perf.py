@@ -229,17 +229,14 @@ def moved_nbytes(node: Tensor) -> int:
     """Return the bytes that the op must read and write at least."""
     written = node.nbytes
     if node.op in (Op.SET_ROWS, Op.CPY):
-        source = node.src[0]
-        assert source is not None
+        source = node.operand(0)
         rows = source.n_rows * node.dtype.row_size(node.ne[0])
         return source.nbytes + (rows if node.op is Op.SET_ROWS else written)
     if node.op is Op.GET_ROWS:
-        table = node.src[0]
-        assert table is not None
+        table = node.operand(0)
         return node.n_rows * table.dtype.row_size(table.ne[0]) + written
     if node.op is Op.MUL_MAT_ID:
-        experts, b, ids = node.src[:3]
-        assert experts is not None and b is not None and ids is not None
+        experts, b, ids = node.operand(0), node.operand(1), node.operand(2)
         used = min(experts.ne[2], ids.n_elements)
         return experts.nbytes * used // experts.ne[2] + b.nbytes + written
     return written + sum(s.nbytes for s in node.src if s is not None)

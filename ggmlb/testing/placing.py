@@ -115,8 +115,7 @@ class WeightMemory:
 
 def weight_of(node: Tensor) -> Tensor:
     """Return the first operand of an op, or what it is a view of."""
-    operand = node.src[0]
-    assert operand is not None
+    operand = node.operand(0)
     return operand.view_src or operand
 
 

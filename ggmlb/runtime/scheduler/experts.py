@@ -43,8 +43,7 @@ class ExpertCopies:
         """
         src, node = item.src, item.experts
         assert node is not None
-        ids = node.src[2]
-        assert ids is not None
+        ids = node.operand(2)
         n_experts, size = src.ne[2], src.nb[2]
         if src.ne[3] != 1 or size * n_experts != src.nbytes or src.buffer is None:
             return False

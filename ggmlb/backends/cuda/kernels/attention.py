@@ -31,8 +31,8 @@ BIG_HEAD = 128
 
 def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
     """Return the steps of an attention, or None where the portable kernel is to be used."""
-    q, k, v, mask, sinks = (*node.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v = node.operand(0), node.operand(1), node.operand(2)
+    mask, sinks = node.optional(3), node.optional(4)
     d_k, d_v = k.ne[0], v.ne[0]
     if d_k % 16 or d_v % 16 or not d_v <= d_k <= MAX_HEAD_SIZE or k.ne[2] != v.ne[2]:
         return None

@@ -124,8 +124,7 @@ def _in_vectors(b: Tensor, *weights: Tensor | Mem) -> bool:
 
 def mul_mat(lw: Lowering, node: Tensor) -> list[Step] | None:
     """Return the steps of a product, or None where the portable kernel is to be used."""
-    a, b = node.src
-    assert a is not None and b is not None
+    a, b = node.operand(0), node.operand(1)
     if not a.is_contiguous_rows() or b.dtype not in FLOATS or node.nb[0] != 4:
         return None
     if _is_small(a, b):
@@ -248,8 +247,7 @@ def _converted(lw: Lowering, t: Tensor, kind: DType) -> tuple[list[Step], Mem]:
 
 def mul_mat_id(lw: Lowering, node: Tensor) -> list[Step] | None:
     """Return the steps of a product with matrices chosen by row, or None for the portable kernel."""
-    a, b, ids = node.src
-    assert a is not None and b is not None and ids is not None
+    a, b, ids = node.operand(0), node.operand(1), node.operand(2)
     if not a.is_contiguous_rows() or b.dtype not in FLOATS:
         return None
     slots, tokens = ids.ne[0], ids.ne[1]

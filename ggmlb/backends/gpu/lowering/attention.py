@@ -22,8 +22,8 @@ MAX_QUERIES = 8
 
 
 def _declines(node: Tensor) -> str | None:
-    q, k, v, mask, sinks = (*node.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v = node.operand(0), node.operand(1), node.operand(2)
+    mask, sinks = node.optional(3), node.optional(4)
     for t in (k, v):
         if t.dtype not in READ_IN_EIGHTS:
             return f"no kernel reads {t.dtype.name.lower()} keys or values"
@@ -33,8 +33,8 @@ def _declines(node: Tensor) -> str | None:
 
 
 def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
-    q, k, v, mask, sinks = (*node.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v = node.operand(0), node.operand(1), node.operand(2)
+    mask, sinks = node.optional(3), node.optional(4)
     p = node.params
     mems = [Mem.of(t or q) for t in (q, k, v, mask, sinks)]
     numbers = p["scale"], p["logit_softcap"], *alibi(p["max_bias"], q.ne[2])

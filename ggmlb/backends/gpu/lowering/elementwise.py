@@ -54,8 +54,8 @@ def _combine(node: Tensor, target: Target) -> list[Launch]:
 
 
 def _glu(node: Tensor, target: Target) -> list[Launch]:
-    a, gate = node.src
-    assert a is not None
+    a = node.operand(0)
+    gate = node.optional(1)
     x = Mem.of(a)
     if gate is None:
         half = a.ne[0] // 2 * a.nb[0]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def _declines(node: Tensor) -> str | None:
-    a, positions, factors = (*node.src, None)[:3]
-    assert positions is not None
+    positions = node.operand(1)
+    a, factors = node.optional(0), node.optional(2)
     if positions.dtype is not DType.I32:
         return f"positions are {positions.dtype.name.lower()}: only i32"
     return not_floats(a, node) or not_f32(factors)
@@ -47,8 +47,8 @@ def _rope(node: Tensor, target: Target) -> list[Launch]:
 
 def _launch(node: Tensor, target: Target, d: Mem, put: Tensor | None) -> Launch:
     """Return the launch that writes to `d`: to the rows of a cache that `put`, if given, names."""
-    a, positions, factors = (*node.src, None)[:3]
-    assert a is not None and positions is not None
+    a, positions = node.operand(0), node.operand(1)
+    factors = node.optional(2)
     p = node.params
     ext, scale = p["ext_factor"], p["freq_scale"]
     magnitude = p["attn_factor"] * (1 + 0.1 * log(1 / scale) if ext else 1)

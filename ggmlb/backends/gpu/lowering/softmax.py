@@ -26,8 +26,8 @@ def _declines(node: Tensor) -> str | None:
 
 
 def _soft_max(node: Tensor, target: Target) -> list[Launch]:
-    a, mask, sinks = node.src
-    assert a is not None
+    a = node.operand(0)
+    mask, sinks = node.optional(1), node.optional(2)
     mems = [Mem.of(t or node) for t in (a, mask, sinks, node)]  # an absent one is not read
     flags = {"MASK": 1} if mask is not None else {}
     if sinks is not None:

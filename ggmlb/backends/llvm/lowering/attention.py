@@ -32,8 +32,8 @@ _MERGE_WORK = 0.1
 
 
 def _declines(node: Tensor) -> str | None:
-    q, k, v, mask, sinks = (*node.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v = node.operand(0), node.operand(1), node.operand(2)
+    mask, sinks = node.optional(3), node.optional(4)
     for t in (k, v):
         if t.dtype not in FLOATS and (name(t) not in FORMS or FORMS[name(t)].block != 32):
             return f"no kernel reads {name(t)} keys or values"
@@ -45,8 +45,8 @@ def _declines(node: Tensor) -> str | None:
 
 
 def _flash_attn(node: Tensor, steps: Steps) -> None:
-    q, k, v, mask, sinks = (*node.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v = node.operand(0), node.operand(1), node.operand(2)
+    mask, sinks = node.optional(3), node.optional(4)
     p = node.params
     softcap = float(p["logit_softcap"])
     shape = Shape(

@@ -34,8 +34,7 @@ def _no_conversion(src: Tensor, out: Tensor) -> str | None:
 
 
 def _copy_declines(node: Tensor) -> str | None:
-    a = node.src[0]
-    assert a is not None
+    a = node.operand(0)
     if a.ne != node.ne and not (a.is_contiguous() and node.is_contiguous()):
         return "the shapes differ, and one side is not contiguous"
     if a.dtype.is_quantized or node.dtype.is_quantized:
@@ -46,8 +45,7 @@ def _copy_declines(node: Tensor) -> str | None:
 
 
 def _copy(node: Tensor, steps: Steps) -> None:
-    a = node.src[0]
-    assert a is not None
+    a = node.operand(0)
     blocks = a.dtype.is_quantized or node.dtype.is_quantized
     x, y, ne = operand(a, steps), operand(node, steps), node.ne
     if a.ne != node.ne:
@@ -92,8 +90,7 @@ def _turned(ne: Ne, y: Operand, x: Operand) -> tuple[Ne, Operand, Operand]:
 
 
 def _get_rows_declines(node: Tensor) -> str | None:
-    a, ids = node.src[:2]
-    assert a is not None and ids is not None
+    a, ids = node.operand(0), node.operand(1)
     return _no_conversion(a, node) or not_in_rows(a, node) or _no_index(ids)
 
 
@@ -102,8 +99,7 @@ def _no_index(ids: Tensor) -> str | None:
 
 
 def _get_rows(node: Tensor, steps: Steps) -> None:
-    a, ids = node.src[:2]
-    assert a is not None and ids is not None
+    a, ids = node.operand(0), node.operand(1)
     cut = name(a) not in FORMS
     args, n = walk(node.ne, [operand(node, steps)], steps, _work(a, node), join=False, cut=cut)
     front = (steps.address(a), *a.nb[1:], steps.address(ids), *ids.nb[:3], a.ne[1], *steps.report)
@@ -111,14 +107,12 @@ def _get_rows(node: Tensor, steps: Steps) -> None:
 
 
 def _set_rows_declines(node: Tensor) -> str | None:
-    a, ids = node.src[:2]
-    assert a is not None and ids is not None
+    a, ids = node.operand(0), node.operand(1)
     return _no_conversion(a, node) or not_in_rows(a, node) or _no_index(ids)
 
 
 def _set_rows(node: Tensor, steps: Steps) -> None:
-    a, ids = node.src[:2]
-    assert a is not None and ids is not None
+    a, ids = node.operand(0), node.operand(1)
     if a.is_empty:
         return
     args, n = walk(

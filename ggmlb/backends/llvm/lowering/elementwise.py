@@ -62,8 +62,7 @@ def _unary(node: Tensor, steps: Steps) -> None:
 
 
 def _binary_declines(node: Tensor) -> str | None:
-    a, b = node.src[:2]
-    assert a is not None and b is not None
+    a, b = node.operand(0), node.operand(1)
     for n, m in zip(b.ne, node.ne, strict=True):
         if n not in (1, m):
             return f"{b.describe()} repeats over {node.describe()}: only extents of 1 do"
@@ -71,8 +70,7 @@ def _binary_declines(node: Tensor) -> str | None:
 
 
 def _binary(node: Tensor, steps: Steps) -> None:
-    a, b = node.src[:2]
-    assert a is not None and b is not None
+    a, b = node.operand(0), node.operand(1)
     one = b.ne[0] == 1 and node.ne[0] > 1
     operands = [operand(node, steps), operand(a, steps), operand(b, steps, node.ne)]
     args, n = walk(node.ne, operands, steps, _CHEAP)
@@ -86,8 +84,8 @@ def _glu_declines(node: Tensor) -> str | None:
 
 
 def _glu(node: Tensor, steps: Steps) -> None:
-    a, b = node.src[:2]
-    assert a is not None
+    a = node.operand(0)
+    b = node.optional(1)
     gate = operand(a, steps)
     if b is None:
         up = operand(a, steps, offset=node.ne[0] * a.dtype.type_size)

@@ -71,8 +71,7 @@ def _is_simple(product: _Product) -> bool:
 
 def _is_few(product: _Product, ne: tuple[int, ...]) -> bool:
     node = product.node
-    weight = node.src[0]
-    assert weight is not None
+    weight = node.operand(0)
     if is_many(node) or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
         return False
     return ne[0] % _rows(weight, ne[1]) == 0
@@ -95,8 +94,7 @@ def lower(group: Group, steps: Steps) -> None:
     if group.pattern != "glu" and is_many(node):
         product(node, steps, result, Tail(added is not None, function), added)
         return
-    weight, x = node.src[:2]
-    assert weight is not None and x is not None
+    weight, x = node.operand(0), node.operand(1)
     k, (m, n) = weight.ne[0], result.ne[:2]
     packed, rows = in_strips(weight), _rows(weight, n)
     x_at, x_nb = (
@@ -106,8 +104,7 @@ def lower(group: Group, steps: Steps) -> None:
     args: list[int | float] = []
     operands: list[int] = []
     for node, added, first in products:
-        weight = node.src[0]
-        assert weight is not None
+        weight = node.operand(0)
         at = steps.scratch(4 * m * n)
         nb = weight.nb
         args += (

@@ -36,8 +36,7 @@ NO_TAIL = tiles.Tail()
 
 
 def _declines(node: Tensor) -> str | None:
-    a, b = node.src[:2]
-    assert a is not None and b is not None
+    a, b = node.operand(0), node.operand(1)
     if name(a) not in FORMS and a.dtype not in FLOATS:
         return f"no kernel multiplies {name(a)} weights"
     return not_floats(b) or not_f32(node) or not_in_rows(a, b, node)
@@ -55,8 +54,7 @@ def product(
     added: Tensor | None = None,
 ) -> None:
     """Emit the steps of a product; `result` is what the tail makes of it, where `takes_tail` allows one."""
-    a, b = node.src[:2]
-    assert a is not None and b is not None
+    a, b = node.operand(0), node.operand(1)
     quantized, packed = a.dtype.is_quantized, in_strips(a)
     k, m, n = *a.ne[:2], b.ne[1]
     address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
@@ -104,15 +102,13 @@ def product(
 
 def is_many(node: Tensor) -> bool:
     """Whether a product has more rows of activations than those for which the weight is read as it lies."""
-    a, b = node.src[:2]
-    assert a is not None and b is not None
+    a, b = node.operand(0), node.operand(1)
     return b.ne[1] > (FEW if a.dtype.is_quantized else FEW_FLOATS)
 
 
 def takes_tail(node: Tensor) -> bool:
     """Whether a product of many rows is written once, by a kernel that may do more before."""
-    a = node.src[0]
-    assert a is not None
+    a = node.operand(0)
     if not is_many(node) or _declines(node) is not None:
         return False
     return a.dtype.is_quantized or a.ne[0] <= float_tiles.depth(in_strips(a))
@@ -150,8 +146,7 @@ def quantized_activations(a: Tensor, b: Tensor, steps: Steps) -> tuple[int, tupl
 
 def _chosen(node: Tensor, steps: Steps) -> None:
     """Products with matrices that each token chooses; the choices are sorted by matrix first."""
-    a, b, ids = node.src[:3]
-    assert a is not None and b is not None and ids is not None
+    a, b, ids = node.operand(0), node.operand(1), node.operand(2)
     quantized, packed = a.dtype.is_quantized, in_strips(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
@@ -183,8 +178,6 @@ def _chosen(node: Tensor, steps: Steps) -> None:
 
 
 def _chosen_declines(node: Tensor) -> str | None:
-    ids = node.src[2]
-    assert ids is not None
     if node.src[0] is not None and node.src[0].ne[3] != 1:
         return "the matrices lie in more than three dimensions"
     return _declines(node)

@@ -25,8 +25,7 @@ def _norm_declines(node: Tensor) -> str | None:
 
 
 def _norm(node: Tensor, steps: Steps) -> None:
-    a = node.src[0]
-    assert a is not None
+    a = node.operand(0)
     args, n = walk(
         node.ne, [operand(node, steps), operand(a, steps)], steps, NORM_WORK, join=False, cut=False
     )
@@ -35,13 +34,13 @@ def _norm(node: Tensor, steps: Steps) -> None:
 
 
 def _soft_max_declines(node: Tensor) -> str | None:
-    a, mask, sinks = (*node.src, None, None)[:3]
+    a, mask, sinks = node.optional(0), node.optional(1), node.optional(2)
     return not_f32(a, sinks, node) or not_floats(mask) or not_in_rows(a, node)
 
 
 def _soft_max(node: Tensor, steps: Steps) -> None:
-    a, mask, sinks = (*node.src, None, None)[:3]
-    assert a is not None
+    a = node.operand(0)
+    mask, sinks = node.optional(1), node.optional(2)
     slopes = steps.constant(alibi_slopes(node.ne[2], node.params["max_bias"]))
     place = (0, 0, 0, 0, 1, 1)
     if mask is not None:
@@ -55,8 +54,8 @@ def _soft_max(node: Tensor, steps: Steps) -> None:
 
 
 def _rope_declines(node: Tensor) -> str | None:
-    a, positions, factors = (*node.src, None)[:3]
-    assert positions is not None
+    positions = node.operand(1)
+    a, factors = node.optional(0), node.optional(2)
     if positions.dtype is not DType.I32:
         return f"positions are {name(positions)}: only i32"
     if node.params["n_dims"] > rope.MOST_PAIRS:
@@ -66,8 +65,8 @@ def _rope_declines(node: Tensor) -> str | None:
 
 def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
     """Emit the step that turns pairs; each token's heads become the row of `put` that it names, if given."""
-    a, positions, factors = (*node.src, None)[:3]
-    assert a is not None and positions is not None
+    a, positions = node.operand(0), node.operand(1)
+    factors = node.optional(2)
     p = node.params
     mode = p["mode"]
     n_pairs = p["n_dims"] if mode == RopeType.VISION else p["n_dims"] // 2
@@ -81,8 +80,7 @@ def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
     places: tuple[int, ...] = ()
     index = None
     if put is not None:
-        ids = put.src[1]
-        assert ids is not None
+        ids = put.operand(1)
         result = (steps.address(put), put.dtype.row_size(node.ne[0]), *put.nb[1:3])
         places = (steps.address(ids), *ids.nb[:2], ids.ne[1], put.ne[1], *steps.report)
         index = name(ids)

@@ -37,8 +37,8 @@ def flash_attn_ext(lw: Lowering, t: Tensor) -> None:
     Query heads share the keys and values of their group. A tile is some key heads, with all their query
     heads and some of the queries, so that logits and float32 copies of keys and values stay small.
     """
-    q, k, v, mask, sinks = (*t.src, None, None)[:5]
-    assert q is not None and k is not None and v is not None
+    q, k, v = t.operand(0), t.operand(1), t.operand(2)
+    mask, sinks = t.optional(3), t.optional(4)
     attention = _Attention(lw, t, q, k, v)
     if mask is not None:
         attention.set_mask(View.of(mask).cut(2, 0, q.ne[1]), t.params["max_bias"])

@@ -34,8 +34,8 @@ def _is_known(node: Tensor, casts: Casts) -> str | None:
 @rule(Op.GLU, operands(FLOAT, FLOAT), _is_known)
 def glu(lw: Lowering, t: Tensor) -> None:
     """`act(gate) * up`; gate and up are two tensors, or the halves of each row of one."""
-    a, b = t.src[:2]
-    assert a is not None
+    a = t.operand(0)
+    b = t.optional(1)
     gate = View.of(a)
     if b is not None:
         up = View.of(b)

@@ -21,8 +21,8 @@ WORK = 6
 
 
 def _rope(lw: Lowering, t: Tensor, direction: float) -> None:
-    a, positions, factors = (*t.src, None)[:3]
-    assert a is not None and positions is not None
+    a, positions = t.operand(0), t.operand(1)
+    factors = t.optional(2)
     xp, params = lw.xp, t.params
     n_dims, start = params["n_dims"], params["offset"]
     n_pairs = n_dims if params["mode"] == RopeType.VISION else n_dims // 2

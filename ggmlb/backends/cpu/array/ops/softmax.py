@@ -27,8 +27,8 @@ def per_head(view: View) -> View:
 @rule(Op.SOFT_MAX, operands(FLOAT, FLOAT, F32))
 def soft_max(lw: Lowering, t: Tensor) -> None:
     """`exp(z - max z) / sum`, with `z = x scale + slope mask`; a sink joins maximum and sum."""
-    a, mask, sinks = (*t.src, None, None)[:3]
-    assert a is not None
+    a = t.operand(0)
+    mask, sinks = t.optional(1), t.optional(2)
     xp, scale, max_bias = lw.xp, t.params["scale"], t.params["max_bias"]
     views = [View.of(t), View.of(a)]
     has_mask, has_sinks = mask is not None, sinks is not None
