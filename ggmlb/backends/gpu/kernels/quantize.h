@@ -20,13 +20,13 @@ DEVICE_FN float extreme32(CGLOBAL char *row_a, i64_t step, i64_t i)
 DEVICE_FN float inverse(float d) { return d != 0.0f ? 1.0f/d : 0.0f; }
 
 /* an integer; 0 where there is none between low and high, as of NaN: what x86 makes of it */
-DEVICE_FN int whole_(float x, float low, float high) { return x > low && x < high ? (int)x : 0; }
+DEVICE_FN int whole_in_range(float x, float low, float high) { return x > low && x < high ? (int)x : 0; }
 
 /* 32 levels (x - low)*scale + shift, cut off at top: nibbles, and the fifth bits of each eight in a byte */
 #define LEVEL_(j) quantum(X_(j), low, scale, shift, top)
 DEVICE_FN int quantum(float x, float low, float scale, float shift, int top)
 {
-    const int q = whole_(PRODUCT(x - low, scale) + shift, -1.0f, 256.0f);
+    const int q = whole_in_range(PRODUCT(x - low, scale) + shift, -1.0f, 256.0f);
     return q < top ? q : top;
 }
 #define PACK_FN_(name) DEVICE_FN void name(CGLOBAL char *row_a, i64_t step, i64_t i, float low, float scale, \
@@ -86,7 +86,7 @@ BLOCK_FN_(q8_0)
 {
     const float scale = FABS(extreme32(row_a, step, i))/127.0f, up = inverse(scale);
     st_f16(d, scale);
-    for (int j = 0; j < 32; j++) st_i8(d + 2 + j, whole_(ROUND(X_(j)*up), -129.0f, 128.0f));
+    for (int j = 0; j < 32; j++) st_i8(d + 2 + j, whole_in_range(ROUND(X_(j)*up), -129.0f, 128.0f));
 }
 /* The codes are of the nearest levels, the upper of two that are as near, under the scale that takes the largest element
    to the first level; the scale that is stored fits them best, squares counting as weights, added up in order. */
