@@ -1,7 +1,11 @@
-"""BLAS on one thread while a graph computes: the threads are the backend's own."""
+"""BLAS on one thread while a graph computes: the threads are the backend's own.
+
+Results depend on it, too: on several threads, BLAS cuts a product elsewhere, and rounds its edges otherwise.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from threading import Lock
 from types import TracebackType
@@ -17,6 +21,16 @@ def _libraries() -> list[Any]:
     """The BLAS libraries of the process; NumPy has loaded its own by now."""
     found = threadpoolctl.ThreadpoolController().lib_controllers
     return [library for library in found if library.user_api == "blas"]
+
+
+def _set(counts: Sequence[int]) -> None:
+    """Set the threads of each library, from any thread of the process."""
+    for library, n in zip(_libraries(), counts, strict=True):
+        # Since 3.8, threadpoolctl obeys only the first thread that set a number, until that is forgotten.
+        forget = getattr(library, "clear_controlling_thread", lambda force: None)
+        forget(force=True)
+        library.set_num_threads(n)
+        forget(force=True)
 
 
 class _OneThread:
@@ -35,8 +49,7 @@ class _OneThread:
         with self._lock:
             if not self._n_inside:
                 self._before = [library.get_num_threads() for library in _libraries()]
-                for library in _libraries():
-                    library.set_num_threads(1)
+                _set([1 for _ in self._before])
             self._n_inside += 1
 
     def __exit__(
@@ -48,8 +61,7 @@ class _OneThread:
                 self._restore()
 
     def _restore(self) -> None:
-        for library, n in zip(_libraries(), self._before, strict=True):
-            library.set_num_threads(n)
+        _set(self._before)
 
     def _forget_threads(self) -> None:
         """Go on in a fork, which has none of the threads that were inside."""
