@@ -82,7 +82,14 @@ def mapped(k: Kernel, name: str, n: int) -> None:
     k.store(found[0] if name == "sin_cos" else found, y_at)
 
 
-FUNCTIONS = {"exp": np.exp, "expm1": np.expm1, "log": np.log, "sin_cos": np.sin, "sigmoid": None}
+FUNCTIONS = {
+    "exp": np.exp,
+    "expm1": np.expm1,
+    "log": np.log,
+    "sin_cos": np.sin,
+    "sigmoid": None,
+    "tanh": np.tanh,
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SQRT_2_OVER_PI = 0.79788456080286535588
 GELU_COEF = 0.044715
+GELU_IS_ZERO = -100.0
+"""Below about -10, gelu is 0 in float32; at `-inf` its formulas, but not ggml's, would be NaN."""
 GELU_QUICK_COEF = 1.702
 
 # The normal distribution function as a sigmoid: log(Phi(x) / Phi(-x)) / x is even and smooth. This is a

@@ -316,6 +316,13 @@ def expm1(k: Kernel, x: Value) -> Value:
     return y * k.select(last, k.const(x.type, 2.0), 1.0)
 
 
+def tanh(k: Kernel, x: Value) -> Value:
+    """The hyperbolic tangent, of large numbers too, with the sign of a zero."""
+    e = expm1(k, k.generic("fabs", x) * -2.0)
+    ints = like(x.type, I32)
+    return ((-e / (e + 2.0)).bits(ints) | (x.bits(ints) & -0x80000000)).bits(x.type)
+
+
 _LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,

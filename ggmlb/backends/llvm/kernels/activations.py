@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, folds, load_floats
-from ggmlb.backends.llvm.codegen.value import I8, Value
+from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, like, vec
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -98,7 +98,10 @@ def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Pa
     """Quantise `n` blocks of a row from one on."""
     start = source + block * (32 * SIZES[dtype])
     values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
-    tops = folds([k.maximum(*k.generic("fabs", x).split()) for x in values], k.maximum)
+    # As integers, magnitudes have NaN above infinity above all numbers: such a block's scale says so.
+    magnitudes = [x.bits(vec(I32, 32)) & 0x7FFFFFFF for x in values]
+    tops = folds([k.maximum(*m.split()) for m in magnitudes], k.maximum)
+    tops = tops.bits(like(tops.type, F32))
     most = k.const(tops.type, 127.0)
     stands_out = None
     if to.high is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, exp, expm1, greatest, load_floats, total
+from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, tanh, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 
@@ -174,8 +174,7 @@ def finished(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | No
     """What the exponential is taken of, from scaled products."""
     n = x.type.count
     if shape.softcap:
-        e = expm1(k, x * -2.0)
-        x = softcap.splat(n) * (-e / (e + 2.0))
+        x = softcap.splat(n) * tanh(k, x)
     return x if bias is None else x + bias * slope.splat(n)
 
 

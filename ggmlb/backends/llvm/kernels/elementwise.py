@@ -1,11 +1,20 @@
-"""Functions of one element, of two, and gated linear units: one pass over memory."""
+"""Functions of one element, of two, and gated linear units: one pass over memory.
+
+Comparisons are ggml's, and false for NaN, of which some functions are numbers (`relu`, `clamp`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.formulas import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
+from ggmlb.backends.common.formulas import (
+    GELU_COEF,
+    GELU_IS_ZERO,
+    GELU_QUICK_COEF,
+    NORMAL_AS_SIGMOID,
+    SQRT_2_OVER_PI,
+)
 from ggmlb.backends.llvm.codegen.simd import (
     SIZES,
     exp,
@@ -18,8 +27,9 @@ from ggmlb.backends.llvm.codegen.simd import (
     sigmoid,
     sin_cos,
     store_floats,
+    tanh,
 )
-from ggmlb.backends.llvm.codegen.value import I32, Value, like
+from ggmlb.backends.llvm.codegen.value import Value
 from ggmlb.backends.llvm.kernels.walk import lanes, rows
 
 if TYPE_CHECKING:
@@ -33,17 +43,8 @@ def _sign(k: Kernel, x: Value) -> Value:
     return k.select(x > 0.0, k.const(x.type, 1.0), k.select(x < 0.0, k.const(x.type, -1.0), 0.0))
 
 
-def _with_sign(x: Value, sign: Value) -> Value:
-    ints = like(x.type, I32)
-    return (x.bits(ints) | (sign.bits(ints) & -0x80000000)).bits(x.type)
-
-
-def _tanh(k: Kernel, x: Value) -> Value:
-    e = expm1(k, k.generic("fabs", x) * -2.0)
-    return _with_sign(-e / (e + 2.0), x)
-
-
 def _gelu(k: Kernel, x: Value) -> Value:
+    x = k.select(x < GELU_IS_ZERO, k.const(x.type, GELU_IS_ZERO), x)
     z = x * (x * x * GELU_COEF + 1.0)
     return over_one_plus_exp(k, x, z * (2 * SQRT_2_OVER_PI))
 
@@ -69,11 +70,11 @@ def _xielu(k: Kernel, x: Value, alpha_n: Value, alpha_p: Value, beta: Value, eps
 
 
 def _positive(k: Kernel, x: Value) -> Value:
-    return k.select(x < 0.0, k.const(x.type, 0.0), x)
+    return k.select(x > 0.0, x, 0.0)
 
 
-def _clamp(k: Kernel, x: Value, low: Value, high: Value) -> Value:
-    return k.select(x < low, low, k.select(x > high, high, x))
+def _leaky(k: Kernel, x: Value, slope: Value) -> Value:
+    return k.select(x > 0.0, x, k.select(x < 0.0, x * slope, 0.0))
 
 
 def _round(k: Kernel, x: Value) -> Value:
@@ -85,8 +86,8 @@ FUNCTIONS: dict[str, Function] = {
     "sgn": _sign,
     "neg": lambda k, x: -x,
     "step": lambda k, x: k.select(x > 0.0, k.const(x.type, 1.0), 0.0),
-    "tanh": _tanh,
-    "elu": lambda k, x: k.select(x > 0.0, x, expm1(k, k.minimum(x, 0.0))),
+    "tanh": tanh,
+    "elu": lambda k, x: k.select(x > 0.0, x, expm1(k, k.select(x > 0.0, k.const(x.type, 0.0), x))),
     "relu": _positive,
     "sigmoid": sigmoid,
     "gelu": _gelu,
@@ -109,8 +110,8 @@ FUNCTIONS: dict[str, Function] = {
     "sin": lambda k, x: sin_cos(k, x)[0],
     "cos": lambda k, x: sin_cos(k, x)[1],
     "scale": lambda k, x, scale, bias: x * scale + bias,
-    "clamp": _clamp,
-    "leaky_relu": lambda k, x, slope: k.select(x > 0.0, x, x * slope),
+    "clamp": lambda k, x, low, high: k.maximum(k.minimum(x, high), low),
+    "leaky_relu": _leaky,
     "copy": lambda k, x: x,
 }
 """By ggml's name in small letters."""
@@ -157,17 +158,20 @@ def binary(k: Kernel, name: str, one_per_row: bool, dtypes: Sequence[str], past_
 
 
 _GATES = {
-    "reglu": "relu", "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick",
+    "geglu": "gelu", "swiglu": "silu", "geglu_erf": "gelu_erf", "geglu_quick": "gelu_quick",
 }  # fmt: skip
 
 
 def gated(k: Kernel, name: str, gate: Value, up: Value, params: Sequence[Value] = ()) -> Value:
     """A gated linear unit; swiglu_oai has `alpha` and `limit`."""
+    if name == "reglu":
+        return k.select(gate > 0.0, gate * up, 0.0)
     if not params:
         return FUNCTIONS[_GATES[name]](k, gate) * up
     alpha, limit = params
     g = k.select(gate > limit, limit, gate)
-    return over_one_plus_exp(k, g, g * alpha) * (_clamp(k, up, -limit, limit) + 1.0)
+    up = k.select(up < -limit, -limit, k.select(up > limit, limit, up))
+    return over_one_plus_exp(k, g, g * alpha) * (up + 1.0)
 
 
 def glu(k: Kernel, name: str, dtypes: Sequence[str], past_caches: bool) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.cpu.array.lowering import Kernel, Lowering
 
 ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
-    GluOp.REGLU: (unary.relu, 0, 1),
     GluOp.GEGLU: (unary.gelu, 1, 2 * unary.EXP),
     GluOp.SWIGLU: (unary.silu, 1, unary.EXP),
     GluOp.GEGLU_ERF: (unary.gelu_erf, 2, 3 * unary.EXP),
@@ -28,7 +27,9 @@ ACTIVATIONS: dict[GluOp, tuple[Kernel, int, int]] = {
 
 def _is_known(node: Tensor, casts: Casts) -> str | None:
     op = node.params["op"]
-    return None if op in ACTIVATIONS or op == GluOp.SWIGLU_OAI else f"it has no function {op!r}"
+    return (
+        None if op in ACTIVATIONS or op in (GluOp.REGLU, GluOp.SWIGLU_OAI) else f"it has no function {op!r}"
+    )
 
 
 @rule(Op.GLU, operands(FLOAT, FLOAT), _is_known)
@@ -49,6 +50,9 @@ def glu(lw: Lowering, t: Tensor) -> None:
         kernel = partial(swiglu_oai, xp, alpha=t.params["alpha"], limit=t.params["limit"])
         lw.tiled(kernel, View.of(t), gate, up, scratch=2, work=2 * unary.EXP)
         return
+    if t.params["op"] == GluOp.REGLU:
+        lw.tiled(partial(reglu, xp), View.of(t), gate, up)
+        return
     activation, n_scratch, work = ACTIVATIONS[t.params["op"]]
 
     def kernel_of(y: Array, gate: Array, up: Array, tmp: Array, *scratch: Array) -> None:
@@ -56,6 +60,13 @@ def glu(lw: Lowering, t: Tensor) -> None:
         xp.multiply(tmp, up, out=y)
 
     lw.tiled(kernel_of, View.of(t), gate, up, scratch=1 + n_scratch, work=work)
+
+
+def reglu(xp: Any, y: Array, gate: Array, up: Array) -> None:
+    """`gate * up` where the gate is above 0, else 0, of an infinite or NaN `up` too."""
+    is_open = gate > 0
+    xp.multiply(gate, up, out=y)
+    xp.copyto(y, 0, where=~is_open)
 
 
 def swiglu_oai(

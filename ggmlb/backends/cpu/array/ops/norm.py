@@ -62,7 +62,7 @@ def l2_norm(lw: Lowering, t: Tensor) -> None:
 
     def kernel(y: Array, x: Array, tmp: Array) -> None:
         length = xp.sqrt(lw.row_dot(x, x, tmp))
-        xp.divide(x, xp.maximum(length, eps, out=length), out=y)
+        xp.divide(x, xp.fmax(length, eps, out=length), out=y)  # eps if it is NaN
 
     lw.rowwise(kernel, t, *t.sources, scratch=1, work=WORK)
 

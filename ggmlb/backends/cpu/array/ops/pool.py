@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cpu.array.lowering import Lowering
 
 LOWEST = float(np.finfo(np.float32).min)
-"""What padding counts as in a maximum."""
+"""What padding counts as in a maximum; no maximum is below."""
 
 
 @rule(Op.POOL_1D, operands(FLOAT, out=F32))
@@ -62,12 +62,15 @@ def _pool(lw: Lowering, y: View, data: View, axes: Sequence[Axis], op: OpPool, d
     """Emit `y`, `[N, C, places..]`, of data `[N, C, H, W]`; the divisors are those of a row of places."""
     xp = lw.xp
     mean = op is OpPool.AVG
-    join = xp.add if mean else xp.maximum
+    join = xp.add if mean else xp.fmax  # as in ggml, NaN is not the largest
     x = padded(lw, data, axes, 0.0 if mean else LOWEST)
     rows = lw.view(lw.scratch((*x.shape[:3], y.shape[3])))
 
     def kernel(y: Array, x: Array, *more: Array) -> None:
-        xp.copyto(y, x)
+        if mean:
+            xp.copyto(y, x)
+        else:
+            xp.fmax(x, LOWEST, out=y)
         for other in more:
             join(y, other, out=y)
 

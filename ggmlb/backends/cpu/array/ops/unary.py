@@ -1,4 +1,7 @@
-"""Functions of one element: `f(xp, y, x, *scratch)` fills `y`, which may be the memory of `x`."""
+"""Functions of one element: `f(xp, y, x, *scratch)` fills `y`, which may be the memory of `x`.
+
+Where ggml compares, NaN compares as false: `fmax(x, 0)` is its `x > 0 ? x : 0`, and 0 for NaN.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.backends.common.formulas import GELU_COEF, GELU_QUICK_COEF, NORMAL_AS_SIGMOID, SQRT_2_OVER_PI
+from ggmlb.backends.common.formulas import (
+    GELU_COEF,
+    GELU_IS_ZERO,
+    GELU_QUICK_COEF,
+    NORMAL_AS_SIGMOID,
+    SQRT_2_OVER_PI,
+)
 from ggmlb.backends.cpu.array.rules import FLOAT, operands, rule
 from ggmlb.core.enums import Op, UnaryOp
 from ggmlb.core.tensor import Tensor
@@ -46,12 +55,13 @@ def gelu_quick(xp: Any, y: Array, x: Array, tmp: Array) -> None:
 
 def gelu(xp: Any, y: Array, x: Array, tmp: Array) -> None:
     """`x/2 (1 + tanh z) = x sigmoid(2 z)`, with `z = sqrt(2/pi) x (1 + 0.044715 x^2)`."""
-    xp.multiply(x, x, out=tmp)
+    xp.maximum(x, GELU_IS_ZERO, out=y)
+    xp.multiply(y, y, out=tmp)
     xp.multiply(tmp, GELU_COEF, out=tmp)
     xp.add(tmp, 1, out=tmp)
-    xp.multiply(tmp, x, out=tmp)
+    xp.multiply(tmp, y, out=tmp)
     one_plus_exp(xp, tmp, tmp, -2 * SQRT_2_OVER_PI)
-    xp.divide(x, tmp, out=y)
+    xp.divide(y, tmp, out=y)
 
 
 def gelu_erf(xp: Any, y: Array, x: Array, tmp: Array, square: Array) -> None:
@@ -69,7 +79,12 @@ def gelu_erf(xp: Any, y: Array, x: Array, tmp: Array, square: Array) -> None:
 
 def relu(xp: Any, y: Array, x: Array) -> None:
     """`max(x, 0)`."""
-    xp.maximum(x, 0, out=y)
+    xp.fmax(x, 0, out=y)
+
+
+def sign(xp: Any, y: Array, x: Array) -> None:
+    """1 above 0, -1 below."""
+    xp.subtract(x > 0, x < 0, out=y, dtype=y.dtype)
 
 
 def step(xp: Any, y: Array, x: Array) -> None:
@@ -89,7 +104,8 @@ def hardsigmoid(xp: Any, y: Array, x: Array) -> None:
     """`(x + 3) / 6`, between 0 and 1."""
     xp.add(x, 3, out=y)
     xp.divide(y, 6, out=y)
-    xp.clip(y, 0, 1, out=y)
+    xp.fmax(y, 0, out=y)
+    xp.minimum(y, 1, out=y)
 
 
 def hardswish(xp: Any, y: Array, x: Array, tmp: Array) -> None:
@@ -142,7 +158,7 @@ EXP = 10
 
 FUNCTIONS: dict[UnaryOp, tuple[Function, int, int]] = {
     UnaryOp.ABS: (ufunc("abs"), 0, 1),
-    UnaryOp.SGN: (ufunc("sign"), 0, 1),
+    UnaryOp.SGN: (sign, 0, 2),
     UnaryOp.NEG: (ufunc("negative"), 0, 1),
     UnaryOp.STEP: (step, 0, 1),
     UnaryOp.TANH: (ufunc("tanh"), 0, 2 * EXP),
@@ -209,9 +225,14 @@ def scale(lw: Lowering, t: Tensor) -> None:
 
 @rule(Op.CLAMP, operands(FLOAT))
 def clamp(lw: Lowering, t: Tensor) -> None:
-    """`x` between `min` and `max`."""
-    low, high = t.params["min"], t.params["max"]
-    lw.elementwise(lambda y, x: lw.xp.clip(x, low, high, out=y), t, *t.sources)
+    """`x` between `min` and `max`; `max` for NaN."""
+    xp, low, high = lw.xp, t.params["min"], t.params["max"]
+
+    def kernel(y: Array, x: Array) -> None:
+        xp.fmin(x, high, out=y)
+        xp.maximum(y, low, out=y)
+
+    lw.elementwise(kernel, t, *t.sources)
 
 
 @rule(Op.LEAKY_RELU, operands(FLOAT))
@@ -220,9 +241,9 @@ def leaky_relu(lw: Lowering, t: Tensor) -> None:
     xp, slope = lw.xp, t.params["negative_slope"]
 
     def kernel(y: Array, x: Array, tmp: Array) -> None:
-        xp.minimum(x, 0, out=tmp)
+        xp.fmin(x, 0, out=tmp)
         xp.multiply(tmp, slope, out=tmp)
-        xp.maximum(x, 0, out=y)
+        xp.fmax(x, 0, out=y)
         xp.add(y, tmp, out=y)
 
     lw.elementwise(kernel, t, *t.sources, scratch=1)

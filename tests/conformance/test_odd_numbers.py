@@ -1,0 +1,82 @@
+"""NaN, infinities, denormals, signed zeros and numbers far out: all devices compute what the CPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gpus import LLVM, OPENCL, device_fixture
+from odd_numbers import computed, difference, variants
+
+from ggmlb import Backend, Device, init_by_name
+from ggmlb.testing.cases import FAMILIES
+
+device = device_fixture(LLVM, OPENCL)
+
+SIGNED = {
+    "abs",
+    "neg",
+    "cast",
+    "cont",
+    "cpy",
+    "dup",
+    "get_rows",
+    "set_rows",
+    "concat",
+    "repeat",
+    "pad",
+    "roll",
+}
+"""Families that move numbers, or change nothing but the sign: zeros keep theirs."""
+
+PRODUCTS = {"mul_mat", "mul_mat_id", "flash_attn_ext", "rwkv_wkv6", "rwkv_wkv7", "gated_linear_attn"}
+"""Sums of products: which of several values that are not finite comes out depends on their order."""
+
+UNSPECIFIED = {
+    "argsort": "which of equals comes first, and where NaN does",
+    "argsort_top_k": "the same",
+    "top_k": "the same",
+}
+"""What neither ggml nor we say of a family's results; only that it is computed is asked."""
+
+PADDED = {"conv_2d_direct", "conv_2d_dw_direct", "conv_3d_direct"}
+"""Some devices leave out padding and some multiply with it: a kernel's NaN and infinities show which."""
+
+STEPS = {"float16": 2.0**-24, "bfloat16": 1e-40}
+"""The distance of the least numbers of short types."""
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Backend]:
+    with init_by_name("CPU") as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def stream(device: Device) -> Iterator[Backend]:
+    with device.init_backend() as backend:
+        yield backend
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_odd_numbers_give_what_they_give_on_the_cpu(family: str, stream: Backend, cpu: Backend) -> None:
+    wrong = []
+    for kind, label, program in variants(family):
+        found = computed(stream, program)
+        right = None if found is None else computed(cpu, program)
+        if found is None or right is None:
+            continue
+        if family in UNSPECIFIED or (family in PADDED and kind in ("nan", "inf", "-inf")):
+            continue
+        for x, y in zip(found, right, strict=True):
+            reason = difference(
+                x,
+                y,
+                max(10 * program.nmse, 1e-9),
+                step=1e-37 if family in PRODUCTS else STEPS.get(x.dtype.name, 0.0),
+                signs=family in SIGNED and kind == "zeros",
+                products=family in PRODUCTS,
+            )
+            if reason:
+                wrong.append(f"{label}: {reason}")
+    assert not wrong, "\n".join(wrong)
