@@ -8,6 +8,7 @@ With `--save`, their outputs are written into them, to be looked at and committe
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from nbclient import NotebookClient
 def run(path: Path) -> nbformat.NotebookNode:
     """Return a notebook with the outputs of its run, without what differs from run to run for no reason."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}})
+    client.execute(env={**os.environ, "GGMLB_PROGRESS": "0"})  # told where compiling is slow, or anew
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when each cell ran
     return notebook

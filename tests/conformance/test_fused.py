@@ -187,10 +187,11 @@ def test_a_product_of_long_rows_is_added_to_a_residual_in_place(
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-4)
 
 
-def test_golden_programs(stream: Any) -> None:
-    """Those with something to fuse, in memory that an allocator placed."""
+@pytest.mark.parametrize("part", range(4))
+def test_golden_programs(stream: Any, part: int) -> None:
+    """Those with something to fuse, in memory that an allocator placed: every fourth, as kernels are many."""
     n_cases = 0
-    for case in CASES:
+    for case in CASES[part::4]:
         built = case.build()
         for name, t in built.tensors.items():
             if name in {spec.name for spec in case.outputs}:
@@ -206,4 +207,4 @@ def test_golden_programs(stream: Any) -> None:
                 wrong = {name: v.reason for name, v in built.compare().items() if not v.ok}
                 assert not wrong, case.id
         n_cases += 1
-    assert n_cases > (3 if is_cuda(stream) else 5)
+    assert n_cases >= (1 if is_cuda(stream) else 2)

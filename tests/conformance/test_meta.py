@@ -58,11 +58,12 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("names", MIXTURES, ids=str)
-def test_golden_programs_on_devices_of_several_kinds(names: tuple[str, ...]) -> None:
+def test_golden_programs_on_devices_of_several_kinds(names: tuple[str, ...], part: int) -> None:
     devices = mixed(*names)
     n_run = 0
-    for case in CASES[::6]:
+    for case in CASES[part * 6 :: 24]:
         deal = partial(dealt_by_chance, n_devices=len(devices), seed=f"{case.id} {names}")
         device = ggmlb.meta_device(devices, deal)
         leafs = Context()
@@ -77,7 +78,7 @@ def test_golden_programs_on_devices_of_several_kinds(names: tuple[str, ...]) -> 
                 meta.synchronize()
                 assert all(verdict.ok for verdict in built.compare().values()), case.id
         n_run += 1
-    assert n_run > 100
+    assert n_run > 25
 
 
 @pytest.mark.parametrize("state", ["mirrored", "any"])
