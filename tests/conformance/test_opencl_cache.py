@@ -47,7 +47,7 @@ def test_a_program_that_is_needed_again_is_compiled_no_more(
     device: OpenClDevice, loads: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
-    if device.cl_device.platform.name.strip() == pocl.NAME:  # a binary costs another compilation
+    if pocl.is_pocl(device.cl_device.platform):  # a binary costs another compilation
         build(device)
         assert loads.pop() is False
         assert not list((tmp_path / "opencl").glob("*.bin"))

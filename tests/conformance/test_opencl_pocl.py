@@ -15,7 +15,7 @@ import os, struct
 import pyopencl as cl
 from ggmlb.backends.opencl import pocl
 
-devices = [d for p in cl.get_platforms() if p.name.strip() == pocl.NAME for d in p.get_devices()]
+devices = [d for p in cl.get_platforms() if pocl.is_pocl(p) for d in p.get_devices()]
 memory = os.open("/proc/self/mem", os.O_RDWR)
 
 def text(address):

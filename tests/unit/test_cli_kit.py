@@ -284,7 +284,8 @@ def test_no_figure_of_perf_is_cut(width: int, capsys: pytest.CaptureFixture[str]
 def test_ids_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["test", "-d", "CPU", "-o", "mul_mat", "-p", "iq1_m", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith(" in CPU_F32") for line in lines] == [False, False, True, True]
+    n = len(lines) // 2
+    assert n >= 2 and [line.endswith(" in CPU_F32") for line in lines] == [False] * n + [True] * n
     assert all(line.startswith("mul_mat(iq1_m[") for line in lines)
 
 

@@ -29,7 +29,7 @@ class Entry:
         key = "\0".join([*map(str, runtime), *options, text])
         self._device = device
         self._path = disk_cache.folder("opencl") / f"{sha256(key.encode()).hexdigest()}.bin"
-        self._built_before = self._path.with_suffix(".seen") if platform.name.strip() == pocl.NAME else None
+        self._built_before = self._path.with_suffix(".seen") if pocl.is_pocl(platform) else None
 
     def load(self, context: cl.Context, options: Sequence[str]) -> cl.Program | None:
         """Return the program, built, or `None` if it is not there or the runtime refuses it."""

@@ -221,7 +221,7 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
     for platform in _platforms():
         try:
             name = platform.name.strip()
-            has_pocl |= name == pocl.NAME
+            has_pocl |= pocl.is_pocl(platform)
             runtime = (platform.vendor, name, platform.version)
             if runtime not in runtimes and (opened := _open(reg, platform, len(found), failures)):
                 runtimes.add(runtime)

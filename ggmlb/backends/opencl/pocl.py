@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import pyopencl as cl
 
-NAME: Final = "Portable Computing Language"
-"""The name of PoCL's platform."""
-
 UNKNOWN: Final = b"generic"
 HASWELL: Final = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 """Features, as Linux tells them, of all processors that LLVM's `haswell` stands for."""
@@ -28,9 +25,14 @@ _named: Final[set[int]] = set()
 """Devices of this process that have a name again; what PoCL tells of itself still says `generic`."""
 
 
+def is_pocl(platform: cl.Platform) -> bool:
+    """Whether the platform is PoCL, by what its version says: distributions may change the name."""
+    return " PoCL " in f"{platform.version} "
+
+
 def is_of_unknown_processor(device: cl.Device) -> bool:
     """Whether the device is PoCL's on a processor for which it cannot build."""
-    unknown = device.platform.name.strip() == NAME and device.version.endswith(f"-{UNKNOWN.decode()}")
+    unknown = is_pocl(device.platform) and device.version.endswith(f"-{UNKNOWN.decode()}")
     return unknown and device.int_ptr not in _named
 
 
