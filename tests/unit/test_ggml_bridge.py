@@ -14,6 +14,7 @@ from ggml_bridge.c_api import CTensor
 from ggml_bridge.suite import (
     FAILED,
     OK,
+    UNJUDGED,
     UNSUPPORTED,
     Fault,
     Outcome,
@@ -33,6 +34,7 @@ CASE = "ADD(type=f32,ne=[10,5,4,3],nr=[1,1,1,1])"
 LINES = [
     (f"  {CASE}: \x1b[1;32mOK\x1b[0m\n", Outcome(CASE, OK)),
     (f"  {CASE}: not supported [ggmlb-CPU, CPU] \n", Outcome(CASE, UNSUPPORTED)),
+    (f"  {CASE}: not supported [CPU] \n", Outcome(CASE, UNJUDGED)),
     (
         f"[ADD] ERR = 0.5 > 0.000000100   {CASE}: \x1b[1;31mFAIL\x1b[0m\n",
         Outcome(CASE, FAILED, "[ADD] ERR = 0.5 > 0.000000100"),

@@ -204,6 +204,8 @@ class Reader:
             view_offs=t.view_offs,
             name=t.name.decode(errors="replace"),
         )
+        if op is Op.LIGHTNING_INDEXER and tensor.src[3] is not None and tensor.src[3].ne[3] != ne[3]:
+            raise Unknown("a mask that streams share; ggmlb's indexer takes one for each")
         tensor.flags = t.flags
         if t.buffer and t.data and (found := self._lookup(t.buffer)):
             tensor.buffer, tensor.offset = found[0], t.data - found[1]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
-from ggml_bridge.devices import FAULT
+from ggml_bridge.devices import FAULT, PREFIX
 from ggml_bridge.worker import END
 
 FOLDER = Path(__file__).parents[3] / "build/ggml/lib"
@@ -28,7 +28,7 @@ FAULTS = Path(__file__).with_name("ggml_faults.json")
 UNIT = 200
 """Cases that a worker is given at a time: the test builds all its graphs anew for each such list."""
 
-OK, FAILED, UNSUPPORTED = "OK", "failed", "not supported"
+OK, FAILED, UNSUPPORTED, UNJUDGED = "OK", "failed", "not supported", "not supported by ggml's reference"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LINE = re.compile(r"^(.*?) {2}(\w+\([^()]*\)): (OK|FAIL|not supported.*)$")
@@ -36,7 +36,7 @@ _LINE = re.compile(r"^(.*?) {2}(\w+\([^()]*\)): (OK|FAIL|not supported.*)$")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened to a case: `OK`, `failed` or `not supported`, and what was printed about it."""
+    """What happened to a case: one of the four statuses above, and what was printed about it."""
 
     case: str
     status: str
@@ -53,7 +53,7 @@ def parse(line: str) -> Outcome | None:
         return None
     detail, case, said = found.groups()
     if said.startswith("not supported"):
-        return Outcome(case, UNSUPPORTED, detail.strip())
+        return Outcome(case, UNSUPPORTED if PREFIX in said else UNJUDGED)
     return Outcome(case, OK if said == "OK" and FAULT not in detail else FAILED, detail.strip())
 
 
@@ -250,5 +250,5 @@ class Progress:
 
     def __str__(self) -> str:
         c, done = self.counts, self.counts.total()
-        said = ", ".join(f"{c[status]:,} {status}" for status in (OK, FAILED, UNSUPPORTED))
+        said = ", ".join(f"{c[status]:,} {status}" for status in (OK, FAILED, UNSUPPORTED, UNJUDGED))
         return f"{self._device}: {done:,} of {self._total:,} cases: {said}"
