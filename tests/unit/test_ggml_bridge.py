@@ -138,6 +138,14 @@ def test_a_case_that_does_not_end_has_failed() -> None:
         worker.close()
 
 
+def test_cases_of_one_name_are_told_once() -> None:
+    worker = OfPeer("CPU")
+    try:
+        assert list(worker.run(["A(1)", "A(1)", "B(2)"])) == [Outcome("A(1)", OK), Outcome("B(2)", OK)]
+    finally:
+        worker.close()
+
+
 def test_a_case_that_is_not_run_has_failed() -> None:
     worker = OfPeer("CPU")
     try:

@@ -71,11 +71,13 @@ class Worker:
         left = list(cases)
         while left:
             lines: list[str] = []
+            done: set[str] = set()
             for line in self._answer(",".join(left)):
                 lines.append(line)
-                if outcome := parse(line):
+                outcome = parse(line)
+                if outcome and (outcome.case not in done or outcome.status == FAILED):  # some have one name
+                    done.add(outcome.case)
                     yield outcome
-            done = {outcome.case for line in lines if (outcome := parse(line))}
             if lines and lines[-1].startswith(END):
                 for case in left:
                     if case not in done:
