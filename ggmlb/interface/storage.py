@@ -56,22 +56,32 @@ class Storage(Freeable):
             with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
                 self._set_tensor(tensor, raw, offset)
 
-    def get_tensor(self, tensor: Tensor, offset: int = 0, size: int | None = None) -> Bytes:
+    def get_tensor(
+        self, tensor: Tensor, offset: int = 0, size: int | None = None, out: Bytes | None = None
+    ) -> Bytes:
         """Return a copy of raw bytes of a tensor.
 
         Args:
             tensor: A tensor in this buffer.
             offset: Where to begin in the tensor [bytes].
-            size: How much to read [bytes]; to the tensor's end by default.
+            size: How much to read [bytes]; to the tensor's end by default, or as much as `out` takes.
+            out: Filled and returned, if given.
 
         Raises:
-            BoundsError: The bytes end beyond the tensor.
+            ArgumentError: `out` is not a writable contiguous array.
+            BoundsError: The bytes end beyond the tensor, or are not as many as `out` has.
             FreedError: The buffer was freed.
 
         Source: ggml_backend_tensor_get.
         """
+        if out is not None:
+            out = writable_bytes("get_tensor", out)
+            size = out.size if size is None else size
         offset, n = self.check_range(tensor, "get_tensor", offset, size)
-        out = np.empty(n, np.uint8)
+        if out is None:
+            out = np.empty(n, np.uint8)
+        elif out.size != n:
+            raise BoundsError(f"get_tensor on {tensor.describe()}: {n} bytes asked for, `out` has {out.size}")
         if n:
             with Action("get_tensor", None, [reading(tensor, offset, n)]) if observers else QUIET:
                 self._get_tensor(tensor, out, offset)

@@ -348,7 +348,7 @@ def test_a_late_error_is_reported_with_what_was_computed(
 
     stream.graph_compute_async(graph)
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "stream_synchronize", fail)
+        patch.setattr(driver, "event_synchronize", fail)
         with pytest.raises(BackendError, match=r"graph of 3 nodes, up to .*GGMLB_CUDA_SYNC=1"):
             stream.synchronize()
     monkeypatch.setenv("GGMLB_CUDA_SYNC", "1")

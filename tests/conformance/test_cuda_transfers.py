@@ -279,6 +279,7 @@ def test_a_stream_that_is_dropped_leaves_when_its_work_is_done() -> None:
     kept = device.init_backend()
     a, _, _ = scaled(kept)
     a.set(np.zeros(1000, np.float32))
+    kept.synchronize()
     before = driver.leftovers()
     for _ in range(3):
         dropped = device.init_backend()

@@ -110,12 +110,14 @@ class HostDriver(HostMemory):
         return self._events[event].is_reached()
 
     def event_synchronize(self, event: int) -> None:
+        self._check("synchronize", 700)
         point = self._events[event]
         if point.stream is not None:
             point.stream.run_to(point.n)
 
     def event_elapsed(self, start: int, end: int) -> float:
-        return self._events[end].time() - self._events[start].time()
+        """As CUDA tells it: a float32 of milliseconds."""
+        return float(np.float32((self._events[end].time() - self._events[start].time()) * 1e3)) * 1e-3
 
     def put(self, stream: int, op: Op) -> None:
         s = self.streams[stream]

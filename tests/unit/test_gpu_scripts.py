@@ -48,6 +48,67 @@ def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:
     assert "0 sections failed, 0 left out" in done.stdout
 
 
+CARDS = """
+import numpy as np
+from cupy._host import HOST
+from ggmlb import BackendError, Context, DType, alloc_ctx_tensors
+from ggmlb.backends.cuda import CudaReg
+
+reg = CudaReg()
+streams = [device.init_backend() for device in reg.devices]
+tensors = []
+for stream in streams:
+    ctx = Context()
+    tensors.append(ctx.new_tensor(DType.F32, (100,)))
+    alloc_ctx_tensors(ctx, stream)
+
+def fill():
+    for i, t in enumerate(tensors, 1):
+        t.set_array(np.full(100, i))
+"""
+
+
+def on_two_cards(text: str) -> str:
+    done = python("-c", CARDS + text, PYTHONPATH=PLAYED, PLAYED_CARDS="2")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cards_that_cannot_reach_each_other_copy_by_way_of_the_host() -> None:
+    """Whatever CUDA's reason: too many peers, no memory for the mapping."""
+    pytest.importorskip("pyopencl")
+    told = on_two_cards(
+        "HOST.fail.add('peer')\n"
+        "fill()\n"
+        "print(streams[1].cpy_tensor_async(streams[0], *tensors))\n"
+        "streams[1].synchronize()\n"
+        "print(tensors[1].to_numpy()[0], reg.devices[0].driver.enable_peer(0, 1))\n"
+    )
+    assert told.split() == ["True", "1.0", "False"]
+
+
+def test_after_an_error_of_nccl_the_next_sum_works() -> None:
+    """The group of the calls that failed is closed: it would take in all that come later."""
+    pytest.importorskip("pyopencl")
+    told = on_two_cards(
+        "get = reg.get_proc_address\n"
+        "comm = get('comm_init')(streams)\n"
+        "fill()\n"
+        "HOST.fail.add('sum')\n"
+        "try:\n"
+        "    get('comm_allreduce_tensor')(comm, tensors)\n"
+        "except BackendError as error:\n"
+        "    print(error)\n"
+        "HOST.fail.clear()\n"
+        "fill()\n"
+        "get('comm_allreduce_tensor')(comm, tensors)\n"
+        "for stream in streams:\n"
+        "    stream.synchronize()\n"
+        "print([t.to_numpy()[0].item() for t in tensors])\n"
+    )
+    assert told.splitlines() == ["NCCL cannot sum: unhandled system error", "[3.0, 3.0]"]
+
+
 def test_the_sanitizers_tests_are_there() -> None:
     text = (ROOT / "scripts/sanitize_gpu.sh").read_text(encoding="utf-8")
     files = re.findall(r"tests/\S+\.py", text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from ggmlb.backends.cuda.graphs import IdleGraphs
 from ggmlb.backends.cuda.lowering import takes
 from ggmlb.backends.cuda.memory import Remains
 from ggmlb.backends.cuda.plan import CudaPlan
-from ggmlb.backends.cuda.stream import CudaEvent, Stream
+from ggmlb.backends.cuda.stream import CudaEvent
 from ggmlb.backends.cuda.work import Arena, allocate
 from ggmlb.backends.gpu.bad_index import SLOT, BadIndices
 from ggmlb.core.errors import BackendError
@@ -59,13 +60,14 @@ class CudaBackend(Backend):
         super().__init__(device)
         self._driver = device.driver
         with cuda_errors(self._driver, f"open a stream on {device.name}"):
-            self.stream = Stream(self._driver, device.index)
+            self.stream = device.open_stream()
         self.arena = Arena()
         self.idle_graphs = IdleGraphs(self._driver, device.index)
         # CUDA does not know about Python's arrays: each is kept until an event says that it is not used, also
         # if this backend is dropped with work in its stream.
         self._remains = Remains(self._driver, self.stream, self.idle_graphs)
         self._held = self._remains.held
+        self._n_held = 0
         give_back = device.memory_pool.give_back
         self._leave = weakref.finalize(self, give_back, self._remains, (self.stream,))
         self._leave.atexit = False
@@ -129,9 +131,9 @@ class CudaBackend(Backend):
             return
         with self._transfer(f"set_tensor_async on {tensor.describe()}"), self.device.on():
             to = buffer.address + tensor.offset + offset
-            with self._timed(tensor):
+            with self._queued(tensor):
                 self._driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, self.stream.handle)
-            self._hold(buffer, data)
+                self._hold(buffer, data)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         buffer = self._own(tensor)
@@ -140,18 +142,18 @@ class CudaBackend(Backend):
             return
         with self._transfer(f"get_tensor_async on {tensor.describe()}"), self.device.on():
             start = buffer.address + tensor.offset + offset
-            with self._timed(tensor):
+            with self._queued(tensor):
                 self._driver.copy(address_of(out), start, out.size, Way.TO_HOST, self.stream.handle)
-            self._hold(buffer, out)
+                self._hold(buffer, out)
 
     def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
         buffer = self._own(tensor)
         if buffer is None or not can_pitch(pieces):
             super()._set_tensor_2d_async(tensor, data, pieces)
             return
-        with self._transfer(f"set_tensor_2d_async on {tensor.describe()}"), self.device.on():
-            with self._timed(tensor):
-                queue_write_2d(buffer, tensor, data, pieces, self.stream.handle)
+        what = f"set_tensor_2d_async on {tensor.describe()}"
+        with self._transfer(what), self.device.on(), self._queued(tensor):
+            queue_write_2d(buffer, tensor, data, pieces, self.stream.handle)
             self._hold(buffer, data)
 
     def _get_tensor_2d_async(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
@@ -159,9 +161,9 @@ class CudaBackend(Backend):
         if buffer is None or not can_pitch(pieces):
             super()._get_tensor_2d_async(tensor, out, pieces)
             return
-        with self._transfer(f"get_tensor_2d_async on {tensor.describe()}"), self.device.on():
-            with self._timed(tensor):
-                queue_read_2d(buffer, tensor, out, pieces, self.stream.handle)
+        what = f"get_tensor_2d_async on {tensor.describe()}"
+        with self._transfer(what), self.device.on(), self._queued(tensor):
+            queue_read_2d(buffer, tensor, out, pieces, self.stream.handle)
             self._hold(buffer, out)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
@@ -172,7 +174,7 @@ class CudaBackend(Backend):
             return False
         with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
             self.stream.wait_for([backend_src.stream])
-            with self._timed(src):
+            with self._queued(src):
                 queue_copy(src, dst, self.stream.handle)
             source.streams.add(self.stream)
             target.streams.add(self.stream)
@@ -186,7 +188,7 @@ class CudaBackend(Backend):
         if self.device not in (source.device, target.device):
             return False
         with self._transfer(f"copy {src.describe()} to {dst.describe()}"), self.device.on():
-            with self._timed(src):
+            with self._queued(src):
                 queue_copy(src, dst, self.stream.handle)
             source.streams.add(self.stream)
             target.streams.add(self.stream)
@@ -202,21 +204,23 @@ class CudaBackend(Backend):
         return cuda_errors(self._driver, call)
 
     def _hold(self, buffer: CudaBuffer, array: npt.NDArray[Any]) -> None:
-        """Keep a host array until the work queued so far is done."""
+        """Keep a host array until the work queued so far is done; to be called with the stream's lock."""
         buffer.streams.add(self.stream)
         self._held.append((self.stream.mark(), array))
+        self._n_held += 1
         if len(self._held) > MAX_HELD:
-            self._drop_held(is_idle=False)
+            self._drop_held()
 
-    def _drop_held(self, is_idle: bool) -> None:
-        """Drop what ended; all, if the stream is idle."""
-        n = 0
-        for event, _ in self._held:  # in the order of the stream
-            if not is_idle and not self._driver.event_done(event):
-                break
-            self.stream.unmark(event)
-            n += 1
-        del self._held[:n]
+    def _drop_held(self, until: int = 0) -> None:
+        """Drop what ended: the first `until` that were ever held, and more if their events say so."""
+        with self.stream.lock:
+            n, first = 0, self._n_held - len(self._held)
+            for event, _ in self._held:  # in the order of the stream
+                if first + n >= until and not self._driver.event_done(event):
+                    break
+                self.stream.unmark(event)
+                n += 1
+            del self._held[:n]
 
     # -- timing --------------------------------------------------------------------------------
 
@@ -232,20 +236,27 @@ class CudaBackend(Backend):
         with cuda_errors(self._driver, f"time the work of {self.name}"), self.device.on():
             clock.settle()
 
-    def _timed(self, tensor: Tensor) -> AbstractContextManager[None]:
-        return nullcontext() if self.clock is None else self.clock.time(tensor.describe(), is_copy=True)
+    @contextmanager
+    def _queued(self, tensor: Tensor) -> Iterator[None]:
+        """Queue a copy within the block, with the stream's lock, and timed if all is."""
+        with self.stream.lock:
+            clock = self.clock
+            with nullcontext() if clock is None else clock.time(tensor.describe(), is_copy=True):
+                yield
 
     # -- order ---------------------------------------------------------------------------------
 
     def _event_record(self, event: Event) -> None:
-        with cuda_errors(self._driver, f"record an event on {self.name}"), self.device.on():
+        what = f"record an event on {self.name}"
+        with cuda_errors(self._driver, what), self.device.on(), self.stream.lock:
             self._driver.event_record(cast("CudaEvent", event).handle, self.stream.handle)
 
     def _event_wait(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
             event.synchronize()
             return
-        with cuda_errors(self._driver, f"wait for an event on {self.name}"), self.device.on():
+        what = f"wait for an event on {self.name}"
+        with cuda_errors(self._driver, what), self.device.on(), self.stream.lock:
             self._driver.stream_wait(self.stream.handle, event.handle)
 
     def _synchronize(self) -> None:
@@ -255,7 +266,8 @@ class CudaBackend(Backend):
     def read_slots(self, block: SlotBlock, words: Words) -> None:
         """As `SlotStream.read_slots`."""
         buffer = cast("CudaBuffer", block.buffer)
-        with self._transfer(f"read what {self.name} noted of indices"), self.device.on():
+        what = f"read what {self.name} noted of indices"
+        with self._transfer(what), self.device.on(), self.stream.lock:
             to = address_of(words)
             self._driver.copy(to, buffer.address, words.nbytes, Way.TO_HOST, self.stream.handle)
             self._hold(buffer, words)
@@ -263,17 +275,19 @@ class CudaBackend(Backend):
     def clear_slot(self, slot: Slot) -> None:
         """As `SlotStream.clear_slot`."""
         buffer = cast("CudaBuffer", slot.block.buffer)
-        with self._transfer(f"forget what {self.name} noted of indices"), self.device.on():
+        what = f"forget what {self.name} noted of indices"
+        with self._transfer(what), self.device.on(), self.stream.lock:
             self._driver.fill(buffer.address + slot.offset, 0, SLOT, self.stream.handle)
 
     def _finish(self) -> None:
         guard.enter(f"synchronize {self.name}")
         try:
-            with self.device.on():
-                self.stream.synchronize()
+            n = self._n_held  # others may queue more before the wait ends
+            self.stream.synchronize()
             self._last_plan = None
-            self._drop_held(is_idle=True)
-            self.device.memory_pool.sweep()
+            with self.device.on():
+                self._drop_held(until=n)
+            self.device.memory_pool.sweep_if_idle()
         except self._driver.errors as error:
             raise BackendError(self._late(error)) from None
         finally:

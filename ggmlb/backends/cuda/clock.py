@@ -17,43 +17,67 @@ N_LOOKS = 5
 """How often the two clocks are compared; the comparison that took the least time counts."""
 
 
+SPAN_NS = 1_000_000_000
+"""Of so long a time, a float32 of milliseconds tells 60 ns apart."""
+
+
 class Clock:
     """Puts timed events around commands, and gives them their times when the stream is idle.
 
-    CUDA tells the time between two events only, so all are measured from one whose time the host knows. The
-    stream's device must be the current one.
+    CUDA tells the time between two events only, and as a float32 of milliseconds: of an hour, to a quarter of
+    one. So events are measured from one about `SPAN_NS` before them (an anchor), and anchors from the one
+    before. The first has the host's time, as has any that comes after a pause in which the stream was idle.
+    The stream's device must be the current one.
     """
 
     def __init__(self, driver: Driver, stream: Stream, commands: list[Command]) -> None:
         self._driver = driver
         self._stream = stream
         self._commands = commands
-        self._events: list[tuple[Command, int, int]] = []
-        looks = [self._look() for _ in range(N_LOOKS)]
-        best = min(looks)
-        _, self._began, self._zero = best
-        for look in looks:
-            if look is not best:
-                driver.event_free(look[2])
+        self._events: list[tuple[Command | None, int, int]] = []
+        self._last = self._newest = 0
+        self._add_anchor()
 
     @contextmanager
     def time(self, name: str, is_copy: bool = False) -> Iterator[None]:
         """Time what is queued within the block."""
+        if perf_counter_ns() - self._last > SPAN_NS and self._driver.event_done(self._newest):
+            self._add_anchor()
         before = self._mark()
         yield
         command = Command(name, is_copy)
         self._commands.append(command)
-        self._events.append((command, before, self._mark()))
+        self._newest = self._mark()
+        self._events.append((command, before, self._newest))
+        self._last = perf_counter_ns()
 
     def settle(self) -> None:
         """Fill in when the commands, which have ended, began and ended."""
         driver = self._driver
+        anchor = at = 0
         for command, before, after in self._events:
-            command.start = self._began + round(driver.event_elapsed(self._zero, before) * 1e9)
-            command.stop = self._began + round(driver.event_elapsed(self._zero, after) * 1e9)
+            if command is None:
+                anchor, at = before, after
+                continue
+            start = at + round(driver.event_elapsed(anchor, before) * 1e9)
+            command.start, command.stop = start, start + round(driver.event_elapsed(before, after) * 1e9)
+            if start - at > SPAN_NS:
+                anchor, at = before, start
+        for command, before, after in self._events:
             driver.event_free(before)
-            driver.event_free(after)
-        driver.event_free(self._zero)
+            if command is not None:
+                driver.event_free(after)
+
+    def _add_anchor(self) -> None:
+        """Note an event whose time the host knows: no command, the event, and the time [ns]."""
+        looks = [self._look() for _ in range(N_LOOKS)]
+        best = min(looks)
+        for look in looks:
+            if look is not best:
+                self._driver.event_free(look[2])
+        self._newest = best[2]
+        self._events.append((None, best[2], best[1]))
+        self._last = perf_counter_ns()
 
     def _look(self) -> tuple[int, int, int]:
         """Return how long it took to see an event reached, the middle of that time, and the event."""

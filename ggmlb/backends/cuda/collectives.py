@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.cuda.backend import CudaBackend
@@ -72,6 +73,10 @@ def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool
         assert isinstance(t.buffer, CudaBuffer)
         t.buffer.streams.add(backend.stream)
         places.append((t.buffer.address + t.offset, backend.stream.handle))
-    with cuda_errors(comm.backends[0].device.driver, f"sum {first.describe()} over cards"):
+    with ExitStack() as stack:
+        # The only place that takes several streams' locks: always in the order of the cards.
+        for backend in sorted(comm.backends, key=lambda b: b.device.index):
+            stack.enter_context(backend.stream.lock)
+        stack.enter_context(cuda_errors(comm.backends[0].device.driver, f"sum {first.describe()} over cards"))
         comm.collective.all_reduce(places, first.n_elements, first.dtype)
     return True

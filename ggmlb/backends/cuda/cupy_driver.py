@@ -6,6 +6,7 @@ import ctypes
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -202,9 +203,8 @@ class CupyDriver(Driver):
                 with self.on(device):
                     try:
                         rt.deviceEnablePeerAccess(peer)
-                    except rt.CUDARuntimeError as error:
-                        if error.status != PEER_ALREADY_ENABLED:
-                            raise
+                    except rt.CUDARuntimeError as error:  # copies then go by way of the host
+                        self._peers[key] = error.status == PEER_ALREADY_ENABLED
         return self._peers[key]
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
@@ -341,8 +341,14 @@ class _Nccl:
         nccl, kind = self._nccl, self._types[dtype]
         try:
             nccl.groupStart()
-            for communicator, (address, stream) in zip(self._communicators, places, strict=True):
-                communicator.allReduce(address, address, n, kind, nccl.NCCL_SUM, stream)
+            try:
+                for communicator, (address, stream) in zip(self._communicators, places, strict=True):
+                    communicator.allReduce(address, address, n, kind, nccl.NCCL_SUM, stream)
+            except BaseException:
+                # A group that stays open would swallow all that the thread asks of NCCL from now on.
+                with suppress(nccl.NcclError):
+                    nccl.groupEnd()
+                raise
             nccl.groupEnd()
         except nccl.NcclError as error:
             raise BackendError(f"NCCL cannot sum: {error}") from None

@@ -67,8 +67,14 @@ class CudaDevice(Device):
     def transfers(self) -> Stream:
         """The stream of synchronous transfers; made when first needed, as it takes memory on the card."""
         if self._transfers is None:
-            self._transfers = Stream(self.driver, self.index)
+            self._transfers = self.open_stream()
         return self._transfers
+
+    def open_stream(self) -> Stream:
+        """Return a new stream."""
+        stream = Stream(self.driver, self.index)
+        self.memory_pool.streams.add(stream)
+        return stream
 
     @cached_property
     def has_blas(self) -> bool:

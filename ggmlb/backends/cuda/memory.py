@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -59,12 +60,16 @@ class DeviceMemory:
 
     A buffer may be dropped at any moment, by garbage collection in the middle of a capture too. So
     `give_back` only notes it; what may still use the memory is marked, and looked at, by the next call here.
+
+    Attributes:
+        streams: The device's.
     """
 
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
         self._device = device
         self._lock = threading.Lock()
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._dropped: deque[tuple[int | Lent | Remains, tuple[Stream, ...]]] = deque()
         self._leaving: list[tuple[int | Lent | Remains, list[tuple[Stream, int]]]] = []
         self._events: deque[int] = deque()
@@ -99,6 +104,15 @@ class DeviceMemory:
     def give_back_event(self, event: int) -> None:
         """Release an event that was dropped."""
         self._events.append(event)
+
+    def sweep_if_idle(self) -> None:
+        """As `sweep`, unless a stream of the device has work: cudaFree would wait for all of them."""
+        if not self._dropped and not self._leaving and not self._events:
+            return
+        streams = [stream for stream in list(self.streams) if stream.handle]
+        with self._driver.on(self._device):
+            if all(stream.is_idle() for stream in streams):
+                self.sweep()
 
     def sweep(self, wait: bool = False) -> None:
         """Free what no work uses any more; with `wait`, all that was given back."""

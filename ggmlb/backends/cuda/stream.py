@@ -20,8 +20,9 @@ class Stream:
 
     Attributes:
         handle: CUDA's; 0 once it is freed.
-        lock: Held while the stream is captured, and by whoever records an event on it: in a capture, an
-            event is part of the graph.
+        lock: Held while the stream is captured, and by whoever queues anything on it, records an event or
+            lets it wait: during a capture that would become part of the graph, or break the capture. Nobody
+            takes another stream's with it (but sums over cards, in order), or waits for the device.
     """
 
     def __init__(self, driver: Driver, device: int) -> None:
@@ -47,17 +48,28 @@ class Stream:
         """Take back an event that is reached, or that streams were told to wait for."""
         self._marks.append(event)
 
+    def is_idle(self) -> bool:
+        """Whether all of its work is done."""
+        event = self.mark()
+        is_done = self._driver.event_done(event)
+        self.unmark(event)
+        return is_done
+
     def wait_for(self, others: Iterable[Stream]) -> None:
         """Let what is queued from now on run after what is queued on other streams so far."""
         for other in others:
             if other is not self and other.handle:
                 event = other.mark()
-                self._driver.stream_wait(self.handle, event)
+                with self.lock:
+                    self._driver.stream_wait(self.handle, event)
                 other.unmark(event)  # to record it again does not move a wait that was queued
 
     def synchronize(self) -> None:
-        """Block until all work is done."""
-        self._driver.stream_synchronize(self.handle)
+        """Block until the work queued so far is done; others may queue, and capture, meanwhile."""
+        event = self.mark()
+        with self._driver.on(self.device):
+            self._driver.event_synchronize(event)
+        self.unmark(event)
 
     def free(self) -> None:
         """Release it; its work is done."""

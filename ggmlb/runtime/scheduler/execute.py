@@ -24,6 +24,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Event, tensor_copy_async
 from ggmlb.runtime.scheduler.experts import ExpertCopies
+from ggmlb.runtime.scheduler.staging import Staging
 
 if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.program import Program
@@ -59,6 +60,7 @@ class Executor:
             for b in backends
         ]
         self._index = {id(b): i for i, b in enumerate(backends)}
+        self._staging = [Staging(b) for b in backends]
 
     def compute(self, program: Program, callback: EvalCallback | None) -> Status:
         """Queue all splits; what they need to be right is ordered, nothing more is waited for.
@@ -157,7 +159,10 @@ class Executor:
         assert buffer is not None
         if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
             item.backend.synchronize()
-        data = buffer.base[src.offset : src.offset + src.nbytes] if item.is_constant else src.get()
+        if item.is_constant:
+            data = buffer.base[src.offset : src.offset + src.nbytes]
+        else:
+            data = self._staging[split.backend_id].snapshot(src)
         split.backend.set_tensor_async(item.copy, data)
 
     def _send(self, item: SplitInput, b: int, owner: int, c: int, is_first: bool) -> bool:

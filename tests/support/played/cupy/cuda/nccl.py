@@ -32,8 +32,10 @@ def groupStart() -> None:
 def groupEnd() -> None:
     """Queue the sums of all devices; the first one's tells how many of what."""
     global _group
-    assert _group
+    assert _group is not None
     calls, _group = _group, None
+    if "sum" in HOST.fail:
+        raise NcclError("a call of the group failed")
     collective: Any = HOST.collective([])
     collective.all_reduce([(place, stream) for place, *_, stream in calls], calls[0][1], _TYPES[calls[0][2]])
 
@@ -47,6 +49,8 @@ class NcclCommunicator:
         assert sendbuf == recvbuf
         assert op == NCCL_SUM
         assert _group is not None, "one thread calls for all devices: in a group"
+        if _group and "sum" in HOST.fail:
+            raise NcclError("unhandled system error")
         _group.append((sendbuf, count, datatype, stream))
 
     def destroy(self) -> None:

@@ -204,6 +204,7 @@ def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
 
 
 def deviceEnablePeerAccess(peerDevice: int) -> None:
+    HOST._check("peer", 711)  # cudaErrorTooManyPeers
     pair = HOST._device(), peerDevice
     if pair in _peers:
         raise HostError("peer access is already enabled", PEER_ALREADY_ENABLED)
