@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -416,3 +417,40 @@ def test_a_file_that_is_replaced_by_another_of_its_name_is_still_used(small: Pat
 def test_a_folder_is_read_without_its_weights(small: Path) -> None:
     write_json(small / "config.json", CONFIG | {"num_hidden_layers": 10**9})
     assert BertConfig.from_folder(ModelFolder(small)).n_layer == 10**9
+
+
+# -- damage of any kind ----------------------------------------------------------------------------
+
+PIECES = [b"9" * 12, b"-", b"null", b"[", b"{", b'"', b"1e999", b"\xff", b"true"]
+
+
+def damaged(raw: bytes, rng: random.Random) -> bytes:
+    """Some bytes overwritten, left out, put in, or copied from elsewhere in the file, most near its head."""
+    found = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at, other = (rng.randrange(max(1, min(len(found), rng.choice((3000, 1 << 30))))) for _ in range(2))
+        kind = rng.randrange(4)
+        if kind == 0:
+            found[at : at + 1] = rng.randbytes(1)
+        elif kind == 1:
+            del found[at : at + rng.randrange(1, 30)]
+        elif kind == 2:
+            found[at:at] = rng.choice(PIECES)
+        else:
+            found[at : at + 8] = found[other : other + 8]
+    return bytes(found)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_no_damage_gives_anything_else(small: Path, name: str) -> None:
+    write_json(small / "sentence_bert_config.json", {"max_seq_length": 16})
+    whole, rng = (small / name).read_bytes(), random.Random(0)
+    n_refused = 0
+    for _ in range(100):
+        (small / name).write_bytes(damaged(whole, rng))
+        try:
+            embed(small)
+        except ModelError:
+            n_refused += 1
+    assert n_refused >= 50
