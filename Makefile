@@ -39,7 +39,8 @@ test: $(VENV)/.dev
 	$(RUN) pytest -m "not gpu and not slow and not oracle" $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev notebooks
-	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
+	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough --cov=ggmlb --cov-branch \
+		--cov-report=term:skip-covered $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
 test-oracle: $(VENV)/.oracle
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
