@@ -10,14 +10,14 @@ DEVICE_FN float softplus(float x) { return x > 20.0f ? x : LOG1P(EXP(x)); }
 DEVICE_FN float gelu_quick(float x) { return x*sigmoid(1.702f*x); }
 DEVICE_FN float gelu_erf(float x) { return 0.5f*x*(1.0f + ERF(0.707106781f*x)); }
 DEVICE_FN float relu(float x) { return x > 0.0f ? x : 0.0f; }
-DEVICE_FN float most(float x, float top) { return x > top ? top : x; }
-DEVICE_FN float least(float x, float low) { return x < low ? low : x; }
-DEVICE_FN float hardsigmoid(float x) { const float y = (x + 3.0f)/6.0f; return y > 0.0f ? most(y, 1.0f) : 0.0f; }
-DEVICE_FN float clamp_(float x, float low, float top) { const float y = x < top ? x : top; return y > low ? y : low; }
+DEVICE_FN float at_most(float x, float top) { return x > top ? top : x; }
+DEVICE_FN float at_least(float x, float low) { return x < low ? low : x; }
+DEVICE_FN float hardsigmoid(float x) { const float y = (x + 3.0f)/6.0f; return y > 0.0f ? at_most(y, 1.0f) : 0.0f; }
+DEVICE_FN float clamped(float x, float low, float top) { const float y = x < top ? x : top; return y > low ? y : low; }
 DEVICE_FN float silu(float x) { return x*sigmoid(x); }
 DEVICE_FN float xielu(float x, float alpha_n, float alpha_p, float beta, float eps)
 {
-    return x > 0.0f ? alpha_p*x*x + beta*x : (EXPM1(most(x, eps)) - x)*alpha_n + beta*x;
+    return x > 0.0f ? alpha_p*x*x + beta*x : (EXPM1(at_most(x, eps)) - x)*alpha_n + beta*x;
 }
 
 FN_(abs, FABS(x))
@@ -48,7 +48,7 @@ FN_(log, LOG(x))
 FN_(sin, SIN(x))
 FN_(cos, COS(x))
 FN_(scale, FMA(x, p0, p1))
-FN_(clamp, clamp_(x, p0, p1))
+FN_(clamp, clamped(x, p0, p1))
 FN_(leaky_relu, x > 0.0f ? x : x < 0.0f ? p0*x : 0.0f)
 
 #define FN2_(name, expr) DEVICE_FN float fn2_##name(float x, float y) { return (expr); }
@@ -64,4 +64,4 @@ GLU_(geglu, gelu_tanh(x)*g)
 GLU_(swiglu, silu(x)*g)
 GLU_(geglu_erf, gelu_erf(x)*g)
 GLU_(geglu_quick, gelu_quick(x)*g)
-GLU_(swiglu_oai, most(x, limit)*sigmoid(alpha*most(x, limit))*(most(least(g, -limit), limit) + 1.0f))
+GLU_(swiglu_oai, at_most(x, limit)*sigmoid(alpha*at_most(x, limit))*(at_most(at_least(g, -limit), limit) + 1.0f))
