@@ -40,7 +40,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[CudaDevice]:
     from ggmlb.backends.cuda.cupy_driver import CupyDriver
 
     driver = host_driver(n_devices=2)
-    for name in ("array", "view", "array_address"):
+    for name in ("array", "view"):
         monkeypatch.setattr(driver, name, getattr(CupyDriver, name).__get__(driver))
     found: Any = CudaReg(driver).devices
     monkeypatch.setattr(registry, "devices", lambda: [*found, ggmlb.device_by_name("CPU")])

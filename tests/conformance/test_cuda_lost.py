@@ -15,7 +15,7 @@ from ggmlb.backends.cuda.driver import Driver
 from ggmlb.core.errors import BackendBroken
 from ggmlb.interface import tensor_copy, tensor_copy_async
 
-HARMLESS = {"array", "array_address", "bind", "is_out_of_memory", "view"}
+HARMLESS = {"array", "bind", "is_out_of_memory", "view"}
 """Calls that ask CUDA for nothing."""
 
 

@@ -80,6 +80,31 @@ def test_what_is_made_of_an_input_is_made_anew_once_it_changed(
         assert np.abs(after - before).max() > 1, "it was written over"
 
 
+@pytest.mark.parametrize(("dtype", "n"), [(DType.Q4_0, 2), (DType.F16, 20)], ids=["q8", "cublas"])
+def test_what_is_made_of_a_moment_is_made_anew_after_the_step_that_changes_it(
+    stream: CudaBackend, dtype: DType, n: int
+) -> None:
+    """An optimiser's step writes its moments besides its result."""
+    ctx = Context()
+    w, x, grad, second_moment = (ctx.new_tensor(DType.F32, (K, n)) for _ in range(4))
+    numbers, v = ctx.new_tensor(DType.F32, (7,)), ctx.new_tensor(dtype, (K, 24))
+    first = ctx.mul_mat(v, x)
+    step = ctx.opt_step_adamw(ctx.set_param(w), grad, x, second_moment, numbers)
+    second = ctx.mul_mat(v, x)
+    graph = Graph().build_forward_expand(first, step, second)
+    alloc_ctx_tensors(ctx, stream)
+    rng = np.random.default_rng(0)
+    for t in (w, x, grad, v):
+        t.set_array(rng.standard_normal(t.shape, np.float32))
+    second_moment.set_array(rng.random(second_moment.shape, np.float32))
+    numbers.set(np.array([0.1, 0.2, 0.9, 1e-6, 0.1, 2.0, 3.0], np.float32))
+    before = x.to_numpy()
+    stream.graph_compute(graph)
+    for y, data in ((first, before), (second, x.to_numpy())):
+        want = data @ v.to_numpy().T
+        assert np.abs(y.to_numpy() - want).max() < 0.02 * np.abs(want).max(), y is second
+
+
 @pytest.mark.parametrize("kind", ["launch", "gemm", "two", "split"])
 def test_a_plan_holds_all_memory_that_its_steps_use(stream: CudaBackend, kind: str) -> None:
     """Each operand and the result in a buffer of its own: freed memory is noticed, used memory waited for."""

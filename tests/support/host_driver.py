@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ class HostDriver(HostMemory):
         eager: Devices whose work runs at once, not as late as it may.
     """
 
-    xp = np
     errors = (HostError,)
 
     def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
@@ -212,11 +210,6 @@ class HostDriver(HostMemory):
         if "blas" in self.fail:
             raise BackendUnavailable("the test asked for no cuBLAS")
         return self._blas
-
-    def current(self, stream: int, device: int) -> Any:
-        # NumPy has no streams: what was queued before runs first.
-        self.stream_synchronize(stream)
-        return nullcontext()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
         return None if "nccl" in self.fail else HostCollective(self)

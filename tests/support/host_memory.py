@@ -137,9 +137,6 @@ class HostMemory(Driver):
     ) -> Any:
         return Owned(shape, dtype, base, offset, strides)
 
-    def array_address(self, array: Any) -> int:
-        return address_of(array)
-
     def pinned(self, nbytes: int) -> Bytes:
         self._check("pinned", 2)
         return aligned(nbytes)

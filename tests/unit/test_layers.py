@@ -49,11 +49,6 @@ SPLIT_WEIGHTS = "ggmlb.parallel.row_split"
 ALLOWED = {
     # The LLVM device computes in the CPU's buffers: it has no memory of its own.
     ("ggmlb.backends.llvm.device", "ggmlb.backends.cpu"),
-    # Eleven ops have no GPU kernel yet: CuPy computes them by the CPU's rules.
-    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.ops"),
-    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.casts"),
-    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.lowering"),
-    ("ggmlb.backends.cuda.array", "ggmlb.backends.cpu.array.rules"),
 }
 """Exceptions: (module, what it imports)."""
 

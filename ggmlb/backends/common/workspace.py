@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy or CuPy array."""
+"""A NumPy array."""
 
 _ALIGNMENT = 64
 _LEAST = 1 << 20

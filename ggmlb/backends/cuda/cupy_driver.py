@@ -40,7 +40,6 @@ OLDEST = 75
 class CupyDriver(Driver):
     """CUDA through CuPy."""
 
-    xp = cupy
     errors = (rt.CUDARuntimeError, cu.CUDADriverError, OutOfMemoryError)
 
     def __init__(self) -> None:
@@ -105,10 +104,6 @@ class CupyDriver(Driver):
     ) -> Any:
         """Make a CuPy array over the same memory."""
         return cupy.ndarray(shape, dtype, base.data + offset, strides)
-
-    def array_address(self, array: Any) -> int:
-        """By its memory pointer."""
-        return int(array.data.ptr)
 
     def device_of(self, address: int) -> int:
         """Ask the runtime."""
@@ -268,10 +263,6 @@ class CupyDriver(Driver):
         """From where CuPy has it."""
         return library()
 
-    def current(self, stream: int, device: int) -> Any:
-        """Make it CuPy's current stream in this thread."""
-        return cupy.cuda.Stream.from_external(_ForeignStream(stream))
-
     def collective(self, devices: Sequence[int]) -> Collective | None:
         """By NCCL, if its library can be loaded."""
         with warnings.catch_warnings():
@@ -387,13 +378,3 @@ class _Packet:
         # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
         self._extra = (ctypes.c_void_p * 5)(1, pointer, 2, size, 0)
         self.address = ctypes.addressof(self._extra)
-
-
-class _ForeignStream:
-    """A stream as CuPy takes it from other libraries."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream

@@ -74,11 +74,9 @@ class Driver(ABC):
     Calls on memory and streams are made inside `on(device)`. Failures raise one of `errors`.
 
     Attributes:
-        xp: The array namespace that sees device memory.
         errors: What the calls raise.
     """
 
-    xp: Any
     errors: tuple[type[Exception], ...]
 
     # -- devices -------------------------------------------------------------------------------
@@ -119,17 +117,13 @@ class Driver(ABC):
 
     @abstractmethod
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        """View device memory as a flat uint8 array of `xp`, which keeps `owner` alive."""
+        """View device memory as a flat uint8 array of CuPy, which keeps `owner` alive."""
 
     @abstractmethod
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
-        """View a part of a flat uint8 array of `xp` under another shape and type."""
-
-    @abstractmethod
-    def array_address(self, array: Any) -> int:
-        """Return where an array of `xp` begins."""
+        """View a part of what `array` gave under another shape and type."""
 
     @abstractmethod
     def device_of(self, address: int) -> int:
@@ -231,10 +225,6 @@ class Driver(ABC):
         Raises:
             BackendUnavailable: It cannot be loaded.
         """
-
-    @abstractmethod
-    def current(self, stream: int, device: int) -> AbstractContextManager[Any]:
-        """Let calls of `xp` run on a stream."""
 
     @abstractmethod
     def collective(self, devices: Sequence[int]) -> Collective | None:

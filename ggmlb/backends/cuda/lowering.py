@@ -1,8 +1,8 @@
 """From nodes to steps.
 
-What computes a node is looked for in three places, in this order: CUDA's own kernels and cuBLAS, by compute
-capability (`kernels`); the portable kernels, which compute everything that they do not decline; and the array
-rules, for what has no kernel.
+CUDA's own kernels and cuBLAS come first, where they are right for a node and the card (`kernels`); then the
+portable kernels, which say what is declined. A product whose weight is spread over devices is computed by all
+of them, outside CUDA graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends import gpu
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.cuda import array
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import MAX_GROUPS, Lowering
 from ggmlb.backends.cuda.work import Part
@@ -24,18 +23,12 @@ from ggmlb.parallel import row_split
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.backend import CudaBackend
     from ggmlb.backends.cuda.device import CudaDevice
-    from ggmlb.backends.cuda.work import Binder, Outside, Request
+    from ggmlb.backends.cuda.work import Binder, Request, UncapturedCall
 
 
 def declines(node: Tensor, target: Target) -> str | None:
     """Return why nothing here computes a node; `None` if something does."""
-    why = row_split.declines(node)
-    if why is not None:
-        return why
-    why = gpu.declines(node)
-    if why is None:
-        return _too_many_groups(node, target)
-    return why if array.declines(node) is not None else None
+    return row_split.declines(node) or gpu.declines(node) or _too_many_groups(node, target)
 
 
 def _too_many_groups(node: Tensor, target: Target) -> str | None:
@@ -58,7 +51,6 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
     """Return the parts of a graph whose nodes are not declined, in the order in which they run."""
     device = backend.device
     lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
-    rules: array.ArrayLowering | None = None
     parts: list[Part] = []
     for item in fuse(graph, backend.takes):
         if isinstance(item, Group):
@@ -70,17 +62,13 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
         if row_split.is_split(node):
             requests: list[Request] = [_split_product(node, backend, binder)]
             lowering.wrote(node)
-        elif gpu.declines(node) is None:
-            requests = [r for r in lowering.lower(node) if not _is_nothing(r)]
         else:
-            rules = rules or array.ArrayLowering(backend, binder)
-            requests = [rules.step(node)]
-            lowering.wrote(node)
+            requests = [r for r in lowering.lower(node) if not _is_nothing(r)]
         parts.append(Part((node,), requests))
     return parts
 
 
-def _split_product(node: Tensor, backend: CudaBackend, binder: Binder) -> Outside:
+def _split_product(node: Tensor, backend: CudaBackend, binder: Binder) -> UncapturedCall:
     product = row_split.RowSplitProduct(node, backend, backend.helpers)
     for buffer in product.buffers:
         assert isinstance(buffer, CudaBuffer)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.driver import Call
     from ggmlb.backends.cuda.gemm import Gemm
 
-Outside: TypeAlias = Callable[[int], None]
+UncapturedCall: TypeAlias = Callable[[int], None]
 """A call on a stream that cannot be part of a CUDA graph: it waits, or does what capture refuses."""
 
-Request: TypeAlias = "Launch | Gemm | Outside"
+Request: TypeAlias = "Launch | Gemm | UncapturedCall"
 
 
 class Step(NamedTuple):

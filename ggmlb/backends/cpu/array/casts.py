@@ -1,6 +1,6 @@
 """Conversion between the types that tensors have and the float32 that rules compute in.
 
-BF16 is handled as the upper half of a float32, by integers, because CuPy does not know the type.
+BF16 is handled as the upper half of a float32, by integers, because NumPy does not know the type.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Lowering(ABC):
     """Turns nodes into steps over the arrays of one library.
 
     Attributes:
-        xp: The array namespace, NumPy or CuPy.
+        xp: NumPy.
         table: The rules, and the conversions of types.
         tile: Items of the largest operand per tile, so that a tile and its scratch stay in the cache;
             `None` where the library has no use for tiles.

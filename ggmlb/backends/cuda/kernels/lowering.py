@@ -14,6 +14,7 @@ from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
 from ggmlb.backends.gpu import Launch, Mem, Target, declines, lower, lower_group, takes
 from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 
 Step: TypeAlias = Launch | Gemm
@@ -84,8 +85,11 @@ class Lowering:
 
     def wrote(self, node: Tensor) -> None:
         """Forget what was prepared from memory that a node writes; to be told of every node, in order."""
+        if not self._prepared:
+            return
+        written = (node, *(node.sources[i] for i in SPECS[node.op].also_written))
         for key, (source, _) in list(self._prepared.items()):
-            if source.buffer is node.buffer and _overlap(source, node):
+            if any(source.buffer is t.buffer and _overlap(source, t) for t in written):
                 del self._prepared[key]
 
     def prepared(
