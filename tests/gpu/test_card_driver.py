@@ -70,8 +70,8 @@ def test_an_executable_graph_is_updated_by_the_driver(
     for _ in range(3):
         stream.graph_compute(graph)
     stream._plans.clear()
-    b, z, other = chain(stream, 777, 5.0)
-    b.set(np.ones(777, np.float32))
+    b, z, other = chain(stream, 1004, 5.0)
+    b.set(np.ones(1004, np.float32))
     stream.graph_compute(other)
     assert answers == [True]
     assert (y.to_numpy()[0], z.to_numpy()[0]) == (3, 6)
