@@ -56,7 +56,7 @@ def start(code: str, **env: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> None:
     """Wait for its end; it must have said "done", and nothing else."""
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=900)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

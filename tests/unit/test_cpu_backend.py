@@ -168,7 +168,7 @@ class TestBackend:
 class TestThreads:
     def test_lists_run_at_the_same_time(self):
         threads = Threads(3)
-        meeting = threading.Barrier(3, timeout=30)
+        meeting = threading.Barrier(3, timeout=300)
         threads.run([[meeting.wait]] * 3)
         threads.free()
 

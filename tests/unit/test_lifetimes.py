@@ -95,7 +95,7 @@ def test_threads_end_with_their_backend(device: str) -> None:
             backend.free()
         del backend
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
             assert not thread.is_alive()
 
 

@@ -66,7 +66,7 @@ def compute():
         said.append(str(error))
 thread = threading.Thread(target=compute, daemon=True)
 def ask():     # registered before ggmlb's, and so called after it
-    thread.join(30)
+    thread.join(300)
     assert "Python is ending" in said[0]
     streams[0].graph_compute(work[0][2])    # the thread that ends may go on
     print("done", flush=True)
