@@ -195,10 +195,11 @@ def test_processes_share_all_but_perf():
 
 
 def test_a_run_that_is_left_ends_its_processes():
+    before = set(multiprocessing.active_children())
     for _ in (run := run_as_done(tasks(device_by_name("CPU"), Selection()), 2)):
         break
     run.close()
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_ops_are_chosen_in_the_modes_that_have_them():
