@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context
+from time import sleep
 from typing import TYPE_CHECKING, Final
 
 from ggmlb.core.errors import ArgumentError, did_you_mean
@@ -294,6 +295,11 @@ def worker_processes(n: int) -> Iterator[ProcessPoolExecutor]:
             worker.terminate()
         for worker in workers:
             worker.join()
+            # The pool's own thread joins it too: where that was told of the end, it has yet to note it.
+            for _ in range(1000):
+                if not worker.is_alive():
+                    break
+                sleep(0.001)
         raise
     else:
         pool.shutdown()
