@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.core.enums import NO_OPS, Status
 from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError, UnsupportedOpError, one_line
 from ggmlb.core.lifetime import Freeable
+from ggmlb.core.ops import SPECS
+from ggmlb.core.tensor import Tensor, same_layout
 from ggmlb.interface import Backend, Device
 from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.devices import weight_memories
+from ggmlb.testing.guarded import GuardedMemory
 from ggmlb.testing.limits import limit
 from ggmlb.testing.placing import WeightMemory, memory_of
 from ggmlb.testing.results import Outcome, Result
@@ -97,9 +100,25 @@ class Bench(Freeable):
                 if wrong:
                     wrong = f"{run}: {wrong}" if run else wrong
                     break
+            if not (wrong or case.memory) and isinstance(self._memory, GuardedMemory):
+                wrong = self._in_place(expected, self._memory)
         except Exception as error:  # a backend may raise anything; the next case is tested all the same
             return Outcome.FAILED, f"it raised {one_line(error)}", None
         return (Outcome.FAILED if wrong else Outcome.PASSED), wrong, nmse
+
+    def _in_place(self, expected: Case, memory: GuardedMemory) -> str:
+        """Say what is wrong where the result lies in an operand's place, as an allocator may lay it."""
+        for i in lenders(expected.build().graph.nodes[-1]):
+            built = expected.build()
+            node = built.graph.nodes[-1]
+            operand = node.src[i]
+            assert operand is not None
+            image = memory.place(built, (node, operand))
+            image.upload()
+            wrong, _ = _compute(self.stream, image)
+            if wrong:
+                return f"its result lies where src{i} does: {wrong}"
+        return ""
 
     # -- support -------------------------------------------------------------------------------
 
@@ -149,6 +168,17 @@ class Bench(Freeable):
             return self._weights[case.memory].place(built), ""
         except (ArgumentError, DTypeError, ShapeError) as error:
             return None, str(error)
+
+
+def lenders(node: Tensor) -> list[int]:
+    """Return which of a node's operands may lend their memory to its result, and are tensors of their own."""
+    n = SPECS[node.op].inplace if node.view_src is None and not node.is_empty else 0
+    roots = [None if s is None else s.view_src or s for s in node.src]
+    return [
+        i
+        for i, s in enumerate(node.src[:n])
+        if s is not None and s.view_src is None and roots.count(s) == 1 and same_layout(s, node)
+    ]
 
 
 def refusal(device: Device, built: Built) -> str | None:

@@ -149,9 +149,17 @@ class GuardedMemory:
         self._buft = buft
         self._buffer: Buffer | None = None
 
-    def place(self, built: Built) -> Image:
-        """Place what lies nowhere yet of a program; `Image.upload` writes its inputs."""
-        held, buffer, end = self.lay([t for t in built.ctx.tensors if t.view_src is None and not t.buffer])
+    def place(self, built: Built, shared: tuple[Tensor, Tensor] | None = None) -> Image:
+        """Place what lies nowhere yet of a program; `Image.upload` writes its inputs.
+
+        Args:
+            built: The program.
+            shared: A node, and the operand in whose place its result lies, as an allocator may decide.
+        """
+        roots = [t for t in built.ctx.tensors if t.view_src is None and not t.buffer]
+        held, buffer, end = self.lay([t for t in roots if shared is None or t is not shared[0]])
+        if shared is not None:
+            tensor_alloc(buffer, shared[0], shared[1].offset)
         watch = Watch(buffer, end, held)
         for tensor in built.ctx.tensors:
             if tensor.view_src is not None and tensor.buffer is None:

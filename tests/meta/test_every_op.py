@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from broken.ops import VIEWS, SmallDevice, WrongInPlace, WrongOnOneElement, WrongOp, op_names, wrong
+from broken.ops import (
+    VIEWS,
+    SmallDevice,
+    WrongInPlace,
+    WrongOnOneElement,
+    WrongOp,
+    WrongWhereMemoryIsShared,
+    op_names,
+    wrong,
+)
 from broken.values import WrongDevice
 
 from ggmlb.backends.cpu.device import CpuReg
+from ggmlb.core.enums import Op
+from ggmlb.core.ops import SPECS
 from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.compute import lenders
 from ggmlb.testing.results import Outcome
 from ggmlb.testing.run import Runner, Selection, tasks
 
@@ -44,6 +56,25 @@ def test_an_op_that_is_wrong_is_found(kind, op):
 @pytest.mark.parametrize("op", inplace_ops())
 def test_an_op_that_is_wrong_in_place_is_found(op):
     assert Outcome.FAILED in outcomes(wrong(WrongInPlace, op), op)
+
+
+def nodes_in_lent_memory():
+    """The nodes whose result an allocator may lay where an operand lies."""
+    cases = (case for family in FAMILIES for case in cases_of(family))
+    nodes = (case.program.case().build().graph.nodes[-1] for case in cases)
+    return [node for node in nodes if lenders(node)]
+
+
+LENT = nodes_in_lent_memory()
+
+
+def test_each_op_that_may_lie_in_its_operand_does_in_some_case():
+    assert {op for op in Op if SPECS[op].inplace} == {node.op for node in LENT}
+
+
+@pytest.mark.parametrize("op", sorted({node.op_desc() for node in LENT}))
+def test_an_op_that_is_wrong_in_memory_of_its_operand_is_found(op):
+    assert Outcome.FAILED in outcomes(wrong(WrongWhereMemoryIsShared, op), op)
 
 
 def test_what_they_are_made_of_computes():

@@ -70,6 +70,13 @@ class WrongInPlace(WrongOp):
         return node.view_src is not None
 
 
+class WrongWhereMemoryIsShared(WrongOp):
+    """It is wrong where the result lies in an operand's memory, as an allocator may lay it."""
+
+    def is_wrong(self, node):
+        return node.view_src is None and any(s is not None and s.offset == node.offset for s in node.src)
+
+
 @cache
 def op_names(device: type[WrongDevice]) -> tuple[str, ...]:
     """The ops of which a device computes a case of the kit, as `Tensor.op_desc` names them."""
