@@ -154,7 +154,8 @@ def test(
     if stopped_by:
         plain.echo(f"ggmlb: {about.unfinished}", sys.stderr)
         raise typer.Exit(128 + stopped_by)
-    for line in warnings(map(device_named, names), results):
+    whole = not (ops or pattern) and not {"test", "support"}.isdisjoint(modes)
+    for line in warnings(map(device_named, names), results, whole=whole):
         plain.echo(f"ggmlb: {line}", sys.stderr)
     raise typer.Exit(_status(results, names, modes))
 

@@ -63,12 +63,17 @@ def brief(types: Iterable[DType]) -> str:
     return ", ".join([*words, *(t.name.lower() for t in left)]) or "-"
 
 
-def claims_not_run(device: Device, results: Iterable[Result]) -> list[str]:
+def claims_not_run(device: Device, results: Iterable[Result], *, whole: bool = False) -> list[str]:
     """Return the ops that the device claims for some type and that had cases in a run, none of them computed.
 
     They are claimed in a form that the kit has no case of, or by mistake: the run says nothing about them.
+
+    Args:
+        device: The device.
+        results: Those of the run.
+        whole: The run was of all ops: those without any case count too.
     """
-    tried: set[str] = set()
+    tried = {op for name in SAMPLES if (op := _op_of_sample(name))} if whole else set()
     computed: set[str] = set()
     for result in results:
         if result.device == device.name and result.mode in MODES:
@@ -79,11 +84,15 @@ def claims_not_run(device: Device, results: Iterable[Result]) -> list[str]:
     return sorted({node.op_desc() for node in asked if device.supports_op(node)})
 
 
-def warnings(devices: Iterable[Device], results: Sequence[Result]) -> Iterator[str]:
-    """Yield a line for each device that claims ops of which no case was computed."""
+def warnings(devices: Iterable[Device], results: Sequence[Result], *, whole: bool = False) -> Iterator[str]:
+    """Yield a line for each device that claims ops of which no case was computed (`claims_not_run`)."""
     for device in devices:
-        if ops := claims_not_run(device, results):
+        if ops := claims_not_run(device, results, whole=whole):
             yield f"{device.name} claims {', '.join(ops)}, of which no case was computed: they are not tested"
+
+
+def _op_of_sample(name: str) -> str:
+    return next((node.op_desc() for dtype in TYPES if (node := sample(name, dtype)) is not None), "")
 
 
 def _op(result: Result) -> str:

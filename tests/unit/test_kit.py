@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from processes import python
 
+from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
@@ -533,6 +534,16 @@ def test_an_op_that_is_claimed_and_not_computed_is_told(narrow):
             results = [result for task in work for result in runner.run(task)]
         assert claims_not_run(narrow, results) == ["MUL"]
         assert claims_not_run(narrow, [r for r in results if r.family != "mul"]) == []
+
+
+def test_an_op_that_is_claimed_and_has_no_case_is_told_after_a_run_of_all():
+    class Boasting(CpuDevice):
+        def declines(self, op):
+            return None if op.op is Op.FLASH_ATTN_BACK else "not of mine"
+
+    boasting = Boasting(CpuReg())
+    assert claims_not_run(boasting, []) == []
+    assert claims_not_run(boasting, [], whole=True) == ["FLASH_ATTN_BACK"]
 
 
 def test_a_refusal_is_no_pass(narrow):
