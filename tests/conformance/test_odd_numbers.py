@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from gpus import LLVM, OPENCL, device_fixture
 from odd_numbers import computed, difference, variants
@@ -31,6 +32,9 @@ SIGNED = {
 
 PRODUCTS = {"mul_mat", "mul_mat_id", "flash_attn_ext", "rwkv_wkv6", "rwkv_wkv7", "gated_linear_attn"}
 """Sums of products: which of several values that are not finite comes out depends on their order."""
+
+SMOOTH = {"elu", "expm1", "gelu", "gelu_erf", "gelu_quick", "sigmoid", "silu", "softplus", "tanh"}
+"""Functions that approach 0 without crossing it: their tails have the right sign, however small."""
 
 UNSPECIFIED = {
     "argsort": "which of equals comes first, and where NaN does",
@@ -79,4 +83,12 @@ def test_odd_numbers_give_what_they_give_on_the_cpu(family: str, stream: Backend
             )
             if reason:
                 wrong.append(f"{label}: {reason}")
+            elif family in SMOOTH and _is_opposite(x, y).any():
+                wrong.append(f"{label}: of opposite signs")
     assert not wrong, "\n".join(wrong)
+
+
+def _is_opposite(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Where one number is above 0 and the other below."""
+    with np.errstate(invalid="ignore"):
+        return np.sign(x) * np.sign(y) < 0
