@@ -8,7 +8,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import NO_OPS, Status
-from ggmlb.core.errors import BackendError, FreedError, GraphError, NotAllocatedError, UnsupportedOpError
+from ggmlb.core.errors import (
+    AllocationError,
+    BackendError,
+    FreedError,
+    GraphError,
+    NotAllocatedError,
+    UnsupportedOpError,
+)
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface.observe import QUIET, Action, observers
@@ -217,14 +224,36 @@ class Backend(Queue):
         self.check_alive("graph_plan_create")
         self._check_graph(graph)
         with Action("graph_plan_create", self) if observers else QUIET:
-            return self._plan(graph)
+            try:
+                return self._plan(graph)
+            except MemoryError as error:
+                raise self._no_scratch("graph_plan_create", error) from None
+            except OSError as error:  # of a kernel's file or a library's
+                raise BackendError(f"{self.name} cannot plan the graph: {error}") from error
 
     def _compute_part(self, plan: GraphPlan) -> Status:
         self._check_plan(plan, "graph_plan_compute")
-        if not observers:
-            return self._compute(self._current(plan))
-        with Action("graph_plan_compute", self, plan=plan):  # observers first: a sanitizer has more to say
-            return self._compute(self._current(plan))
+        try:
+            if not observers:
+                return self._compute(self._current(plan))
+            with Action(
+                "graph_plan_compute", self, plan=plan
+            ):  # observers first: a sanitizer has more to say
+                return self._compute(self._current(plan))
+        except MemoryError as error:
+            raise self._no_scratch("graph_plan_compute", error) from None
+
+    def _no_scratch(self, call: str, error: MemoryError) -> MemoryError:
+        """Return the error to raise where there is no room for what a device works with, besides tensors."""
+        if isinstance(error, AllocationError):
+            return error
+        free, total = self.device.memory
+        return AllocationError(
+            f"{call} on {self.name}: no room for scratch memory ({free:,} of {total:,} bytes free): {error}; "
+            "use a smaller batch, or split the graph over more devices",
+            free=free,
+            total=total,
+        )
 
     def _current(self, plan: GraphPlan) -> GraphPlan:
         """Return a plan as it is to be computed now: lowered again, if its tensors have changed."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.core.errors import ArgumentError, BackendError, BoundsError
+from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, BoundsError
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, whole_bytes, writable_bytes
@@ -79,7 +79,11 @@ class Storage(Freeable):
             size = out.size if size is None else size
         offset, n = self.check_range(tensor, "get_tensor", offset, size)
         if out is None:
-            out = np.empty(n, np.uint8)
+            try:
+                out = np.empty(n, np.uint8)
+            except MemoryError as error:
+                why = f"get_tensor on {tensor.describe()}: {error}; read it in parts"
+                raise AllocationError(why, asked=n) from None
         elif out.size != n:
             raise BoundsError(f"get_tensor on {tensor.describe()}: {n} bytes asked for, `out` has {out.size}")
         if n:

@@ -39,7 +39,12 @@ def folder(backend: str) -> Path:
     kept there.
     """
     root = env.cache_dir()
-    return (Path(root).absolute() if root is not None else platformdirs.user_cache_path("ggmlb")) / backend
+    if root is not None:
+        return Path(root).absolute() / backend
+    try:
+        return platformdirs.user_cache_path("ggmlb") / backend
+    except RuntimeError:
+        return Path(backend)
 
 
 def load(path: Path) -> bytes | None:

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from operator import index
-from threading import get_ident
+from threading import Thread, get_ident
 from time import monotonic, sleep
 from typing import Any, Final
 
@@ -42,6 +42,16 @@ def checked_n_threads(n: int) -> int:
     if not 1 <= number <= MAX_THREADS:
         raise ArgumentError(f"set_n_threads: {n} threads asked for; give 1 or more, at most {MAX_THREADS}")
     return number
+
+
+def start_thread(name: str, work: Callable[..., object], *args: Any) -> Thread | None:
+    """Start a thread that nobody joins at the end of Python; `None` where the system gives none."""
+    thread = Thread(target=work, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # a limit of the user's processes or of the container, or no room for a stack
+        return None
+    return thread
 
 
 def after_fork(react: Callable[[], object]) -> None:

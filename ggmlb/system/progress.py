@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Final
 
@@ -58,7 +58,8 @@ class Task:
             # A thread, because a first step may last for many seconds.
             self._timer = threading.Timer(PATIENCE_S, self._begin)
             self._timer.daemon = True
-            self._timer.start()
+            with suppress(RuntimeError):  # no more threads: nothing is told
+                self._timer.start()
 
     def end(self) -> None:
         """Tell how long it took, if anything was told."""

@@ -4,6 +4,7 @@ import os
 import platform
 import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,8 +44,7 @@ class TestDevice:
     def test_the_system_may_tell_nothing(self, monkeypatch):
         from ggmlb.backends.cpu import device
 
-        monkeypatch.setattr(device, "Path", lambda name: device_path_missing)
-        device_path_missing = type("Missing", (), {"exists": lambda self: False})()
+        monkeypatch.setattr(device, "Path", lambda name: Path(f"/nowhere{name}"))
         monkeypatch.setattr(os, "sysconf", lambda name: 4096)
         monkeypatch.setattr(platform, "processor", lambda: "some chip")
         assert device._memory() == (4096 * 4096, 4096 * 4096)

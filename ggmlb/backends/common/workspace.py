@@ -49,7 +49,10 @@ class Workspace:
     def reserve(self, n: int) -> tuple[Array, int]:
         """Return memory and where in it `n` bytes of undefined contents begin, valid until `restart`."""
         if self._used + n > self._memory.size:
-            self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))
+            try:
+                self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))
+            except MemoryError:  # there may be room for what is needed now
+                self._memory = self._allocate(n)
             self._used = 0
         start = self._used
         self._used = -(-(start + n) // _ALIGNMENT) * _ALIGNMENT

@@ -13,13 +13,17 @@ from typing import Any
 
 import threadpoolctl  # type: ignore[import-untyped]
 
+from ggmlb.core.errors import BackendError
 from ggmlb.system.process import after_fork
 
 
 @cache
 def _libraries() -> list[Any]:
     """The BLAS libraries of the process; NumPy has loaded its own by now."""
-    found = threadpoolctl.ThreadpoolController().lib_controllers
+    try:
+        found = threadpoolctl.ThreadpoolController().lib_controllers
+    except OSError as error:
+        raise BackendError(f"CPU: the libraries of this process cannot be listed: {error}") from error
     return [library for library in found if library.user_api == "blas"]
 
 

@@ -142,19 +142,25 @@ def _features(reg: BackendReg) -> list[tuple[str, str]]:
     ]
 
 
+def _told(file: str) -> list[str]:
+    """Return the lines of a file of Linux; none where there is no such file, or no file can be opened."""
+    try:
+        return Path(file).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def _description() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith(("model name", "Model")):
-                return line.partition(":")[2].strip()
+    for line in _told("/proc/cpuinfo"):
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
 def _memory() -> tuple[int, int]:
-    info = Path("/proc/meminfo")
-    if info.exists():
-        kib = {k: int(v.split()[0]) for k, _, v in (x.partition(":") for x in info.read_text().splitlines())}
+    lines = _told("/proc/meminfo")
+    if lines:
+        kib = {k: int(v.split()[0]) for k, _, v in (line.partition(":") for line in lines)}
         return kib.get("MemAvailable", 0) * 1024, kib.get("MemTotal", 0) * 1024
     try:
         page = os.sysconf("SC_PAGE_SIZE")

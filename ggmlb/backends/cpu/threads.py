@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ggmlb.interface.turns import Turns
-from ggmlb.system.process import process_state
+from ggmlb.system.process import process_state, start_thread
 
 if TYPE_CHECKING:
     Steps = Sequence[Callable[[], Any]]
@@ -40,8 +39,7 @@ class Threads:
         """
         if self._n_forks != process_state.n_forks:
             self._begin()  # threads do not survive a fork
-        n = min(self.n, len(lists)) - 1
-        self._start(n)
+        n = self._start(min(self.n, len(lists)) - 1)
         rest = iter(lists)
         failures: list[BaseException | None] = []
         try:
@@ -78,13 +76,17 @@ class Threads:
         self._work: SimpleQueue[Iterator[Steps] | None] = SimpleQueue()
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
         self._n_started = 0
+        self._most = self.n
         self._n_forks = process_state.n_forks
 
-    def _start(self, n: int) -> None:
-        while self._n_started < n:
-            args = self._work, self._done, self._turns
-            Thread(target=_serve, args=args, name="ggmlb-cpu", daemon=True).start()
-            self._n_started += 1
+    def _start(self, n: int) -> int:
+        """Let `n` threads be there, or as many as the system gives; return how many of the `n` there are."""
+        while self._n_started < min(n, self._most):
+            if start_thread("ggmlb-cpu", _serve, self._work, self._done, self._turns) is None:
+                self._most = self._n_started  # it is not asked again at each node
+            else:
+                self._n_started += 1
+        return min(n, self._n_started)
 
 
 def _serve(

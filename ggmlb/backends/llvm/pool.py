@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from _thread import allocate_lock
 from collections.abc import Sequence
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from llvmlite import binding
 from ggmlb.backends.llvm.codegen.library import function
 from ggmlb.backends.llvm.kernels import driver
 from ggmlb.interface.host import aligned_empty
-from ggmlb.system.process import process_state
+from ggmlb.system.process import process_state, start_thread
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
@@ -51,6 +50,7 @@ class Pool:
         self._ends = self._control[driver.STATE + 1 :][:1]  # `driver` may be gone when Python ends
         self._address = self._control.ctypes.data
         self._workers = []
+        self._most = self.n
         self._n_forks = process_state.n_forks
 
     def run(self, table: int, first: int, last: int, share: bool) -> None:
@@ -69,10 +69,14 @@ class Pool:
         self._run(self._address, table, first, last)
 
     def _wake(self) -> None:
-        while len(self._workers) < self.n - 1:
+        while len(self._workers) < min(self.n - 1, self._most):
             serve = function(self._library.address(driver.serve), 4)
             number = len(self._workers) + 1
-            self._workers = [*self._workers, _Worker(serve, self._control, number)]
+            worker = _Worker(serve, self._control, number)
+            if worker.thread is None:
+                self._most = len(self._workers)  # the system is not asked again at each graph
+            else:
+                self._workers = [*self._workers, worker]
         for worker in self._workers:
             if worker.sleeps:
                 worker.sleeps = False
@@ -83,7 +87,8 @@ class Pool:
         workers = self._workers if self._n_forks == process_state.n_forks else []
         self._end()
         for worker in workers:
-            worker.thread.join()
+            if worker.thread is not None:
+                worker.thread.join()
         self._begin()
 
     def __del__(self) -> None:
@@ -107,8 +112,7 @@ class _Worker:
         self.ends = False
         self.bell = allocate_lock()
         self.bell.acquire()
-        self.thread = Thread(target=self._work, name="ggmlb-llvm", daemon=True)
-        self.thread.start()
+        self.thread = start_thread("ggmlb-llvm", self._work)
 
     def _work(self) -> None:
         address = self._control.ctypes.data

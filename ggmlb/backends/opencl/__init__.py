@@ -5,6 +5,7 @@ Importing it imports no OpenCL; that happens when its devices are first asked fo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -34,11 +35,13 @@ class OpenClReg(BackendReg):
         """
         if self._devices is None:
             try:
-                import pyopencl  # noqa: F401
+                import pyopencl
             except ImportError as error:
                 raise BackendUnavailable(
                     f"PyOpenCL cannot be imported ({error}): pip install 'ggmlb[opencl]'"
                 ) from error
+            if not _can_cache():  # else PyOpenCL fails at the first kernel
+                pyopencl._PYOPENCL_NO_CACHE = True
             from ggmlb.backends.opencl.device import find_devices
 
             self._devices = find_devices(self)
@@ -51,6 +54,18 @@ class OpenClReg(BackendReg):
             "driver_version": _driver_version,
             "split_buffer_type": partial(split_buffer_type, self),
         }
+
+
+def _can_cache() -> bool:
+    """Whether PyOpenCL can write where it keeps what it makes of kernels' signatures."""
+    import platformdirs
+
+    try:
+        folder = platformdirs.user_cache_dir("pytools", "pytools")
+        os.makedirs(folder, exist_ok=True)
+    except (OSError, RuntimeError):  # read-only, or there is no home
+        return False
+    return os.path.isabs(folder) and os.access(folder, os.W_OK)
 
 
 @cache

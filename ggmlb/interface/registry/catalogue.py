@@ -71,7 +71,10 @@ class Catalogue:
     def pending(self) -> list[Candidate]:
         """The candidates that were not opened yet."""
         if self._pending is None:
-            self._pending = self.fresh(self._discover())
+            try:
+                self._pending = self.fresh(self._discover())
+            except OSError as error:  # as where no file can be opened any more
+                raise BackendError(f"backends cannot be looked for: {error}; try again later") from error
         return self._pending
 
     def fresh(self, candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import NO_OPS, Status
-from ggmlb.core.errors import BackendError, Error
+from ggmlb.core.errors import AllocationError, BackendError, Error
 from ggmlb.core.graph import Graph
 from ggmlb.interface import Backend, Command, GraphPlan
 
@@ -55,7 +55,8 @@ class ArrayPlan(GraphPlan):
         except Exception as error:
             what = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
             failed = self._node_of(len(self.steps) - length_hint(steps) - 1)
-            raise BackendError(f"{self.backend.name} failed to compute {failed}: {what}") from error
+            kind = AllocationError if isinstance(error, MemoryError) else BackendError
+            raise kind(f"{self.backend.name} failed to compute {failed}: {what}") from error
 
     def _node_of(self, step: int) -> str:
         """Describe the node of a step: the one that counts it, with those before it that run tile by tile."""

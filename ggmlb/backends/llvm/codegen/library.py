@@ -19,6 +19,7 @@ from llvmlite import binding, ir
 from ggmlb.backends.common import formulas
 from ggmlb.backends.llvm.codegen import host
 from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.core.errors import BackendError
 from ggmlb.system import disk_cache, env
 from ggmlb.system.progress import Task
 
@@ -120,13 +121,17 @@ def library(level: str | None = None) -> Library:
 
     Raises:
         ArgumentError: The processor cannot run the level, or there is none of that name.
+        BackendError: The sources of the kernels, by which those on disk are named, cannot be read.
     """
     return _library(level or env.simd())
 
 
 @cache
 def _library(level: str | None) -> Library:
-    return Library(host.target_for(level))
+    try:
+        return Library(host.target_for(level))
+    except OSError as error:
+        raise BackendError(f"LLVM: the sources of its kernels cannot be read: {error}") from error
 
 
 def function(address: int, n_args: int) -> Any:
