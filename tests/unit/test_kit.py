@@ -586,7 +586,7 @@ def test_the_plugin_warns_of_nothing_and_tells_claims(narrow, tmp_path):
     assert {p.get("value") for p in found if p.get("name") == "ggmlb_device"} == {"Narrow0"}
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "worker"])
 def test_the_plugin_leaves_other_tests_of_a_project_alone(workers, narrow, tmp_path):
     """Modules that are skipped or broken as a whole, and tests with properties of their own."""
     if workers:
