@@ -29,7 +29,7 @@ def lightning_indexer(lw: Lowering, t: Tensor) -> None:
 
     def step(q: Array, k: Array, w: Array, mask: Array, y: Array, scores: Array) -> None:
         xp.matmul(q, k[:, None].swapaxes(-1, -2), out=scores)
-        xp.maximum(scores, 0, out=scores)
+        xp.fmax(scores, 0, out=scores)  # 0 of NaN, as in ggml
         xp.matmul(w[..., None, :], scores, out=y[..., None, :])
         xp.add(y, mask, out=y)
 
