@@ -179,7 +179,8 @@ TRUSTING = {
 
 INNER = {
     "alloc_topology", "begin", "check_holds", "check_range", "check_writable", "end", "enqueue", "exported",
-    "is_contiguous", "move_pieces", "placed", "prepare", "reading", "reserve_topology", "topology_size",
+    "is_contiguous", "move_pieces", "operand", "optional", "placed", "prepare", "reading",
+    "reserve_topology", "topology_size",
 }  # fmt: skip
 """Methods that only ggmlb and its backends call, with what they have checked or made."""
 
