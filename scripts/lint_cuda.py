@@ -20,7 +20,7 @@ import ggmlb.backends.gpu
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.cuda.program import OPTIONS, text
-from ggmlb.backends.gpu import Launch, Target, declines, lower, lower_group, takes
+from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_group
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases
 
@@ -54,7 +54,7 @@ def variants() -> list[Variant]:
         for graph in graphs:
             for node in graph.nodes:
                 steps += lower(node, target) if declines(node) is None else []
-            for item in fuse(graph, lambda group: takes(group, target)):
+            for item in fuse(graph, lambda group: can_fuse(group, target)):
                 steps += lower_group(item, target) if isinstance(item, Group) else []
         return list(dict.fromkeys((step.kernel, step.defines, step.wg) for step in steps))
 

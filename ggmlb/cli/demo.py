@@ -37,12 +37,12 @@ def demo(
     from ggmlb.models import BertEmbedder
 
     out = console()
-    wishes = layers_by_device(layers_on)
+    requests = layers_by_device(layers_on)
     names = None if devices is None else device_names(devices)
-    if names is None and wishes is None:
-        names, wishes = _two_halves()
+    if names is None and requests is None:
+        names, requests = _two_halves()
     start = perf_counter()
-    with BertEmbedder(model, names, wishes) as embedder:
+    with BertEmbedder(model, names, requests) as embedder:
         out.print(f"[bold]Semantic search[/] with {_model_name(embedder)}, loaded in {_ms(start)}\n")
         _print_devices(out, embedder)
         start = perf_counter()

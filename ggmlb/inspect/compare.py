@@ -23,33 +23,33 @@ from ggmlb.runtime.alloc.numbering import Numbering
 
 
 class GraphCopy(Freeable):
-    """A graph's twin in the memory of another backend, data included (ggml_backend_graph_copy).
+    """A graph's clone in the memory of another backend, data included (ggml_backend_graph_copy).
 
     A context manager: leaving it frees the memory.
 
     Attributes:
-        graph: The twin; its nodes and leafs are in the order of the original's.
+        graph: The clone; its nodes and leafs are in the order of the original's.
         ctx: Holds its tensors.
         buffer: Holds their data.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
-        self._twins = _twins(graph)
+        self._clones = _clones(graph)
         self.ctx = Context()
-        self.ctx.tensors += self._twins.values()
-        self.graph = Graph((self._twins[t] for t in graph.nodes), (self._twins[t] for t in graph.leafs))
+        self.ctx.tensors += self._clones.values()
+        self.graph = Graph((self._clones[t] for t in graph.nodes), (self._clones[t] for t in graph.leafs))
         self.buffer = alloc_ctx_tensors(self.ctx, backend)
         try:
-            for tensor, twin in self._twins.items():
-                if twin.view_src is None:
-                    tensor_copy(tensor, twin)
+            for tensor, clone in self._clones.items():
+                if clone.view_src is None:
+                    tensor_copy(tensor, clone)
         except BaseException:
             self.free()
             raise
 
     def __getitem__(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor of the original graph."""
-        return self._twins[tensor]
+        return self._clones[tensor]
 
     def free(self) -> None:
         """Free the memory (ggml_backend_graph_copy_free).
@@ -62,16 +62,16 @@ class GraphCopy(Freeable):
         self.buffer.free()
 
 
-def _twins(graph: Graph) -> dict[Tensor, Tensor]:
+def _clones(graph: Graph) -> dict[Tensor, Tensor]:
     """Copy the tensors of a graph without their data; what other parts of its whole compute become leafs."""
-    twins = {tensor: tensor.reading((), None) for tensor in Numbering(graph).tensors}
-    for tensor, twin in twins.items():
-        twin.op, twin.params, twin.buffer = Op.NONE, dict(tensor.params), None
-        twin.view_src = None if tensor.view_src is None else twins[tensor.view_src]
+    clones = {tensor: tensor.reading((), None) for tensor in Numbering(graph).tensors}
+    for tensor, clone in clones.items():
+        clone.op, clone.params, clone.buffer = Op.NONE, dict(tensor.params), None
+        clone.view_src = None if tensor.view_src is None else clones[tensor.view_src]
     for node in graph.nodes:
-        twins[node].op = node.op
-        twins[node].src = tuple(None if s is None else twins[s] for s in node.src)
-    return twins
+        clones[node].op = node.op
+        clones[node].src = tuple(None if s is None else clones[s] for s in node.src)
+    return clones
 
 
 @checked
@@ -123,18 +123,18 @@ def compare_graph_backend(
         if test_nodes:
             if not _computed(backend1, graph) or not _computed(backend2, copy.graph):
                 return False
-            for i, (node, twin) in enumerate(pairs):
+            for i, (node, clone) in enumerate(pairs):
                 if node in test_nodes:
-                    callback(i, node, twin)
+                    callback(i, node, clone)
             return True
-        for i, (node, twin) in enumerate(pairs):
+        for i, (node, clone) in enumerate(pairs):
             if node.op in VIEW_OPS:
                 continue
             if not _computed(backend1, graph.view(i, i + 1)) or not _computed(
                 backend2, copy.graph.view(i, i + 1)
             ):
                 return False
-            if not callback(i, node, twin):
+            if not callback(i, node, clone):
                 return False
     return True
 
@@ -170,8 +170,8 @@ def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Diff
     """
     found: list[Difference] = []
 
-    def note(index: int, node: Tensor, twin: Tensor) -> bool:
-        nmse, largest = _errors(node.to_numpy(), twin.to_numpy())
+    def note(index: int, node: Tensor, clone: Tensor) -> bool:
+        nmse, largest = _errors(node.to_numpy(), clone.to_numpy())
         op = node.describe().split(" (")[0]
         found.append(Difference(index, node.name, op, nmse, largest))
         return True

@@ -19,7 +19,7 @@ def assign_layers(
 ) -> dict[int | str, str]:
     """Return the device of each layer, and under `EMBEDDINGS` of the weights before the first layer.
 
-    Without wishes, all layers lie on the first device. With wishes, layers not named lie on the last
+    Without requests, all layers lie on the first device. With requests, layers not named lie on the last
     device. The embeddings lie on the last device unless they are named.
 
     Args:

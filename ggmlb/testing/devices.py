@@ -24,7 +24,7 @@ class UnknownDeviceError(RegistryError):
 def device_named(name: str) -> Device:
     """Return a device by its name; `Meta(A,B)`, or `A+B`, is a meta device of simple ones.
 
-    Such a device deals its weights out by `dealt_by_chance`.
+    Such a device deals its weights out by `sharded_by_chance`.
 
     Raises:
         ArgumentError: A meta device of more than 16 devices, or of none.
@@ -37,7 +37,7 @@ def device_named(name: str) -> Device:
     if meta is None and len(parts) == 1:
         return _simple(name)
     found = [_simple(part) for part in parts]
-    return meta_device(found, partial(dealt_by_chance, n_devices=len(found)))
+    return meta_device(found, partial(sharded_by_chance, n_devices=len(found)))
 
 
 def _simple(name: str) -> Device:
@@ -56,7 +56,7 @@ def _simple(name: str) -> Device:
         ) from None
 
 
-def dealt_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitState:
+def sharded_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitState:
     """Return a way to deal a tensor out: along any dimension, in parts of any extent, none included.
 
     The same for tensors of the same name, type and extents, on every machine.

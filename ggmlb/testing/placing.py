@@ -1,4 +1,4 @@
-"""Where a device's programs lie: in its memory, dealt out to several devices, or with weights elsewhere."""
+"""Where a device's programs lie: in its memory, sharded to several devices, or with weights elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def memory_of(buft: BufferType) -> Memory:
 
 
 class DealtMemory:
-    """Memory of a meta device: inputs are dealt out as weights are, and each device's part is watched.
+    """Memory of a meta device: inputs are sharded as weights are, and each device's part is watched.
 
     Args:
         buft: The meta device's.

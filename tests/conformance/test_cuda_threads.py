@@ -169,14 +169,14 @@ def test_a_wait_for_one_stream_does_not_stall_the_card_to_free_memory(
 
 def uploads(driver: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[Any]]:
     """Note of each copy to the card whether it comes from page-locked memory; and that memory."""
-    from ggmlb.backends.cuda.driver import Way, address_of
+    from ggmlb.backends.cuda.driver import CopyKind, address_of
 
     pinned: list[Any] = []
     found: list[bool] = []
     copy, lock = driver.copy, driver.pinned
 
-    def noted(dst: int, src: int, nbytes: int, way: Way, stream: int) -> None:
-        if way is Way.TO_DEVICE:
+    def noted(dst: int, src: int, nbytes: int, way: CopyKind, stream: int) -> None:
+        if way is CopyKind.TO_DEVICE:
             found.append(any(0 <= src - address_of(p) <= p.size - nbytes for p in pinned))
         copy(dst, src, nbytes, way, stream)
 

@@ -165,7 +165,7 @@ def test_memory_handed_to_another_library_can_be_read_at_once(stream: CudaBacken
     assert stream.device.driver.event_done(event.handle)
 
 
-class Lent:
+class BorrowedMemory:
     """Memory of a device as another library lends it: 3 rows of 4 floats, 10 apart, from the third on."""
 
     def __init__(self, address: int, stream: int = 0) -> None:
@@ -184,7 +184,7 @@ def test_memory_of_another_library_is_used_as_it_lies(device: CudaDevice, stream
     with alloc_ctx_tensors(ctx, stream):
         data = np.arange(30, dtype=np.float32).reshape(3, 10)
         lender.set(data)
-        shared = device.adopt(Lent(lender.buffer.address))
+        shared = device.adopt(BorrowedMemory(lender.buffer.address))
         assert shared is not None
         buffer, offset = shared
         tensor = Tensor(DType.F32, (4, 3, 1, 1), (4, 40, 120, 120))
@@ -347,7 +347,7 @@ def test_what_fills_memory_of_another_library_is_waited_for(device: CudaDevice, 
     stream.set_tensor_async(lender, np.ones(1000, np.float32))
     stream.event_record(event)
     assert lender.buffer is not None
-    assert device.adopt(Lent(lender.buffer.address, stream.stream.handle)) is not None
+    assert device.adopt(BorrowedMemory(lender.buffer.address, stream.stream.handle)) is not None
     assert device.driver.event_done(event.handle)
 
 
@@ -359,7 +359,7 @@ def test_memory_of_another_library_is_held_until_no_stream_uses_it(
     lender, y = ctx.new_tensor(DType.F32, (10, 3)), ctx.new_tensor(DType.F32, (4, 3))
     with alloc_ctx_tensors(ctx, stream):
         lender.set(np.arange(30, dtype=np.float32))
-        array = Lent(lender.buffer.address)
+        array = BorrowedMemory(lender.buffer.address)
         owner = weakref.ref(array)
         found = device.adopt(array)
         assert found is not None

@@ -15,7 +15,7 @@ from ggmlb import Context, DType, Graph, GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.llvm import backend_reg
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen import host
-from ggmlb.backends.llvm.kernels.strip import FIELDS
+from ggmlb.backends.llvm.kernels.interleaved import FIELDS
 from ggmlb.core.tensor import Tensor
 
 DEVICE = backend_reg().devices[0]

@@ -15,7 +15,7 @@ from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, 
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.parallel.meta import MIRRORED
 from ggmlb.parallel.meta.reduce import Communicator
-from ggmlb.testing.devices import dealt_by_chance
+from ggmlb.testing.devices import sharded_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case
 from ggmlb.testing.run import Runner, Selection, tasks
@@ -26,7 +26,7 @@ CPU = ggmlb.device_by_name("CPU")
 @pytest.mark.parametrize("n_devices", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_programs_however_their_inputs_are_dealt_out(case: Case, n_devices: int) -> None:
-    device = ggmlb.meta_device([CPU] * n_devices, lambda t: dealt_by_chance(t, n_devices, case.id))
+    device = ggmlb.meta_device([CPU] * n_devices, lambda t: sharded_by_chance(t, n_devices, case.id))
     leafs = Context()
     built = case.build(leafs=leafs)
     with device.init_backend() as meta, ggmlb.alloc_ctx_tensors(leafs, meta):
@@ -64,7 +64,7 @@ def test_golden_programs_on_devices_of_several_kinds(names: tuple[str, ...], par
     devices = mixed(*names)
     n_run = 0
     for case in CASES[part * 6 :: 24]:
-        deal = partial(dealt_by_chance, n_devices=len(devices), seed=f"{case.id} {names}")
+        deal = partial(sharded_by_chance, n_devices=len(devices), seed=f"{case.id} {names}")
         device = ggmlb.meta_device(devices, deal)
         leafs = Context()
         built = case.build(leafs=leafs)
@@ -83,7 +83,7 @@ def test_golden_programs_on_devices_of_several_kinds(names: tuple[str, ...], par
 
 @pytest.mark.parametrize("state", ["mirrored", "any"])
 def test_it_behaves_as_a_device(state: str) -> None:
-    deal = (lambda t: MIRRORED) if state == "mirrored" else partial(dealt_by_chance, n_devices=3)
+    deal = (lambda t: MIRRORED) if state == "mirrored" else partial(sharded_by_chance, n_devices=3)
     device = ggmlb.meta_device(mixed("CPU", "Fake0", "OpenCL0"), deal)
     assert device.caps.async_
     with Runner([device]) as runner:
@@ -202,7 +202,7 @@ def test_an_abort_between_stages() -> None:
 
 
 def test_beside_other_backends_in_a_scheduler() -> None:
-    """Weights on the meta device, inputs on the CPU, and an op that a wish leaves to the CPU."""
+    """Weights on the meta device, inputs on the CPU, and an op that a request leaves to the CPU."""
     rng = np.random.default_rng(0)
     values = {"w1": rng.normal(size=(64, 32)).astype("f4"), "w2": rng.normal(size=(32, 64)).astype("f4")}
     x_values = rng.normal(size=(3, 32)).astype("f4")
@@ -230,8 +230,8 @@ def test_beside_other_backends_in_a_scheduler() -> None:
             buffer.usage = ggmlb.BufferUsage.WEIGHTS
             for name, value in values.items():
                 w[name].set_array(value)
-            for wish, n_splits in ((None, 1), (host, 3)):
-                scheduler.set_tensor_backend(shifted, wish)
+            for request, n_splits in ((None, 1), (host, 3)):
+                scheduler.set_tensor_backend(shifted, request)
                 scheduler.alloc_graph(graph)
                 for factor in (1, 2):
                     x.set_array(x_values * factor)

@@ -1,4 +1,4 @@
-"""The meta device's memory: tensors are dealt out to devices, and read back whole."""
+"""The meta device's memory: tensors are sharded to devices, and read back whole."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_slices_fill_their_buffer() -> None:
 
 
 def test_results_in_the_memory_of_weights_follow_their_operands() -> None:
-    """Leafs are dealt out as the user says; nodes that are placed with them as the ops say."""
+    """Leafs are sharded as the user says; nodes that are placed with them as the ops say."""
     states = {"x": SplitState(SplitAxis.AXIS_0, ((1, 7),)), "b": SplitState(SplitAxis.AXIS_0, ((6, 2),))}
     device = ggmlb.meta_device([CPU] * 2, lambda t: states[t.name])
     ctx = Context()
@@ -146,5 +146,5 @@ def test_proportions() -> None:
     assert split_by(64, [1, 0, 3], 16) == (16, 0, 48)
     assert sum(split_evenly(13, 5)) == 13
     for wrong in (lambda: split_evenly(33, 2, 32), lambda: split_by(8, [0, 0]), lambda: split_by(8, [-1, 2])):
-        with pytest.raises(ggmlb.ArgumentError, match="dealt out"):
+        with pytest.raises(ggmlb.ArgumentError, match="sharded"):
             wrong()

@@ -11,7 +11,7 @@ from gpus import hold_up
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.device import CudaDevice
-from ggmlb.backends.cuda.driver import Way, address_of
+from ggmlb.backends.cuda.driver import CopyKind, address_of
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.core.tensor import Tensor
 
@@ -35,10 +35,10 @@ def test_memory_copies_and_fills(card: CudaDevice) -> None:
     out = np.zeros_like(data)
     with card.on():
         stream, address = driver.stream_new(), driver.malloc(8000)
-        driver.copy(address, address_of(data), 4000, Way.TO_DEVICE, stream)
-        driver.copy(address + 4000, address, 4000, Way.ON_DEVICE, stream)
+        driver.copy(address, address_of(data), 4000, CopyKind.TO_DEVICE, stream)
+        driver.copy(address + 4000, address, 4000, CopyKind.ON_DEVICE, stream)
         driver.fill(address + 4000, 0, 40, stream)
-        driver.copy(address_of(out), address + 4000, 4000, Way.TO_HOST, stream)
+        driver.copy(address_of(out), address + 4000, 4000, CopyKind.TO_HOST, stream)
         driver.stream_synchronize(stream)
         driver.free(address)
         driver.stream_free(stream)

@@ -18,7 +18,7 @@ from ggmlb.parallel.meta import meta_device
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import cases_of
 from ggmlb.testing.compute import Bench
-from ggmlb.testing.devices import dealt_by_chance
+from ggmlb.testing.devices import sharded_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.results import Outcome
 
@@ -59,7 +59,7 @@ def test_wrong_values_are_found(kind, family, told):
 )
 def test_wrong_values_of_one_of_two_devices_are_found(kind, told):
     devices = [computing(values.WrongBackend), computing(kind)]
-    found = reasons(meta_device(devices, partial(dealt_by_chance, n_devices=2)), "sqr")
+    found = reasons(meta_device(devices, partial(sharded_by_chance, n_devices=2)), "sqr")
     assert found
     assert any(told in reason for reason in found), found
 

@@ -49,8 +49,8 @@ def test_embeds_standard_input_on_two_devices(
     raw = io.BytesIO(json.dumps(sentences, ensure_ascii=False).encode())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw))
     target = tmp_path / "out.npy"
-    wishes = ["--devices", "OpenCL0, CPU", "--layers-on", "OpenCL0=0-1,5", "--layers-on", "CPU=2-4"]
-    assert main(["embed", "--input", "-", "--output", str(target), *wishes]) == 0
+    requests = ["--devices", "OpenCL0, CPU", "--layers-on", "OpenCL0=0-1,5", "--layers-on", "CPU=2-4"]
+    assert main(["embed", "--input", "-", "--output", str(target), *requests]) == 0
     check(target, reference)
 
 

@@ -82,7 +82,7 @@ def test_an_op_that_nobody_runs_names_every_refusal(make_bench):
         assert "Fake1: fakes decline all" in str(error.value)
 
 
-def test_a_users_wish_is_followed_and_survives_reserve_and_reset(bench):
+def test_a_users_request_is_followed_and_survives_reserve_and_reset(bench):
     ctx = Context()
     y = ctx.scale(ctx.silu(new_input(ctx, 4)), 3.0)
     graph = Graph().build_forward_expand(y)
@@ -100,7 +100,7 @@ def test_a_users_wish_is_followed_and_survives_reserve_and_reset(bench):
             sched.set_tensor_backend(y, FakeReg(1).devices[0].init_backend())
 
 
-def test_a_wish_that_cannot_be_followed_warns_or_if_strict_raises(make_bench):
+def test_a_request_that_cannot_be_followed_warns_or_if_strict_raises(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "no silu" if t.op is Op.UNARY else None))
     ctx = Context()
     y = ctx.silu(new_input(ctx, 4))

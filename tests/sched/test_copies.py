@@ -57,13 +57,13 @@ def split(drawn: Recipe, stack: ExitStack) -> Scheduler:
     for i, tensor in enumerate(made):
         c.set_name(tensor, f"n{i}")
     sched = stack.enter_context(Scheduler(backends, op_offload=drawn.op_offload))
-    for i, wish in drawn.wishes:
-        sched.set_tensor_backend(made[i], backends[wish])
+    for i, request in drawn.requests:
+        sched.set_tensor_backend(made[i], backends[request])
     sched.alloc_graph(Graph().build_forward_expand(*roots))
     return sched
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # wishes that a device declines
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # requests that a device declines
 @pytest.mark.parametrize(("kind", "seed"), ROWS)
 def test_it_copies_no_more_often_than_ggml(kind: str, seed: str) -> None:
     digest, n_splits, n_copies, n_lost = TABLE[kind][seed]

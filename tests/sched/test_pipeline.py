@@ -55,14 +55,14 @@ def one_by_one(bench, layers: Layers) -> list[np.ndarray]:
     return results
 
 
-def pipelined(sched: Scheduler, layers: Layers, *, rebuild: bool, wish: bool = False) -> list[np.ndarray]:
+def pipelined(sched: Scheduler, layers: Layers, *, rebuild: bool, request: bool = False) -> list[np.ndarray]:
     """Queue all micro-batches, overwriting each input at once; wait at the end."""
     results = [np.zeros((3, WIDTH), np.float32) for _ in range(N_BATCHES)]
-    graph, x, y = layers.build(sched if wish else None)
+    graph, x, y = layers.build(sched if request else None)
     sched.alloc_graph(graph)
     for batch, result in zip(batches(), results, strict=True):
         if rebuild:
-            graph, x, y = layers.build(sched if wish else None)
+            graph, x, y = layers.build(sched if request else None)
             sched.alloc_graph(graph)
         x.set_array(batch)
         sched.graph_compute_async(graph)
@@ -135,7 +135,7 @@ def test_two_streams_of_one_device(bench):
     layers = Layers(bench, [bench.gpu0, bench.gpu0, second, second])
     expected = one_by_one(bench, layers)
     with Scheduler([bench.gpu0, second, bench.cpu], parallel=True) as sched:
-        assert all(map(np.array_equal, pipelined(sched, layers, rebuild=True, wish=True), expected))
+        assert all(map(np.array_equal, pipelined(sched, layers, rebuild=True, request=True), expected))
         assert [s.backend for s in sched.splits] == [bench.gpu0, second]
         assert len(sched.splits[1].inputs[0].copies) == 4
         assert sched.splits[1].after == ()

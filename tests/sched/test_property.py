@@ -33,7 +33,7 @@ class Recipe:
     weights_on: tuple[int, ...]
     steps: tuple[tuple[str, int, int, int], ...]
     declined: tuple[frozenset[Op], ...]
-    wishes: tuple[tuple[int, int], ...]
+    requests: tuple[tuple[int, int], ...]
     outputs: frozenset[int]
     watched: frozenset[int]
     async_copies: bool
@@ -51,7 +51,7 @@ recipes = st.builds(
         max_size=25,
     ).map(tuple),
     declined=st.tuples(*[st.frozensets(st.sampled_from(DECLINABLE), max_size=3)] * 2),
-    wishes=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2)), max_size=4).map(tuple),
+    requests=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 2)), max_size=4).map(tuple),
     outputs=st.frozensets(st.integers(0, 24), max_size=3),
     watched=st.frozensets(st.integers(0, 49)),
     async_copies=st.booleans(),
@@ -148,7 +148,7 @@ def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
             "declined by the test" if t.op in declined[name] else None
         )
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # wishes that cannot be followed
+        warnings.simplefilter("ignore", RuntimeWarning)  # requests that cannot be followed
         cpu = stack.enter_context(init_by_name("CPU"))
         backends = [*(stack.enter_context(d.init_backend()) for d in reg.devices), cpu]
         alone = Program(recipe, [cpu] * 3, stack)
@@ -157,8 +157,8 @@ def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
             return
         with Scheduler([cpu]) as one, Scheduler(backends) as many:
             work = [n for n in split.graph.nodes if n.op not in NO_OPS]
-            for node, wish in recipe.wishes:
-                many.set_tensor_backend(work[node % len(work)], backends[wish])
+            for node, request in recipe.requests:
+                many.set_tensor_backend(work[node % len(work)], backends[request])
             sources = [n.src for n in split.graph.nodes]
             for seed in range(2):
                 if seed == 0:

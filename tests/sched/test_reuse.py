@@ -42,7 +42,7 @@ class Recipe:
     is_output: bool = False
     twice: bool = False
     inplace: bool = False
-    wish: int | None = None
+    request: int | None = None
     usage: BufferUsage = BufferUsage.WEIGHTS
 
 
@@ -60,7 +60,7 @@ recipes = st.builds(
     is_output=st.booleans(),
     twice=st.booleans(),
     inplace=st.booleans(),
-    wish=st.sampled_from([None, 0, 1, 2]),
+    request=st.sampled_from([None, 0, 1, 2]),
     usage=st.sampled_from([BufferUsage.WEIGHTS, BufferUsage.ANY]),
 )
 
@@ -97,8 +97,8 @@ class World:
         y = c.mean(y) if r.mean else c.silu(y)
         if r.dtype is not DType.F32:
             y = c.cast(y, r.dtype)
-        if sched is not None and r.wish is not None:
-            sched.set_tensor_backend(y, self.backends[r.wish])
+        if sched is not None and r.request is not None:
+            sched.set_tensor_backend(y, self.backends[r.request])
         return Graph().build_forward_expand(c.set_output(y)), x, y
 
     def compute(self, sched: Scheduler, r: Recipe, seed: int) -> bytes:
@@ -124,7 +124,7 @@ def test_what_differs_is_planned_anew_and_what_does_not_gives_the_same_bits(
 
 CHANGES = {
     "width": 16, "rows": 6, "dtype": DType.F16, "scale": 2.5, "bias": -0.0, "offset": 1, "weight": 1,
-    "where": 1, "mean": True, "is_output": True, "twice": True, "inplace": True, "wish": 1,
+    "where": 1, "mean": True, "is_output": True, "twice": True, "inplace": True, "request": 1,
     "usage": BufferUsage.ANY,
 }  # fmt: skip
 
@@ -233,8 +233,8 @@ def test_another_tensor_in_the_place_of_a_weight_makes_another_program(world):
     w = world.weights[0, 8, 0]
     with Scheduler(world.backends) as sched:
         before = world.compute(sched, Recipe(), 0)
-        twin = w.reading((), None)
-        world.weights[0, 8, 0] = twin
+        clone = w.reading((), None)
+        world.weights[0, 8, 0] = clone
         w.buffer = None
         assert world.compute(sched, Recipe(), 0) == before
         assert n_programs(sched) == 2
@@ -276,7 +276,7 @@ def test_what_is_freed_is_gone_at_once_not_when_garbage_is_collected(world):
     gc.disable()
     try:
         with Scheduler(world.backends) as sched:
-            world.compute(sched, Recipe(wish=1), 0)
+            world.compute(sched, Recipe(request=1), 0)
             plans = [weakref.ref(split.plan) for split in sched.splits]
             assert len(plans) > 1
         assert [plan() for plan in plans] == [None] * len(plans)

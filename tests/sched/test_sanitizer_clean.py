@@ -44,7 +44,7 @@ def run(case: Case, backends) -> str | None:
     return f"{case.id}: {bad}" if bad else None
 
 
-@pytest.mark.filterwarnings("ignore")  # some wishes cannot be fulfilled, which is not this test's business
+@pytest.mark.filterwarnings("ignore")  # some requests cannot be fulfilled, which is not this test's business
 @pytest.mark.parametrize("family", sorted({case.family for case in CASES}))
 def test_golden_programs(family, backends):
     wrong = [why for case in CASES if case.family == family and (why := run(case, backends))]

@@ -6,8 +6,8 @@ of its own, runs what its recipe says, computes nothing, and notes each tensor t
 
     python tests/support/ggml_copies.py --write    the recorded table, anew
 
-It needs ggml-python (`pip install 'ggmlb[oracle]'`). A wish on a view is not passed on to ggml, which would
-have the view read on the wished device, without the copy that it needs; in ggmlb a view lies where its
+It needs ggml-python (`pip install 'ggmlb[oracle]'`). A request on a view is not passed on to ggml, which
+would have the view read on the asked device, without the copy that it needs; in ggmlb a view lies where its
 source does. Of programs that write into earlier results it also notes how many writes ggml loses: those of
 nodes that it gives to a backend which cannot use the memory of the backend that holds what they write to.
 (Where its allocator lets that result share memory of the host, such a write may arrive all the same.)
@@ -256,7 +256,7 @@ def count(recipe: Recipe) -> tuple[int, list[str], int]:
         ggml.ggml_build_forward_expand(graph, tensor)
     array = (c_void_p * len(backends))(*backends)
     sched = ggml.ggml_backend_sched_new(array, None, len(backends), GRAPH_SIZE, False, recipe.op_offload)
-    for i, backend in recipe.wishes:
+    for i, backend in recipe.requests:
         if _op(made[i]) in VIEWS:
             continue
         ggml.ggml_backend_sched_set_tensor_backend(sched, made[i], backends[backend])

@@ -41,7 +41,7 @@ class Recipe:
         weights: Where each pair of a matrix and a vector lies, as a backend, and whether as weights.
         n_inputs: Number of inputs that the user sets.
         steps: A name in `STEPS`, two operands among the results before it, and a weight.
-        wishes: An input or a later result, and the backend that the user asks for, which runs it.
+        requests: An input or a later result, and the backend that the user asks for, which runs it.
         each: Whether each result is expanded into the graph, or only the last.
     """
 
@@ -52,7 +52,7 @@ class Recipe:
     weights: tuple[tuple[int, bool], ...]
     n_inputs: int
     steps: tuple[tuple[str, int, int, int], ...]
-    wishes: tuple[tuple[int, int], ...]
+    requests: tuple[tuple[int, int], ...]
     each: bool
 
     @property
@@ -94,12 +94,14 @@ def recipe(seed: int, *, writes: bool = False) -> Recipe:
         weights=tuple((below(n_backends), chance(0.8)) for _ in range(1 + below(5))),
         n_inputs=1 + below(3),
         steps=tuple((pick(names), below(100), below(100), below(100)) for _ in range(3 + below(38))),
-        wishes=(),
+        requests=(),
         each=chance(0.5),
     )
     ops = ["NONE"] * drawn.n_inputs + [STEPS[step[0]][0] for step in drawn.steps]
-    wishes = [(below(len(ops)), below(n_backends)) for _ in range(below(6))]
-    return replace(drawn, wishes=tuple({i: b for i, b in wishes if not drawn.declines(b, ops[i])}.items()))
+    requests = [(below(len(ops)), below(n_backends)) for _ in range(below(6))]
+    return replace(
+        drawn, requests=tuple({i: b for i, b in requests if not drawn.declines(b, ops[i])}.items())
+    )
 
 
 Step = tuple[str, "Callable[..., Any]"]

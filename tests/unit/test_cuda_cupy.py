@@ -16,7 +16,7 @@ import pytest
 cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
 
 from ggmlb.backends.cuda import CudaReg, cupy_driver  # noqa: E402
-from ggmlb.backends.cuda.driver import Driver, Way  # noqa: E402
+from ggmlb.backends.cuda.driver import CopyKind, Driver  # noqa: E402
 from ggmlb.backends.cuda.program import OPTIONS  # noqa: E402
 from ggmlb.core.dtypes import DType  # noqa: E402
 from ggmlb.core.errors import BackendError, BackendUnavailable  # noqa: E402
@@ -154,8 +154,8 @@ def calls(driver: Driver) -> dict[str, Callable[[], object]]:
         "event_done": lambda: driver.event_done(p),
         "event_synchronize": lambda: driver.event_synchronize(p),
         "event_elapsed": lambda: driver.event_elapsed(p, p),
-        "copy": lambda: driver.copy(p, p, 100, Way.TO_DEVICE, p),
-        "copy_2d": lambda: driver.copy_2d(p, 10, p, 10, 5, 3, Way.TO_HOST, p),
+        "copy": lambda: driver.copy(p, p, 100, CopyKind.TO_DEVICE, p),
+        "copy_2d": lambda: driver.copy_2d(p, 10, p, 10, 5, 3, CopyKind.TO_HOST, p),
         "copy_peer": lambda: driver.copy_peer(p, 0, p, 1, 5, p),
         "enable_peer": lambda: driver.enable_peer(0, 1),
         "fill": lambda: driver.fill(p, 255, 10, p),

@@ -254,8 +254,8 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
     [
         (matvec.quantized, ("q4_k", 4, 1), "sdot"),
         (matvec.quantized, ("iq4_nl", 4, 1), "tbl"),
-        (byte_tiles.quantized, ("q6_k", False, 3, tiles.Tail()), "sdot"),
-        (float_tiles.floats, ("f16", "f32", False, 6, tiles.Tail(True, "gelu")), "fmla"),
+        (byte_tiles.quantized, ("q6_k", False, 3, tiles.Epilogue()), "sdot"),
+        (float_tiles.floats, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),
         (activations.quantize, ("f32", True), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
         (convert.copy, ("iq4_nl", "f32"), "tbl"),

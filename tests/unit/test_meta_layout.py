@@ -1,4 +1,4 @@
-"""Views of tensors that are dealt out: each device's part, put together, is the view of the whole."""
+"""Views of tensors that are sharded: each device's part, put together, is the view of the whole."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def views(draw: st.DrawFn) -> tuple[Four, SplitState, Four, Four, int]:
 def test_parts_make_up_the_view(drawn: tuple[Four, SplitState, Four, Four, int]) -> None:
     root_ne, state, ne, nb, offset = drawn
     found = slices_of_view(DType.F32, root_ne, state, ne, nb, offset)
-    event("dealt out" if found else "cuts through parts")
+    event("sharded" if found else "cuts through parts")
     if found is None:
         return
     values = np.arange(math.prod(root_ne), dtype=np.float32).reshape(root_ne[::-1])

@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
         Wrong,
         "a float; give a whole",
     ),
-    "wish by name": (lambda t: Scheduler([t.cpu]).set_tensor_backend("x", t.cpu), Wrong, "node is 'x'"),
+    "request by name": (lambda t: Scheduler([t.cpu]).set_tensor_backend("x", t.cpu), Wrong, "node is 'x'"),
     "watch with a number": (
         lambda t: Scheduler([t.cpu]).set_eval_callback(3),
         Wrong,

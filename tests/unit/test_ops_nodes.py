@@ -1,4 +1,4 @@
-"""What ops make: in-place twins, sources, params, setters, and ops that are made of others."""
+"""What ops make: in-place forms, sources, params, setters, and ops that are made of others."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ ELEMENTWISE = {
 TWINS |= {name: ("bf16[4,3]",) for name in ELEMENTWISE if f"{name}_inplace" in NAMES}
 
 
-def test_all_twins_are_tested():
+def test_all_clones_are_tested():
     inplace = {name.removesuffix("_inplace") for name in NAMES if name.endswith("_inplace")}
     assert inplace - {"custom"} == set(TWINS)
 
 
 @pytest.mark.parametrize("fn", sorted(TWINS))
-def test_inplace_twin(fn):
+def test_inplace_clone(fn):
     ctx = Context()
     new, inplace = call(ctx, fn, TWINS[fn]), call(ctx, f"{fn}_inplace", TWINS[fn])
     a = inplace.src[0]

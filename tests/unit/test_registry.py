@@ -100,8 +100,8 @@ def test_a_device_of_no_type_is_refused_and_the_list_goes_on() -> None:
 
 
 def test_two_devices_of_one_backend_must_differ() -> None:
-    reg = StubReg("Twins", {"T0": GPU, "t0": GPU})
-    with pytest.raises(RegistryError, match="'t0' of the Twins backend is taken by a device of the Twins"):
+    reg = StubReg("Clones", {"T0": GPU, "t0": GPU})
+    with pytest.raises(RegistryError, match="'t0' of the Clones backend is taken by a device of the Clones"):
         registry_of(reg)
 
 

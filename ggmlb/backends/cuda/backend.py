@@ -13,10 +13,10 @@ from ggmlb.backends.common.fusion import gather
 from ggmlb.backends.cuda.buffer import CudaBuffer, can_pitch, queue_copy, queue_read_2d, queue_write_2d
 from ggmlb.backends.cuda.clock import Clock
 from ggmlb.backends.cuda.cublas import WORKSPACE_NBYTES, CuBlas
-from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors, guard
+from ggmlb.backends.cuda.driver import CopyKind, address_of, cuda_errors, guard
 from ggmlb.backends.cuda.graphs import IdleGraphs
-from ggmlb.backends.cuda.lowering import takes
-from ggmlb.backends.cuda.memory import Remains
+from ggmlb.backends.cuda.lowering import can_fuse
+from ggmlb.backends.cuda.memory import DeferredRelease
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.backends.cuda.stream import CudaEvent
 from ggmlb.backends.cuda.work import Arena, allocate
@@ -65,7 +65,7 @@ class CudaBackend(Backend):
         self.idle_graphs = IdleGraphs(self._driver, device.index)
         # CUDA does not know about Python's arrays: each is kept until an event says that it is not used, also
         # if this backend is dropped with work in its stream.
-        self._remains = Remains(self._driver, self.stream, self.idle_graphs)
+        self._remains = DeferredRelease(self._driver, self.stream, self.idle_graphs)
         self._held = self._remains.held
         self._n_held = 0
         give_back = device.memory_pool.give_back
@@ -92,13 +92,13 @@ class CudaBackend(Backend):
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def takes(self, group: Group) -> bool:
+    def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return takes(group, self.device)
+        return can_fuse(group, self.device)
 
     def graph_optimize(self, graph: Graph) -> None:
         """Bring nodes together that one kernel computes."""
-        gather(graph, self.takes)
+        gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         self.device.check_process(f"plan a graph on {self.name}")
@@ -132,7 +132,7 @@ class CudaBackend(Backend):
         with self._transfer(f"set_tensor_async on {tensor.describe()}"), self.device.on():
             to = buffer.address + tensor.offset + offset
             with self._queued(tensor):
-                self._driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, self.stream.handle)
+                self._driver.copy(to, address_of(data), data.size, CopyKind.TO_DEVICE, self.stream.handle)
                 self._hold(buffer, data)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
@@ -143,7 +143,7 @@ class CudaBackend(Backend):
         with self._transfer(f"get_tensor_async on {tensor.describe()}"), self.device.on():
             start = buffer.address + tensor.offset + offset
             with self._queued(tensor):
-                self._driver.copy(address_of(out), start, out.size, Way.TO_HOST, self.stream.handle)
+                self._driver.copy(address_of(out), start, out.size, CopyKind.TO_HOST, self.stream.handle)
                 self._hold(buffer, out)
 
     def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
@@ -269,7 +269,7 @@ class CudaBackend(Backend):
         what = f"read what {self.name} noted of indices"
         with self._transfer(what), self.device.on(), self.stream.lock:
             to = address_of(words)
-            self._driver.copy(to, buffer.address, words.nbytes, Way.TO_HOST, self.stream.handle)
+            self._driver.copy(to, buffer.address, words.nbytes, CopyKind.TO_HOST, self.stream.handle)
             self._hold(buffer, words)
 
     def clear_slot(self, slot: Slot) -> None:

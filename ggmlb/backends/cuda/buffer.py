@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.cuda.driver import Way, address_of, cuda_errors
-from ggmlb.backends.cuda.memory import Lent
+from ggmlb.backends.cuda.driver import CopyKind, address_of, cuda_errors
+from ggmlb.backends.cuda.memory import BorrowedMemory
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
@@ -70,7 +70,7 @@ class CudaBuffer(Buffer):
         self._memory: object = None
         if address:
             self._memory = _Memory()
-            memory = address if owner is None else Lent(owner)
+            memory = address if owner is None else BorrowedMemory(owner)
             give_back = self.device.memory_pool.give_back
             weakref.finalize(self._memory, give_back, memory, self.streams).atexit = False
 
@@ -100,20 +100,20 @@ class CudaBuffer(Buffer):
         driver, nbytes = self.device.driver, data.nbytes
         self._transfer(
             f"write {nbytes:,} bytes on {self.name}",
-            lambda stream: driver.copy(self.address, data.ctypes.data, nbytes, Way.TO_DEVICE, stream),
+            lambda stream: driver.copy(self.address, data.ctypes.data, nbytes, CopyKind.TO_DEVICE, stream),
         )
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         def write(stream: int) -> None:
             to = self.address + tensor.offset + offset
-            self.device.driver.copy(to, address_of(data), data.size, Way.TO_DEVICE, stream)
+            self.device.driver.copy(to, address_of(data), data.size, CopyKind.TO_DEVICE, stream)
 
         self._transfer(f"set_tensor on {tensor.describe()}", write)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         def read(stream: int) -> None:
             start = self.address + tensor.offset + offset
-            self.device.driver.copy(address_of(out), start, out.size, Way.TO_HOST, stream)
+            self.device.driver.copy(address_of(out), start, out.size, CopyKind.TO_HOST, stream)
 
         self._transfer(f"get_tensor on {tensor.describe()}", read)
 
@@ -186,14 +186,14 @@ def queue_write_2d(buffer: CudaBuffer, tensor: Tensor, data: Bytes, pieces: Piec
     """Queue a strided write into a tensor of the buffer."""
     to = buffer.address + tensor.offset + pieces.offset
     _, size, n, pitch, data_pitch = pieces
-    buffer.device.driver.copy_2d(to, pitch, address_of(data), data_pitch, size, n, Way.TO_DEVICE, stream)
+    buffer.device.driver.copy_2d(to, pitch, address_of(data), data_pitch, size, n, CopyKind.TO_DEVICE, stream)
 
 
 def queue_read_2d(buffer: CudaBuffer, tensor: Tensor, out: Bytes, pieces: Pieces, stream: int) -> None:
     """Queue a strided read of a tensor of the buffer."""
     start = buffer.address + tensor.offset + pieces.offset
     _, size, n, pitch, data_pitch = pieces
-    buffer.device.driver.copy_2d(address_of(out), data_pitch, start, pitch, size, n, Way.TO_HOST, stream)
+    buffer.device.driver.copy_2d(address_of(out), data_pitch, start, pitch, size, n, CopyKind.TO_HOST, stream)
 
 
 def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
@@ -204,7 +204,7 @@ def queue_copy(src: Tensor, dst: Tensor, stream: int) -> None:
     driver, here, there = target.device.driver, source.device.index, target.device.index
     start, to = source.address + src.offset, target.address + dst.offset
     if here == there:
-        driver.copy(to, start, src.nbytes, Way.ON_DEVICE, stream)
+        driver.copy(to, start, src.nbytes, CopyKind.ON_DEVICE, stream)
     else:
         driver.enable_peer(there, here)
         driver.enable_peer(here, there)

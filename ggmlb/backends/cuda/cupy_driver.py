@@ -17,7 +17,7 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.memory import OutOfMemoryError
 
 from ggmlb.backends.cuda.cublas import library
-from ggmlb.backends.cuda.driver import Call, Driver, Facts, Way, address_of
+from ggmlb.backends.cuda.driver import Call, CopyKind, Driver, Facts, address_of
 from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.dtypes import DType
@@ -173,12 +173,20 @@ class CupyDriver(Driver):
 
     # -- copies --------------------------------------------------------------------------------
 
-    def copy(self, dst: int, src: int, nbytes: int, way: Way, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, way: CopyKind, stream: int) -> None:
         """By cudaMemcpyAsync."""
         rt.memcpyAsync(dst, src, nbytes, way, stream)
 
     def copy_2d(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int, way: Way, stream: int
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        n: int,
+        way: CopyKind,
+        stream: int,
     ) -> None:
         """By cudaMemcpy2DAsync."""
         rt.memcpy2DAsync(dst, dst_pitch, src, src_pitch, width, n, way, stream)

@@ -31,7 +31,7 @@ Call = Callable[[int], Any]
 """A piece of work with everything bound but the stream that it is queued on."""
 
 
-class Way(IntEnum):
+class CopyKind(IntEnum):
     """Which way a copy goes: cudaMemcpyKind."""
 
     TO_DEVICE = 1
@@ -186,12 +186,20 @@ class Driver(ABC):
     # -- copies --------------------------------------------------------------------------------
 
     @abstractmethod
-    def copy(self, dst: int, src: int, nbytes: int, way: Way, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, way: CopyKind, stream: int) -> None:
         """Queue a copy."""
 
     @abstractmethod
     def copy_2d(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int, way: Way, stream: int
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        n: int,
+        way: CopyKind,
+        stream: int,
     ) -> None:
         """Queue a copy of `n` pieces of `width` bytes, `src_pitch` apart, to places `dst_pitch` apart."""
 

@@ -40,11 +40,11 @@ def _too_many_groups(node: Tensor, target: Target) -> str | None:
     return None
 
 
-def takes(group: Group, device: CudaDevice) -> bool:
+def can_fuse(group: Group, device: CudaDevice) -> bool:
     """Whether a kernel computes a group of nodes at once, and faster than one by one."""
     if any(row_split.is_split(node) for node in group.nodes):
         return False
-    return Lowering(device.target, device.facts.capability, blas=device.has_blas).takes(group)
+    return Lowering(device.target, device.facts.capability, blas=device.has_blas).can_fuse(group)
 
 
 def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
@@ -52,7 +52,7 @@ def lower(graph: Graph, backend: CudaBackend, binder: Binder) -> list[Part]:
     device = backend.device
     lowering = Lowering(device.target, device.facts.capability, blas=device.has_blas)
     parts: list[Part] = []
-    for item in fuse(graph, backend.takes):
+    for item in fuse(graph, backend.can_fuse):
         if isinstance(item, Group):
             parts.append(Part(item.nodes, list(lowering.lower_group(item))))
             continue

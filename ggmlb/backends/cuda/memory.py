@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.stream import Stream
 
 
-class Lent:
+class BorrowedMemory:
     """Memory of another library: what keeps it."""
 
     __slots__ = ("owner",)
@@ -27,7 +27,7 @@ class Lent:
         self.owner = owner
 
 
-class Remains:
+class DeferredRelease:
     """What a stream needs until its work is done, and what is released after it.
 
     Attributes:
@@ -70,8 +70,8 @@ class DeviceMemory:
         self._device = device
         self._lock = threading.Lock()
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._dropped: deque[tuple[int | Lent | Remains, tuple[Stream, ...]]] = deque()
-        self._leaving: list[tuple[int | Lent | Remains, list[tuple[Stream, int]]]] = []
+        self._dropped: deque[tuple[int | BorrowedMemory | DeferredRelease, tuple[Stream, ...]]] = deque()
+        self._leaving: list[tuple[int | BorrowedMemory | DeferredRelease, list[tuple[Stream, int]]]] = []
         self._events: deque[int] = deque()
 
     def allocate(self, nbytes: int) -> int:
@@ -92,13 +92,13 @@ class DeviceMemory:
             driver.trim()
             return driver.malloc(nbytes)
 
-    def give_back(self, memory: int | Lent | Remains, streams: Iterable[Stream]) -> None:
+    def give_back(self, memory: int | BorrowedMemory | DeferredRelease, streams: Iterable[Stream]) -> None:
         """Release memory, by its address or its owner, once the work now queued on the streams is done.
 
         A stream that was dropped, and not freed, leaves its remains.
         """
         users = tuple(streams)
-        if users or not isinstance(memory, Lent):
+        if users or not isinstance(memory, BorrowedMemory):
             self._dropped.append((memory, users))
 
     def give_back_event(self, event: int) -> None:
@@ -136,9 +136,9 @@ class DeviceMemory:
                 elif not all(driver.event_done(event) for _, event in marks):
                     still.append((memory, marks))
                     continue
-                if isinstance(memory, Lent):
+                if isinstance(memory, BorrowedMemory):
                     lent.append(memory)
-                elif isinstance(memory, Remains):
+                elif isinstance(memory, DeferredRelease):
                     remains.append(memory)
                 else:
                     driver.free(memory)

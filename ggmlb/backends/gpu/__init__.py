@@ -11,7 +11,7 @@ by the macro WG.
 """
 
 from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Mem, Scratch, Target
-from ggmlb.backends.gpu.lowering import declines, lower, lower_group, takes
+from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
 from ggmlb.backends.gpu.source import Kernel, Param, assemble, families, packed_args, source
 
 __all__ = [
@@ -24,11 +24,11 @@ __all__ = [
     "Scratch",
     "Target",
     "assemble",
+    "can_fuse",
     "declines",
     "families",
     "lower",
     "lower_group",
     "packed_args",
     "source",
-    "takes",
 ]

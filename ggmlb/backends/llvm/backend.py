@@ -59,13 +59,13 @@ class LlvmBackend(Backend):
         self.pool = Pool(n, self.library)
         self._plans.clear()
 
-    def takes(self, group: Group) -> bool:
+    def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return fused.takes(group)
+        return fused.can_fuse(group)
 
     def graph_optimize(self, graph: Graph) -> None:
         """Bring nodes together that one kernel computes."""
-        gather(graph, self.takes)
+        gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         return LlvmPlan(self, graph)

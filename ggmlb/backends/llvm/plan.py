@@ -25,7 +25,7 @@ class LlvmPlan(GraphPlan):
     def __init__(self, backend: LlvmBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self._pool = backend.pool
-        self._items = fuse(graph, backend.takes)
+        self._items = fuse(graph, backend.can_fuse)
         self._ends: list[int] = []
         with progress.task(f"{backend.name}: compiling kernels") as task:
             self._steps = Steps(backend, task)

@@ -1,4 +1,4 @@
-"""LLVM_Repacked: memory that keeps weights in strips of 16 rows (`kernels.strip`), read faster by products.
+"""LLVM_Repacked: weights in strips of 16 interleaved rows (`kernels.interleaved`), read faster by products.
 
 The bytes are ggml's, as many, in another order; a tensor is read back as ggml has it. A weight whose rows are
 no whole number of strips, or whose type has no strips, lies there as anywhere. It is the device's extra
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
-from ggmlb.backends.llvm.kernels.strip import BITS, FIELDS, ROWS
+from ggmlb.backends.llvm.kernels.interleaved import BITS, FIELDS, ROWS
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
@@ -23,7 +23,7 @@ from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.device import LlvmDevice
-    from ggmlb.backends.llvm.kernels.strip import Field
+    from ggmlb.backends.llvm.kernels.interleaved import Field
 
 IN_STRIPS: Final = "_x16"
 """What it adds to the name of a type that it packs."""

@@ -9,7 +9,7 @@ import numpy as np
 import pyopencl as cl
 
 from ggmlb.backends.common.fusion import Group, gather
-from ggmlb.backends.gpu import Target, takes
+from ggmlb.backends.gpu import Target, can_fuse
 from ggmlb.backends.gpu.bad_index import SLOT, BadIndices, Slot, SlotBlock, Words
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import Clock
@@ -66,13 +66,13 @@ class OpenClBackend(Backend):
 
     # -- graphs --------------------------------------------------------------------------------
 
-    def takes(self, group: Group) -> bool:
+    def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once."""
-        return takes(group, self.target) and not any(map(is_split, group.nodes))
+        return can_fuse(group, self.target) and not any(map(is_split, group.nodes))
 
     def graph_optimize(self, graph: Graph) -> None:
         """Bring nodes together that one kernel computes."""
-        gather(graph, self.takes)
+        gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         guard.check(f"plan a graph on {self.name}")

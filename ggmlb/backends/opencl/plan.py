@@ -49,7 +49,7 @@ class OpenClPlan(GraphPlan):
         programs, target = backend.device.programs, backend.target
         launches: list[Launch] = []
         products: list[tuple[int, RowSplitProduct]] = []
-        for item in fuse(graph, backend.takes):
+        for item in fuse(graph, backend.can_fuse):
             if isinstance(item, Tensor) and is_split(item) and not item.is_empty:
                 products.append((len(launches), RowSplitProduct(item, backend, backend.helpers)))
                 continue

@@ -47,7 +47,7 @@ Binary = Callable[["BinaryOps", Tensor, Tensor], Tensor]
 
 
 def _pair(op: Op, sign: str) -> tuple[Binary, Binary]:
-    """Make the method of a binary op and its in-place twin."""
+    """Make the method of a binary op and its in-place form."""
     fn = op.value.lower()
     fn_inplace = f"{fn}_inplace"
 
@@ -66,7 +66,7 @@ def _pair(op: Op, sign: str) -> tuple[Binary, Binary]:
 
 
 class BinaryOps(OpBase):
-    """add, sub, mul, div and their in-place twins, add_cast, add_id, add1, acc."""
+    """add, sub, mul, div and their in-place forms, add_cast, add_id, add1, acc."""
 
     add, add_inplace = _pair(Op.ADD, "+")
     sub, sub_inplace = _pair(Op.SUB, "-")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class CopyOps(OpBase):
-    """dup, cpy, cast, cont, cont_1d..4d, set, set_1d, set_2d and their twins."""
+    """dup, cpy, cast, cont, cont_1d..4d, set, set_1d, set_2d and their in-place forms."""
 
     def dup(self, a: Tensor) -> Tensor:
         """Return a contiguous copy of `a` (ggml_dup)."""

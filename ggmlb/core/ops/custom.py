@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 
 
 class CustomOps(OpBase):
-    """map_custom1..3, custom_4d, their in-place twins.
+    """map_custom1..3, custom_4d, their in-place forms.
 
     Raises:
         ArgumentError: `fun` cannot be called so, or `n_tasks` is neither positive nor `N_TASKS_MAX`.

@@ -99,7 +99,7 @@ class GluOps(OpBase):
 
 
 def _shard_glu(node: Tensor, states: States) -> Outcome | None:
-    """Two tensors element by element; or the halves of rows, which may be dealt out as two segments."""
+    """Two tensors element by element; or the halves of rows, which may be sharded as two segments."""
     if node.src[1] is not None:
         return elementwise(node, states)
     if states[0].axis != 0:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NormOps(OpBase):
-    """norm, rms_norm, l2_norm, group_norm, their in-place twins, and rms_norm_back.
+    """norm, rms_norm, l2_norm, group_norm, their in-place forms, and rms_norm_back.
 
     Raises:
         ArgumentError: `eps` is negative.

@@ -142,7 +142,7 @@ def _plain(
 
 
 class RopeOps(OpBase):
-    """rope, rope_ext, rope_custom, rope_multi, their twins and gradients, rope_set_offset.
+    """rope, rope_ext, rope_custom, rope_multi, their in-place forms and gradients, rope_set_offset.
 
     All take `a` of ne `[head size, n_head, n_tokens, ...]`, i32 positions `b` (one per token, or four where
     the mode is multi-section) and, where there is a `c`, f32 frequency factors, one per rotated pair.

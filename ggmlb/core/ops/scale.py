@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScaleOps(OpBase):
-    """scale, scale_bias, clamp and their in-place twins."""
+    """scale, scale_bias, clamp and their in-place forms."""
 
     def scale(self, a: Tensor, s: float) -> Tensor:
         """Return `a * s` (ggml_scale).

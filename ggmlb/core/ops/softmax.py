@@ -34,7 +34,7 @@ _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
 
 
 class SoftmaxOps(OpBase):
-    """soft_max, soft_max_ext, their twins and gradient, soft_max_add_sinks, diag_mask_inf and _zero."""
+    """soft_max, soft_max_ext, in place too, gradient, soft_max_add_sinks, diag_mask_inf and _zero."""
 
     def soft_max(self, a: Tensor) -> Tensor:
         """Return `exp(a) / sum(exp(a))` per row (ggml_soft_max).

@@ -114,7 +114,7 @@ def _check_numbers(fn: str, arg: str, tensor: Tensor, count: int) -> None:
 
 
 def _shard_optimizer_step(node: Tensor, states: States) -> Outcome | None:
-    """Element by element, but for the rates; all that is written must be dealt out alike."""
+    """Element by element, but for the rates; all that is written must be sharded alike."""
     state, rates = states[0], states[-1]
     is_alike = state.is_cut and not rates.is_cut and all(s == state for s in states[:-1])
     return Outcome(state, (*states[:-1], MIRRORED)) if is_alike else None

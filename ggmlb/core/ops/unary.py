@@ -42,7 +42,7 @@ _ROWS = "contiguous within its rows"
 
 
 def _unary(op: UnaryOp, what: str) -> tuple[Unary, Unary]:
-    """Make the method of a function and its in-place twin."""
+    """Make the method of a function and its in-place form."""
     fn = op.name.lower()
     fn_inplace = f"{fn}_inplace"
     params = {"op": op}
@@ -64,7 +64,7 @@ def _unary(op: UnaryOp, what: str) -> tuple[Unary, Unary]:
 
 
 def _plain(op: Op, what: str) -> tuple[Unary, Unary]:
-    """Make the method of a function that is an op of its own, and its in-place twin."""
+    """Make the method of a function that is an op of its own, and its in-place form."""
     fn = op.value.lower()
 
     def new(self: UnaryOps, a: Tensor) -> Tensor:

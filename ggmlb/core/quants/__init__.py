@@ -72,6 +72,6 @@ def write(codec: Codec, rows: Bytes, values: Floats) -> None:
             if len(part) > 1:
                 codec.write(part, columns)
             else:  # NumPy would add up a lone column pairwise, not in ggml's order
-                twins = np.empty(2, codec.layout)
-                codec.write(twins, np.repeat(columns, 2, axis=1))
-                part[:] = twins[:1]
+                clones = np.empty(2, codec.layout)
+                codec.write(clones, np.repeat(columns, 2, axis=1))
+                part[:] = clones[:1]

@@ -1,4 +1,4 @@
-"""Memory of a meta device: a buffer on each of its devices, and tensors that are dealt out to them."""
+"""Memory of a meta device: a buffer on each of its devices, and tensors that are sharded to them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MetaBufferType(BufferType):
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer:
         """Place weights: each device gets memory for its slices alone.
 
-        `get_split_state` of the meta device says how each is dealt out. How results of ops are follows from
+        `get_split_state` of the meta device says how each is sharded. How results of ops are follows from
         their operands; each device gets memory for all of those.
 
         Raises:
@@ -112,7 +112,7 @@ class MetaBuffer(PartedBuffer):
         super().__init__(buft, parts, size)
 
     def state(self, root: Tensor) -> SplitState:
-        """How a tensor that lies here, and is no view, is dealt out."""
+        """How a tensor that lies here, and is no view, is sharded."""
         return self.buft.device.state(root)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
@@ -155,7 +155,7 @@ class MetaBuffer(PartedBuffer):
         if data.size < root.nbytes:
             whole = self._gathered(root)
             whole[start : start + data.size] = data
-        for own, parts in zip(slices, _dealt(root, state, whole), strict=True):
+        for own, parts in zip(slices, _shards(root, state, whole), strict=True):
             if own.nbytes:
                 own.set(np.concatenate(parts, axis=1))
 
@@ -172,7 +172,7 @@ class MetaBuffer(PartedBuffer):
     def _gathered(self, root: Tensor) -> Bytes:
         """All bytes of a tensor that is cut."""
         whole = np.empty(root.nbytes, np.uint8)
-        for own, parts in zip(self.slices(root), _dealt(root, self.state(root), whole), strict=True):
+        for own, parts in zip(self.slices(root), _shards(root, self.state(root), whole), strict=True):
             if not own.nbytes:
                 continue
             rest: Bytes = own.get().reshape(parts[0].shape[0], -1, parts[0].shape[2])
@@ -193,7 +193,7 @@ def _in_root(tensor: Tensor, offset: int) -> tuple[Tensor, int]:
     return tensor.view_src, tensor.view_offs + offset
 
 
-def _dealt(root: Tensor, state: SplitState, whole: Bytes) -> Iterator[list[Bytes]]:
+def _shards(root: Tensor, state: SplitState, whole: Bytes) -> Iterator[list[Bytes]]:
     """View the bytes of a whole tensor as each device's parts: of shape (blocks, units, bytes of a unit)."""
     unit = contiguous_nb(root.dtype, root.ne)[state.axis]
     per_unit = root.dtype.block_size if state.axis == 0 else 1

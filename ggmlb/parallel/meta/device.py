@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 class MetaDevice(Device):
     """Devices that share the work of every node: tensor parallelism.
 
-    Weights are dealt out as `get_split_state` says; the rules in the ops' records (`ggmlb.core.ops.SPECS`)
+    Weights are sharded as `get_split_state` says; the rules in the ops' records (`ggmlb.core.ops.SPECS`)
     derives how results are.
 
     Attributes:
         devices: The simple devices.
-        get_split_state: Says how a weight is dealt out.
+        get_split_state: Says how a weight is sharded.
         given: The states of weights that are placed.
     """
 
@@ -94,10 +94,10 @@ class MetaDevice(Device):
         """The memory of a meta device of the same devices."""
         return isinstance(buft, MetaBufferType) and buft.device.devices == self.devices
 
-    # -- how tensors are dealt out -------------------------------------------------------------------
+    # -- how tensors are sharded -------------------------------------------------------------------
 
     def state(self, tensor: Tensor) -> SplitState:
-        """Return how a tensor is dealt out; never PARTIAL, because sums are made before anyone reads them.
+        """Return how a tensor is sharded; never PARTIAL, because sums are made before anyone reads them.
 
         A view that cuts through the parts of a tensor is MIRRORED: what it is a view of is gathered for it.
         """
@@ -183,7 +183,7 @@ def meta_device(devices: Sequence[Device], get_split_state: GetSplitState) -> Me
 
     Args:
         devices: Simple devices, at most 16.
-        get_split_state: Called with each weight when it is placed; says how it is dealt out.
+        get_split_state: Called with each weight when it is placed; says how it is sharded.
             `SplitState(SplitAxis.AXIS_1, (split_evenly(rows, 2),))`, for instance, gives each of two devices
             half of a matrix's rows (ne[1]).
 

@@ -24,7 +24,7 @@ class Slice(NamedTuple):
 
 
 class SlicedView(NamedTuple):
-    """How a view is dealt out, and each device's part of it."""
+    """How a view is sharded, and each device's part of it."""
 
     state: SplitState
     slices: tuple[Slice, ...]
@@ -40,7 +40,7 @@ def slice_of(dtype: DType, ne: Ne, state: SplitState, device: int) -> Slice:
 def slices_of_view(
     dtype: DType, root_ne: Ne, root: SplitState, ne: Ne, nb: Ne, offset: int
 ) -> SlicedView | None:
-    """Return how a view of a contiguous tensor that is cut is dealt out; `None` if it cuts through parts.
+    """Return how a view of a contiguous tensor that is cut is sharded; `None` if it cuts through parts.
 
     Args:
         dtype: Of both.

@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
 
 class MetaPlan(GraphPlan):
-    """A graph dealt out to the devices.
+    """A graph sharded to the devices.
 
     Attributes:
         stages: In order.
@@ -137,7 +137,7 @@ class _Dealer:
         self._n = len(backend.backends)
         self._known: dict[Tensor, Slices] = {}
         self._gathered: dict[Tensor, Slices] = {}
-        self._dealt: list[list[Tensor]] = [[] for _ in range(self._n)]
+        self._shards: list[list[Tensor]] = [[] for _ in range(self._n)]
         self._ends: list[tuple[list[int], Callable[[], None] | None]] = []
 
     def run(self) -> None:
@@ -147,7 +147,7 @@ class _Dealer:
         self._close(None)
         self._flag_what_others_read()
         # A device's stages are parts of one graph: what fuses must know who else reads a result.
-        graphs = [Graph(nodes) for nodes in self._dealt]
+        graphs = [Graph(nodes) for nodes in self._shards]
         for graph in graphs:
             graph.owner_checks = True  # slices change with their tensors, which this plan checks
         starts = [0] * self._n
@@ -161,10 +161,10 @@ class _Dealer:
 
     def _close(self, then: Callable[[], None] | None) -> None:
         """End the stage."""
-        self._ends.append(([len(nodes) for nodes in self._dealt], then))
+        self._ends.append(([len(nodes) for nodes in self._shards], then))
 
     def _flag_what_others_read(self) -> None:
-        """Mark slices as outputs whose nodes are read by nodes that are not dealt out here."""
+        """Mark slices as outputs whose nodes are read by nodes that are not sharded here."""
         here = Counter(s for node in self._graph.nodes for s in node.src if s is not None)
         for node, n in self._graph.use_counts().items():
             if n > here[node]:
@@ -192,7 +192,7 @@ class _Dealer:
         ]
         if not any(has_part):
             has_part = [True] * self._n
-        for own, nodes, has in zip(slices, self._dealt, has_part, strict=True):
+        for own, nodes, has in zip(slices, self._shards, has_part, strict=True):
             if has and not own.is_empty:
                 nodes.append(own)
         if not by_wholes:
@@ -212,7 +212,7 @@ class _Dealer:
             self._close(partial(_deal_out, self._backends, root, gathered))
 
     def _fits(self, node: Tensor, root: Tensor, result: SplitState) -> bool:
-        """Whether the result of a node that writes into another tensor is dealt out as that is."""
+        """Whether the result of a node that writes into another tensor is sharded as that is."""
         state = self._device.state(node)
         return result == state and (state.is_cut or not self._device.state(root).is_cut)
 

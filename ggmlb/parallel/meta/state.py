@@ -56,7 +56,7 @@ def split_by(n: int, weights: Sequence[float], granularity: int = 1) -> tuple[in
     total = sum(weights)
     if n < 0 or granularity < 1 or n % granularity or total <= 0 or min(weights) < 0:
         raise ArgumentError(
-            f"{n} elements cannot be dealt out in multiples of {granularity} by the weights {list(weights)}"
+            f"{n} elements cannot be sharded in multiples of {granularity} by the weights {list(weights)}"
         )
     units, done, parts = n // granularity, 0.0, [0]
     for weight in weights:

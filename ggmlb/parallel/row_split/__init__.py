@@ -1,6 +1,6 @@
 """Weights whose rows lie on several devices, and products that are computed where the rows are.
 
-memory.py     the buffer type, and how rows are dealt out
+memory.py     the buffer type, and how rows are sharded
 product.py    what each device computes of a product, and how results come together
 
 Any backend may offer it: all is done through the interfaces. The backend whose device is the main one

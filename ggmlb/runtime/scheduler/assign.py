@@ -57,7 +57,7 @@ class Assignment:
         self.roots = signature.roots
         self._signature = signature
         self._tensors, self._computes = signature.tensors, signature.computes
-        self._bases, self._buffers, self._wishes = signature.bases, signature.buffers, signature.wishes
+        self._bases, self._buffers, self._requests = signature.bases, signature.buffers, signature.requests
         self._last = len(backends) - 1
         self._declines = [b.device.declines for b in backends]
         self._supported: list[list[bool | None]] = [[None] * n for _ in backends]
@@ -131,7 +131,7 @@ class Assignment:
         )
         self.ids = ids = [owners[buffers[root]] for root in self.roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
-        for i, wanted in self._wishes.items():
+        for i, wanted in self._requests.items():
             if self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
         for i, computes in enumerate(self._computes):
@@ -147,13 +147,13 @@ class Assignment:
         self._leaves(i, wanted, "the user asked for")
         return False
 
-    def _leaves(self, node: int, wanted: int, wish: str) -> None:
-        """Report that a node cannot run where it was wished to: an error if strict, else a warning."""
+    def _leaves(self, node: int, wanted: int, request: str) -> None:
+        """Report that a node cannot run where it was asked to: an error if strict, else a warning."""
         if not any(self.supports(b, node) for b in range(len(self.backends))):
             return  # an error that holds what each backend says will follow
         tensor, name = self._tensors[node], self.backends[wanted].name
         why = self._declines[wanted](tensor)
-        message = f"{tensor.describe()} cannot run on {name}, which {wish}: {why}"
+        message = f"{tensor.describe()} cannot run on {name}, which {request}: {why}"
         if self._strict:
             raise UnsupportedOpError(message, reasons={name: why or ""})
         warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
@@ -312,7 +312,7 @@ class Assignment:
         )
 
     def _moves(self, node: int, base: int, home: int) -> None:
-        """Report that a wish is not followed because a tensor and its writers stay together."""
+        """Report that a request is not followed because a tensor and its writers stay together."""
         message = (
             f"{self._tensors[node].describe()} was set to {self.backends[self.ids[node]].name}, but "
             f"{self._tensors[base].describe()} and what writes into it must be on one device: "
@@ -350,7 +350,7 @@ class Assignment:
                 self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, _VIEW)
                 if base >= 0 and ids[base] < 0:
                     self._set(base, ids[node], Cause.USED)
-        for node in self._wishes:
+        for node in self._requests:
             base = bases[node]
             if base >= 0 and ids[node] != ids[base] and not self._computes[node]:
                 self._set(node, ids[base], _VIEW)  # whatever was asked for

@@ -1,8 +1,8 @@
 """Image: the tensors that are allocated, planned and computed in place of the user's.
 
-Each tensor of the user's that has no place of its own has a twin, and nodes read copies where they must. To
+Each tensor of the user's that has no place of its own has a clone, and nodes read copies where they must. To
 the allocator all of them are numbers; tensors are made of them when a backend looks at them: to plan a
-split, or to say in which order it wants its nodes. After allocation the user's tensors lie where their twins
+split, or to say in which order it wants its nodes. After allocation the user's tensors lie where their clones
 do; so do those of the next graph of the same topology.
 """
 
@@ -51,7 +51,7 @@ class Image:
         self._tensors = list(signature.tensors)
         self._flags = list(signature.flags)
         self._bases = list(signature.bases)
-        self._twins: dict[int, Tensor | None] = {-1: None}
+        self._clones: dict[int, Tensor | None] = {-1: None}
         self._graph: Graph | None = None
         self._leafs = list(signature.listed[: signature.n_leafs])
         self._nodes: list[int] = []
@@ -70,7 +70,7 @@ class Image:
             item.image = self
             i = item.number
             copies = [self._add(copy, split.backend_id) for copy in item.copies]
-            self._twins.update(zip(copies, item.copies, strict=True))
+            self._clones.update(zip(copies, item.copies, strict=True))
             if len(copies) == 1:
                 nodes += copies
             else:
@@ -129,14 +129,14 @@ class Image:
         if type(split.backend).graph_optimize is Backend.graph_optimize:
             return split.numbers
         graph = Graph()
-        graph.nodes = [self.twin(i) for i in split.numbers]
+        graph.nodes = [self.clone(i) for i in split.numbers]
         split.backend.graph_optimize(graph)
-        numbers = {twin: i for i, twin in self._twins.items()}
+        numbers = {clone: i for i, clone in self._clones.items()}
         for node in graph.nodes:
             if node not in numbers:  # a mark of the backend's own
                 reads = [numbers[s] for s in node.src]
                 numbers[node] = i = self._add(node, split.backend_id, numbers[node.view_src], reads)
-                self._twins[i] = node
+                self._clones[i] = node
         return [numbers[node] for node in graph.nodes]
 
     def _topology(self) -> Topology:
@@ -175,67 +175,67 @@ class Image:
 
     # -- tensors -------------------------------------------------------------------------------
 
-    def twin(self, i: int) -> Tensor:
-        """Return the twin of a tensor; a tensor of the user's that has a place is its own."""
-        found = self._twins.get(i)
+    def clone(self, i: int) -> Tensor:
+        """Return the clone of a tensor; a tensor of the user's that has a place is its own."""
+        found = self._clones.get(i)
         return self._make(i) if found is None else found
 
-    def _twin_of(self, i: int) -> Tensor | None:
-        return None if i < 0 else self.twin(i)
+    def _clone_of(self, i: int) -> Tensor | None:
+        return None if i < 0 else self.clone(i)
 
     def _make(self, i: int) -> Tensor:
-        signature, twins = self.signature, self._twins
+        signature, clones = self.signature, self._clones
         base = self._bases[i]
         if i >= len(signature.tensors):
-            twin = _view_of(self.twin(self._reads(i)[0]))
+            clone = _view_of(self.clone(self._reads(i)[0]))
         elif base < 0 and signature.ops[i] is _NONE and signature.buffers[i] is not None:
-            twin = signature.tensors[i]
+            clone = signature.tensors[i]
         else:
             reads = self._reads(i)
             try:
-                src, view_src = tuple([twins[s] for s in reads]), twins[base]
+                src, view_src = tuple([clones[s] for s in reads]), clones[base]
             except KeyError:
-                src, view_src = tuple([self._twin_of(s) for s in reads]), self._twin_of(base)
-            twin = signature.tensors[i].reading(src, view_src)
-            twin.params = signature.params[i]
-            twin.flags = self._flags[i]
+                src, view_src = tuple([self._clone_of(s) for s in reads]), self._clone_of(base)
+            clone = signature.tensors[i].reading(src, view_src)
+            clone.params = signature.params[i]
+            clone.flags = self._flags[i]
             if self.buffers:
-                twin.buffer, twin.offset = self.buffers[i], self.offsets[i]
-        twins[i] = twin
-        return twin
+                clone.buffer, clone.offset = self.buffers[i], self.offsets[i]
+        clones[i] = clone
+        return clone
 
     def _make_all(self, numbers: Sequence[int]) -> None:
         """Make what is not made yet, as `_make` does; nodes, which are many, without its calls."""
-        signature, twins, bases, flags = self.signature, self._twins, self._bases, self._flags
+        signature, clones, bases, flags = self.signature, self._clones, self._bases, self._flags
         begins, ends, sources = self._begins, self._ends, self._sources
         tensors, params, n = signature.tensors, signature.params, len(signature.tensors)
         buffers, offsets = self.buffers, self.offsets
         for i in numbers:
-            if i in twins:
+            if i in clones:
                 continue
             begin = begins[i]
             if begin < 0 or i >= n or not buffers:
                 self._make(i)
                 continue
             try:
-                src, view_src = tuple([twins[s] for s in sources[begin : ends[i]]]), twins[bases[i]]
+                src, view_src = tuple([clones[s] for s in sources[begin : ends[i]]]), clones[bases[i]]
             except KeyError:
                 self._make(i)
                 continue
-            twin = twins[i] = tensors[i].reading(src, view_src)
-            twin.params, twin.flags = params[i], flags[i]
-            twin.buffer, twin.offset = buffers[i], offsets[i]
+            clone = clones[i] = tensors[i].reading(src, view_src)
+            clone.params, clone.flags = params[i], flags[i]
+            clone.buffer, clone.offset = buffers[i], offsets[i]
 
     @property
     def graph(self) -> Graph:
-        """All twins, in the order of execution."""
+        """All clones, in the order of execution."""
         if self._graph is None:
             self._make_all((*self._leafs, *self._nodes))
             self._graph = Graph(self._made(self._nodes), self._made(self._leafs))
         return self._graph
 
     def _made(self, numbers: Sequence[int]) -> list[Tensor]:
-        return cast("list[Tensor]", list(map(self._twins.__getitem__, numbers)))
+        return cast("list[Tensor]", list(map(self._clones.__getitem__, numbers)))
 
     def graph_of(self, split: Split) -> Graph:
         """Return the graph that a split's backend computes."""
@@ -249,16 +249,16 @@ class Image:
         """Return the splits' graphs with the nodes that read, near or far, the c-th copies of the inputs."""
         if c == 0:
             return [split.graph for split in splits]
-        twins = {i.copy: i.copies[c] for split in splits for i in split.inputs if len(i.copies) > 1}
+        clones = {i.copy: i.copies[c] for split in splits for i in split.inputs if len(i.copies) > 1}
         whole = Graph()
         for node in self.graph.nodes:
-            src = tuple([twins.get(s, s) if s is not None else None for s in node.src])
+            src = tuple([clones.get(s, s) if s is not None else None for s in node.src])
             base = node.view_src
-            base = twins.get(base, base) if base is not None else None
+            base = clones.get(base, base) if base is not None else None
             if src != node.src or base is not node.view_src:
-                twins[node] = node.reading(src, base)
-            whole.nodes.append(twins.get(node, node))
-        graphs = [Graph([twins.get(n, n) for n in split.graph.nodes]) for split in splits]
+                clones[node] = node.reading(src, base)
+            whole.nodes.append(clones.get(node, node))
+        graphs = [Graph([clones.get(n, n) for n in split.graph.nodes]) for split in splits]
         for graph in graphs:
             graph.whole, graph.owner_checks = whole, True
         return graphs
@@ -266,26 +266,26 @@ class Image:
     # -- places --------------------------------------------------------------------------------
 
     def place(self, buffers: list[Buffer | None], offsets: list[int]) -> bool:
-        """Place the twins; return whether that changed anything."""
+        """Place the clones; return whether that changed anything."""
         if buffers == self.buffers and offsets == self.offsets:
             return False
         self.buffers, self.offsets = buffers, offsets
-        for i, twin in self._twins.items():
-            if twin is not None:
-                twin.buffer, twin.offset = buffers[i], offsets[i]
+        for i, clone in self._clones.items():
+            if clone is not None:
+                clone.buffer, clone.offset = buffers[i], offsets[i]
         return True
 
     def set_params(self, params: list[dict[str, Any]]) -> None:
-        """Give the twins changed parameters."""
+        """Give the clones changed parameters."""
         for i, changed in enumerate(params):
-            twin = self._twins.get(i)
-            if twin is not None and twin.params != changed:
-                twin.params = changed
+            clone = self._clones.get(i)
+            if clone is not None and clone.params != changed:
+                clone.params = changed
 
-    def twins(self) -> list[Tensor]:
+    def clones(self) -> list[Tensor]:
         """Return all tensors that were made for the image, copies included."""
         self.graph  # noqa: B018
-        return [t for i, t in self._twins.items() if t is not None and t is not self._tensors[i]]
+        return [t for i, t in self._clones.items() if t is not None and t is not self._tensors[i]]
 
 
 def _view_of(tensor: Tensor) -> Tensor:

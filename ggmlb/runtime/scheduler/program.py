@@ -66,7 +66,7 @@ class Program:
     """What a scheduler keeps of a topology, bound to one graph at a time.
 
     The image that is allocated and planned is the program's own. Binding another graph of the same
-    signature gives its tensors the places of their twins, and costs nothing else.
+    signature gives its tensors the places of their clones, and costs nothing else.
 
     Attributes:
         signature: The topology, with the tensors of the graph that is bound.
@@ -135,10 +135,10 @@ class Program:
         own = {b for b in {*self.buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
         self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
         if not allocator.keeps_places():
-            allocator.prepare(image.twins())
+            allocator.prepare(image.clones())
 
     def place(self) -> None:
-        """Place the tensors of the bound graph where their twins lie."""
+        """Place the tensors of the bound graph where their clones lie."""
         tensors = self.signature.tensors
         for tensor, buffer, offset in zip(tensors, self.buffers, self.offsets, strict=True):
             tensor.buffer = buffer

@@ -17,7 +17,7 @@ class Rules:
         backends: In order of priority, highest first.
         bufts: The memory each computes in.
         op_offload: Whether a device may take a node whose weight lies in host memory.
-        strict: Whether a wish that cannot be granted is an error.
+        strict: Whether a request that cannot be granted is an error.
         separate: Whether streams of one device compute in memory of their own each, so that one need not
             wait for another.
     """

@@ -221,12 +221,12 @@ class Scheduler(Freeable):
             return f"{self!r}, no graph yet"
         return render(self._graph, self._program)
 
-    # -- wishes --------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def set_tensor_backend(self, node: Tensor, backend: Backend | None) -> None:
-        """Ask for a node to be computed on a backend; `None` takes the wish back.
+        """Ask for a node to be computed on a backend; `None` takes the request back.
 
-        Wishes hold for all later graphs with the node, `reset` and `reserve` notwithstanding. A view lies
+        Requests hold for all later graphs with the node, `reset` and `reserve` notwithstanding. A view lies
         where its source does: ask for the source's backend.
 
         Raises:

@@ -35,7 +35,7 @@ class Signature(Numbering):
         buffers: Buffer of the user's in which each tensor lies, by number; `None` for what has no place.
         outside: Numbers of the tensors, no views, that lie in a buffer of the user's: weights, caches.
         places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
-        wishes: Backend index of the tensors whose backend the user asked for, by number.
+        requests: Backend index of the tensors whose backend the user asked for, by number.
         zeros: The kept parameters that are zero, once compared.
 
     Raises:
@@ -54,7 +54,7 @@ class Signature(Numbering):
             [t.view_offs for t in tensors],
         )
         self.params = [t.params for t in tensors]
-        self.wishes = {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
+        self.requests = {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
         self.zeros: Zeros | None = None
         self.buffers: list[Buffer | None] = [t.buffer for t in tensors]
         self.outside: list[int] = []
@@ -142,7 +142,7 @@ class Signature(Numbering):
             and self.flags == other.flags
             and self.facts == other.facts
             and self.places == other.places
-            and self.wishes == other.wishes
+            and self.requests == other.requests
             and self.has_params(other.params)
         )
 

@@ -71,12 +71,12 @@ class SplitInput:
     @property
     def src(self) -> Tensor:
         """Where its data lies: its image."""
-        return self.image.twin(self.number)
+        return self.image.clone(self.number)
 
     @property
     def experts(self) -> Tensor | None:
         """The one node that reads it, in the image, if it holds the weights of experts."""
-        return self.image.twin(self.readers[0]) if self.has_experts else None
+        return self.image.clone(self.readers[0]) if self.has_experts else None
 
     @property
     def origin(self) -> str:
@@ -157,7 +157,7 @@ class Split:
 
     @property
     def graph(self) -> Graph:
-        """What the backend computes: the nodes' twins in the order that it wants, without views."""
+        """What the backend computes: the nodes' clones in the order that it wants, without views."""
         if self._graph is None:
             self._graph = self.image.graph_of(self)
         return self._graph
@@ -212,7 +212,7 @@ class Cut:
             return set()
         ids, ops, buffers = assignment.ids, signature.ops, signature.buffers
         unplaced = {i for i in self._inputs if ids[i] == last and ops[i] is Op.NONE and buffers[i] is None}
-        found = unplaced - signature.wishes.keys()
+        found = unplaced - signature.requests.keys()
         if found:
             found -= {signature.bases[i] for i in signature.views if signature.computes[i]}
             for node in signature.work:

@@ -18,11 +18,11 @@ from ggmlb.interface import Device
 
 def like(t: Tensor, **changes: Any) -> Tensor:
     """The same tensor, seen wrongly."""
-    twin = t.reading(t.src, t.view_src)
-    twin._contiguous = False
+    clone = t.reading(t.src, t.view_src)
+    clone._contiguous = False
     for name, value in changes.items():
-        setattr(twin, name, value)
-    return twin
+        setattr(clone, name, value)
+    return clone
 
 
 class WrongBackend(CpuBackend):
@@ -202,9 +202,9 @@ class InOrderOfNe(WrongBackend):
     def node(self, node):
         if node.op is not Op.MAP_CUSTOM1:
             return node
-        twin, fun = like(node), node.params["fun"]
-        twin.params = {**node.params, "fun": lambda dst, a, *rest: fun(dst.T, a.T, *rest)}
-        return twin
+        clone, fun = like(node), node.params["fun"]
+        clone.params = {**node.params, "fun": lambda dst, a, *rest: fun(dst.T, a.T, *rest)}
+        return clone
 
 
 class WrongDevice(CpuDevice):

@@ -165,7 +165,7 @@ def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> l
         case_id: Which.
         wg: Threads of a block, where kernels leave it open.
         own: Whether CUDA's own kernels and cuBLAS may have a part.
-        groups: Where not 0, kernels that deal out rows get so many blocks: then each has several.
+        groups: Where not 0, kernels that shard rows get so many blocks: then each has several.
     """
     (case,) = (c for c in CASES if c.id == case_id)
     built = case.build()

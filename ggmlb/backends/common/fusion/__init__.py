@@ -1,15 +1,15 @@
 """Fusion: which neighbouring nodes of a graph one kernel may compute at once.
 
-    graph ── fuse(graph, takes) ──> [node, Group, node, ...]
+    graph ── fuse(graph, can_fuse) ──> [node, Group, node, ...]
 
 A `Pattern` names nodes and how they connect. `fuse` finds its instances in a graph, and drops those that
 would change what anybody can see. A backend says which of the rest it has a kernel for. So lowering is
 
-    for item in fuse(graph, takes):        # takes(group) -> bool: there is a kernel for these types
+    for item in fuse(graph, can_fuse):        # can_fuse(group) -> bool: there is a kernel for these types
         launches += lower_group(item) if isinstance(item, Group) else lower(item)
 
 and, where the nodes of a group stand far apart, the backend's `graph_optimize` first calls
-`gather(graph, takes)`, so that the allocator cannot reuse an operand's memory in between. A `Group` holds
+`gather(graph, can_fuse)`, so that the allocator cannot reuse an operand's memory in between. A `Group` holds
 its nodes by the names that the pattern gives them:
 
     ================  ====================================  ================================================
@@ -27,7 +27,7 @@ its nodes by the names that the pattern gives them:
 that comes from outside. All results but the last are dropped, unless they are in `group.kept`: the kernel
 must write these too. Each node keeps its own operands, params and place, so a backend reads the rest there.
 
-What holds for every group that `takes` is asked about:
+What holds for every group that `can_fuse` is asked about:
 
 - What is dropped is a float32 result that nothing else in the whole graph reads (`Graph.use_counts`), that is
   not flagged, is no view, and lies in memory that an allocator placed. What a user placed is always written.
@@ -35,12 +35,12 @@ What holds for every group that `takes` is asked about:
   element by element or row by row (`IN_PLACE`): kernels must work so, as those of single nodes do.
 - Results do not overlap, and the group may be computed where its last node stands.
 - Operands of `add`, `mul` and `shift` from outside have in each dimension as many elements as the result, or
-  one. Nothing is empty. Types are not looked at otherwise: `takes` does.
+  one. Nothing is empty. Types are not looked at otherwise: `can_fuse` does.
 
 `GGMLB_FUSE=0` turns fusion off. Source: ggml_can_fuse and its users; the conditions on memory are ours.
 """
 
-from ggmlb.backends.common.fusion.find import Takes, fuse, gather
+from ggmlb.backends.common.fusion.find import CanFuse, fuse, gather
 from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Name
 
-__all__ = ["IN_PLACE", "PATTERNS", "Group", "Name", "Takes", "fuse", "gather"]
+__all__ = ["IN_PLACE", "PATTERNS", "CanFuse", "Group", "Name", "fuse", "gather"]

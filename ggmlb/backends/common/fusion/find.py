@@ -14,7 +14,7 @@ from ggmlb.core.placement import overlap, same_place
 from ggmlb.core.tensor import Tensor
 from ggmlb.system import env
 
-Takes = Callable[["Group"], bool]
+CanFuse = Callable[["Group"], bool]
 """Says whether a backend computes a group."""
 
 _NEEDED = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS
@@ -24,24 +24,24 @@ for _pattern in PATTERNS:
         _BY_OP.setdefault(_op, []).append(_pattern)
 
 
-def fuse(graph: Graph, takes: Takes) -> list[Tensor | Group]:
+def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
     """Return the nodes of a graph, some of them in groups, in an order in which they can be computed.
 
     A group stands where its last node stood. A node is in one group at most.
 
     Args:
         graph: A graph, or a part of one that knows its whole (`Graph.view`).
-        takes: The backend's answer, for groups that may be fused.
+        can_fuse: The backend's answer, for groups that may be fused.
     """
     if len(graph) < 2 or not env.fuse():
         return list(graph.nodes)
-    groups = _Finder(graph, takes).groups()
+    groups = _Finder(graph, can_fuse).groups()
     ends = {group.result: group for group in groups}
     inner = {node for group in groups for node in group.nodes}
     return [ends.get(node, node) for node in graph.nodes if node in ends or node not in inner]
 
 
-def gather(graph: Graph, takes: Takes) -> None:
+def gather(graph: Graph, can_fuse: CanFuse) -> None:
     """Move the nodes of each group that `fuse` finds to its last node; for `Backend.graph_optimize`.
 
     Views without an op follow a group, so that the allocator keeps its operands until its result has a place.
@@ -49,7 +49,7 @@ def gather(graph: Graph, takes: Takes) -> None:
     owners: dict[Tensor, Group] = {}
     waiting: dict[Tensor, list[Tensor]] = {}
     needed: dict[Tensor, list[Tensor]] = {}
-    for item in fuse(graph, takes):
+    for item in fuse(graph, can_fuse):
         if isinstance(item, Group):
             waiting[item.result] = []
             needed[item.result] = [_view_of(t) for t in _to_be_placed(item)]
@@ -85,11 +85,11 @@ def _view_of(tensor: Tensor) -> Tensor:
 class _Finder:
     """Finds the groups of one graph."""
 
-    def __init__(self, graph: Graph, takes: Takes) -> None:
+    def __init__(self, graph: Graph, can_fuse: CanFuse) -> None:
         self._graph = graph
         self._nodes = graph.nodes
         self._places = {node: i for i, node in enumerate(graph.nodes)}
-        self._takes = takes
+        self._can_fuse = can_fuse
         self._taken: set[Tensor] = set()
 
     @cached_property
@@ -101,7 +101,12 @@ class _Finder:
         for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
             for pattern in _BY_OP.get(node.op, ()):
                 group = self._match(pattern, node)
-                if group is not None and pattern.fits(group) and self._is_safe(group) and self._takes(group):
+                if (
+                    group is not None
+                    and pattern.fits(group)
+                    and self._is_safe(group)
+                    and self._can_fuse(group)
+                ):
                     self._taken.update(group.nodes)
                     found.append(group)
                     break

@@ -106,7 +106,7 @@ class RuleTable:
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """A set of tensor types: some plain ones, and if so wished all quantised ones the device knows."""
+    """A set of tensor types: some plain ones, and if so asked all quantised ones the device knows."""
 
     plain: frozenset[DType]
     quantized: bool = False

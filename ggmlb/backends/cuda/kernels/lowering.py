@@ -12,7 +12,7 @@ from typing import TypeAlias
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
-from ggmlb.backends.gpu import Launch, Mem, Target, declines, lower, lower_group, takes
+from ggmlb.backends.gpu import Launch, Mem, Target, can_fuse, declines, lower, lower_group
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
@@ -62,7 +62,7 @@ class Lowering:
             self.wrote(node)
         return steps
 
-    def takes(self, group: Group) -> bool:
+    def can_fuse(self, group: Group) -> bool:
         """Whether a kernel computes a group of nodes at once, and faster than one by one.
 
         Products that CUDA's own kernels or cuBLAS take are better off so than in a portable kernel.
@@ -71,7 +71,7 @@ class Lowering:
             return False
         if any(self.fast(node) is not None for node in group.nodes):
             return self.fast_group(group) is not None
-        return takes(group, self.target)
+        return can_fuse(group, self.target)
 
     def fast(self, node: Tensor) -> list[Step] | None:
         """Return CUDA's own steps for a node, or None where the portable kernels are to be used."""

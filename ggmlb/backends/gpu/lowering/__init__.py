@@ -83,10 +83,10 @@ def lower(node: Tensor, target: Target) -> list[Launch]:
     return RULES[node.op].lower(node, target)
 
 
-def takes(group: Group, target: Target) -> bool:
+def can_fuse(group: Group, target: Target) -> bool:
     """Whether a kernel computes a group of nodes at once."""
     rule = GROUP_RULES.get(group.pattern)
-    return rule is not None and all(declines(n) is None for n in group.nodes) and rule.takes(group, target)
+    return rule is not None and all(declines(n) is None for n in group.nodes) and rule.can_fuse(group, target)
 
 
 def lower_group(group: Group, target: Target) -> list[Launch]:

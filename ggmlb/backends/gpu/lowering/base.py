@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 class GroupRule(NamedTuple):
     """Whether a group of nodes, none of them declined, can be done at once; and the launches that do it."""
 
-    takes: Callable[[Group, Target], bool]
+    can_fuse: Callable[[Group, Target], bool]
     lower: Callable[[Group, Target], list[Launch]]
 
 

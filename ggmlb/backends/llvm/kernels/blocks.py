@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, like, vec
-from ggmlb.backends.llvm.kernels.strip import Strip, Words
+from ggmlb.backends.llvm.kernels.interleaved import Interleaved, Words
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -31,7 +31,8 @@ class Form:
         group: Elements that share a scale.
         offset: What is taken from the codes; `None` if they are signed; 0 where there are minimums.
         has_min: Whether there are minimums.
-        codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of a `Strip`: `Words`.
+        codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of an `Interleaved`:
+            `Words`.
         scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
         pairs: As `codes`, two runs in a vector of 64 bytes, where that takes fewer instructions.
         wide: Whether activations have codes of two bytes; see `activations`.
@@ -58,7 +59,7 @@ def _one(k: Kernel, x: Value) -> Value:
 
 def _bytes(k: Kernel, address: Any, n: int = 32) -> Any:
     """Bytes of a block; where strips are read, of each row of one."""
-    return address.bytes(n) if isinstance(address, Strip) else k.load(vec(I8, n), address)
+    return address.bytes(n) if isinstance(address, Interleaved) else k.load(vec(I8, n), address)
 
 
 def _levels(k: Kernel, table: Sequence[int], q: Any) -> Any:
@@ -74,7 +75,7 @@ def _nibbles(k: Kernel, address: Any) -> Any:
 
 def _fifth(k: Kernel, address: Any) -> Any:
     """32 bits as what they add to codes."""
-    if isinstance(address, Strip):
+    if isinstance(address, Interleaved):
         return address.bits(16)
     bits = k.load(I32, address).bits(vec(I1, 32))
     return k.select(bits, k.const(_B32, 16), 0)

@@ -11,10 +11,10 @@ from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels import amx
 from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.interleaved import AHEAD, FIELDS, ROWS, Interleaved, lanes, prefetch
+from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
-from ggmlb.backends.llvm.kernels.strip import AHEAD, FIELDS, ROWS, Strip, lanes, prefetch
-from ggmlb.backends.llvm.kernels.strip_scales import SCALES
-from ggmlb.backends.llvm.kernels.tiles import DEPTH, Tail, store, transposed
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -122,7 +122,7 @@ def _unpack_strip(
     with k.loop(0, n_blocks) as block:
         prefetch(k, fields, (base, n_blocks, block))
         for first in range(0, ROWS, lanes(k.level)):
-            at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
+            at = Interleaved(k, FIELDS[dtype], base, n_blocks, block, first)
             to = packed.codes + block * (form.block * ROWS) + 4 * first
             words = [word for run in form.codes(k, at) for word in run.values] if in_place is None else []
             for i, word in enumerate(words):
@@ -136,29 +136,31 @@ def _unpack_strip(
     return packed.codes if in_place is None else base + n_blocks * (ROWS * in_place)
 
 
-def quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, tail: Tail) -> None:
-    """Multiply blocks with bytes: arguments of a product, scratch and its size per thread, the tail's."""
-    _quantized(k, dtype, in_strips, n_columns, Place(k, TILE_ROWS), tail)
+def quantized(k: Kernel, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
+    """Multiply blocks with bytes: arguments of a product, scratch and its size per thread, the epilogue's."""
+    _quantized(k, dtype, is_interleaved, n_columns, Place(k, TILE_ROWS), epilogue)
 
 
-def chosen_quantized(k: Kernel, dtype: str, in_strips: bool) -> None:
+def chosen_quantized(k: Kernel, dtype: str, is_interleaved: bool) -> None:
     """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
-    _quantized(k, dtype, in_strips, _chosen_columns(k.level), Chosen(k, TILE_ROWS), Tail())
+    _quantized(k, dtype, is_interleaved, _chosen_columns(k.level), Chosen(k, TILE_ROWS), Epilogue())
 
 
-def _quantized(k: Kernel, dtype: str, in_strips: bool, n_columns: int, place: Place, tail: Tail) -> None:
+def _quantized(
+    k: Kernel, dtype: str, is_interleaved: bool, n_columns: int, place: Place, epilogue: Epilogue
+) -> None:
     form = FORMS[dtype]
     scratch, stride = k.ints(2)
-    finish = tail.read(k)
+    finish = epilogue.read(k)
     packed = _Packed(form, place.k, scratch + k.thread * stride)
     on_tiles = _in_registers(k.level, dtype) and place.step is not None
     shifted = k.level.dot == "vnni" and not on_tiles
-    in_place = _codes_in_place(dtype) if on_tiles and in_strips else None
+    in_place = _codes_in_place(dtype) if on_tiles and is_interleaved else None
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
     with registers, k.loop(place.first, place.last) as tile:
         first = tile * TILE_ROWS
         codes = packed.codes
-        if in_strips:
+        if is_interleaved:
             codes = _unpack_strip(k, dtype, packed, place, tile, shifted, in_place)
         else:
             _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, shifted)

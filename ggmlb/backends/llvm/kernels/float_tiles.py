@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
+from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
-from ggmlb.backends.llvm.kernels.strip import AHEAD, ROWS
-from ggmlb.backends.llvm.kernels.tiles import DEPTH, Tail, store, transposed
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
@@ -28,9 +28,9 @@ def columns_at_once(level: Level) -> int:
     return 12 if level.lanes == 16 else 6
 
 
-def depth(in_strips: bool) -> int:
-    """Elements of a row that are multiplied at a time; products of more have no tail."""
-    return STRIP_DEPTH if in_strips else DEPTH
+def depth(is_interleaved: bool) -> int:
+    """Elements of a row that are multiplied at a time; products of more have no epilogue."""
+    return STRIP_DEPTH if is_interleaved else DEPTH
 
 
 def scratch_nbytes(level: Level) -> int:
@@ -38,30 +38,32 @@ def scratch_nbytes(level: Level) -> int:
     return tile_rows(level) * DEPTH * 4
 
 
-def floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool, n_columns: int, tail: Tail) -> None:
-    """Multiply floats: arguments of a product, scratch and its size per thread, the tail's."""
-    _floats(k, (dtype, b_dtype), in_strips, n_columns, Place(k, tile_rows(k.level)), tail)
+def floats(
+    k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue
+) -> None:
+    """Multiply floats: arguments of a product, scratch and its size per thread, the epilogue's."""
+    _floats(k, (dtype, b_dtype), is_interleaved, n_columns, Place(k, tile_rows(k.level)), epilogue)
 
 
-def chosen_floats(k: Kernel, dtype: str, b_dtype: str, in_strips: bool) -> None:
+def chosen_floats(k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool) -> None:
     """Multiply chosen matrices of floats; see `matvec.Chosen`."""
     place = Chosen(k, tile_rows(k.level))
-    _floats(k, (dtype, b_dtype), in_strips, columns_at_once(k.level), place, Tail())
+    _floats(k, (dtype, b_dtype), is_interleaved, columns_at_once(k.level), place, Epilogue())
 
 
 def _floats(
-    k: Kernel, types: tuple[str, str], in_strips: bool, n_columns: int, place: Place, tail: Tail
+    k: Kernel, types: tuple[str, str], is_interleaved: bool, n_columns: int, place: Place, epilogue: Epilogue
 ) -> None:
     (dtype, b_dtype), n_rows, n = types, tile_rows(k.level), k.level.lanes
     scratch, stride = k.ints(2)
-    finish = tail.read(k)
+    finish = epilogue.read(k)
     packed = scratch + k.thread * stride
     b_size = SIZES[b_dtype]
     with k.loop(place.first, place.last) as tile:
         first = tile * n_rows
-        with k.loop(0, place.k, depth(in_strips)) as begin:
-            count = k.least(place.k - begin, depth(in_strips))
-            if in_strips:  # they are as a tile is
+        with k.loop(0, place.k, depth(is_interleaved)) as begin:
+            count = k.least(place.k - begin, depth(is_interleaved))
+            if is_interleaved:  # they are as a tile is
                 tiles, step, stored = _strip_vectors(k, place, first, begin, SIZES[dtype]), ROWS, dtype
             else:
                 _pack(k, dtype, place, first, begin, count, packed)
@@ -73,7 +75,7 @@ def _floats(
                     place.column(k.least(column + c, place.n - 1)) + begin * b_size for c in range(n_columns)
                 ]
                 with k.loop(0, count) as i:
-                    if in_strips:
+                    if is_interleaved:
                         for at in tiles:
                             k.prefetch(at + i * (step * SIZES[stored]) + AHEAD)
                     weights = [load_floats(k, stored, at + i * (step * SIZES[stored]), n) for at in tiles]

@@ -33,7 +33,7 @@ def columns(n: int, most: int) -> int:
     return -(-n // -(-n // most))
 
 
-class Tail(NamedTuple):
+class Epilogue(NamedTuple):
     """What is done with a product before it is written.
 
     Attributes:
@@ -46,7 +46,7 @@ class Tail(NamedTuple):
 
     def read(self, k: Kernel) -> Finish | None:
         """Read the arguments: where what is added lies, and bytes from one row of it to the next, or 0."""
-        if self == Tail():
+        if self == Epilogue():
             return None
         at, nb1 = k.ints(2) if self.added else (None, None)
         function = FUNCTIONS[self.function or "copy"]

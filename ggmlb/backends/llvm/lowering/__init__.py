@@ -31,7 +31,7 @@ def declines(node: Tensor) -> str | None:
 
 
 def lower(item: Tensor | Group, steps: Steps) -> None:
-    """Append the steps that compute a node that is not declined, or a group that `fused.takes`."""
+    """Append the steps that compute a node that is not declined, or a group that `fused.can_fuse`."""
     if isinstance(item, Group):
         for node in item.nodes:
             steps.begin(node)

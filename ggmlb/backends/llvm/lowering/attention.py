@@ -1,4 +1,4 @@
-"""Attention: whether a unit has few queries or many, and how units are dealt out."""
+"""Attention: whether a unit has few queries or many, and who gets which unit."""
 
 from __future__ import annotations
 

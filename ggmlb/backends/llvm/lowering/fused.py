@@ -1,4 +1,4 @@
-"""Groups of nodes that one step computes: norms, rope to a cache, products (`followed`)."""
+"""Groups of nodes that one step computes: norms, rope to a cache, products (`epilogue`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ggmlb.backends.common.fusion import Group, Name
 from ggmlb.backends.llvm.kernels import norm, rope
 from ggmlb.backends.llvm.kernels.quantize import WRITERS
-from ggmlb.backends.llvm.lowering import followed
+from ggmlb.backends.llvm.lowering import epilogue
 from ggmlb.backends.llvm.lowering.rows import NORM_WORK, rope_to
 from ggmlb.backends.llvm.lowering.rules import FLOATS, name
 from ggmlb.backends.llvm.lowering.walks import operand, walk
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class GroupRule(NamedTuple):
     """Whether there is a kernel for a group; and the steps that do it."""
 
-    takes: Callable[[Group], bool]
+    can_fuse: Callable[[Group], bool]
     lower: Callable[[Group, Steps], None]
 
 
-def takes(group: Group) -> bool:
+def can_fuse(group: Group) -> bool:
     """Whether there is a kernel for the group."""
     rule = GROUP_RULES.get(group.pattern)
-    return rule is not None and rule.takes(group)
+    return rule is not None and rule.can_fuse(group)
 
 
 def lower(group: Group, steps: Steps) -> None:
@@ -88,5 +88,5 @@ def _put(group: Group, steps: Steps) -> None:
 GROUP_RULES: dict[Name, GroupRule] = {
     "norm": GroupRule(_takes_norm, _norm),
     "rope_set_rows": GroupRule(_takes_put, _put),
-    **dict.fromkeys(("mul_mat_add", "mul_mat_unary", "glu"), GroupRule(followed.takes, followed.lower)),
+    **dict.fromkeys(("mul_mat_add", "mul_mat_unary", "glu"), GroupRule(epilogue.can_fuse, epilogue.lower)),
 }

@@ -9,9 +9,9 @@ from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
     float_tiles,
+    interleaved,
+    interleaved_products,
     matvec,
-    strip,
-    strip_products,
     tiles,
 )
 from ggmlb.backends.llvm.kernels.blocks import FORMS
@@ -32,7 +32,7 @@ FEW, FEW_FLOATS = 4, 8
 PANEL_NBYTES = 1 << 19
 """Bytes of quantised activations that meet all of a weight, tile after tile; floats gain nothing by it."""
 
-NO_TAIL = tiles.Tail()
+NO_TAIL = tiles.Epilogue()
 
 
 def _declines(node: Tensor) -> str | None:
@@ -50,12 +50,12 @@ def product(
     node: Tensor,
     steps: Steps,
     result: Tensor | None = None,
-    tail: tiles.Tail = NO_TAIL,
+    epilogue: tiles.Epilogue = NO_TAIL,
     added: Tensor | None = None,
 ) -> None:
-    """Emit the steps of a product; `result` is what the tail makes of it, where `takes_tail` allows one."""
+    """Emit the steps of a product; `result` is what the epilogue makes of it; see `can_have_epilogue`."""
     a, b = node.operand(0), node.operand(1)
-    quantized, packed = a.dtype.is_quantized, in_strips(a)
+    quantized, packed = a.dtype.is_quantized, is_interleaved(a)
     k, m, n = *a.ne[:2], b.ne[1]
     address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
     to = node if result is None else result
@@ -83,16 +83,16 @@ def product(
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
         params: tuple[Any, ...] = (name(a),) if quantized else (name(a), name(b))
-        params = (*params, packed, tiles.columns(n, most), tail)
+        params = (*params, packed, tiles.columns(n, most), epilogue)
         more = () if added is None else (steps.address(added), added.nb[1] if added.ne[1] > 1 else 0)
         steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
         return
     for first in range(0, n, 8):
         count = min(8, n - first)
-        rows = strip.ROWS if packed else ROWS[count] if m >= ROWS[count] else 1
+        rows = interleaved.ROWS if packed else ROWS[count] if m >= ROWS[count] else 1
         parts = _parts(steps, matrices, k * m * (count + 1) / 40, -(-m // rows))
         if packed:
-            kernel = strip_products.quantized if quantized else strip_products.floats
+            kernel = interleaved_products.quantized if quantized else interleaved_products.floats
             params = (name(a), count) if quantized else (name(a), count, name(b))
         else:
             kernel = matvec.quantized if quantized else matvec.floats
@@ -106,15 +106,15 @@ def is_many(node: Tensor) -> bool:
     return b.ne[1] > (FEW if a.dtype.is_quantized else FEW_FLOATS)
 
 
-def takes_tail(node: Tensor) -> bool:
+def can_have_epilogue(node: Tensor) -> bool:
     """Whether a product of many rows is written once, by a kernel that may do more before."""
     a = node.operand(0)
     if not is_many(node) or _declines(node) is not None:
         return False
-    return a.dtype.is_quantized or a.ne[0] <= float_tiles.depth(in_strips(a))
+    return a.dtype.is_quantized or a.ne[0] <= float_tiles.depth(is_interleaved(a))
 
 
-def in_strips(weight: Tensor) -> bool:
+def is_interleaved(weight: Tensor) -> bool:
     """Whether a weight lies in strips; one without a place does not yet."""
     return weight.buffer is not None and bool(weight.buffer.packing(weight))
 
@@ -147,7 +147,7 @@ def quantized_activations(a: Tensor, b: Tensor, steps: Steps) -> tuple[int, tupl
 def _chosen(node: Tensor, steps: Steps) -> None:
     """Products with matrices that each token chooses; the choices are sorted by matrix first."""
     a, b, ids = node.operand(0), node.operand(1), node.operand(2)
-    quantized, packed = a.dtype.is_quantized, in_strips(a)
+    quantized, packed = a.dtype.is_quantized, is_interleaved(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
     address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
@@ -158,7 +158,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     )  # fmt: skip
     few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
     shape = _tile_shape(steps, name(a), k, quantized)
-    rows = shape.rows if not few else strip.ROWS if packed else ROWS[1] if m >= ROWS[1] else 1
+    rows = shape.rows if not few else interleaved.ROWS if packed else ROWS[1] if m >= ROWS[1] else 1
     parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
     args: tuple[int, ...] = (
         steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],
@@ -167,7 +167,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     types = (name(a),) if quantized else (name(a), name(b))
     kernel: Callable[..., None]
     if few and packed:
-        kernel = strip_products.chosen_quantized if quantized else strip_products.chosen_floats
+        kernel = interleaved_products.chosen_quantized if quantized else interleaved_products.chosen_floats
         steps.emit(kernel, types, args, parts * n_matrices)
     elif few:
         steps.emit(matvec.chosen, (name(a), rows, name(b)), args, parts * n_matrices)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupy._host import HOST, HostError
-from ggmlb.backends.cuda.driver import Way, address_of
+from ggmlb.backends.cuda.driver import CopyKind, address_of
 
 # Constants of CuPy's.
 hostAllocPortable = 1
@@ -172,8 +172,8 @@ def _check_way(dst: int, src: int, kind: int) -> None:
     """Refuse a copy that goes another way than it says."""
     to_device, from_device = ((pointerGetAttributes(address).type == 2) for address in (dst, src))
     if (from_device, to_device) != (
-        kind in (Way.TO_HOST, Way.ON_DEVICE),
-        kind in (Way.TO_DEVICE, Way.ON_DEVICE),
+        kind in (CopyKind.TO_HOST, CopyKind.ON_DEVICE),
+        kind in (CopyKind.TO_DEVICE, CopyKind.ON_DEVICE),
     ):
         raise HostError(f"an invalid direction of a copy: {kind}", 21)
 
@@ -181,14 +181,14 @@ def _check_way(dst: int, src: int, kind: int) -> None:
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     _check_way(dst, src, kind)
     with HOST.on(max(getDevice(), 0)):
-        HOST.copy(dst, src, size, Way(kind), stream)
+        HOST.copy(dst, src, size, CopyKind(kind), stream)
 
 
 def memcpy2DAsync(
     dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
 ) -> None:
     _check_way(dst, src, kind)
-    HOST.copy_2d(dst, dpitch, src, spitch, width, height, Way(kind), stream)
+    HOST.copy_2d(dst, dpitch, src, spitch, width, height, CopyKind(kind), stream)
 
 
 def memcpyPeerAsync(dst: int, dstDevice: int, src: int, srcDevice: int, size: int, stream: int) -> None:

@@ -1,4 +1,4 @@
-"""Products of weights in strips (`strip`): sums stay in lanes, one row of the weight each.
+"""Products of weights in strips (`interleaved`): sums stay in lanes, one row of the weight each.
 
 For few rows of activations; `tiles` has the products with more.
 """
@@ -12,15 +12,15 @@ from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.activations import HIGH, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.interleaved import AHEAD, FIELDS, ROWS, Interleaved, lanes, prefetch
+from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
-from ggmlb.backends.llvm.kernels.strip import AHEAD, FIELDS, ROWS, Strip, lanes, prefetch
-from ggmlb.backends.llvm.kernels.strip_scales import SCALES
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
     from ggmlb.backends.llvm.kernels.activations import Parts
     from ggmlb.backends.llvm.kernels.blocks import Form
-    from ggmlb.backends.llvm.kernels.strip_scales import Scales
+    from ggmlb.backends.llvm.kernels.interleaved_scales import Scales
 
 Sums = list[list[Value]]
 """For each vector of a strip's rows, for each row of activations."""
@@ -78,7 +78,7 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     with k.loop(0, n_blocks) as block:
         prefetch(k, FIELDS[dtype], (base, n_blocks, block))
         for first, line in zip(vectors(k), sums, strict=True):
-            at = Strip(k, FIELDS[dtype], base, n_blocks, block, first)
+            at = Interleaved(k, FIELDS[dtype], base, n_blocks, block, first)
             scales, minimums = SCALES[dtype](at)
             for i, words in enumerate(form.codes(k, at)):
                 run = block * (form.block // 32) + i

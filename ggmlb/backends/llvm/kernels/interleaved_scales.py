@@ -11,16 +11,16 @@ from ggmlb.backends.llvm.kernels.blocks import mxfp4_scale
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.value import Value
-    from ggmlb.backends.llvm.kernels.strip import Strip
+    from ggmlb.backends.llvm.kernels.interleaved import Interleaved
 
 Scales = tuple["list[Value]", "list[Value] | None"]
 
 
-def _half(p: Strip) -> Value:
+def _half(p: Interleaved) -> Value:
     return from_half(p.k, p.each())
 
 
-def _words(p: Strip, n: int) -> list[Value]:
+def _words(p: Interleaved, n: int) -> list[Value]:
     return [(p + 4 * i).each() for i in range(n)]
 
 
@@ -29,15 +29,15 @@ def _bytes(words: list[Value]) -> list[Value]:
     return [word >> 24 if i == 3 else (word >> 8 * i) & 255 for word in words for i in range(4)]
 
 
-def _d(p: Strip) -> Scales:
+def _d(p: Interleaved) -> Scales:
     return [_half(p)], None
 
 
-def _dm(p: Strip) -> Scales:
+def _dm(p: Interleaved) -> Scales:
     return [_half(p)], [_half(p + 2)]
 
 
-def _six_bit_pairs(p: Strip) -> Scales:
+def _six_bit_pairs(p: Interleaved) -> Scales:
     w = _words(p + 4, 3)
     d, less = _half(p), -_half(p + 2)
     scales, minimums = (
@@ -50,13 +50,13 @@ def _six_bit_pairs(p: Strip) -> Scales:
     return scales, minimums
 
 
-def _q2_k(p: Strip) -> Scales:
+def _q2_k(p: Interleaved) -> Scales:
     d, less = _half(p + 80), -_half(p + 82)
     packed = [(p + i).each().zext(I32) for i in range(16)]
     return [(x & 15).to_float() * d for x in packed], [(x >> 4).to_float() * less for x in packed]
 
 
-def _q3_k(p: Strip) -> Scales:
+def _q3_k(p: Interleaved) -> Scales:
     w, d = _words(p + 96, 3), _half(p + 108)
     words = [
         ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
@@ -64,12 +64,12 @@ def _q3_k(p: Strip) -> Scales:
     return [(x - 32).to_float() * d for x in _bytes(words)], None
 
 
-def _q6_k(p: Strip) -> Scales:
+def _q6_k(p: Interleaved) -> Scales:
     d = _half(p + 208)
     return [(p + (192 + i)).each().sext(I32).to_float() * d for i in range(16)], None
 
 
-def _iq4_xs(p: Strip) -> Scales:
+def _iq4_xs(p: Interleaved) -> Scales:
     d, high, low = _half(p), (p + 2).each().zext(I32), (p + 4).each()
     found = []
     for i in range(8):
@@ -78,11 +78,11 @@ def _iq4_xs(p: Strip) -> Scales:
     return found, None
 
 
-def _mxfp4(p: Strip) -> Scales:
+def _mxfp4(p: Interleaved) -> Scales:
     return [mxfp4_scale(p.k, p.each().zext(I32))], None
 
 
-SCALES: dict[str, Callable[[Strip], Scales]] = {
+SCALES: dict[str, Callable[[Interleaved], Scales]] = {
     "q4_0": _d,
     "q4_1": _dm,
     "q5_0": _d,

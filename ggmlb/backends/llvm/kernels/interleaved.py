@@ -112,7 +112,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Strip:
+class Interleaved:
     """Where a block of each row of a strip is, or a part of it: what stands for its address.
 
     Attributes:
@@ -133,7 +133,7 @@ class Strip:
     first: int
     offset: int = 0
 
-    def __add__(self, n: int) -> Strip:
+    def __add__(self, n: int) -> Interleaved:
         return replace(self, offset=self.offset + n)
 
     def _address(self) -> tuple[Value, int]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.llvm.kernels import strip
-from ggmlb.backends.llvm.kernels.followed import followed
-from ggmlb.backends.llvm.kernels.tiles import Tail
+from ggmlb.backends.llvm.kernels import interleaved
+from ggmlb.backends.llvm.kernels.epilogue import with_epilogue
+from ggmlb.backends.llvm.kernels.tiles import Epilogue
 from ggmlb.backends.llvm.lowering.elementwise import plain_function
 from ggmlb.backends.llvm.lowering.matmul import (
     ROWS,
-    in_strips,
+    can_have_epilogue,
+    is_interleaved,
     is_many,
     product,
     quantized_activations,
-    takes_tail,
 )
 from ggmlb.backends.llvm.lowering.matmul import RULES as PRODUCTS
 from ggmlb.backends.llvm.lowering.rules import name
@@ -50,13 +50,13 @@ def _products(group: Group) -> list[_Product]:
     return halves[::-1] if group["glu"].params["swapped"] else halves
 
 
-def takes(group: Group) -> bool:
-    """Whether one kernel does it: of few rows, if groups of rows fit the weights; of many, a tail."""
+def can_fuse(group: Group) -> bool:
+    """Whether one kernel does it: of few rows, if groups of rows fit the weights; of many, a epilogue."""
     products = _products(group)
     if "unary" in group and plain_function(group["unary"]) is None:
         return False
     if group.pattern != "glu" and is_many(products[0].node):
-        fits = takes_tail(products[0].node)
+        fits = can_have_epilogue(products[0].node)
     else:
         fits = all(_is_few(p, group.result.ne) for p in products)
     return fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
@@ -79,7 +79,7 @@ def _is_few(product: _Product, ne: tuple[int, ...]) -> bool:
 
 def _rows(weight: Tensor, n: int) -> int:
     """Rows of a weight that are multiplied together with `n` rows of activations."""
-    return strip.ROWS if in_strips(weight) else ROWS[n]
+    return interleaved.ROWS if is_interleaved(weight) else ROWS[n]
 
 
 def _in_rows(t: Tensor) -> bool:
@@ -92,11 +92,11 @@ def lower(group: Group, steps: Steps) -> None:
     function = plain_function(group["unary"]) if "unary" in group else None
     node, added, _ = products[0]
     if group.pattern != "glu" and is_many(node):
-        product(node, steps, result, Tail(added is not None, function), added)
+        product(node, steps, result, Epilogue(added is not None, function), added)
         return
     weight, x = node.operand(0), node.operand(1)
     k, (m, n) = weight.ne[0], result.ne[:2]
-    packed, rows = in_strips(weight), _rows(weight, n)
+    packed, rows = is_interleaved(weight), _rows(weight, n)
     x_at, x_nb = (
         quantized_activations(weight, x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
     )
@@ -122,4 +122,4 @@ def lower(group: Group, steps: Steps) -> None:
             args += (float(p["alpha"]), float(p["limit"]))
     args += (m, parts, steps.address(result), result.nb[1], *operands)
     adds = tuple(p.added is not None for p in products)
-    steps.emit(followed, (name(weight), packed, rows, n, name(x), adds, gate), args, parts)
+    steps.emit(with_epilogue, (name(weight), packed, rows, n, name(x), adds, gate), args, parts)

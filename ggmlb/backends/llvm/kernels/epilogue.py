@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import load_floats, store_floats
-from ggmlb.backends.llvm.kernels import matvec, strip_products
+from ggmlb.backends.llvm.kernels import interleaved_products, matvec
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS, gated
 from ggmlb.backends.llvm.kernels.walk import lanes
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.value import Value
 
 
-def followed(
+def with_epilogue(
     k: Kernel,
     dtype: str,
-    in_strips: bool,
+    is_interleaved: bool,
     n_rows: int,
     n_columns: int,
     b_dtype: str,
@@ -37,7 +37,7 @@ def followed(
     Args:
         k: Is written.
         dtype: Of the weights.
-        in_strips: How they lie (`strip`).
+        is_interleaved: How they lie (`interleaved`).
         n_rows: Rows that are multiplied together; divides `m`.
         n_columns: Rows of activations.
         b_dtype: Their type; float32 where weights are of blocks.
@@ -46,8 +46,10 @@ def followed(
     """
     of = () if dtype in FORMS else (b_dtype,)
     for _ in adds:
-        if in_strips:
-            (strip_products.quantized if dtype in FORMS else strip_products.floats)(k, dtype, n_columns, *of)
+        if is_interleaved:
+            (interleaved_products.quantized if dtype in FORMS else interleaved_products.floats)(
+                k, dtype, n_columns, *of
+            )
         else:
             (matvec.quantized if dtype in FORMS else matvec.floats)(k, dtype, n_rows, n_columns, *of)
     n = k.level.lanes
