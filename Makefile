@@ -3,7 +3,7 @@
 #   make demo        install, then run the demo: semantic search over two devices
 #   make test        install, then run all tests that need no GPU
 #   make test-all    the same with slow tests, long property tests and the notebooks
-#   make lint        ruff, mypy --strict, and the table of long files
+#   make lint        ruff, mypy --strict, and the longest files
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes

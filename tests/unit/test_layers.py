@@ -125,6 +125,30 @@ def test_imports_go_one_way() -> None:
     assert faults(sources()) == []
 
 
+def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """The sets of modules each of which imports, by way of the others, itself."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        found, todo = set(), [start]
+        while todo:
+            more = graph[todo.pop()] - found
+            found |= more
+            todo += more
+        reached[start] = found
+    found = [{m for m in reached[start] if start in reached[m]} for start in graph if start in reached[start]]
+    return [circle for i, circle in enumerate(found) if circle not in found[:i]]
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    texts = sources()
+    graph = {
+        module: {name for name, _ in imports(module, text, texts) if name in texts and name != module}
+        for module, text in texts.items()
+    }
+    assert circles(graph) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
 def test_the_documentation_draws_this_table() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     assert "\n".join(f"| `{name}` | {what} |" for name, what in ROOMS.items() if name) in text
