@@ -111,7 +111,7 @@ def _fused(dtype: DType, n: int) -> list[Launch]:
     last = [ctx.swiglu_split(*biased[:2]), biased[2]]
     found: list[Launch] = []
     lowering = Lowering(CARD, 90)
-    for item in fuse(Graph().build_forward_expand(*last), lowering.takes):
+    for item in fuse(Graph().build_forward_expand(*last), lowering.can_fuse):
         steps = lowering.lower_group(item) if isinstance(item, Group) else []
         found += [step for step in steps if isinstance(step, Launch)]
     return [launch for launch in found if launch.kernel.name != "quantize_q8"]

@@ -45,7 +45,7 @@ def is_cuda(stream: Any) -> bool:
 
 
 def patterns(graph: Graph, stream: Any) -> list[str]:
-    return sorted(item.pattern for item in fuse(graph, stream.takes) if isinstance(item, Group))
+    return sorted(item.pattern for item in fuse(graph, stream.can_fuse) if isinstance(item, Group))
 
 
 def in_memory_of_an_allocator(drawn: RandomGraph, stream: Any) -> dict[int, np.ndarray]:
