@@ -21,7 +21,7 @@ from host_memory import HostMemory
 from host_streams import HostError, HostStream, Op, Point
 
 from ggmlb.backends.cuda.arguments import layout
-from ggmlb.backends.cuda.driver import Call, Collective, Way
+from ggmlb.backends.cuda.driver import Call, Collective, CopyKind
 from ggmlb.backends.gpu import Launch
 from ggmlb.backends.gpu.source import PORTABLE
 from ggmlb.core.errors import BackendUnavailable
@@ -130,18 +130,30 @@ class HostDriver(HostMemory):
 
     # -- copies --------------------------------------------------------------------------------
 
-    def copy(self, dst: int, src: int, nbytes: int, way: Way, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
         self._device()
-        on_device = {Way.TO_DEVICE: (dst,), Way.TO_HOST: (src,), Way.ON_DEVICE: (dst, src)}[way]
+        on_device = {CopyKind.TO_DEVICE: (dst,), CopyKind.TO_HOST: (src,), CopyKind.ON_DEVICE: (dst, src)}[
+            kind
+        ]
         for address in on_device:
             self._find(address)
-        self.put(stream, Op(f"copy {way.name}", lambda: _move(dst, src, nbytes), on_device))
+        self.put(stream, Op(f"copy {kind.name}", lambda: _move(dst, src, nbytes), on_device))
 
     def copy_2d(
-        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int, way: Way, stream: int
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        n: int,
+        kind: CopyKind,
+        stream: int,
     ) -> None:
         assert width <= min(dst_pitch, src_pitch)
-        on_device = {Way.TO_DEVICE: (dst,), Way.TO_HOST: (src,), Way.ON_DEVICE: (dst, src)}[way]
+        on_device = {CopyKind.TO_DEVICE: (dst,), CopyKind.TO_HOST: (src,), CopyKind.ON_DEVICE: (dst, src)}[
+            kind
+        ]
 
         def run() -> None:
             for i in range(n):

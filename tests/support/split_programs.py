@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 N_ROWS, WIDTH = 4, 8
@@ -63,7 +63,7 @@ class Recipe:
     @property
     def digest(self) -> str:
         """Names the recipe: of another one nothing is known."""
-        return hashlib.sha256(repr(asdict(self)).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:12]
 
     def declines(self, backend: int, op: str) -> bool:
         """Whether the device of a backend does not run an op; the CPU runs all."""

@@ -56,9 +56,9 @@ def test_nothing_is_told_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> 
     assert run(None, monkeypatch) == ""
 
 
-@pytest.mark.parametrize(("request", "told"), [("1", True), ("0", False), ("", False)])
-def test_a_log_is_told_if_asked_for(request: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GGMLB_PROGRESS", request)
+@pytest.mark.parametrize(("asked", "told"), [("1", True), ("0", False), ("", False)])
+def test_a_log_is_told_if_asked_for(asked: str, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGMLB_PROGRESS", asked)
     lines = run(io.StringIO(), monkeypatch).splitlines()
     assert bool(lines) is told
     assert "\r" not in "".join(lines)

@@ -233,7 +233,7 @@ def test_numpys_integers_do_not_wrap_around(name):
 def test_a_view_has_whole_numbers(name):
     ctx = Context()
     a = ctx.new_tensor("f32", (1 << 12, 1 << 12, 1 << 8))
-    with pytest.raises(ArgumentError, match="must be whole"):
+    with pytest.raises(ArgumentError, match="whole"):
         NARROW[name](ctx, a, float, 0.0)
     assert len(ctx) == 1
 

@@ -173,9 +173,9 @@ class CupyDriver(Driver):
 
     # -- copies --------------------------------------------------------------------------------
 
-    def copy(self, dst: int, src: int, nbytes: int, way: CopyKind, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
         """By cudaMemcpyAsync."""
-        rt.memcpyAsync(dst, src, nbytes, way, stream)
+        rt.memcpyAsync(dst, src, nbytes, kind, stream)
 
     def copy_2d(
         self,
@@ -185,11 +185,11 @@ class CupyDriver(Driver):
         src_pitch: int,
         width: int,
         n: int,
-        way: CopyKind,
+        kind: CopyKind,
         stream: int,
     ) -> None:
         """By cudaMemcpy2DAsync."""
-        rt.memcpy2DAsync(dst, dst_pitch, src, src_pitch, width, n, way, stream)
+        rt.memcpy2DAsync(dst, dst_pitch, src, src_pitch, width, n, kind, stream)
 
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int

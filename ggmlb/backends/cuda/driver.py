@@ -186,7 +186,7 @@ class Driver(ABC):
     # -- copies --------------------------------------------------------------------------------
 
     @abstractmethod
-    def copy(self, dst: int, src: int, nbytes: int, way: CopyKind, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
         """Queue a copy."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Driver(ABC):
         src_pitch: int,
         width: int,
         n: int,
-        way: CopyKind,
+        kind: CopyKind,
         stream: int,
     ) -> None:
         """Queue a copy of `n` pieces of `width` bytes, `src_pitch` apart, to places `dst_pitch` apart."""
