@@ -14,66 +14,26 @@ A node with `view_src` that is no view op writes into that tensor, which is amon
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Final
 
 from ggmlb.core.enums import Op
-from ggmlb.core.ops import (
-    attention,
-    binary,
-    constant,
-    conv,
-    conv_direct,
-    copy,
-    custom,
-    deepseek,
-    glu,
-    matmul,
-    norm,
-    pool,
-    recurrent,
-    reduce,
-    resize,
-    rope,
-    rows,
-    scale,
-    select,
-    shape,
-    softmax,
-    train,
-    unary,
-    views,
-    window,
-)
 from ggmlb.core.ops.spec import OpSpec
 
-_FAMILIES = (
-    attention,
-    binary,
-    constant,
-    conv,
-    conv_direct,
-    copy,
-    custom,
-    deepseek,
-    glu,
-    matmul,
-    norm,
-    pool,
-    recurrent,
-    reduce,
-    resize,
-    rope,
-    rows,
-    scale,
-    select,
-    shape,
-    softmax,
-    train,
-    unary,
-    views,
-    window,
-)
-_RECORDS = {spec.op: spec for family in _FAMILIES for spec in family.SPECS}
+_FAMILIES: Final = (
+    "attention", "binary", "constant", "conv", "conv_direct", "copy", "custom", "deepseek", "glu",
+    "matmul", "norm", "pool", "recurrent", "reduce", "resize", "rope", "rows", "scale", "select",
+    "shape", "softmax", "train", "unary", "views", "window",
+)  # fmt: skip
 
-SPECS: Final[dict[Op, OpSpec]] = {op: _RECORDS[op] for op in Op}
+
+def _records() -> dict[Op, OpSpec]:
+    specs: list[OpSpec] = []
+    for family in _FAMILIES:
+        specs += import_module(f"{__name__}.{family}").SPECS
+    known = {spec.op: spec for spec in specs}
+    return {op: known[op] for op in Op}
+
+
+SPECS: Final = _records()
 """The record of each op, in ggml's order."""
