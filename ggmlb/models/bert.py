@@ -151,7 +151,7 @@ class BertConfig:
         }
 
     def split_state(self, weight: Tensor, n_devices: int) -> SplitState:
-        """Return how a weight is sharded to devices that share a layer's work (`meta_device`).
+        """Return how a weight is sharded over devices that share a layer's work (`meta_device`).
 
         Each device has whole heads, and as much of what lies between the two products of the feed-forward
         part. So devices meet twice in a layer, to sum: after the attention's last product, and the other's.

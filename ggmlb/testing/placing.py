@@ -1,4 +1,4 @@
-"""Where a device's programs lie: in its memory, sharded to several devices, or with weights elsewhere."""
+"""Where a device's programs lie: in its memory, sharded over several devices, or with weights elsewhere."""
 
 from __future__ import annotations
 

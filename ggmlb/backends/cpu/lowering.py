@@ -54,7 +54,7 @@ class CpuLowering(Lowering):
         self._taken: list[Array] = []
 
     def lower(self, nodes: Iterable[Tensor]) -> tuple[list[Step], list[int]]:
-        """As of any library; recipes last as long as the call: what they call may call this lowering."""
+        """Lower as any library; recipes last as long as the call: their functions keep this lowering."""
         try:
             return super().lower(nodes)
         finally:
@@ -83,7 +83,7 @@ class CpuLowering(Lowering):
             self._recipes[key] = recipes.write(node, self._steps[n_steps:], self._taken) if is_done else None
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """As of any library, noted for a recipe."""
+        """Take scratch, as any library, and note it for a recipe."""
         array = super().scratch(shape, dtype)
         self._taken.append(array)
         return array

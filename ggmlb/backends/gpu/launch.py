@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Defines = tuple[tuple[str, str], ...]
 
 MIN_GROUP_WORK = 4096
-"""Elements that a core should have before the work is sharded to another."""
+"""Elements that a core should have before another gets work too."""
 
 IN_VECTORS = frozenset({DType.F32, DType.F16, DType.BF16, DType.I32})
 """Types of which kernels read and write several neighbours at once."""

@@ -1,4 +1,4 @@
-"""Memory of a meta device: a buffer on each of its devices, and tensors that are sharded to them."""
+"""Memory of a meta device: a buffer on each of its devices, and tensors that are sharded over them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
 
 class MetaPlan(GraphPlan):
-    """A graph sharded to the devices.
+    """A graph sharded over the devices.
 
     Attributes:
         stages: In order.
