@@ -243,22 +243,16 @@ def _draw_rope(p: Program, back: bool) -> None:
         p.out("rope_ext" + suffix, a, positions, factors, n_dims, mode, *numbers)
 
 
+_PARAMS = (
+    "n_dims", "mode", "n_ctx_orig", "freq_base", "freq_scale", "ext_factor", "attn_factor",
+    "beta_fast", "beta_slow", "sections", "offset",
+)  # fmt: skip
+"""`mode` is a RopeType, `sections` are four, `offset` is the first rotated dimension."""
+
 SPECS = (
     OpSpec(
         Op.ROPE,
-        params=(
-            "n_dims",
-            "mode",
-            "n_ctx_orig",
-            "freq_base",
-            "freq_scale",
-            "ext_factor",
-            "attn_factor",
-            "beta_fast",
-            "beta_slow",
-            "sections",
-            "offset",
-        ),
+        params=_PARAMS,
         inplace=1,
         shard=_shard_rope,
         samples={"rope": lambda c, t: c.rope(main(c, t, 64, 2, 3), i32(c, 3), 64)},
@@ -270,22 +264,10 @@ SPECS = (
                 lambda c, s: c.rope(c.new_tensor(F32, (128, 8 * s, 512)), c.new_tensor(I32, (512,)), 128),
             ),
         ),
-    ),  # mode: RopeType; sections: four; offset: the first rotated dimension
+    ),
     OpSpec(
         Op.ROPE_BACK,
-        params=(
-            "n_dims",
-            "mode",
-            "n_ctx_orig",
-            "freq_base",
-            "freq_scale",
-            "ext_factor",
-            "attn_factor",
-            "beta_fast",
-            "beta_slow",
-            "sections",
-            "offset",
-        ),
+        params=_PARAMS,
         inplace=1,
         samples={"rope_back": lambda c, t: c.rope_ext_back(main(c, t, 64, 2, 3), i32(c, 3), None, 64)},
         cases={"rope_back": partial(_draw_rope, back=True)},

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, UnaryOp, as_enum
 from ggmlb.core.ops.base import OpBase, fail_contiguous, method, require_same_shape
 from ggmlb.core.ops.spec import (
@@ -184,8 +183,8 @@ def _draw_unary(name: str, p: Program) -> None:
     p.out(name + ("_inplace" if name not in NEW and p.bool() else ""), a)
 
 
-def _draw_function(name: str, dtypes: tuple[DType, ...], p: Program) -> None:
-    dtype = p.one_of(*dtypes)
+def _draw_function(name: str, p: Program) -> None:
+    dtype = p.one_of(*FLOATS)
     p.nmse = tolerance(dtype)
     a = p.operand(dtype, p.ne(), *ROWS, beyond=ANY, low=0.1, high=3)
     p.out(name + p.one_of("", "_inplace"), a)
@@ -214,40 +213,24 @@ def _sample(op: UnaryOp) -> Sample:
     return lambda c, t: c.unary(main(c, t), op)
 
 
+def _spec(op: Op, inplace: int = 0) -> OpSpec:
+    """Return the record of a function that is an op of its own."""
+    name = op.value.lower()
+    return OpSpec(
+        op,
+        inplace=inplace,
+        shard=elementwise,
+        samples={name: lambda c, t: getattr(c, name)(main(c, t))},
+        cases={name: partial(_draw_function, name)},
+    )
+
+
 SPECS = (
-    OpSpec(
-        Op.SQR,
-        inplace=1,
-        shard=elementwise,
-        samples={"sqr": lambda c, t: c.sqr(main(c, t))},
-        cases={"sqr": partial(_draw_function, "sqr", FLOATS)},
-    ),
-    OpSpec(
-        Op.SQRT,
-        inplace=1,
-        shard=elementwise,
-        samples={"sqrt": lambda c, t: c.sqrt(main(c, t))},
-        cases={"sqrt": partial(_draw_function, "sqrt", FLOATS)},
-    ),
-    OpSpec(
-        Op.LOG,
-        inplace=1,
-        shard=elementwise,
-        samples={"log": lambda c, t: c.log(main(c, t))},
-        cases={"log": partial(_draw_function, "log", FLOATS)},
-    ),
-    OpSpec(
-        Op.SIN,
-        shard=elementwise,
-        samples={"sin": lambda c, t: c.sin(main(c, t))},
-        cases={"sin": partial(_draw_function, "sin", FLOATS)},
-    ),
-    OpSpec(
-        Op.COS,
-        shard=elementwise,
-        samples={"cos": lambda c, t: c.cos(main(c, t))},
-        cases={"cos": partial(_draw_function, "cos", FLOATS)},
-    ),
+    _spec(Op.SQR, inplace=1),
+    _spec(Op.SQRT, inplace=1),
+    _spec(Op.LOG, inplace=1),
+    _spec(Op.SIN),
+    _spec(Op.COS),
     OpSpec(
         Op.SILU_BACK,
         inplace=2,
