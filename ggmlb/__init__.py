@@ -116,7 +116,7 @@ __version__ = "0.1.0"
 Context.array_importer = staticmethod(_tensor_of)
 _notebook.register()
 
-if _env.sanitize():
+if _env.flag("GGMLB_SANITIZE", default=False):
     Sanitizer().start()
 
 __all__ = [

@@ -38,7 +38,7 @@ def folder(backend: str) -> Path:
     Where there is neither, as in a container whose user has no home, the path is not absolute, and nothing is
     kept there.
     """
-    root = env.cache_dir()
+    root = env.text("GGMLB_CACHE_DIR")
     if root is not None:
         return Path(root).absolute() / backend
     try:

@@ -44,7 +44,7 @@ class Task:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._live = _is_live()
-        self._told = self._live if env.progress() is None else env.progress()
+        self._told = env.flag("GGMLB_PROGRESS", default=self._live)
 
     def step(self, name: str) -> None:
         """Tell that a step of that name begins, which may take long."""

@@ -44,7 +44,9 @@ def test_a_user_may_overwrite_an_input_as_soon_as_the_call_returns(make_bench, a
         np.testing.assert_allclose(chain.y.to_numpy(), chain.expected(x), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(env.sanitize(), reason="the sanitizer refuses what this test does")
+@pytest.mark.skipif(
+    env.flag("GGMLB_SANITIZE", default=False), reason="the sanitizer refuses what this test does"
+)
 def test_a_fake_device_shows_a_forgotten_wait(bench):
     # The instrument itself: without synchronize the result is still poison.
     chain = bench.chain()

@@ -82,6 +82,11 @@ def test_messages_exist(message: str) -> None:
     assert re.search(pattern, SHOWN), message
 
 
+def test_all_environment_variables_are_told() -> None:
+    told = "".join((DOCS / page).read_text() for page in ("debugging.md", "cuda.md"))
+    assert set(re.findall(r"GGMLB_\w+", SHOWN)) == set(re.findall(r"^\| `(GGMLB_\w+)`", told, re.MULTILINE))
+
+
 def test_links_between_pages_lead_to_a_heading() -> None:
     for page in DOCS.glob("*.md"):
         for target, anchor in re.findall(r"\]\(([\w-]*\.?m?d?)#([\w-]+)\)", page.read_text()):

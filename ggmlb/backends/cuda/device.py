@@ -130,7 +130,8 @@ class CudaDevice(Device):
     @property
     def caps(self) -> Caps:
         """All but memory maps in place; a caller's memory where GGMLB_CUDA_REGISTER_HOST=1 allows it."""
-        return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=env.cuda_register_host(), events=True)
+        may_lock = env.flag("GGMLB_CUDA_REGISTER_HOST", default=False)
+        return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=may_lock, events=True)
 
     @property
     def reg(self) -> CudaReg:
@@ -174,7 +175,7 @@ class CudaDevice(Device):
 
         Source: ggml_backend_cuda_register_host_buffer.
         """
-        if not env.cuda_register_host():
+        if not self.caps.buffer_from_host_ptr:
             raise BackendError(
                 f"buffer_from_host_ptr: {self.name} page-locks a caller's memory only where "
                 "GGMLB_CUDA_REGISTER_HOST=1 is set; set it, or allocate a buffer and copy into it"

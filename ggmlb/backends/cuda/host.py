@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.device import CudaDevice
 
 
+def pins_memory() -> bool:
+    """Whether host buffers are page-locked where the system allows it."""
+    return not env.flag("GGMLB_CUDA_NO_PINNED", default=False)
+
+
 class CudaHostBufferType(HostBufferType):
     """Page-locked host memory, which all CUDA devices reach; the CPU computes in it.
 
@@ -36,7 +41,7 @@ class CudaHostBufferType(HostBufferType):
 
     def _alloc_buffer(self, nbytes: int) -> CudaHostBuffer:
         driver = self.device.driver
-        if nbytes and env.cuda_pinned():
+        if nbytes and pins_memory():
             self.device.check_process(f"allocate {nbytes:,} bytes of {self.name} memory")
             try:
                 with self.device.on():

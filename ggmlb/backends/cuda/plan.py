@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.work import Part, Step
 
 
+def uses_graphs() -> bool:
+    """Whether plans are captured into CUDA graphs."""
+    return env.flag("GGMLB_CUDA_GRAPHS", default=True)
+
+
 class CudaPlan(GraphPlan):
     """The steps of a graph, bound to addresses.
 
@@ -47,8 +52,8 @@ class CudaPlan(GraphPlan):
         self.slots = binder.slots
         self.buffers: tuple[CudaBuffer, ...] = tuple(binder.buffers.values())
         self.segments: list[Segment] = self._segments()
-        self._wait = env.cuda_sync()
-        self._by_node = self._wait or not env.cuda_graphs()
+        self._wait = env.flag("GGMLB_CUDA_SYNC", default=False)
+        self._by_node = self._wait or not uses_graphs()
         for buffer in self.buffers:
             buffer.streams.add(backend.stream)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ggmlb.backends.cuda.collectives import comm_allreduce_tensor, comm_free, comm_init
+from ggmlb.backends.cuda.host import pins_memory
+from ggmlb.backends.cuda.plan import uses_graphs
 from ggmlb.interface.data import host_bytes
 from ggmlb.interface.procs import set_abort_callback
 from ggmlb.parallel.row_split import split_buffer_type
-from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.cuda import CudaReg
@@ -39,9 +40,9 @@ def get_features(reg: CudaReg) -> list[tuple[str, str]]:
     return [
         ("ARCHS", ",".join(str(c) for c in sorted({d.facts.capability for d in reg.devices}))),
         ("CUBLAS", str(int(reg.devices[0].has_blas))),
-        ("GRAPHS", str(int(env.cuda_graphs()))),
-        ("PINNED", str(int(env.cuda_pinned()))),
-        ("REGISTER_HOST", str(int(env.cuda_register_host()))),
+        ("GRAPHS", str(int(uses_graphs()))),
+        ("PINNED", str(int(pins_memory()))),
+        ("REGISTER_HOST", str(int(reg.devices[0].caps.buffer_from_host_ptr))),
     ]
 
 

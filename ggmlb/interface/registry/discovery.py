@@ -87,7 +87,7 @@ def at(where: str | os.PathLike[str]) -> Candidate:
 
 def from_environment() -> Iterator[Candidate]:
     """The file or folder that `GGMLB_BACKEND_PATH` names; one that fails to open where there is neither."""
-    where = env.backend_path()
+    where = env.text("GGMLB_BACKEND_PATH")
     if where is None:
         return
     if os.path.isdir(where) and os.access(where, os.R_OK) and not _is_package(where):

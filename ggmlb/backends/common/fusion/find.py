@@ -33,7 +33,7 @@ def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
         graph: A graph, or a part of one that knows its whole (`Graph.view`).
         can_fuse: The backend's answer, for groups that may be fused.
     """
-    if len(graph) < 2 or not env.fuse():
+    if len(graph) < 2 or not env.flag("GGMLB_FUSE", default=True):
         return list(graph.nodes)
     groups = _Finder(graph, can_fuse).groups()
     ends = {group.result: group for group in groups}

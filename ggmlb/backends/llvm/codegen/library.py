@@ -123,7 +123,7 @@ def library(level: str | None = None) -> Library:
         ArgumentError: The processor cannot run the level, or there is none of that name.
         BackendError: The sources of the kernels, by which those on disk are named, cannot be read.
     """
-    return _library(level or env.simd())
+    return _library(level or env.text("GGMLB_SIMD"))
 
 
 @cache
