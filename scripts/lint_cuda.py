@@ -23,6 +23,7 @@ from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_group
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases
+from tests.support.fusable import RandomGraph
 
 TESTS = Path(__file__).parents[1] / "tests"
 
@@ -42,9 +43,6 @@ PACKED = re.findall(
 
 def variants() -> list[Variant]:
     """Return what a GPU's work split launches, and one variant of each kernel that only a CPU's does."""
-    sys.path.append(str(TESTS / "support"))
-    from fusable import RandomGraph
-
     graphs = [case.build().graph for case in load_cases(TESTS / "golden/programs")]
     graphs += [RandomGraph(seed, in_place=False).graph for seed in range(20)]
 

@@ -16,13 +16,10 @@ import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-REPORTS = ROOT / "build/ggml/reports"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
+import ggmlb
+from tests.support.ggml_bridge import suite
 
-from ggml_bridge import suite  # noqa: E402
-
-import ggmlb  # noqa: E402
+REPORTS = Path(__file__).parents[1] / "build/ggml/reports"
 
 
 def main() -> int:

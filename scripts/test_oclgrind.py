@@ -24,9 +24,6 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
-
 RACE = """
 __kernel void race(__global int *out) {
     __local int shared[2];
@@ -42,9 +39,8 @@ SHOWN = 1500
 
 def work(log: Path) -> None:
     """Run, in Oclgrind, the programs whose ids come on stdin; print a line of JSON for each."""
-    from golden import CASES, wrong
-
     import ggmlb
+    from tests.support.golden import CASES, wrong
 
     device: Any = ggmlb.device_by_name("OpenCL0")
     if "Oclgrind" not in device.description:
@@ -179,7 +175,7 @@ def main() -> int:
     if shutil.which("oclgrind") is None:
         print("make test-oclgrind needs the program oclgrind, and does not find it: apt-get install oclgrind")
         return 2
-    from golden import CASES
+    from tests.support.golden import CASES
 
     chosen = [case.id for case in CASES if re.search(options.cases, case.id)]
     answers = run(chosen, options.jobs)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpus import CUDA, OPENCL, Gate, device_fixture
 
 from ggmlb import Device
+from tests.support.gpus import CUDA, OPENCL, Gate, device_fixture
 
 device = device_fixture(OPENCL, *CUDA)
 

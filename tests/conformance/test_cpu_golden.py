@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from golden import CASES, POISON
 
 from ggmlb.backends.cpu.array import tiling
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.core.enums import Status
 from ggmlb.runtime.alloc import GraphAllocator, alloc_ctx_tensors
+from tests.support.golden import CASES, POISON
 
 
 def check(built):

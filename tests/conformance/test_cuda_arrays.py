@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import host_driver
 
 import ggmlb
 from ggmlb import Context, Tensor
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.interface import registry
+from tests.support.gpus import host_driver
 
 
 class LibraryArray(np.ndarray[Any, Any]):

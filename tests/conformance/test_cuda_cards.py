@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import hold_up, leaf
 
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda import CudaReg, backend_reg
@@ -15,13 +14,14 @@ from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.interface import tensor_copy, tensor_copy_async
+from tests.support.gpus import hold_up, leaf
 
 
 @pytest.fixture(scope="module", params=["played", pytest.param("card", marks=pytest.mark.gpu)])
 def reg(request: pytest.FixtureRequest) -> CudaReg:
     """Cards, at least two of them."""
     if request.param == "played":
-        from host_driver import HostDriver
+        from tests.support.host_driver import HostDriver
 
         return CudaReg(HostDriver(n_devices=3, capacity=1 << 28))
     if len(backend_reg().devices) < 2:

@@ -11,7 +11,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpus import host_driver
 
 import ggmlb
 from ggmlb import Context
@@ -19,6 +18,7 @@ from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.core.exchange import spanned_bytes
 from ggmlb.interface import registry
+from tests.support.gpus import host_driver
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install cupy-cuda13x")
 

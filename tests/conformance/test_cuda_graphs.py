@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import FAMILIES, claimed
-from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, Status, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
@@ -21,6 +19,8 @@ from ggmlb.backends.cuda.work import Binder
 from ggmlb.backends.gpu import Launch
 from ggmlb.core.errors import BackendError, BackendUnavailable, FreedError
 from ggmlb.core.tensor import Tensor
+from tests.support.golden import FAMILIES, claimed
+from tests.support.gpus import CUDA, device_fixture
 
 device = device_fixture(*CUDA)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import first, scaled
 
 from ggmlb import BackendError
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.driver import Driver
 from ggmlb.core.errors import BackendBroken
 from ggmlb.interface import tensor_copy, tensor_copy_async
+from tests.support.gpus import first, scaled
 
 HARMLESS = {"array", "bind", "is_out_of_memory", "view"}
 """Calls that ask CUDA for nothing."""
@@ -21,7 +21,7 @@ HARMLESS = {"array", "bind", "is_out_of_memory", "view"}
 
 def lose(driver: Any) -> None:
     """Let every call of CUDA fail, as after a kernel that read beyond all memory."""
-    from host_streams import HostError
+    from tests.support.host_streams import HostError
 
     def fails(*_: Any) -> Any:
         raise HostError("an illegal memory access was encountered", 700)
@@ -90,8 +90,8 @@ def test_host_memory_is_given_without_the_card() -> None:
 
 @pytest.mark.parametrize(("status", "why"), [(700, "illegal memory"), (802, "fabricmanager")])
 def test_a_card_that_cannot_be_asked_is_a_broken_backend(status: int, why: str) -> None:
-    from host_driver import HostDriver
-    from host_streams import HostError
+    from tests.support.host_driver import HostDriver
+    from tests.support.host_streams import HostError
 
     class Silent(HostDriver):
         def facts(self, device: int) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, GraphAllocator
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
 from ggmlb.core.tensor import Tensor
+from tests.support.gpus import CUDA, device_fixture
 
 device = device_fixture(*CUDA)
 

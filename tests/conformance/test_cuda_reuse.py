@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg
@@ -16,6 +15,7 @@ from ggmlb.backends.cuda.graphs import MAX_IDLE
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc
+from tests.support.gpus import CUDA, device_fixture
 
 device = device_fixture(*CUDA)
 
@@ -169,7 +169,7 @@ def test_an_executable_graph_is_offered_to_the_same_kernels_only(
 
 def test_nothing_is_left_over() -> None:
     """Of many plans, failed updates, and plans that outlive their stream."""
-    from host_driver import HostDriver
+    from tests.support.host_driver import HostDriver
 
     driver = HostDriver(n_devices=2)
     reg = CudaReg(driver)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from gpus import CUDA, device_fixture
 
 import ggmlb
 from ggmlb import Context, DType, Graph, Scheduler, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.core.enums import BufferUsage
+from tests.support.gpus import CUDA, device_fixture
 
 device = device_fixture(*CUDA)
 

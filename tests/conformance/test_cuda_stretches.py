@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.core.tensor import Tensor
+from tests.support.gpus import CUDA, device_fixture
 
 device = device_fixture(*CUDA)
 

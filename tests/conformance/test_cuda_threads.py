@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import PLAYED, device_fixture, leaf, scaled
 
 from ggmlb import Context, DType, Event, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.backends.cuda.plan import CudaPlan
+from tests.support.gpus import PLAYED, device_fixture, leaf, scaled
 
 device = device_fixture(PLAYED)
 

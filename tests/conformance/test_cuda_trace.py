@@ -6,11 +6,11 @@ from itertools import pairwise
 from time import perf_counter_ns
 
 import numpy as np
-from gpus import CUDA, device_fixture
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
 from ggmlb.inspect.trace import Trace
+from tests.support.gpus import CUDA, device_fixture
 
 device = device_fixture(*CUDA)
 

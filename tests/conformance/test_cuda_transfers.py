@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpus import CUDA, device_fixture, first, hold_up, is_played, leaf, scaled
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import MAX_HELD, CudaBackend
@@ -18,6 +17,7 @@ from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError, BackendError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc, tensor_copy
+from tests.support.gpus import CUDA, device_fixture, first, hold_up, is_played, leaf, scaled
 
 device = device_fixture(*CUDA)
 

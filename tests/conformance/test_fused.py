@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fusable import DecodeLayer, RandomGraph
-from golden import CASES
-from gpus import CARD, LLVM, PLAYED, first
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, init_by_name
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.cuda.kernels.products import GLU_COLUMNS
 from ggmlb.core.enums import NO_OPS
 from ggmlb.core.tensor import Tensor
+from tests.support.fusable import DecodeLayer, RandomGraph
+from tests.support.golden import CASES
+from tests.support.gpus import CARD, LLVM, PLAYED, first
 
 Way = Callable[[RandomGraph, Any], dict[int, np.ndarray]]
 

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import pytest
-from golden import FAMILIES, claimed, first_of_their_kind, too_few, wrong
-from gpus import first
 
 from ggmlb import Graph
+from tests.support.golden import FAMILIES, claimed, first_of_their_kind, too_few, wrong
+from tests.support.gpus import first
 
 Kinds = Callable[[Any, Graph], set[Hashable]]
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from gpus import first
 
 from ggmlb import Backend, Context, DType, Graph, Scheduler, init_by_name, tensor_alloc, view_init
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
+from tests.support.gpus import first
 
 GUARD, BYTE = 1 << 14, 0xA5
 """Bytes around each tensor, and what they hold: more than any row here has."""

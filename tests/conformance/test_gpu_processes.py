@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from gpus import CARD, OPENCL
-from processes import COMMON, finish, start
 
 from ggmlb import device_by_name
+from tests.support.gpus import CARD, OPENCL
+from tests.support.processes import COMMON, finish, start
 
 AFTER_FORK = """
 import os

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from gpus import held, scaled
 
 from ggmlb import Backend, Status
+from tests.support.gpus import held, scaled
 
 ONES = np.ones(1000, np.float32)
 

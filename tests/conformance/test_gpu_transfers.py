@@ -7,11 +7,11 @@ import weakref
 
 import numpy as np
 import pytest
-from gpus import held, leaf
 
 from ggmlb import Backend, Context, Device, DType, alloc_ctx_tensors, device_by_name
 from ggmlb.core.errors import FreedError
 from ggmlb.interface import tensor_copy, tensor_copy_async
+from tests.support.gpus import held, leaf
 
 N = 1000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpus import CUDA, first, host_driver
 
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.core.errors import BackendUnavailable, RegistryError
@@ -14,6 +13,7 @@ from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.devices import device_named
 from ggmlb.testing.run import Runner, Selection, tasks
 from ggmlb.testing.xfail import ExpectedFailures
+from tests.support.gpus import CUDA, first, host_driver
 
 SAMPLE = 2
 """Cases of an op that are tested by default on devices that compile kernels; `make test-all` takes all."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import CASES
-from processes import ROOT, python
 
 import ggmlb
 from ggmlb import Context, DType, Graph, GraphAllocator, SplitAxis, SplitState, split_evenly
@@ -19,6 +17,8 @@ from ggmlb.testing.devices import sharded_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case
 from ggmlb.testing.run import Runner, Selection, tasks
+from tests.support.golden import CASES
+from tests.support.processes import ROOT, python
 
 CPU = ggmlb.device_by_name("CPU")
 
@@ -44,7 +44,7 @@ def mixed(*names: str) -> list[ggmlb.Device]:
     """Devices by name; `Fake0` and on run as late as they may, and fill memory with NaN. Cards are played."""
     made: dict[str, Any] = {device.name: device for device in FakeReg(3).devices}
     if any(name.startswith("CUDA") for name in names):
-        from host_driver import HostDriver
+        from tests.support.host_driver import HostDriver
 
         made |= {device.name: device for device in CudaReg(HostDriver(n_devices=2)).devices}
     return [made.get(name) or ggmlb.device_by_name(name) for name in names]

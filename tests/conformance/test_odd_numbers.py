@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gpus import LLVM, OPENCL, device_fixture
-from odd_numbers import computed, difference, variants
 
 from ggmlb import Backend, Device, init_by_name
 from ggmlb.testing.cases import FAMILIES
+from tests.support.gpus import LLVM, OPENCL, device_fixture
+from tests.support.odd_numbers import computed, difference, variants
 
 device = device_fixture(LLVM, OPENCL)
 

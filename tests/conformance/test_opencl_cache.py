@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from gpus import OPENCL, device_fixture
 
 from ggmlb import Context, DType
 from ggmlb.backends.gpu import Target, lower
 from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.cache import Entry
 from ggmlb.backends.opencl.program import Programs
+from tests.support.gpus import OPENCL, device_fixture
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

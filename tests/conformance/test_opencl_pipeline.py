@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from processes import python
+
+from tests.support.processes import python
 
 PROGRAM = """
 import os

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from cuda_emulator import compiler
-from processes import COMMON, ROOT, finish, start
 
 from ggmlb.core.enums import DeviceType
+from tests.support.cuda_emulator import compiler
+from tests.support.processes import COMMON, ROOT, finish, start
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds libraries as Linux does")
 

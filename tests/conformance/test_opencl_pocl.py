@@ -6,7 +6,8 @@ from collections.abc import Callable
 from subprocess import CompletedProcess
 
 import pytest
-from processes import python
+
+from tests.support.processes import python
 
 pytest.importorskip("pyopencl", reason="needs pyopencl: pip install 'ggmlb[opencl]'")
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import COMMON, finish, start
+
+from tests.support.processes import COMMON, finish, start
 
 pytest.importorskip("pyopencl", reason="needs pyopencl: pip install 'ggmlb[opencl]'")
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from gpus import OPENCL, Gate, device_fixture, scaled
 
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import ArgumentError, FreedError
+from tests.support.gpus import OPENCL, Gate, device_fixture, scaled
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyopencl as cl
 import pytest
-from gpus import OPENCL, device_fixture, held, leaf
 
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.opencl.buffer import OpenClBuffer
 from ggmlb.core.errors import AllocationError, BackendError
 from ggmlb.interface import tensor_alloc
+from tests.support.gpus import OPENCL, device_fixture, held, leaf
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.backend import OpenClBackend

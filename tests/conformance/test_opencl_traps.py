@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyopencl as cl
 import pytest
-from gpus import OPENCL, Gate, device_fixture, leaf
 
 from ggmlb import Context, DType, Graph, GraphAllocator, Scheduler, alloc_ctx_tensors, device_by_name
 from ggmlb.backends.opencl.backend import OpenClBackend
@@ -22,6 +21,7 @@ from ggmlb.backends.opencl.memory import MemoryLedger
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import MultiBuffer
+from tests.support.gpus import OPENCL, Gate, device_fixture, leaf
 
 if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import ROOT, python
 
 import ggmlb
 from ggmlb import (
@@ -28,6 +27,7 @@ from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda import backend_reg as cuda_reg
 from ggmlb.core.errors import AllocationError, ArgumentError, FreedError, UnsupportedOpError
 from ggmlb.parallel.row_split import SplitBuffer
+from tests.support.processes import ROOT, python
 
 N = 256
 """Extent of the sums."""
@@ -52,7 +52,7 @@ def opencl_reg() -> BackendReg:
 
 
 def played_reg(**params: Any) -> CudaReg:
-    from host_driver import HostDriver
+    from tests.support.host_driver import HostDriver
 
     return CudaReg(HostDriver(**params))
 

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from gpus import LLVM, OPENCL, device_fixture
 
 from ggmlb import Backend, Context, Device, DType, Status, alloc_ctx_tensors
 from ggmlb.core.enums import NO_OPS
 from ggmlb.testing.cases import FAMILIES, Plain, Program, cases_of
+from tests.support.gpus import LLVM, OPENCL, device_fixture
 
 device = device_fixture(pytest.param("CPU", id="cpu"), LLVM, OPENCL)
 

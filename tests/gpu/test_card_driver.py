@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-from gpus import hold_up
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.backends.cuda.backend import CudaBackend
@@ -14,6 +13,7 @@ from ggmlb.backends.cuda.device import CudaDevice
 from ggmlb.backends.cuda.driver import CopyKind, address_of
 from ggmlb.backends.cuda.plan import CudaPlan
 from ggmlb.core.tensor import Tensor
+from tests.support.gpus import hold_up
 
 
 def chain(backend: CudaBackend, n: int = 1000, factor: float = 2.0) -> tuple[Tensor, Tensor, Graph]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from processes import COMMON, finish, start
+
+from tests.support.processes import COMMON, finish, start
 
 ILLEGAL_ADDRESS = """
 stream = init_by_name("CUDA0")

@@ -6,11 +6,6 @@ import re
 from functools import partial
 
 import pytest
-from broken import memory, order, values, weights
-from broken.memory import storing
-from broken.order import queueing
-from broken.values import computing, refusing
-from broken.weights import keeping
 
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.backends.cpu.float_buffer import FloatBuffer
@@ -21,6 +16,11 @@ from ggmlb.testing.compute import Bench
 from ggmlb.testing.devices import sharded_by_chance
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.results import Outcome
+from tests.meta.broken import memory, order, values, weights
+from tests.meta.broken.memory import storing
+from tests.meta.broken.order import queueing
+from tests.meta.broken.values import computing, refusing
+from tests.meta.broken.weights import keeping
 
 
 def reasons(device, family, mode="test"):

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from broken.ops import (
+
+from ggmlb.backends.cpu.device import CpuReg
+from ggmlb.core.enums import Op
+from ggmlb.core.ops import SPECS
+from ggmlb.testing.cases import FAMILIES, cases_of
+from ggmlb.testing.compute import lenders
+from ggmlb.testing.results import Outcome
+from ggmlb.testing.run import Runner, Selection, tasks
+from tests.meta.broken.ops import (
     VIEWS,
     SmallDevice,
     WrongInPlace,
@@ -13,15 +21,7 @@ from broken.ops import (
     op_names,
     wrong,
 )
-from broken.values import WrongDevice
-
-from ggmlb.backends.cpu.device import CpuReg
-from ggmlb.core.enums import Op
-from ggmlb.core.ops import SPECS
-from ggmlb.testing.cases import FAMILIES, cases_of
-from ggmlb.testing.compute import lenders
-from ggmlb.testing.results import Outcome
-from ggmlb.testing.run import Runner, Selection, tasks
+from tests.meta.broken.values import WrongDevice
 
 
 def outcomes(device, op):

@@ -15,10 +15,9 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import numpy as np
-sys.path.insert(0, "tests/support")
 import ggmlb
 import ggmlb.backends.cuda
-from host_driver import HostDriver
+from tests.support.host_driver import HostDriver
 driver = HostDriver(n_devices=2)
 ggmlb.backends.cuda.load_driver = lambda: driver
 from ggmlb.models import BertEmbedder

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from page_sanitizer import sanitized
 
 from scripts.run_notebooks import run
+from tests.support.page_sanitizer import sanitized
 
 SAFE = {"text/plain", "text/html", "image/png"}
 """What JupyterLab shows of a notebook that it does not trust, the HTML sanitized; not SVG, nor scripts."""

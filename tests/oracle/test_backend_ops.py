@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from ggml_bridge import suite
 
 import ggmlb
+from tests.support.ggml_bridge import suite
 
 if not (suite.FOLDER / "libtest-backend-ops.so").exists():
     pytest.skip("ggml's test is not built: python scripts/build_ggml_tests.py", allow_module_level=True)

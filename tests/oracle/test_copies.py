@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import python
 
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
@@ -20,8 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_the_table_of_copies_is_what_ggml_does():
     # In a process of its own: ggml ends it where an assertion fails.
-    script = TESTS / "support" / "ggml_copies.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    done = python("-m", "tests.support.ggml_copies")
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout)
     recorded = json.loads((TESTS / "sched" / "ggml_copies.json").read_text())

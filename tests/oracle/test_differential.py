@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
-from oracle import GgmlProcess, Missing, Refused, programs
-
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.core.enums import Status
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.cases import FAMILIES, NOT_OF_GGML
+from tests.support.oracle import GgmlProcess, Missing, Refused, programs
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]
 

@@ -11,10 +11,9 @@ import pytest
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
-from odd_numbers import computed, difference, variants
-from oracle import GgmlProcess, Missing, Refused
-
 from ggmlb import Backend, DType, init_by_name
+from tests.support.odd_numbers import computed, difference, variants
+from tests.support.oracle import GgmlProcess, Missing, Refused
 
 pytestmark = pytest.mark.oracle
 

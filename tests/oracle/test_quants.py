@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
-from quants_data import WRITABLE, dequantize_by_ggml, knows, quantize_by_ggml
-
 from ggmlb.core.dtypes import DType, dequantize, quantize
+from tests.support.quants_data import WRITABLE, dequantize_by_ggml, knows, quantize_by_ggml
 
 pytestmark = pytest.mark.oracle
 

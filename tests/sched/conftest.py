@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from chain import Chain, new_weight
 
 import ggmlb
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 from ggmlb.interface.registry import init_by_name
 from ggmlb.testing.fake import FakeReg
+from tests.support.chain import Chain, new_weight
 
 
 class Bench:

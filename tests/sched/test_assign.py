@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from chain import new_input
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -14,6 +13,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.scheduler import Cause, Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeReg
+from tests.support.chain import new_input
 
 F32 = DType.F32
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from split_programs import N_ROWS, WIDTH, Recipe, build, recipe
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -21,6 +20,7 @@ from ggmlb.interface.registry import init_by_name
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
+from tests.support.split_programs import N_ROWS, WIDTH, Recipe, build, recipe
 
 TABLE = json.loads(Path(__file__).with_name("ggml_copies.json").read_text())
 ROWS = [(kind, seed) for kind in ("programs", "writing") for seed in sorted(TABLE[kind], key=int)]

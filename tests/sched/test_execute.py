@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from chain import new_input
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import Op, Status
@@ -15,6 +14,7 @@ from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.system import env
 from ggmlb.testing.fake import FakeReg
+from tests.support.chain import new_input
 
 
 def test_the_same_graph_again_with_other_inputs(bench):

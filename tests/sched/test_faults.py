@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 import pytest
-from chain import Chain
 
 import ggmlb
 from ggmlb import Scheduler, Status
@@ -24,6 +23,7 @@ from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.opencl import program
 from ggmlb.interface import Backend
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
+from tests.support.chain import Chain
 
 X = np.random.default_rng(0).standard_normal((3, 8), np.float32)
 

@@ -7,7 +7,6 @@ import weakref
 
 import numpy as np
 import pytest
-from chain import new_input
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import BufferUsage
@@ -16,6 +15,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.interface import BufferType
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeBackend, FakeDevice, FakeReg
+from tests.support.chain import new_input
 
 
 def test_a_freed_weight_is_noticed(bench):

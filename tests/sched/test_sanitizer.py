@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from races import F32, doubled, found, placed
 
 import ggmlb
 from ggmlb import Context, alloc_ctx_tensors
 from ggmlb.core.tensor import Tensor
 from ggmlb.testing.fake import FakeBackend
+from tests.support.races import F32, doubled, found, placed
 
 
 class Hasty(FakeBackend):

@@ -7,7 +7,6 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from golden import CASES
 
 import ggmlb
 from ggmlb import Scheduler
@@ -15,6 +14,7 @@ from ggmlb.core.enums import NO_OPS
 from ggmlb.models import BertEmbedder
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Case
+from tests.support.golden import CASES
 
 
 @pytest.fixture(scope="module")

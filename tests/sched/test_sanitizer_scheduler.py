@@ -6,11 +6,11 @@ import gc
 
 import numpy as np
 import pytest
-from races import F32, Deaf, Eager, OnHostMemory, forgotten, found, right
 
 from ggmlb import Context, Graph, Op, Scheduler, alloc_ctx_tensors
 from ggmlb.interface.observe import observers
 from ggmlb.testing.fake import FakeBackend, FakeReg
+from tests.support.races import F32, Deaf, Eager, OnHostMemory, forgotten, found, right
 
 
 class TwoProducers:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from races import F32, OnHostMemory, doubled, found, placed, right
 
 import ggmlb
 from ggmlb import Context, Graph, alloc_ctx_tensors
+from tests.support.races import F32, OnHostMemory, doubled, found, placed, right
 
 
 @pytest.fixture

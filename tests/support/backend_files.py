@@ -11,7 +11,7 @@ from ggmlb.interface.registry.candidate import Candidate
 Write = Callable[..., Candidate]
 
 GOOD = """
-    from stub_backend import StubReg
+    from tests.support.stub_backend import StubReg
     {extra}
     def backend_reg():
         return StubReg("{name}")

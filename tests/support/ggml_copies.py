@@ -4,7 +4,7 @@ The CPU backends of ggml share one type of memory, so between them nothing is ev
 are made here, of ggml's structs of functions (ggml-backend-impl.h, version 0.15): each device has memory
 of its own, runs what its recipe says, computes nothing, and notes each tensor that is copied to it.
 
-    python tests/support/ggml_copies.py --write    the recorded table, anew
+    python -m tests.support.ggml_copies --write    the recorded table, anew
 
 It needs ggml-python (`pip install 'ggmlb[oracle]'`). A request on a view is not passed on to ggml, which
 would have the view read on the asked device, without the copy that it needs; in ggmlb a view lies where its
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ggml import ggml
-from split_programs import N_ROWS, WIDTH, Recipe, build, recipe
+
+from tests.support.split_programs import N_ROWS, WIDTH, Recipe, build, recipe
 
 TABLE = Path(__file__).parents[1] / "sched" / "ggml_copies.json"
 N_PROGRAMS, N_WRITING = 200, 150

@@ -31,7 +31,7 @@ extern "C" __global__ void spin(long long cycles)
 
 def host_driver(**params: Any) -> Any:
     """Return the played driver; a machine with a card needs neither PyOpenCL nor a C++ compiler."""
-    from host_driver import HostDriver
+    from tests.support.host_driver import HostDriver
 
     return HostDriver(**params)
 

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from host_kernels import PortableKernels, run_cuda
-from host_libraries import HostCollective, QueuedBlas
-from host_memory import HostMemory
-from host_streams import HostError, HostStream, Op, Point
 
 from ggmlb.backends.cuda.arguments import layout
 from ggmlb.backends.cuda.driver import Call, Collective, CopyKind
 from ggmlb.backends.gpu import Launch
 from ggmlb.backends.gpu.source import PORTABLE
 from ggmlb.core.errors import BackendUnavailable
+from tests.support.host_kernels import PortableKernels, run_cuda
+from tests.support.host_libraries import HostCollective, QueuedBlas
+from tests.support.host_memory import HostMemory
+from tests.support.host_streams import HostError, HostStream, Op, Point
 
 
 class HostDriver(HostMemory):

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pyopencl as cl
-from cuda_emulator import BACKWARD, build
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
 from ggmlb.backends.gpu import Launch, packed_args, source
 from ggmlb.backends.opencl import backend_reg
 from ggmlb.interface.data import Bytes
+from tests.support.cuda_emulator import BACKWARD, build
 
 
 class PortableKernels:

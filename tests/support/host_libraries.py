@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from cuda_emulator.blas import NOT_INITIALISED, HostBlas
-from host_streams import Op
 
 from ggmlb.core.dtypes import DType
+from tests.support.cuda_emulator.blas import NOT_INITIALISED, HostBlas
+from tests.support.host_streams import Op
 
 if TYPE_CHECKING:
-    from host_driver import HostDriver
+    from tests.support.host_driver import HostDriver
 
 
 class HostCollective:

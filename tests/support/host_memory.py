@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from host_streams import HostError
 
 from ggmlb.backends.cuda.driver import Driver, Facts, address_of
 from ggmlb.interface.data import Bytes
+from tests.support.host_streams import HostError
 
 POISON = 0xFF
 ALIGNMENT = 256

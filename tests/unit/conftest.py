@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from backend_files import GOOD, Write, source_of
 
 from ggmlb.interface.registry.candidate import Candidate
+from tests.support.backend_files import GOOD, Write, source_of
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from alloc_support import N, f32, graph_of, memory, model
 
 from ggmlb.core.context import Context
 from ggmlb.core.errors import AllocationError
 from ggmlb.core.graph import Graph
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestBuffer, TestMemory
+from tests.support.alloc_support import N, f32, graph_of, memory, model
 
 
 def wide(n: int) -> tuple[Graph, list[int]]:

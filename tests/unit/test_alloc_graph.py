@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from alloc_support import N, f32, graph_of, memory, place
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -16,6 +15,7 @@ from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestMemory
+from tests.support.alloc_support import N, f32, graph_of, memory, place
 
 # -- who lies where --------------------------------------------------------------------------------
 

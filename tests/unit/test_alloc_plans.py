@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from alloc_support import f32, graph_of, memory, model, place
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -18,6 +17,7 @@ from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestBuffer
+from tests.support.alloc_support import f32, graph_of, memory, model, place
 
 # -- plans that are kept ---------------------------------------------------------------------------
 

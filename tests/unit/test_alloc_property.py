@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from alloc_programs import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggmlb.interface.registry import init_by_name
+from ggmlb.runtime.alloc import GraphAllocator, TensorAllocator
+from ggmlb.testing.memory import TestMemory
+from tests.support.alloc_programs import (
     Program,
     check_places,
     overlap,
@@ -14,12 +20,6 @@ from alloc_programs import (
     run,
     set_leafs,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from ggmlb.interface.registry import init_by_name
-from ggmlb.runtime.alloc import GraphAllocator, TensorAllocator
-from ggmlb.testing.memory import TestMemory
 
 N_BUFTS = 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from alloc_support import N, f32, graph_of, memory
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import BufferUsage
@@ -11,6 +10,7 @@ from ggmlb.core.errors import ArgumentError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import GraphAllocator
+from tests.support.alloc_support import N, f32, graph_of, memory
 
 
 def test_copies_and_dependencies_of_splits() -> None:

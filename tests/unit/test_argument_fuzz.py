@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import CASES
 
 import ggmlb
 from ggmlb.core import arguments
 from ggmlb.testing.fake import FakeReg
 from ggmlb.testing.programs import Built, Case
+from tests.support.golden import CASES
 
 ANYTHING: dict[str, Any] = {
     "None": None,

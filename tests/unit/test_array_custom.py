@@ -5,7 +5,6 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from array_program import Program, close
 
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.array.casts import Casts
@@ -14,6 +13,7 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError
 from ggmlb.core.ops.custom import N_TASKS_MAX
+from tests.support.array_program import Program, close
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 

@@ -11,7 +11,6 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from array_program import Program, close
 
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.array.ops import conv, deepseek
@@ -20,6 +19,7 @@ from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op, OpPool, ScaleFlag, ScaleMode
 from ggmlb.core.errors import BackendError
+from tests.support.array_program import Program, close
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
 

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from array_program import Program, close
 
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.core.dtypes import DType
+from tests.support.array_program import Program, close
 
 I32 = DType.I32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from processes import python
+from tests.support.processes import python
 
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks/gpu.py")
 

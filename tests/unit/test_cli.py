@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ggmlb_command as run
 
 import ggmlb
 from ggmlb.cli import main
+from tests.support.processes import ggmlb_command as run
 
 ROOT = Path(__file__).parents[2]
 

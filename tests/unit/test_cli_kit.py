@@ -14,13 +14,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from processes import ROOT, python
-from processes import ggmlb_command as run
 
 from ggmlb import devices
 from ggmlb.cli import main
 from ggmlb.testing import perf
 from ggmlb.testing.results import Outcome, Result
+from tests.support.processes import ROOT, python
+from tests.support.processes import ggmlb_command as run
 
 BROKEN = """
 import os

@@ -9,13 +9,12 @@ import pytest
 
 pytest.importorskip("pyopencl", reason="the played driver needs pyopencl")
 
-import host_streams
-from host_driver import HostDriver
-from host_streams import Op
-
 from ggmlb.backends.cuda import clock as clocks
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.interface import Command
+from tests.support import host_streams
+from tests.support.host_driver import HostDriver
+from tests.support.host_streams import Op
 
 
 class Time:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda_emulator.blas import HostBlas
-from cuda_emulator.runner import Runner, place
 
 from ggmlb import Context, DType, Graph, init_by_name
 from ggmlb.backends.cuda.cublas import CuBlas
@@ -15,6 +13,8 @@ from ggmlb.backends.cuda.gemm import Gemm, cannot_describe, gemms
 from ggmlb.backends.gpu import Mem
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
+from tests.support.cuda_emulator.blas import HostBlas
+from tests.support.cuda_emulator.runner import Runner, place
 
 Pair = tuple["Tensor", "Tensor"]
 

@@ -10,10 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cuda_emulator import build, compiler
-from cuda_emulator.programs import ATTENTION, CARD, attention, beside_cpu
-from cuda_emulator.runner import Runner, place
-from golden import CASES as GOLDEN
 
 from ggmlb import Context, DType
 from ggmlb.backends.cuda.gemm import Gemm
@@ -23,6 +19,10 @@ from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.gpu import Launch, Scratch, Target, declines
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
+from tests.support.cuda_emulator import build, compiler
+from tests.support.cuda_emulator.programs import ATTENTION, CARD, attention, beside_cpu
+from tests.support.cuda_emulator.runner import Runner, place
+from tests.support.golden import CASES as GOLDEN
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
 

@@ -11,16 +11,16 @@ import zlib
 from importlib import resources
 
 import pytest
-from cuda_emulator import BACKWARD, FORWARD, EmulationError, Memory, compiler
-from cuda_emulator.mutants import Mutant, found, mutants, texts
-from cuda_emulator.programs import CARD, PROGRAMS, golden
-from cuda_emulator.runner import place
-from golden import CASES, FAMILIES
 
 from ggmlb import Context, DType
 from ggmlb.backends.gpu import Kernel, Mem, Param, declines
 from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.source import kernels
+from tests.support.cuda_emulator import BACKWARD, FORWARD, EmulationError, Memory, compiler
+from tests.support.cuda_emulator.mutants import Mutant, found, mutants, texts
+from tests.support.cuda_emulator.programs import CARD, PROGRAMS, golden
+from tests.support.cuda_emulator.runner import place
+from tests.support.golden import CASES, FAMILIES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from cuda_emulator import compiler
-from cuda_emulator.programs import CARD, FEW, beside_cpu, close, fill, in_both_orders, on_cpu
-from cuda_emulator.runner import Runner, place
 
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.gpu import Launch, Mem, can_fuse, lower, lower_group
 from ggmlb.backends.gpu.launch import vector_width
 from ggmlb.core.enums import RopeType
+from tests.support.cuda_emulator import compiler
+from tests.support.cuda_emulator.programs import CARD, FEW, beside_cpu, close, fill, in_both_orders, on_cpu
+from tests.support.cuda_emulator.runner import Runner, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import python
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -9,9 +9,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from ggml_bridge import nodes
-from ggml_bridge.c_api import CTensor
-from ggml_bridge.suite import (
+
+from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
+from ggmlb.core.ops import SPECS
+from tests.support.ggml_bridge import nodes
+from tests.support.ggml_bridge.c_api import CTensor
+from tests.support.ggml_bridge.suite import (
     FAILED,
     OK,
     UNJUDGED,
@@ -24,10 +27,7 @@ from ggml_bridge.suite import (
     parse,
     unmatched,
 )
-from ggml_bridge.worker import END
-
-from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
-from ggmlb.core.ops import SPECS
+from tests.support.ggml_bridge.worker import END
 
 CASE = "ADD(type=f32,ne=[10,5,4,3],nr=[1,1,1,1])"
 

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from processes import python
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 PLAYED = f"{ROOT / 'tests/support/played'}{os.pathsep}{ROOT}"

@@ -11,13 +11,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from page_sanitizer import sanitized
 
 import ggmlb
 from ggmlb import Context, Graph
 from ggmlb.inspect.html import Picture
 from ggmlb.inspect.notebook import PICTURES
 from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
+from tests.support.page_sanitizer import sanitized
 
 VOID = {"br", "img"}
 IMAGE = "data:image/svg+xml;base64,"

@@ -6,9 +6,9 @@ import json
 from types import ModuleType
 
 import pytest
-from processes import python
 
 import ggmlb
+from tests.support.processes import python
 
 HEAVY = {
     "cupy",

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from golden import CASES
 
 import ggmlb.backends.gpu
 from ggmlb import Context, DType, Graph
@@ -15,6 +14,7 @@ from ggmlb.backends.gpu import Mem, Target, declines, families, lower, source
 from ggmlb.backends.gpu.launch import flattened, row_length
 from ggmlb.backends.gpu.source import _param, kernels
 from ggmlb.core.errors import BackendBroken
+from tests.support.golden import CASES
 
 FOLDER = Path(ggmlb.backends.gpu.__file__).parent / "kernels"
 GPU, CPU = Target(False, 2, 128), Target(True, 2, 1)

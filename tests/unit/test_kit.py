@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import python
 
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.core.context import Context
@@ -38,6 +37,7 @@ from ggmlb.testing.names import device_names
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
 from ggmlb.testing.run import ALL, Runner, Selection, known_ops, run_all, run_as_done, selections, tasks
 from ggmlb.testing.xfail import ExpectedFailures
+from tests.support.processes import python
 
 # -- cases -----------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ def dealt_out(*devices: ggmlb.Device) -> ggmlb.Device:
 
 def opened(name: str) -> ggmlb.Backend:
     if name == "played":
-        from gpus import first
+        from tests.support.gpus import first
 
         return first(name).init_backend()
     if name == "Meta":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from operands import call
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import GluOp, OpPool, Prec, RopeType, ScaleFlag, ScaleMode, TriType, UnaryOp
 from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError
+from tests.support.operands import call
 
 S, D, A = ShapeError, DTypeError, ArgumentError
 ROPE = (0, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from golden import CASES
 
 from ggmlb.core.context import Context
 from ggmlb.core.enums import NO_OPS, Op, TensorFlag
 from ggmlb.core.ops import SPECS
+from tests.support.golden import CASES
 
 HERE = Path(__file__).parent
 MORE_PARAMS = {"XIELU": {"alpha_n", "alpha_p", "beta", "eps"}, "SWIGLU_OAI": {"alpha", "limit"}}

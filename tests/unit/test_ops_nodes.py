@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from operands import call, operand
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -15,6 +14,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.ops import SPECS
 from ggmlb.core.ops.custom import N_TASKS_MAX
 from ggmlb.core.placement import placement_clock
+from tests.support.operands import call, operand
 
 NAMES = (Path(__file__).parent / "ggml_functions.txt").read_text().splitlines()[1:]
 ROPE = (0, 10000.0, 1.0, 0.0, 1.0, 32.0, 1.0)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden import CASES as GOLDEN
-from golden import FOLDER
 
 import ggmlb
 from ggmlb.core.context import Context
@@ -19,6 +17,8 @@ from ggmlb.core.enums import Op, RopeType, ScaleFlag, ScaleMode, TensorFlag
 from ggmlb.core.errors import ArgumentError
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.programs import Archive, Case, Spec, Step, compare_bytes, load_cases
+from tests.support.golden import CASES as GOLDEN
+from tests.support.golden import FOLDER
 
 CASES = {case.id: case for case in GOLDEN}
 

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import COMMON, ROOT
+
+from tests.support.processes import COMMON, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and namespaces are Linux's")
 

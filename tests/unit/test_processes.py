@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import COMMON, finish, start
+
+from tests.support.processes import COMMON, finish, start
 
 NATIVE = ["CPU", "LLVM", "OpenCL0"]
 
@@ -15,8 +16,7 @@ import sys, threading, time
 def opened(name):
     if name != "played":
         return init_by_name(name)
-    sys.path[:0] = [SUPPORT, SUPPORT + "/played"]
-    from gpus import first
+    from tests.support.gpus import first
     return first(name).init_backend()
 streams = [opened(name) for name in NAMES]
 work = [scaled(stream) for stream in streams]
@@ -131,8 +131,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no f
 
 
 def run(program: str, *names: str) -> None:
-    support = str(Path(__file__).parents[1] / "support")
-    finish(start(f"NAMES, SUPPORT = {names!r}, {support!r}\n{COMMON}{OPENED}{program}"))
+    finish(start(f"NAMES = {names!r}\n{COMMON}{OPENED}{program}"))
 
 
 @pytest.mark.parametrize("names", [NATIVE, ["played"]], ids="+".join)

@@ -12,10 +12,10 @@ import pytest
 from gguf import GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
-from quants_data import PATH, WRITABLE, samples
 
 from ggmlb.core import quants
 from ggmlb.core.dtypes import DType, can_dequantize, can_quantize, dequantize, dequantize_into, quantize
+from tests.support.quants_data import PATH, WRITABLE, samples
 
 QUANTIZED = [d for d in DType if d.is_quantized]
 GGUF_READS = [d for d in QUANTIZED if int(d) in {int(q) for q in gguf.quants._type_traits}]

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from processes import python
 
 from ggmlb.cli import main
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

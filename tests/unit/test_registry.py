@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from stub_backend import StubReg
 
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import (
@@ -20,6 +19,7 @@ from ggmlb.core.errors import (
 from ggmlb.interface import API_VERSION
 from ggmlb.interface.registry import Registry
 from ggmlb.interface.registry.candidate import Candidate
+from tests.support.stub_backend import StubReg
 
 CPU, GPU, IGPU, ACCEL, META = (DeviceType[n] for n in ("CPU", "GPU", "IGPU", "ACCEL", "META"))
 

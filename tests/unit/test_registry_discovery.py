@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from backend_files import GOOD, Write, registry_of
 
 from ggmlb.core.errors import BackendBroken, BackendUnavailable, RegistryError
 from ggmlb.interface import API_VERSION
 from ggmlb.interface.registry import Registry, discovery
 from ggmlb.interface.registry.candidate import Candidate
+from tests.support.backend_files import GOOD, Write, registry_of
 
 # -- laziness --------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ ABSENT = {
     "devices": (
         """
         from ggmlb import BackendUnavailable
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", error=BackendUnavailable("driver too old"))
         """,
@@ -93,7 +93,7 @@ ABSENT = {
     ),
     "no_devices": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", {{}})
         """,
@@ -109,7 +109,7 @@ BROKEN = {
     "none": ("    def backend_reg(): pass", "gave None; it must give a ggmlb.BackendReg"),
     "version": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", api_version=99)
         """,
@@ -129,7 +129,7 @@ BROKEN = {
     "exits": ("    raise SystemExit(3)", "fails to load: SystemExit: 3"),
     "name": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             reg = StubReg("Bad")
             reg.name = None
@@ -139,7 +139,7 @@ BROKEN = {
     ),
     "priority": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", priority="high")
         """,
@@ -147,7 +147,7 @@ BROKEN = {
     ),
     "no_device": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             reg = StubReg("Bad")
             reg._devices = ["Bad0"]
@@ -157,7 +157,7 @@ BROKEN = {
     ),
     "device_type": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", {{"Bad0": "a type"}})
         """,
@@ -165,7 +165,7 @@ BROKEN = {
     ),
     "device_type_name": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", {{"Bad0": "GPU"}})
         """,
@@ -173,7 +173,7 @@ BROKEN = {
     ),
     "devices": (
         """
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             return StubReg("Bad", error=OSError("boom"))
         """,
@@ -242,14 +242,14 @@ INTERRUPTED = {
     "score": GOOD.format(name="{name}", extra="import interrupts; score = interrupts.once"),
     "factory": """
         import interrupts
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         def backend_reg():
             interrupts.once()
             return StubReg("{name}")
         """,
     "devices": """
         import interrupts
-        from stub_backend import StubReg
+        from tests.support.stub_backend import StubReg
         class Reg(StubReg):
             @property
             def devices(self):
@@ -355,7 +355,7 @@ def test_two_backends_under_different_names_may_not_give_the_same(write_backend:
 
 
 def test_an_installed_name_is_reserved_before_it_is_imported(write_backend: Write) -> None:
-    from stub_backend import StubReg
+    from tests.support.stub_backend import StubReg
 
     registry = registry_of(write_backend("mod_echo"))
     write_backend("mod_mine")

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from backend_files import Write, registry_of, source_of
 
 from ggmlb.core.errors import BackendBroken, RegistryError
 from ggmlb.interface.registry import Registry
+from tests.support.backend_files import Write, registry_of, source_of
 
 # -- load ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from processes import python
+
+from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests/third_party/abacus"

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import ROOT, python
+
+from tests.support.processes import python
 
 pytest.importorskip("xdist", reason="needs pytest-xdist: pip install 'ggmlb[test]'")
 
@@ -26,8 +27,8 @@ NAMES = ("GGMLB_CACHE_DIR", "POCL_CACHE_DIR", "CUPY_CACHE_DIR", "XDG_CACHE_HOME"
 @pytest.mark.parametrize("args", [(), ("-p", "no:cacheprovider")], ids=["kept", "not kept"])
 def test_each_has_folders_of_its_own(args: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "test_tells.py").write_text(f"NAMES = {NAMES}\n{TELLS}")
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "GGMLB_CACHE_DIR": "/ours", "TMPDIR": str(tmp_path)}
-    command = ("-m", "pytest", "-p", "conftest", "-n", "2", "--dist", "each", *args, "test_tells.py")
+    path = {"GGMLB_CACHE_DIR": "/ours", "TMPDIR": str(tmp_path)}
+    command = ("-m", "pytest", "-p", "tests.conftest", "-n", "2", "--dist", "each", *args, "test_tells.py")
     done = python(*command, cwd=tmp_path, **path)
     assert done.returncode == 0, done.stdout
     told = [json.loads((tmp_path / f"gw{i}.json").read_text()) for i in range(2)]

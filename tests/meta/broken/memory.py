@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from broken.values import WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.interface import Device, HostBuffer, HostBufferType
 from ggmlb.interface.host import ALIGNMENT, aligned_empty
+from tests.meta.broken.values import WrongDevice
 
 
 class BadBuffer(HostBuffer):

@@ -6,13 +6,13 @@ from functools import cache
 
 import numpy as np
 
-from broken.values import WrongBackend, WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.interface import Device
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.compute import refusal
+from tests.meta.broken.values import WrongBackend, WrongDevice
 
 VIEWS = {op.value for op in NO_OPS}
 BINARY = (Op.ADD, Op.SUB, Op.MUL, Op.DIV)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from broken.values import WrongDevice
 from ggmlb.backends.cpu.device import CpuReg
 from ggmlb.backends.cpu.float_buffer import FloatBuffer, FloatBufferType
 from ggmlb.interface import Device
 from ggmlb.interface.host import aligned_empty
+from tests.meta.broken.values import WrongDevice
 
 
 class RowsBeginAtZero(FloatBuffer):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from cuda_emulator import build, text
-from cuda_emulator.programs import PROGRAMS
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import Kernel, Launch
 from ggmlb.backends.gpu.source import PORTABLE
+from tests.support.cuda_emulator import build, text
+from tests.support.cuda_emulator.programs import PROGRAMS
 
 FILES = {
     PACKAGE: (

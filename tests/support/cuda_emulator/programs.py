@@ -10,16 +10,16 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from golden import CASES
 
-from cuda_emulator import BACKWARD, FORWARD
-from cuda_emulator.runner import Runner, place
 from ggmlb import Context, DType, Graph, init_by_name
 from ggmlb.backends.cuda.kernels import Lowering, Step, products
 from ggmlb.backends.gpu import Launch, Mem, Target, lower
 from ggmlb.backends.gpu.lowering.matmul import Glu
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
+from tests.support.cuda_emulator import BACKWARD, FORWARD
+from tests.support.cuda_emulator.runner import Runner, place
+from tests.support.golden import CASES
 
 CARD = Target(False, 132, 128)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cuda_emulator import FORWARD, Memory, guarded
-from cuda_emulator.blas import HostBlas
 from ggmlb import Context, cpu_buffer_from_ptr, tensor_alloc, view_init
 from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.kernels import Step
 from ggmlb.backends.gpu import Launch
+from tests.support.cuda_emulator import FORWARD, Memory, guarded
+from tests.support.cuda_emulator.blas import HostBlas
 
 
 class Runner:

@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ggml_bridge.c_api import (
+from ggmlb import Backend, Buffer, Device, DType, Tensor
+from tests.support.ggml_bridge.c_api import (
     API_VERSION,
     CPU_TYPE,
     GPU_TYPE,
@@ -22,8 +23,7 @@ from ggml_bridge.c_api import (
     InitBackend,
     RegTable,
 )  # fmt: skip
-from ggml_bridge.nodes import Reader, Unknown
-from ggmlb import Backend, Buffer, Device, DType, Tensor
+from tests.support.ggml_bridge.nodes import Reader, Unknown
 
 PREFIX = "ggmlb-"
 """Of the names that ggml knows our devices by: it has a `CPU` itself, with which it compares."""

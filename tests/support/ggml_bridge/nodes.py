@@ -7,9 +7,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from ggml_bridge.c_api import CTensor, Ggml
 from ggmlb import Buffer, Graph, Tensor
 from ggmlb.core.enums import GluOp, Hint, Op, OpPool, Prec, RopeType, ScaleMode, SortOrder, TriType, UnaryOp
+from tests.support.ggml_bridge.c_api import CTensor, Ggml
 
 Lookup = Callable[[int], tuple[Buffer, int] | None]
 """Gives for a C buffer's address the buffer of ggmlb's, and its base address; `None` if it is not ours."""

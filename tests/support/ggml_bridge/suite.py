@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Queue
 
-from ggml_bridge.devices import FAULT, PREFIX
-from ggml_bridge.worker import END
+from tests.support.ggml_bridge.devices import FAULT, PREFIX
+from tests.support.ggml_bridge.worker import END
 
 FOLDER = Path(__file__).parents[3] / "build/ggml/lib"
 """Where `scripts/build_ggml_tests.py` puts the libraries."""
@@ -108,7 +108,8 @@ class Worker:
         return subprocess.Popen(
             [
                 sys.executable,
-                Path(__file__).with_name("worker.py"),
+                "-m",
+                "tests.support.ggml_bridge.worker",
                 FOLDER,
                 self._device,
                 str(self._seed),
@@ -119,6 +120,7 @@ class Worker:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            cwd=Path(__file__).parents[3],
             env={**os.environ, "GGML_NO_BACKTRACE": "1", "PYOPENCL_COMPILER_OUTPUT": "0"},
         )
 

@@ -1,4 +1,4 @@
-"""A process that runs cases of ggml's test on a device: `worker.py FOLDER DEVICE SEED [--list]`.
+"""A process that runs cases of ggml's test on a device: `python -m ... FOLDER DEVICE SEED [--list]`.
 
 Each line on stdin is a filter as the test's option `-o` has it; an empty one is all cases. What the test
 prints comes on stdout, with a line `END` and the test's status behind it. With `--list` the device supports
@@ -11,11 +11,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ggmlb
-from ggml_bridge.c_api import Ggml
-from ggml_bridge.devices import Registration
+from tests.support.ggml_bridge.c_api import Ggml
+from tests.support.ggml_bridge.devices import Registration
 
 END = "END of test-backend-ops, status "
 

@@ -1,6 +1,6 @@
 """Random programs of the conformance kit's families, and ggml itself to compute them."""
 
-from oracle.ggml_process import GgmlProcess, Missing, Refused
-from oracle.random_programs import programs
+from tests.support.oracle.ggml_process import GgmlProcess, Missing, Refused
+from tests.support.oracle.random_programs import programs
 
 __all__ = ["GgmlProcess", "Missing", "Refused", "programs"]

@@ -9,14 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2]))
-
-from host_driver import HostDriver
-from host_streams import HostError, Op
-
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import Defines, Kernel, source
 from ggmlb.backends.gpu.source import kernels
+from tests.support.host_driver import HostDriver
+from tests.support.host_streams import HostError, Op
 
 __all__ = ["FUNCTIONS", "HOST", "HostError", "Op", "function_of"]
 

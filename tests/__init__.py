@@ -1,0 +1,1 @@
+"""The tests, and in `tests.support` what they share."""

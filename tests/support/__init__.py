@@ -1,0 +1,1 @@
+"""What tests share: programs, players of what is not there, and processes."""
