@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ggmlb.core import quants
 from ggmlb.core.dtypes import DType, can_dequantize, can_quantize, dequantize, dequantize_into, quantize
+from ggmlb.core.quants import grids
 from tests.support.quants_data import PATH, WRITABLE, samples
 
 QUANTIZED = [d for d in DType if d.is_quantized]
@@ -57,6 +58,14 @@ def test_reading_gives_what_gguf_reads(dtype: DType) -> None:
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(blocks, GGMLQuantizationType(int(dtype)))
     np.testing.assert_array_equal(dequantize(blocks, dtype), expected, strict=True)
+
+
+@pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"])
+def test_grids_are_those_of_gguf(name: str) -> None:
+    codec = getattr(gguf.quants, name)
+    codec.init_grid()
+    entries = codec.grid[0, 0].astype(np.int8)
+    np.testing.assert_array_equal(grids._grid(name).view(np.int8).reshape(entries.shape), entries)
 
 
 def half(block: np.ndarray, at: int) -> np.float32:

@@ -2,9 +2,6 @@
 
 Values read are ggml's, to the bit. Blocks written are, to the byte, those of ggml's reference quantisers
 (`quantize_row_*_ref`, which use no importance matrix).
-
-The `gguf` package reads most of these types too, and writes some, mostly in two to ten times as long: it
-makes a new array in each of many passes over short rows. Its tables of the grids of IQ1 to IQ3 are used.
 """
 
 from __future__ import annotations

@@ -1,27 +1,35 @@
 """IQ1, IQ2 and IQ3: runs of four or eight elements are entries of a fixed grid, with signs or an offset.
 
-Read only: ggml writes them with an importance matrix alone. The grids are those of the `gguf` package.
+Read only: ggml writes them with an importance matrix alone. `grids.npz` holds ggml's grids (iq1s_grid to
+iq3s_grid): of each a bit for every number of four or eight digits, set if these digits are an entry's levels.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ggmlb.core.quants.codec import Blocks, Codec, Floats, Ints, expand, f32, layout
 
+_LEVELS = {
+    "IQ1_S": (-1, 0, 1),
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), (8, 25, 43)),
+    "IQ3_XXS": (4, 12, 20, 28, 36, 44, 52, 62),
+    "IQ3_S": (1, 3, 5, 7, 9, 11, 13, 15),
+}
+
 
 @cache
 def _grid(name: str) -> Ints:
     """The grid of a type: each entry's int8 elements as one item, of 4 or 8 bytes."""
-    import gguf.quants
-
-    codec = getattr(gguf.quants, name)
-    codec.init_grid()
-    entries = codec.grid[0, 0].astype(np.int8)
-    items: Ints = entries.view(f"u{entries.shape[1]}")[:, 0]
+    levels = np.array(_LEVELS[name], np.int8)
+    base, width = (3, 8) if len(levels) == 3 else (8, 4)
+    with np.load(Path(__file__).with_name("grids.npz")) as file:
+        numbers = np.flatnonzero(np.unpackbits(file[name], bitorder="little"))
+    items: Ints = levels[numbers[:, None] // base ** np.arange(width) % base].view(f"u{width}")[:, 0]
     return items
 
 
