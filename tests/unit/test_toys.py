@@ -1,0 +1,316 @@
+"""CONTRIBUTING.md says which files a new op, type, backend and model touch: one of each is added and runs.
+
+Each is added to a copy of the tree. The files that differ afterwards must be those that the page lists, and
+each of these must differ; the new thing then runs in processes that find the copy.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from filecmp import cmp
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import python
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "ggmlb",
+    "docs",
+    "pyproject.toml",
+    "tests/conftest.py",
+    "tests/conformance",
+    "tests/support",
+    "tests/meta",
+)
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def listed(what: str) -> list[str]:
+    """The files of a list of the page, as patterns."""
+    (items,) = re.findall(rf"^\*\*{what}\*\*.*\n\n((?:- .*\n(?:  .*\n)*)+)", PAGE, re.MULTILINE)
+    paths = re.findall(r"^- `([^`]+)`", items, re.MULTILINE)
+    return [re.sub(r"<\w+>", "*", path) for path in paths]
+
+
+class Tree:
+    """A copy of the tree, without what no toy needs."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in COPIED:
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, root / name)
+
+    def write(self, path: str, text: str) -> None:
+        """Add a file."""
+        file = self.root / path
+        assert not file.exists()
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+
+    def append(self, path: str, text: str) -> None:
+        """Add a text at the end of a file."""
+        file = self.root / path
+        file.write_text(file.read_text() + text)
+
+    def replace(self, path: str, old: str, new: str) -> None:
+        """Put a text in the place of one that is there once."""
+        text = (self.root / path).read_text()
+        assert text.count(old) == 1, f"{path} has {old!r} {text.count(old)} times"
+        (self.root / path).write_text(text.replace(old, new))
+
+    def run(self, *args: str) -> str:
+        """Run Python, where it finds the copy; return what it printed."""
+        done = python(*args, cwd=self.root, PYTHONPATH=str(self.root), PYTHONDONTWRITEBYTECODE="1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def changed(self) -> set[str]:
+        """The files that are new or have another text."""
+        files = (p for p in self.root.rglob("*") if p.is_file())
+        paths = {file.relative_to(self.root) for file in files}
+        return {str(p) for p in paths if not (ROOT / p).is_file() or not cmp(ROOT / p, self.root / p, False)}
+
+    def check(self, what: str) -> None:
+        """Check that what differs is what the page lists."""
+        changed, patterns = self.changed(), listed(what)
+        assert [p for p in changed if not any(fnmatch(p, pattern) for pattern in patterns)] == []
+        assert [pattern for pattern in patterns if not any(fnmatch(p, pattern) for p in changed)] == []
+
+
+def passed(tree: Tree, devices: str, *chosen: str) -> set[str]:
+    """The modes of the kit in which cases passed, none having failed."""
+    told = tree.run("-m", "ggmlb", "test", "--devices", devices, *chosen, "--mode", "all", "--json")
+    return {r["mode"] for r in json.loads(told)["results"] if r["outcome"] == "passed"}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "tree")
+
+
+OP = '''\
+    def toy(self, a: Tensor, more: float = 0.0) -> Tensor:
+        """Return `a * a + more`."""
+        return self._op(Op.TOY, a.dtype, a.ne, (a,), {"more": more})
+
+    def sum('''
+OP_SPEC = """\
+SPECS = (
+    OpSpec(
+        Op.TOY,
+        params=("more",),
+        inplace=1,
+        shard=elementwise,
+        samples={"toy": lambda c, t: c.toy(main(c, t))},
+        cases={"toy": lambda p: p.out("toy", p.operand(F32, p.ne(), *ROWS, beyond=ANY), p.float(0.1, 1))},
+        perf=(Perf("toy", "f32", lambda c, s: c.toy(rows(c, s), 0.5)),),
+    ),
+"""
+OP_RULE = '''
+
+@rule(Op.TOY, operands(FLOAT))
+def toy(lw: Lowering, t: Tensor) -> None:
+    """The square, and a little more."""
+    more = t.params["more"]
+
+    def kernel(y: Array, x: Array) -> None:
+        lw.xp.multiply(x, x, out=y)
+        lw.xp.add(y, more, out=y)
+
+    lw.rowwise(kernel, t, *t.sources)
+'''
+OP_PROGRAM = """
+import numpy as np
+import ggmlb
+from ggmlb.core.errors import ArgumentError
+
+with ggmlb.init_by_name("CPU") as cpu:
+    c = ggmlb.Context()
+    x = c.set_input(c.new_tensor("f32", (5, 3)))
+    y = c.toy(c.toy(x, more=0.5), 1)
+    graph = ggmlb.Graph().build_forward_expand(y)
+    with ggmlb.GraphAllocator(cpu.default_buffer_type) as allocator:
+        allocator.alloc_graph(graph)
+        assert (y.buffer, y.offset) == (y.src[0].buffer, y.src[0].offset)  # in place
+        x.set_array(np.full((3, 5), 2.0))
+        cpu.graph_compute(graph)
+        np.testing.assert_allclose(y.to_numpy(), (4 + 0.5) ** 2 + 1)
+    for wrong in ((3,), (x, "much")):
+        try:
+            c.toy(*wrong)
+        except ArgumentError as error:
+            assert "toy" in str(error)
+        else:
+            raise SystemExit(f"toy took {wrong}")
+"""
+
+
+def test_a_new_op(tree: Tree) -> None:
+    tree.replace("ggmlb/core/enums.py", '    GLU = "GLU"\n', '    GLU = "GLU"\n    TOY = "TOY"\n')
+    family = "ggmlb/core/ops/reduce.py"
+    tree.replace(family, "    def sum(", OP)
+    tree.replace(family, "import per_row", "import elementwise, per_row")
+    tree.replace(family, "SPECS = (\n", OP_SPEC)
+    tree.append("ggmlb/backends/cpu/array/ops/reduce.py", OP_RULE)
+    tree.run("-c", OP_PROGRAM)
+    assert passed(tree, "CPU,Meta(CPU,CPU)", "--ops", "toy") == {"test", "support", "perf"}
+    tree.run("-m", "ggmlb", "ops", "--devices", "CPU", "--markdown", "docs/ops.md")
+    assert re.search(r"^\| toy \| floats \|", (tree.root / "docs/ops.md").read_text(), re.MULTILINE)
+    tree.check("A new op")
+
+
+CODEC = """
+
+def _read_toy(values: Floats, blocks: Blocks) -> None:
+    values[:] = blocks["qs"] * f32(blocks["d"])[:, None]
+
+
+def _write_toy(blocks: Blocks, columns: Floats) -> None:
+    blocks["d"] = np.abs(columns).max(0) / np.float32(127)
+    with np.errstate(all="ignore"):
+        blocks["qs"] = np.nan_to_num(np.rint(columns / f32(blocks["d"]))).clip(-127, 127).T
+
+
+Q8_TOY = Codec(layout(d="f2", qs=("i1", 16)), _read_toy, _write_toy)
+"""
+TYPE_PROGRAM = """
+import numpy as np
+import ggmlb
+from ggmlb.core import dtypes
+
+toy = ggmlb.DType.parse("q8_toy")
+assert (toy.is_quantized, toy.row_size(32)) == (True, 36)
+rows = np.random.default_rng(0).uniform(-1, 1, (4, 32)).astype(np.float32)
+blocks = dtypes.quantize(rows, toy)
+assert blocks.shape == (4, 36)
+values = dtypes.dequantize(blocks, toy)
+np.testing.assert_allclose(values, rows, atol=0.01)
+
+ctx = ggmlb.Context()
+w = ctx.new_tensor("q8_toy", (32, 4))
+x = ctx.new_tensor("f32", (32, 2))
+y = ctx.mul_mat(w, x)
+with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu):
+    w.set_array(rows)
+    x.set_array(rows[:2])
+    cpu.graph_compute(ggmlb.Graph().build_forward_expand(y))
+    np.testing.assert_array_equal(w.to_numpy(), values)
+    np.testing.assert_allclose(y.to_numpy(), rows[:2] @ values.T, rtol=1e-5)
+"""
+
+
+def test_a_new_type(tree: Tree) -> None:
+    tree.replace("ggmlb/core/dtypes.py", "\n    Q2_0 = ", "\n    Q8_TOY = 99, 16, 18\n    Q2_0 = ")
+    tree.append("ggmlb/core/quants/simple.py", CODEC)
+    tree.replace("ggmlb/core/quants/__init__.py", '"simple": "', '"simple": "Q8_TOY ')
+    tree.run("-c", TYPE_PROGRAM)
+    assert passed(tree, "CPU", "--ops", "mul_mat,get_rows,cpy", "--pattern", "q8_toy") == {"test", "support"}
+    tree.check("A new type")
+
+
+BACKEND_TEST = """
+
+@pytest.mark.parametrize("mode", ["behaviour", "test", "support"])
+def test_the_abacus_passes(mode: str) -> None:
+    assert faults(device_by_name("Abacus0"), mode, SAMPLE, least=0.001) == []  # it has few ops
+"""
+
+
+def test_a_new_backend(tree: Tree) -> None:
+    """That of the page about writing one, as a folder of ours."""
+    module = (ROOT / "tests/third_party/abacus/ggmlb_abacus/__init__.py").read_text()
+    tree.write("ggmlb/backends/abacus/__init__.py", module)
+    tree.replace("pyproject.toml", "\ncpu = ", '\nabacus = "ggmlb.backends.abacus:backend_reg"\ncpu = ')
+    tree.append("tests/conformance/test_kit.py", BACKEND_TEST)
+    kit = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/conformance/test_kit.py", "-k", "abacus")
+    assert re.search(r"^3 passed, [1-9]\d* deselected in", tree.run(*kit), re.MULTILINE)
+    tree.check("A new backend")
+
+
+MODEL = '''
+"""A toy model: the mean of the vectors of a text's words, through a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Context, Graph, Scheduler, init_by_name
+from ggmlb.models.folder import ModelFolder
+from ggmlb.models.tensor_file import TensorFile
+from ggmlb.models.weights import Source, Weights
+
+
+class Toy:
+    """Words in, a vector out."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        folder = ModelFolder(path)
+        n_vocab, n_embd = (folder.json("config.json")[key] for key in ("n_vocab", "n_embd"))
+        self._weights = Weights(TensorFile(folder.file("model.safetensors")))
+        self._stream = init_by_name(device)
+        sources = {
+            "words": Source(("words",), (n_vocab, n_embd), is_matrix=True),
+            "layer": Source(("layer",), (n_embd, n_embd), is_matrix=True, is_multiplied=True),
+        }
+        self._placed = self._weights.place(sources, self._stream)
+
+    def embed(self, words: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the vector of a text."""
+        ctx = Context()
+        ids = ctx.set_input(ctx.new_tensor("i32", (len(words),)))
+        rows = ctx.get_rows(self._placed["words"], ids)
+        mean = ctx.transpose(ctx.mean(ctx.cont(ctx.transpose(rows))))
+        out = ctx.set_output(ctx.tanh(ctx.mul_mat(self._placed["layer"], ctx.cont(mean))))
+        graph = Graph().build_forward_expand(out)
+        with Scheduler([self._stream]) as scheduler:
+            scheduler.alloc_graph(graph)
+            ids.set_array(np.asarray(words, np.int32))
+            scheduler.graph_compute(graph)
+            return out.to_numpy()
+
+    def free(self) -> None:
+        """Free the weights and the stream."""
+        self._weights.free()
+        self._stream.free()
+'''.lstrip()
+MODEL_PROGRAM = """
+import json
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from ggmlb.models import Toy
+
+folder = Path("model")
+folder.mkdir()
+(folder / "config.json").write_text(json.dumps({"n_vocab": 10, "n_embd": 4}))
+words = np.random.default_rng(0).standard_normal((10, 4), np.float32)
+save_file({"words": words, "layer": np.eye(4, dtype=np.float32) / 2}, folder / "model.safetensors")
+toy = Toy(folder, "CPU")
+np.testing.assert_allclose(toy.embed([3, 1, 4]), np.tanh(words[[3, 1, 4]].mean(0) / 2), rtol=1e-5)
+toy.free()
+for path in folder.iterdir():
+    path.unlink()
+folder.rmdir()
+"""
+
+
+def test_a_new_model(tree: Tree) -> None:
+    pytest.importorskip("safetensors")
+    tree.write("ggmlb/models/toy.py", MODEL)
+    names = "ggmlb/models/__init__.py"
+    tree.replace(names, "\n__all__ = [", 'from ggmlb.models.toy import Toy\n\n__all__ = ["Toy", ')
+    tree.run("-c", MODEL_PROGRAM)
+    tree.check("A new model")
