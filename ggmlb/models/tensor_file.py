@@ -1,26 +1,18 @@
-"""TensorFile: the tensors of a safetensors file, read where they lie in the file.
-
-The file stays mapped, so it must stay as it is while it is in use: a program that reads a part of it that
-was cut off is ended by the system (SIGBUS), and bytes that are overwritten in place change the weights. A
-file that is replaced by another of its name, as downloads do, is no such change. `check_unchanged` tells,
-unless the change comes later.
-"""
+"""TensorFile: the tensors of a safetensors file, read where they lie in the mapped file."""
 
 from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import DTypeError, ModelError
+from ggmlb.models.mapped_file import MappedFile, failing
 
 FLOATS: Final = (DType.F32, DType.F16, DType.BF16, DType.F64)
 """Types that weights may have in a file."""
@@ -56,21 +48,10 @@ class TensorFile(Mapping[str, Entry]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with failing(f"cannot read {path}", OSError):
-            if not path.is_file():
-                raise ModelError(f"there is no file {path}; give a model folder that holds model.safetensors")
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            weakref.finalize(self, os.close, self._fd)
-            self._opened = _state(os.fstat(self._fd))
-        header_nbytes = _validated_header_nbytes(path, self._fd)
-        with failing(f"cannot map {path}", OSError, ValueError), os.fdopen(os.dup(self._fd), "rb") as source:
-            file = np.memmap(source, np.uint8, mode="r").view(np.ndarray)
-            is_same = _state(os.stat(path)) == self._opened
-        self.check_unchanged()
-        if not is_same:
-            raise self._changed()
-        header = json.loads(file[8:header_nbytes].tobytes())
-        self.data: npt.NDArray[np.uint8] = file[header_nbytes:]
+        self._file = MappedFile(path, _check_header)
+        header_nbytes = 8 + int.from_bytes(self._file.data[:8].tobytes(), "little")
+        header = json.loads(self._file.data[8:header_nbytes].tobytes())
+        self.data = self._file.data[header_nbytes:]
         self._entries = {
             name: Entry(facts["dtype"], tuple(facts["shape"]), start, end - start)
             for name, facts in header.items()
@@ -89,16 +70,7 @@ class TensorFile(Mapping[str, Entry]):
 
     def check_unchanged(self) -> None:
         """Raise a ModelError if the file was cut, extended or overwritten since it was opened."""
-        with failing(f"cannot read {self.path}", OSError):
-            now = _state(os.fstat(self._fd))
-        if now != self._opened:
-            raise self._changed()
-
-    def _changed(self) -> ModelError:
-        return ModelError(
-            f"{self.path} was changed while it was in use; copy or download it again if it is not whole, and "
-            "open the model anew"
-        )
+        self._file.check_unchanged()
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
         """Return what the header says of a weight that a model needs.
@@ -149,34 +121,8 @@ class TensorFile(Mapping[str, Entry]):
         return raw.view(self.dtype(name).numpy).reshape(entry.shape)
 
 
-@contextmanager
-def failing(
-    what: str, *kinds: type[BaseException], cure: str = "copy or download it again"
-) -> Iterator[None]:
-    """Turn failures of these kinds, within a `with` block, into a ModelError that says what failed.
-
-    Without kinds, of every kind that a library written in Rust has: it panics with a class that is no
-    `Exception`, and passes the handlers of those who call.
-    """
-    try:
-        yield
-    except (ModelError, MemoryError):
-        raise
-    except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"
-        if not (isinstance(error, kinds) if kinds else isinstance(error, Exception) or is_panic):
-            raise
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ModelError(f"{what}: {why}; {cure}") from error
-
-
-def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """What tells whether a file is the one that it was."""
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _validated_header_nbytes(path: Path, fd: int) -> int:
-    """Let `safetensors` check the file from end to end; return where its tensors begin."""
+def _check_header(path: Path, fd: int) -> None:
+    """Let `safetensors` check the file from end to end."""
     try:
         from safetensors import safe_open
     except ImportError:
@@ -186,4 +132,4 @@ def _validated_header_nbytes(path: Path, fd: int) -> int:
         failing(f"{path} is not a whole safetensors file ({nbytes:,} bytes)"),
         safe_open(path, framework="numpy"),
     ):
-        return 8 + int.from_bytes(os.read(fd, 8), "little")
+        pass

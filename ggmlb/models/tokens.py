@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.errors import ModelError
-from ggmlb.models.tensor_file import failing
+from ggmlb.models.mapped_file import failing
 
 Tokens = npt.NDArray[np.int32]
 

@@ -369,28 +369,26 @@ CHANGES = [overwrite, cut, grow]
 def test_a_file_that_is_changed_while_it_is_opened(
     small: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = tensor_file_module._validated_header_nbytes
+    check = tensor_file_module._check_header
 
-    def slow(path: Path, fd: int) -> int:
-        found = check(path, fd)
+    def slow(path: Path, fd: int) -> None:
+        check(path, fd)
         change(path)
-        return found
 
-    monkeypatch.setattr(tensor_file_module, "_validated_header_nbytes", slow)
+    monkeypatch.setattr(tensor_file_module, "_check_header", slow)
     with pytest.raises(ModelError, match=r"model\.safetensors was changed while it was in use"):
         TensorFile(small / "model.safetensors")
 
 
 def test_a_file_that_is_replaced_while_it_is_opened(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, check = small / "model.safetensors", tensor_file_module._validated_header_nbytes
+    path, check = small / "model.safetensors", tensor_file_module._check_header
 
-    def slow(path: Path, fd: int) -> int:
-        found = check(path, fd)
+    def slow(path: Path, fd: int) -> None:
+        check(path, fd)
         save_file(weights(), small / "new")
         (small / "new").replace(path)
-        return found
 
-    monkeypatch.setattr(tensor_file_module, "_validated_header_nbytes", slow)
+    monkeypatch.setattr(tensor_file_module, "_check_header", slow)
     with pytest.raises(ModelError, match="was changed while it was in use"):
         TensorFile(path)
 

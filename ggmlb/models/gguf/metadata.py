@@ -1,0 +1,228 @@
+"""Metadata: the values of a GGUF file by key, each decoded when it is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ModelError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from ggmlb.models.mapped_file import MappedFile
+
+_DTYPES: Final = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1", "", "", "<u8", "<i8", "<f8")
+
+Value = bool | int | float | str | npt.NDArray[Any] | list[str]
+"""A decoded value: arrays of numbers are read-only NumPy arrays, arrays of strings are lists."""
+
+T = TypeVar("T", bool, int, float, str)
+
+_U64 = Struct("<Q").unpack_from
+_NEEDED: Final = object()
+
+
+class Kind(IntEnum):
+    """The type of a value (enum gguf_type)."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The NumPy dtype of a number."""
+        return np.dtype(_DTYPES[self])
+
+
+class MissingError(ModelError, KeyError):
+    """The file has no such key or tensor."""
+
+    __str__ = ModelError.__str__
+
+
+class Slot(NamedTuple):
+    """Where a value lies.
+
+    Attributes:
+        kind: Of the value, or of an array's elements.
+        offset: Of its first byte in the file [bytes].
+        length: An array's elements; `None` for a single value.
+    """
+
+    kind: Kind
+    offset: int
+    length: int | None
+
+    def __str__(self) -> str:
+        name = self.kind.name.lower()
+        return name if self.length is None else f"{name}[{self.length}]"
+
+
+class Metadata(Mapping[str, Value]):
+    """The values of a GGUF file by key.
+
+    `integer`, `real`, `flag`, `text`, `texts` and `numbers` check the type of what they return.
+    """
+
+    def __init__(self, file: MappedFile, slots: Mapping[str, Slot]) -> None:
+        self._file = file
+        self._slots = dict(slots)
+        self._texts: dict[str, list[str]] = {}
+
+    def __getitem__(self, key: str) -> Value:
+        slot = self.slot(key)
+        if slot.length is None:
+            return self._string(key, slot.offset)[0] if slot.kind is Kind.STRING else self._number(key, slot)
+        if slot.kind is Kind.STRING:
+            return self.texts(key)
+        raw = self._file.data[slot.offset : slot.offset + slot.length * slot.kind.dtype.itemsize]
+        return raw != 0 if slot.kind is Kind.BOOL else raw.view(slot.kind.dtype)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slots
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot(self, key: str) -> Slot:
+        """Return where a value lies, and its type.
+
+        Raises:
+            ModelError: There is no such key.
+        """
+        try:
+            return self._slots[key]
+        except KeyError:
+            told = f"{self._file.path} has no metadata key {shown(str(key))!r}"
+            raise MissingError(told + did_you_mean(str(key), self._slots)) from None
+
+    # -- values of a certain type --------------------------------------------------------------
+
+    def integer(self, key: str, default: int | None = None, least: int = 0, most: int = (1 << 31) - 1) -> int:
+        """Return a whole number, or the default where the key is missing.
+
+        Raises:
+            ModelError: The key is missing without a default, is no whole number, or out of range.
+        """
+        found = self._typed(key, default, int)
+        if not least <= found <= most:
+            raise self.error(key, f"it is {found}; it must be {least} to {most}")
+        return found
+
+    def real(
+        self, key: str, default: float | None = None, least: float = -math.inf, most: float = math.inf
+    ) -> float:
+        """Return a finite number, or the default where the key is missing.
+
+        Raises:
+            ModelError: The key is missing without a default, is no number, or out of range.
+        """
+        found = self._typed(key, default, float)
+        if not (math.isfinite(found) and least <= found <= most):
+            raise self.error(key, f"it is {found}; it must be {least} to {most}")
+        return found
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Return a truth value, or the default where the key is missing.
+
+        Raises:
+            ModelError: The key is missing without a default, or is no truth value.
+        """
+        return self._typed(key, default, bool)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string, or the default where the key is missing.
+
+        Raises:
+            ModelError: The key is missing without a default, or is no string in UTF-8.
+        """
+        return self._typed(key, default, str)
+
+    def texts(self, key: str) -> list[str]:
+        """Return an array of strings.
+
+        Raises:
+            ModelError: The key is missing, is no array of strings, or a string is not UTF-8.
+        """
+        slot = self.slot(key)
+        if slot.kind is not Kind.STRING or slot.length is None:
+            raise self.error(key, f"it is {slot}; it must be an array of strings")
+        if key not in self._texts:
+            self._texts[key] = self._strings(key, slot.offset, slot.length)
+        return self._texts[key]
+
+    def numbers(self, key: str) -> npt.NDArray[Any]:
+        """Return an array of numbers, read-only.
+
+        Raises:
+            ModelError: The key is missing, or is no array of numbers.
+        """
+        found = self[key]
+        if not isinstance(found, np.ndarray):
+            raise self.error(key, f"it is {self.slot(key)}; it must be an array of numbers")
+        return found
+
+    def error(self, key: str, found: str) -> ModelError:
+        """Return the error about a value."""
+        return ModelError(f"{self._file.path}: metadata key {shown(key)!r}: {found}")
+
+    # -- decoding ------------------------------------------------------------------------------
+
+    def _typed(self, key: str, default: T | None, kind: type[T]) -> T:
+        if key not in self._slots and default is not None:
+            return default
+        found = self[key]
+        is_right = isinstance(found, kind) and (kind is bool or not isinstance(found, bool))
+        if kind is float and isinstance(found, int) and not isinstance(found, bool):
+            return kind(found)
+        if not is_right or not isinstance(found, kind):
+            what = {bool: "a bool", int: "a whole number", float: "a number", str: "a string"}[kind]
+            raise self.error(key, f"it is {self.slot(key)}; it must be {what}")
+        return found
+
+    def _number(self, key: str, slot: Slot) -> bool | int | float:
+        dtype = slot.kind.dtype
+        found: int | float = self._file.data[slot.offset : slot.offset + dtype.itemsize].view(dtype)[0].item()
+        return bool(found) if slot.kind is Kind.BOOL else found
+
+    def _string(self, key: str, at: int) -> tuple[str, int]:
+        """Return a string, and where it ends."""
+        nbytes = _U64(self._file.view, at)[0]
+        raw = self._file.data[at + 8 : at + 8 + nbytes].tobytes()
+        if len(raw) < nbytes:
+            raise self.error(key, f"at byte {at}: the string has {nbytes:,} bytes, beyond the file's end")
+        try:
+            return raw.decode("utf-8"), at + 8 + nbytes
+        except UnicodeDecodeError as error:
+            raise self.error(key, f"at byte {at}: the string is not UTF-8: {error}") from None
+
+    def _strings(self, key: str, at: int, count: int) -> list[str]:
+        data, read = self._file.view, _U64
+        found = []
+        try:
+            for _ in range(count):
+                start = at + 8
+                at = start + read(data, at)[0]
+                found.append(str(data[start:at], "utf-8"))
+        except UnicodeDecodeError as error:
+            raise self.error(key, f"at byte {at}: string {len(found)} is not UTF-8: {error}") from None
+        return found

@@ -1,0 +1,347 @@
+"""GgufFile: the metadata and tensors of a GGUF file, read where they lie in the mapped file.
+
+Source: ggml's docs/gguf.md, version 3, and version 2, which differs in nothing that is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.dtypes import DType, dequantize
+from ggmlb.core.errors import DTypeError, ModelError, did_you_mean, shown
+from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot
+from ggmlb.models.mapped_file import MappedFile
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+MAGIC: Final = b"GGUF"
+VERSIONS: Final = (2, 3)
+DEFAULT_ALIGNMENT: Final = 32
+
+MAX_DIMS: Final = 4
+MAX_NAME: Final = 1 << 16
+"""Longest key or tensor name [bytes], as the format has it."""
+
+MAX_PARTS: Final = 1 << 10
+"""Most files that a model is split into."""
+
+_U32 = Struct("<I").unpack_from
+_U64 = Struct("<Q").unpack_from
+_HEADER = Struct("<4sIQQ")
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+class GgufTensor(NamedTuple):
+    """What the file says of one tensor.
+
+    Attributes:
+        name: Its name.
+        dtype: The element or block type.
+        ne: Extents in ggml order, innermost first, as many as the file gives.
+        offset: Of its first byte in the file [bytes].
+        nbytes: Its size [bytes].
+        part: The number of its file, from 0; 0 unless the model is split.
+    """
+
+    name: str
+    dtype: DType
+    ne: tuple[int, ...]
+    offset: int
+    nbytes: int
+    part: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extents in NumPy order."""
+        return self.ne[::-1]
+
+
+class GgufFile(Mapping[str, GgufTensor]):
+    """A GGUF model, of one file or split over several: tensors by name, and metadata by key.
+
+    Opening reads the header alone: a value is decoded when it is asked for, and a tensor is read from disk
+    when its bytes are used. The file must stay as it is while it is in use.
+
+    Args:
+        path: The file; of a model that is split, the first (`...-00001-of-0000N.gguf`).
+
+    Attributes:
+        path: The (first) file.
+        version: Of the format, 2 or 3.
+        metadata: Values by key, of the first file.
+        alignment: Tensors begin at multiples of this in the file [bytes].
+
+    Raises:
+        ModelError: The file is missing, cut short or corrupt, or of another format; the message names key or
+            tensor, and the offset in the file [bytes].
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+        first = _Part(MappedFile(self.path), 0)
+        self.version, self.metadata, self.alignment = first.version, first.metadata, first.alignment
+        self._parts = [first.file]
+        self._tensors = dict(first.tensors)
+        n_parts = self.metadata.integer("split.count", 1, 0, MAX_PARTS)
+        if n_parts > 1:
+            self._add_parts(n_parts)
+
+    def _add_parts(self, n_parts: int) -> None:
+        """Open the other files of a split model, and check that they are its."""
+        found = _SPLIT_NAME.fullmatch(self.path.name)
+        if found is None or int(found[3]) != n_parts:
+            raise ModelError(
+                f"{self.path}: split.count is {n_parts}, so its name must end in "
+                f"-00001-of-{n_parts:05}.gguf; keep the names under which the parts were made"
+            )
+        if int(found[2]) != 1 or self.metadata.integer("split.no", 0, 0, MAX_PARTS) != 0:
+            raise ModelError(f"{self.path} is not the first part of its model; open the one with -00001-of-")
+        for i in range(1, n_parts):
+            path = self.path.with_name(f"{found[1]}-{i + 1:05}-of-{n_parts:05}.gguf")
+            part = _Part(MappedFile(path), i)
+            number = part.metadata.integer("split.no", -1, -1, MAX_PARTS)
+            if number != i:
+                raise ModelError(f"{path}: split.no is {number}, but its name says {i}; download it again")
+            twice = next((name for name in part.tensors if name in self._tensors), None)
+            if twice is not None:
+                raise ModelError(
+                    f"{path}: tensor {twice!r} is in an earlier part too; download the parts again"
+                )
+            self._parts.append(part.file)
+            self._tensors |= part.tensors
+        n_tensors = self.metadata.integer("split.tensors.count", len(self._tensors), 0, 1 << 40)
+        if n_tensors != len(self._tensors):
+            raise ModelError(
+                f"{self.path}: split.tensors.count is {n_tensors}, but the {n_parts} parts hold "
+                f"{len(self._tensors)} tensors; download them again"
+            )
+
+    def __getitem__(self, name: str) -> GgufTensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            told = f"{self.path} has no tensor {shown(str(name))!r} among its {len(self)}"
+            raise MissingError(told + did_you_mean(str(name), self._tensors)) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def parts(self) -> tuple[MappedFile, ...]:
+        """The mapped files, in the order of their numbers."""
+        return tuple(self._parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors [bytes]."""
+        return sum(tensor.nbytes for tensor in self.values())
+
+    def blocks(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return a tensor's bytes as they lie in the file: read-only, shape `(..., row_size)`, not copied.
+
+        Raises:
+            ModelError: There is no such tensor.
+        """
+        tensor = self[name]
+        raw = self._parts[tensor.part].data[tensor.offset : tensor.offset + tensor.nbytes]
+        return raw.reshape(*tensor.ne[:0:-1], tensor.dtype.row_size(tensor.ne[0]))
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor's values, shape `GgufTensor.shape`; blocks are dequantised to float32.
+
+        Values of a plain type are not copied, and read-only.
+
+        Raises:
+            ModelError: There is no such tensor.
+        """
+        tensor, blocks = self[name], self.blocks(name)
+        if tensor.dtype.is_quantized:
+            return dequantize(blocks, tensor.dtype)
+        return blocks.view(tensor.dtype.numpy)
+
+    def check_unchanged(self) -> None:
+        """Raise a ModelError if a file was cut, extended or overwritten since it was opened."""
+        for part in self._parts:
+            part.check_unchanged()
+
+    def __repr__(self) -> str:
+        arch = self.metadata.get("general.architecture", "no architecture")
+        return f"<GgufFile {self.path.name}: {arch}, {len(self)} tensors, {self.nbytes:,} bytes>"
+
+
+class _Part:
+    """The header of one file."""
+
+    def __init__(self, file: MappedFile, number: int) -> None:
+        self.file = file
+        self._data = file.view
+        self._size = len(self._data)
+        self._at = 0
+        self._where = "the header"
+        if self._size < _HEADER.size or bytes(self._data[:4]) != MAGIC:
+            kind = "it is too short" if self._size < _HEADER.size else "it does not begin with 'GGUF'"
+            raise ModelError(f"{file.path} is no GGUF file: {kind}")
+        _, self.version, n_tensors, n_values = _HEADER.unpack_from(self._data)
+        self._at = _HEADER.size
+        if self.version not in VERSIONS:
+            is_swapped = int.from_bytes(self.version.to_bytes(4, "little"), "big") in VERSIONS
+            cure = "it is big-endian" if is_swapped else "versions 2 and 3 are read"
+            raise ModelError(f"{file.path} is GGUF of version {self.version}: {cure}; convert it again")
+        # The least that a value takes is its key's length, its kind and one byte; of a tensor, 24 bytes.
+        self._check_count("n_kv", n_values, 13)
+        self._check_count("n_tensors", n_tensors, 24)
+        self.metadata = Metadata(file, self._slots(n_values))
+        self.alignment = self.metadata.integer("general.alignment", DEFAULT_ALIGNMENT, 1, 1 << 30)
+        if self.alignment & (self.alignment - 1):
+            raise self._error(f"general.alignment is {self.alignment}, which is no power of two")
+        self.tensors = self._read_tensors(n_tensors, number)
+
+    # -- primitives ----------------------------------------------------------------------------
+
+    def _error(self, found: str) -> ModelError:
+        return ModelError(
+            f"{self.file.path}: {self._where}, at byte {self._at}: {found}; copy or download the file again"
+        )
+
+    def _check_count(self, name: str, count: int, least: int) -> None:
+        if count > (self._size - self._at) // least:
+            raise self._error(f"{name} is {count:,}, more than {self._size:,} bytes can hold")
+
+    def _take(self, nbytes: int) -> int:
+        """Step over some bytes; return where they begin."""
+        at = self._at
+        if nbytes > self._size - at:
+            raise self._error(f"{nbytes:,} bytes are needed, but the file ends at {self._size:,}")
+        self._at = at + nbytes
+        return at
+
+    def _u32(self) -> int:
+        value: int = _U32(self._data, self._take(4))[0]
+        return value
+
+    def _u64(self) -> int:
+        value: int = _U64(self._data, self._take(8))[0]
+        return value
+
+    def _name(self, least: int = 0) -> str:
+        nbytes = self._u64()
+        if not least <= nbytes < MAX_NAME:
+            raise self._error(
+                f"a name has {nbytes:,} bytes; at least {least} and fewer than {MAX_NAME:,} are allowed"
+            )
+        at = self._take(nbytes)
+        try:
+            return str(self._data[at : at + nbytes], "utf-8")
+        except UnicodeDecodeError as error:
+            raise self._error(f"a name is not UTF-8: {error}") from None
+
+    # -- metadata ------------------------------------------------------------------------------
+
+    def _slots(self, n_values: int) -> dict[str, Slot]:
+        slots: dict[str, Slot] = {}
+        for i in range(n_values):
+            self._where = f"metadata value {i}"
+            key = self._name(1)
+            self._where = f"metadata key {shown(key)!r}"
+            if key in slots:
+                raise self._error("the key is there twice")
+            kind = self._kind()
+            if kind is not Kind.ARRAY:
+                slots[key] = Slot(kind, self._step_over(kind, 1), None)
+                continue
+            kind = self._kind()
+            if kind is Kind.ARRAY:
+                raise self._error("an array of arrays; the format has none")
+            count = self._u64()
+            slots[key] = Slot(kind, self._step_over(kind, count), count)
+        return slots
+
+    def _kind(self) -> Kind:
+        number = self._u32()
+        if number >= len(Kind):
+            raise self._error(f"a value has the type {number}; types are 0 to {len(Kind) - 1}")
+        return Kind(number)
+
+    def _step_over(self, kind: Kind, count: int) -> int:
+        """Step over values; return where they begin."""
+        if kind is not Kind.STRING:
+            return self._take(count * kind.dtype.itemsize)
+        self._check_count("the number of strings", count, 8)
+        start = at = self._at
+        data, size, read = self._data, self._size - 8, _U64
+        for _ in range(count):  # as short as can be: vocabularies have hundreds of thousands
+            if at > size:
+                break
+            at += 8 + read(data, at)[0]
+        else:
+            if at <= self._size:
+                self._at = at
+                return start
+        self._at = min(at, self._size)
+        raise self._error(f"a string ends beyond the file, at byte {at:,} of {self._size:,}")
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def _read_tensors(self, n_tensors: int, number: int) -> dict[str, GgufTensor]:
+        found: dict[str, GgufTensor] = {}
+        for i in range(n_tensors):
+            self._where = f"tensor {i}"
+            name = self._name()
+            self._where = f"tensor {shown(name)!r}"
+            if name in found:
+                raise self._error("the name is there twice")
+            found[name] = self._read_tensor(name, number)
+        start = self._at + -self._at % self.alignment
+        end = 0
+        for tensor in sorted(found.values(), key=lambda t: t.offset):
+            self._where, self._at = f"tensor {shown(tensor.name)!r}", start + tensor.offset
+            if tensor.offset % self.alignment:
+                raise self._error(
+                    f"offset {tensor.offset:,} is no multiple of the alignment, {self.alignment}"
+                )
+            if tensor.offset < end:
+                raise self._error(f"it overlaps the tensor before it, which ends at {start + end:,}")
+            end = tensor.offset + tensor.nbytes
+            if start + end > self._size:
+                raise self._error(f"it ends at byte {start + end:,}, beyond the file's end at {self._size:,}")
+            found[tensor.name] = tensor._replace(offset=start + tensor.offset)
+        return found
+
+    def _read_tensor(self, name: str, number: int) -> GgufTensor:
+        """Read the entry of a tensor; its offset is from the start of the data."""
+        n_dims = self._u32()
+        if n_dims > MAX_DIMS:
+            raise self._error(f"it has {n_dims} dimensions; at most {MAX_DIMS} are allowed")
+        ne = tuple(self._u64() for _ in range(n_dims)) or (1,)
+        n_elements = 1
+        for n in ne:
+            n_elements *= n
+        if n_elements >= 1 << 62 or max(ne) >= 1 << 62:
+            raise self._error(f"extents {ne} have too many elements")
+        type_number = self._u32()
+        try:
+            dtype = DType.parse(type_number)
+        except DTypeError:
+            raise self._error(
+                f"type {type_number} is none that ggml has, or one that it has dropped"
+            ) from None
+        if ne[0] % dtype.block_size:
+            raise self._error(
+                f"rows of {ne[0]} elements are not whole {dtype.name} blocks of {dtype.block_size}"
+            )
+        nbytes = n_elements // dtype.block_size * dtype.type_size
+        return GgufTensor(name, dtype, ne, self._u64(), nbytes, number)

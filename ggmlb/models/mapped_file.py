@@ -1,0 +1,107 @@
+"""MappedFile: the bytes of a file, mapped into memory, and whether the file is still the one that was opened.
+
+A mapped file must stay as it is while it is in use: a program that reads a part of it that was cut off is
+ended by the system (SIGBUS), and bytes that are overwritten in place change what was read. A file that is
+replaced by another of its name, as downloads do, is no such change. `check_unchanged` tells, unless the
+change comes later.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ModelError
+
+PAGE = mmap.PAGESIZE
+
+
+class MappedFile:
+    """A file, mapped read-only: a page is read from disk when a byte of it is used.
+
+    Attributes:
+        path: The file.
+        data: Its bytes.
+        view: The same as a memoryview, for `struct`.
+
+    Args:
+        path: The file.
+        check: Called with the path and an open descriptor before the file is mapped.
+
+    Raises:
+        ModelError: The file is missing, empty or cannot be read, or is changed while it is opened.
+    """
+
+    def __init__(self, path: Path, check: Callable[[Path, int], None] | None = None) -> None:
+        self.path = path
+        with failing(f"cannot read {path}", OSError):
+            if not path.is_file():
+                raise ModelError(f"there is no file {path}; give the path of a model file")
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, self._fd)
+            self._opened = _state(os.fstat(self._fd))
+        if check is not None:
+            check(path, self._fd)
+        with failing(f"cannot map {path}", OSError, ValueError):
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ)
+            self.view = memoryview(self._map)
+            self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+            is_same = _state(os.stat(path)) == self._opened
+        self.check_unchanged()
+        if not is_same or self.data.size != self._opened[2]:
+            raise self._changed()
+
+    def check_unchanged(self) -> None:
+        """Raise a ModelError if the file was cut, extended or overwritten since it was opened."""
+        with failing(f"cannot read {self.path}", OSError):
+            now = _state(os.fstat(self._fd))
+        if now != self._opened:
+            raise self._changed()
+
+    def release(self, offset: int, nbytes: int) -> None:
+        """Let the system take back the memory of the pages that lie whole in a range of the file.
+
+        They are read from the file again if they are used again.
+        """
+        first, end = -(-offset // PAGE) * PAGE, (offset + nbytes) // PAGE * PAGE
+        if end > first and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+    def _changed(self) -> ModelError:
+        return ModelError(
+            f"{self.path} was changed while it was in use; copy or download it again if it is not whole, and "
+            "open the model anew"
+        )
+
+
+@contextmanager
+def failing(
+    what: str, *kinds: type[BaseException], cure: str = "copy or download it again"
+) -> Iterator[None]:
+    """Turn failures of these kinds, within a `with` block, into a ModelError that says what failed.
+
+    Without kinds, of every kind that a library written in Rust has: it panics with a class that is no
+    `Exception`, and passes the handlers of those who call.
+    """
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"
+        if not (isinstance(error, kinds) if kinds else isinstance(error, Exception) or is_panic):
+            raise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ModelError(f"{what}: {why}; {cure}") from error
+
+
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    """What tells whether a file is the one that it was: device, inode, size and time of change."""
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
