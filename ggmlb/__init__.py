@@ -11,7 +11,7 @@ when a device of theirs is first asked for.
 """
 
 from ggmlb.core.context import Context
-from ggmlb.core.dtypes import DType
+from ggmlb.core.dtypes import DType, can_quantize, dequantize, quantize
 from ggmlb.core.enums import (
     BufferUsage,
     DeviceType,
@@ -181,9 +181,11 @@ __all__ = [
     "__version__",
     "alloc_ctx_tensors",
     "alloc_ctx_tensors_size",
+    "can_quantize",
     "compare_graph_backend",
     "cpu_buffer_from_ptr",
     "cpu_buffer_type",
+    "dequantize",
     "device_by_name",
     "device_by_type",
     "devices",
@@ -197,6 +199,7 @@ __all__ = [
     "load_all_from_path",
     "meta_device",
     "override_for",
+    "quantize",
     "reg_by_name",
     "register",
     "register_device",

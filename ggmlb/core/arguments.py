@@ -18,9 +18,10 @@ from os import PathLike
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.core.enums import whole_number
-from ggmlb.core.errors import ArgumentError, kind_of
+from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, kind_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -230,3 +231,24 @@ _SCALARS: Final[dict[str, Callable[[Any], bool]]] = {
     "os.PathLike[str]": lambda value: isinstance(value, PathLike),
     "str": lambda value: isinstance(value, str),
 }
+
+
+def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
+    """Return a caller's values as an array of numbers that tensors can hold.
+
+    Raises:
+        ShapeError: They make no array.
+        ArgumentError: The array has a mask.
+        DTypeError: It holds something else.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ShapeError(f"{call}: {error}") from None
+    if isinstance(values, np.ma.MaskedArray):
+        raise ArgumentError(f"{call}: the array has a mask; tensors have none, so fill it first")
+    kind = array.dtype.kind
+    is_extension = kind == "V" and not issubclass(array.dtype.type, np.void)  # bfloat16; records are void
+    if kind not in "biuf" and not is_extension:
+        raise DTypeError(f"{call}: the array holds {array.dtype}; give real numbers")
+    return array

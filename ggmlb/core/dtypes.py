@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core import quants
+from ggmlb.core.arguments import checked, real_numbers
 from ggmlb.core.errors import DTypeError, ShapeError, did_you_mean
 from ggmlb.core.quants.codec import Codec
 
@@ -160,12 +161,14 @@ def can_dequantize(dtype: DType | int | str) -> bool:
     return not dtype.is_quantized or dtype.name in quants.NAMES
 
 
+@checked
 def can_quantize(dtype: DType | int | str) -> bool:
     """Whether `quantize` writes the type: all but IQ1, IQ2 and IQ3, as ggml's CPU backend does."""
     dtype = DType.parse(dtype)
     return not dtype.is_quantized or _codec(dtype).write is not None
 
 
+@checked
 def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType | int | str) -> npt.NDArray[np.float32]:
     """Return float32 values of rows of blocks.
 
@@ -174,10 +177,14 @@ def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType | int | str) -> npt.N
         dtype: The type of the blocks; a plain type is viewed and converted.
 
     Raises:
-        DTypeError: There is no such type.
+        DTypeError: There is no such type, or the blocks are no bytes.
         ShapeError: A row is not whole blocks.
     """
     dtype = DType.parse(dtype)
+    if not isinstance(blocks, np.ndarray) or blocks.dtype != np.uint8 or not blocks.ndim:
+        raise DTypeError(
+            "dequantize: blocks must be an array of uint8 with rows; view(numpy.uint8) gives one"
+        )
     n_blocks, rest = divmod(blocks.shape[-1], dtype.type_size)
     if rest:
         raise ShapeError(
@@ -220,6 +227,7 @@ def dequantize_into(
         np.copyto(out, rows.view(dtype.numpy), casting="unsafe")
 
 
+@checked
 def quantize(values: npt.ArrayLike, dtype: DType | int | str) -> npt.NDArray[np.uint8]:
     """Return the raw bytes, shape `(..., row_size)`, of float values quantised row by row.
 
@@ -230,11 +238,16 @@ def quantize(values: npt.ArrayLike, dtype: DType | int | str) -> npt.NDArray[np.
         dtype: The type to write; a plain type is converted.
 
     Raises:
-        DTypeError: There is no such type, or it cannot be written.
-        ShapeError: `ne0` is not a whole number of blocks.
+        DTypeError: There is no such type, it cannot be written, or the values are no real numbers.
+        ShapeError: `ne0` is not a whole number of blocks, or the values are a single number.
     """
     dtype = DType.parse(dtype)
-    array = np.ascontiguousarray(values, dtype=np.float32 if dtype.is_quantized else None)
+    array = real_numbers(values, "quantize")
+    if not array.ndim:
+        raise ShapeError(
+            "quantize: the values are a single number; give rows, as an array of one dimension or more"
+        )
+    array = np.ascontiguousarray(array, dtype=np.float32 if dtype.is_quantized else None)
     if not dtype.is_quantized:
         return np.ascontiguousarray(array.astype(dtype.numpy, copy=False)).view(np.uint8)
     row_size = dtype.row_size(array.shape[-1])

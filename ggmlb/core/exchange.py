@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.errors import ArgumentError, DTypeError, Error, ShapeError
+from ggmlb.core.errors import ArgumentError, DTypeError, Error
 
 if TYPE_CHECKING:
     from ggmlb.interface import Buffer
@@ -125,27 +125,6 @@ class ArrayProtocols:
                 f"__dlpack__ of {self.describe()}: {type(array).__module__} has no DLPack; use to_numpy()"
             )
         return array
-
-
-def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
-    """Return a caller's values as an array of numbers that tensors can hold.
-
-    Raises:
-        ShapeError: They make no array.
-        ArgumentError: The array has a mask.
-        DTypeError: It holds something else.
-    """
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise ShapeError(f"{call}: {error}") from None
-    if isinstance(values, np.ma.MaskedArray):
-        raise ArgumentError(f"{call}: the array has a mask; tensors have none, so fill it first")
-    kind = array.dtype.kind
-    is_extension = kind == "V" and not issubclass(array.dtype.type, np.void)  # bfloat16; records are void
-    if kind not in "biuf" and not is_extension:
-        raise DTypeError(f"{call}: the array holds {array.dtype}; give real numbers")
-    return array
 
 
 def spanned_bytes(array: Any) -> int:

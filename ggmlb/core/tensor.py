@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core import dtypes
-from ggmlb.core.arguments import checked
+from ggmlb.core.arguments import checked, real_numbers
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, as_enum
 from ggmlb.core.errors import GraphError, NotAllocatedError, ShapeError
-from ggmlb.core.exchange import ArrayProtocols, real_numbers
+from ggmlb.core.exchange import ArrayProtocols
 from ggmlb.core.placement import Params
 
 if TYPE_CHECKING:

@@ -120,6 +120,7 @@ BY_ANNOTATION: dict[str, Callable[[World], Any]] = {
     "Buffer": lambda w: w.free_buffer,
     "BufferType": lambda w: w.device.buffer_type,
     "Bytes": lambda w: np.zeros(16, np.uint8),
+    "npt.NDArray[np.uint8]": lambda w: np.zeros((2, 64), np.uint8),
     "Context": lambda w: w.weights,
     "Event": lambda w: w.event,
     "MetaBufferType": lambda w: w.meta.buffer_type,
