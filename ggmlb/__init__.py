@@ -1,13 +1,13 @@
 """ggml's backend layer for Python, GPU first: one compute graph, many devices.
 
     Context, Tensor, Graph        describe what to compute; one method per ggml op
-    devices, init_best, ...       what there is to compute on (`ggmlb.interface.registry`)
+    devices, init_best, ...       the devices of this machine (`ggmlb.interface.registry`)
     alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.runtime.alloc`)
     Scheduler                     split a graph over several devices, and run it
     evaluate                      all of it in one call, for notebooks
 
-Importing this package imports NumPy and nothing heavier: a backend and its array library are imported
-when a device of theirs is first asked for.
+Importing this package imports NumPy only. A backend and its array library are imported when one of its
+devices is first requested.
 """
 
 from ggmlb.core.context import Context
@@ -112,7 +112,7 @@ from ggmlb.system import env as _env
 
 __version__ = "0.1.0"
 
-# What an upper room gives to the classes of the rooms below it, which do not import it.
+# Hooks: upper rooms register functions with classes of lower rooms, which do not import them.
 Context.array_importer = staticmethod(_tensor_of)
 _notebook.register()
 

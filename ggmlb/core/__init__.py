@@ -1,1 +1,1 @@
-"""What a program is: errors, types, tensors, ops, contexts and graphs. Knows no device."""
+"""Programs: errors, types, tensors, ops, contexts and graphs. Independent of any device."""

@@ -1,10 +1,10 @@
-"""Arguments of public functions, checked against their annotations before the function sees them.
+"""Checks the arguments of public functions against their annotations.
 
-There is one check for each kind of argument. Types that passed are remembered, so that a call with arguments
-of known types costs a look-up. Values are the function's own to check: ranges, shapes, what fits together.
+Types that passed are remembered, so that a call with arguments of known types costs one look-up. The
+function itself checks values: ranges, shapes and whether operands fit each other.
 
-Annotations of other kinds (`Any`, arrays, enums, which have parsers of their own) are not checked. A class is
-known by its name, wherever it is defined: the core imports none of the rooms above it.
+`Any`, arrays and enums (which have their own parsers) are not checked. Classes are compared by name, so
+that the core imports no other room.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORDS: Final = {
     "os.PathLike[str]": "a path",
     "str": "text",
 }
-"""What to give, by annotation."""
+"""Description of the expected value, by annotation."""
 
 ALIASES: Final = {
     "AbortCallback": "Callable",
@@ -67,11 +67,11 @@ _CONTAINERS: Final[dict[str, type]] = {
 
 
 class Kind(NamedTuple):
-    """What an annotation allows.
+    """The values that an annotation allows.
 
     Attributes:
-        words: What to give, for a message.
-        fits: Whether a value may be given.
+        words: The expected value, for messages.
+        fits: Whether a value is allowed.
         item: The kind of each item, where a value has items.
         is_of_type: Whether all values of a type fit if one does.
     """
@@ -83,9 +83,9 @@ class Kind(NamedTuple):
 
 
 def checked(function: Function) -> Function:
-    """Return the function, which now raises an ArgumentError for arguments that its annotations do not allow.
+    """Wrap a function so that arguments its annotations do not allow raise an ArgumentError.
 
-    What is returned has the same parameters, by name: handed on by `*args`, a call would take twice as long.
+    The wrapper has the same named parameters: a wrapper with `*args` would double the cost of a call.
     """
     parameters = inspect.signature(function).parameters.values()
     kinds = {p.name: k for p in parameters if p.kind in _BY_NAME and (k := _kind(str(p.annotation)))}
@@ -109,14 +109,14 @@ def checked(function: Function) -> Function:
         f"        _check({', '.join(kinds)})",
         f"    return _function({', '.join(gives)})",
     ]
-    # A file of this package, to who looks for the caller outside of it.
+    # A file name in this package: warnings look for the first caller outside of it.
     exec(compile("\n".join(lines), f"{__file__} <{function.__qualname__}>", "exec"), scope)
     result: Any = wraps(function)(scope[function.__name__])
     return cast("Function", result)
 
 
 def checked_methods(cls: Class) -> Class:
-    """Check the arguments of the public methods that a class defines, and of its constructor."""
+    """Class decorator that checks the arguments of public methods and of the constructor."""
     for name, member in list(vars(cls).items()):
         if name == "__init__" or not name.startswith("_"):
             if inspect.isfunction(member) and not hasattr(member, "__isabstractmethod__"):
@@ -163,7 +163,7 @@ def _fault(name: str, kind: Kind, value: Any) -> str:
 
 @cache
 def _kind(annotation: str) -> Kind | None:
-    """Return what an annotation allows; `None` for anything."""
+    """Return the kind of an annotation; `None` if it allows anything."""
     parts = [_one(part) for part in _split(annotation, "|")]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len(known) == 1:
@@ -211,12 +211,12 @@ def _container(name: str, inside: str) -> Kind:
 
 
 def _split(annotation: str, at: str) -> list[str]:
-    """Split an annotation where it is not within brackets."""
+    """Split an annotation at a separator outside brackets."""
     return [part.strip() for part in re.split(rf"\{at}(?![^\[]*\])", annotation)]
 
 
 def _class_names(kind: type) -> set[str]:
-    """Return the names of our classes that a class is or derives from."""
+    """Return the names of a class and its bases that ggmlb defines."""
     return {c.__name__ for c in kind.__mro__ if c.__module__.partition(".")[0] == "ggmlb"}
 
 

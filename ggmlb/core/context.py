@@ -1,4 +1,4 @@
-"""Context: makes the leaf tensors of a program, and its nodes with one method per op."""
+"""Context: creates the leaf tensors of a program and, with one method per op, its nodes."""
 
 from __future__ import annotations
 
@@ -69,23 +69,23 @@ class Context(
     ViewOps,
     WindowOps,
 ):
-    """Makes tensors (ggml_context).
+    """Factory of tensors (ggml_context).
 
-    Leafs come from `new_tensor` and its kin; nodes from one method per ggml op, named as in ggml.h without
-    the `ggml_` prefix, its arguments in the C order without ctx. Nothing is computed here, and no memory is
-    taken: an op checks its operands and describes its result.
+    `new_tensor` and its variants create leafs. Each ggml op is a method that creates a node: it has the
+    name in ggml.h without the `ggml_` prefix and the C arguments in order, without ctx. An op checks its
+    operands and describes its result; it computes nothing and allocates no memory.
 
     Every op raises `ShapeError`, `DTypeError` or `ArgumentError` when its operands do not fit, and leaves the
     context as it was.
     """
 
     array_importer: ClassVar[Callable[[Any, DType | None, bool | None], Tensor]]
-    """Places a leaf over an array: `ggmlb` gives it, which knows who can use its memory."""
+    """Hook that places a leaf over an array; set by `ggmlb`, which knows the devices."""
 
     if not TYPE_CHECKING:  # to type checkers, an unknown method is an error already
 
         def __getattr__(self, name: str) -> Any:
-            """Name the nearest op of one that does not exist."""
+            """Raise UnknownOpError for an unknown op, naming the nearest one."""
             known = [op for op in dir(type(self)) if not op.startswith("_")]
             op = None if name.startswith("__") else op_for(name)
             if op is not None:
@@ -125,20 +125,19 @@ class Context(
     def from_array(
         self, array: Any, dtype: DType | str | None = None, *, copy: bool | None = None, name: str = ""
     ) -> Tensor:
-        """Return a new leaf that holds an array's values: its own memory wherever that is possible.
+        """Return a new leaf that holds an array's values, sharing its memory where possible.
 
         Args:
-            array: A NumPy array, anything that NumPy reads (nested lists, PyTorch tensors on the CPU), what
-                speaks DLPack, a CuPy array or another with `__cuda_array_interface__`, a
-                `pyopencl.array.Array`. One to four dimensions or none; NumPy shape `(3, 4)` becomes ne
-                `[4, 3]`.
-            dtype: The type of the leaf; the array's own by default. Another is converted to, or quantised.
+            array: A NumPy array, anything that NumPy reads (nested lists, PyTorch tensors on the CPU), or
+                an object with DLPack or `__cuda_array_interface__`, or a `pyopencl.array.Array`. At most
+                four dimensions; NumPy shape `(3, 4)` becomes ne `[4, 3]`.
+            dtype: The type of the leaf; by default the array's own. Values are converted or quantised to it.
             copy: `False`: share the memory or raise. `True`: copy. `None`: copy where it cannot be shared.
             name: The leaf's name.
 
         Returns:
-            A leaf that is placed: on the array's device, or in host memory. Shared memory shows each side
-            what the other writes, and lives as long as either.
+            A leaf placed on the array's device or in host memory. Writes to shared memory are visible on
+            both sides; it stays allocated as long as either exists.
 
         Raises:
             ArgumentError: `copy=False`, and the memory cannot be shared; the message says why.
@@ -151,10 +150,10 @@ class Context(
         return tensor
 
     def from_dlpack(self, array: Any, *, copy: bool | None = None, name: str = "") -> Tensor:
-        """Return a new leaf over the memory of an object that speaks DLPack; see `from_array`.
+        """Return a new leaf over the memory of an object with `__dlpack__`; see `from_array`.
 
         Raises:
-            ArgumentError: It has no `__dlpack__`, or its memory cannot be shared and `copy=False`.
+            ArgumentError: The object has no `__dlpack__`, or its memory cannot be shared and `copy=False`.
         """
         if not hasattr(array, "__dlpack__"):
             raise ArgumentError(f"from_dlpack: {type(array).__name__} has no __dlpack__; try from_array")
@@ -213,7 +212,7 @@ class Context(
         return _flag(tensor, TensorFlag.PARAM)
 
     def set_loss(self, tensor: Tensor) -> Tensor:
-        """Mark a scalar that training makes small; return it (ggml_set_loss).
+        """Mark a scalar that training minimises; return it (ggml_set_loss).
 
         Raises:
             ArgumentError: The tensor is not an f32 scalar.

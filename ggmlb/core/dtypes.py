@@ -1,6 +1,6 @@
 """Tensor types (`enum ggml_type`), their traits, and conversion to and from float32.
 
-The block formats are in `ggmlb.core.quants`, each imported when it is first used.
+`ggmlb.core.quants` holds the block formats; each is imported at its first use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DType(IntEnum):
     is_quantized: bool
 
     def __new__(cls, value: int, block_size: int, type_size: int) -> DType:
-        """Make a member of ggml's number and its traits."""
+        """Create a member from ggml's number and traits."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.block_size = block_size
@@ -96,7 +96,7 @@ class DType(IntEnum):
 
     @classmethod
     def parse(cls, value: DType | int | str | npt.DTypeLike | None) -> DType:
-        """Return the type meant by a member, its number, its name in any case, or a NumPy dtype.
+        """Return the type for a member, its number, its name in any case, or a NumPy dtype.
 
         Raises:
             DTypeError: No tensor type has that name, number or NumPy dtype.
@@ -156,7 +156,7 @@ def _codec(dtype: DType) -> Codec:
 
 
 def can_dequantize(dtype: DType | int | str) -> bool:
-    """Whether `dequantize` reads the type; it reads all."""
+    """Whether `dequantize` reads the type; true for every type."""
     dtype = DType.parse(dtype)
     return not dtype.is_quantized or dtype.name in quants.NAMES
 
@@ -199,13 +199,13 @@ def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType | int | str) -> npt.N
 def dequantize_into(
     out: npt.NDArray[np.float32], blocks: npt.NDArray[np.uint8], dtype: DType | int | str
 ) -> None:
-    """Fill `out` with the float32 values of rows of blocks, with little memory besides.
+    """Dequantise rows of blocks into `out`, using little extra memory.
 
-    Threads may do this side by side: no scratch is shared, and NumPy lets go of the GIL.
+    Thread-safe: no scratch is shared, and NumPy releases the GIL.
 
     Args:
         out: C-contiguous, shape `(..., ne0)` in NumPy order.
-        blocks: Raw bytes, shape `(..., row_size)`; those that are not C-contiguous are copied first.
+        blocks: Raw bytes, shape `(..., row_size)`; copied first unless C-contiguous.
         dtype: The type of the blocks; a plain type is viewed and converted.
 
     Raises:
@@ -215,7 +215,7 @@ def dequantize_into(
     dtype = DType.parse(dtype)
     if out.shape != (*blocks.shape[:-1], blocks.shape[-1] // dtype.type_size * dtype.block_size):
         raise ShapeError(
-            f"{dtype.name} blocks of shape {blocks.shape} were to fill an array of shape {out.shape}; "
+            f"{dtype.name} blocks of shape {blocks.shape} do not fit an array of shape {out.shape}; "
             f"a row of {dtype.block_size} values is {dtype.type_size} bytes"
         )
     if not out.flags.c_contiguous:
@@ -253,7 +253,7 @@ def quantize(values: npt.ArrayLike, dtype: DType | int | str) -> npt.NDArray[np.
     row_size = dtype.row_size(array.shape[-1])
     if not can_quantize(dtype):
         writable = ", ".join(d.name for d in DType if d.is_quantized and can_quantize(d))
-        raise DTypeError(f"{dtype.name} blocks are written with an importance matrix only; use {writable}")
+        raise DTypeError(f"{dtype.name} cannot be written without an importance matrix; use {writable}")
     blocks = np.empty((*array.shape[:-1], row_size), np.uint8)
     quants.write(_codec(dtype), blocks, array)
     return blocks

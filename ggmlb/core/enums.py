@@ -12,14 +12,13 @@ E = TypeVar("E", bound=Enum)
 
 
 def as_enum(call: str, kind: type[E], value: object) -> E:
-    """Return the member of `kind` that an argument means: itself, its name in any case, or ggml's number.
+    """Parse an argument as a member of `kind`: a member, its name in any case, or ggml's number.
 
-    All public arguments and settable attributes that take an enum are read here, so that none keeps a
-    value that means nothing, or that only compares unequal to every member.
+    Every public argument and settable attribute that takes an enum is parsed here.
 
     Raises:
-        ArgumentError: There is no such member; the message begins with `call`. A member of another enum
-            is none, whatever its number.
+        ArgumentError: There is no such member, or the value is a member of another enum; the message
+            begins with `call`.
     """
     if isinstance(value, kind):
         return value
@@ -43,7 +42,7 @@ def as_enum(call: str, kind: type[E], value: object) -> E:
 
 
 def whole_number(value: object) -> int | None:
-    """The whole number that a value is, a bool being none; `None` if it is not one."""
+    """Return the value as an int if it is a whole number and not a bool; else `None`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -168,7 +167,7 @@ VIEW_OPS: Final = frozenset({Op.RESHAPE, Op.VIEW, Op.PERMUTE, Op.TRANSPOSE})
 """Ops whose result is a view of their first source (ggml_is_view_op)."""
 
 NO_OPS: Final = VIEW_OPS | {Op.NONE}
-"""Ops that compute nothing: leafs and views."""
+"""Ops without computation: leafs and views."""
 
 
 class UnaryOp(IntEnum):
@@ -234,7 +233,7 @@ class Prec(IntEnum):
 
 
 class Hint(IntEnum):
-    """`GGML_HINT_*`: what is known of a product's first operand."""
+    """`GGML_HINT_*`: a known property of a product's first operand."""
 
     NONE = 0
     SRC0_IS_HADAMARD = 1
@@ -289,7 +288,7 @@ class Status(IntEnum):
 
 
 class BufferUsage(Enum):
-    """What a buffer holds (`GGML_BACKEND_BUFFER_USAGE_*`): the scheduler reads it."""
+    """Contents of a buffer (`GGML_BACKEND_BUFFER_USAGE_*`), read by the scheduler."""
 
     ANY = "any"
     WEIGHTS = "weights"

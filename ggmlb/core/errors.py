@@ -1,7 +1,7 @@
 """The errors that ggmlb raises.
 
     ggmlb.Error
-    ├── ShapeError          (ValueError)    operands whose shapes or strides do not fit
+    ├── ShapeError          (ValueError)    operands whose shapes or strides do not match
     ├── DTypeError          (ValueError)    an unknown tensor type, or one the op does not take
     ├── ArgumentError       (ValueError)    any other argument out of its range
     ├── UnknownOpError      (AttributeError) a `Context` method that ggml.h has no function for
@@ -12,14 +12,14 @@
     ├── UnsupportedOpError  (RuntimeError)  an op that no candidate device runs, with each one's reason
     ├── GraphError          (RuntimeError)  a graph, plan or scheduler in the wrong state for the call
     ├── BackendError        (RuntimeError)  the array library or the device reported a failure
-    │   ├── BackendUnavailable              library, driver or card is missing: auto-pick moves on
-    │   └── BackendBroken                   it is there, but failing or of the wrong API version
-    ├── SanitizerError      (RuntimeError)  an access to memory that nothing orders; carries `kind`
+    │   ├── BackendUnavailable              library, driver or card is missing: automatic choice skips it
+    │   └── BackendBroken                   installed, but failing or of the wrong API version
+    ├── SanitizerError      (RuntimeError)  an unordered or invalid memory access; carries `kind`
     ├── RegistryError       (LookupError)   an unknown device or backend name, or a duplicate one
     └── ModelError          (ValueError)    a model folder or file that is missing, cut short or wrong
 
-Each class also inherits the builtin that a caller would expect. An error keeps the numbers it speaks
-of as attributes, survives pickling, and never holds tensors or arrays: a traceback must not keep
+Each class also inherits the builtin that a caller would expect. An error keeps the numbers in its message
+as attributes and can be pickled. It never holds tensors or arrays, because a traceback would keep their
 device memory alive.
 """
 
@@ -35,8 +35,8 @@ class Error(Exception):
     """Base of all errors raised by ggmlb; `facts` become attributes.
 
     Args:
-        message: What was asked; what was found; what to do. Control characters in it, as names of tensors
-            and files may hold, are told by their codes: a terminal would obey them.
+        message: The request, the finding, and the remedy. Control characters (from names of tensors and
+            files) are escaped, because a terminal would act on them.
         **facts: Numbers and names (never tensors or arrays) to keep as attributes.
     """
 
@@ -69,7 +69,7 @@ class ArgumentError(Error, ValueError):
 
 
 class UnknownOpError(Error, AttributeError):
-    """A `Context` method was asked for that ggml.h has no function for."""
+    """A `Context` method that ggml.h has no function for."""
 
 
 class BoundsError(Error, IndexError):
@@ -93,7 +93,7 @@ class FreedError(Error, RuntimeError):
 
 
 class UnsupportedOpError(Error, RuntimeError):
-    """No candidate device runs the op; `reasons` maps each device's name to what it said."""
+    """No candidate device runs the op; `reasons` maps each device's name to its reason."""
 
     reasons: dict[str, str]
 
@@ -111,14 +111,15 @@ class BackendUnavailable(BackendError):
 
 
 class BackendBroken(BackendError):
-    """The backend is installed but fails to load, or speaks another API version."""
+    """The backend is installed but fails to load, or has another API version."""
 
 
 class SanitizerError(Error, RuntimeError):
-    """The sanitizer found an access that is wrong, or right by luck.
+    """The sanitizer found an invalid or unordered memory access.
 
-    `kind` is `race` (nothing orders it and another), `freed` (the memory was freed), `unrecorded` (an event
-    that nobody recorded is waited for), `changed` (host memory was changed during a transfer) or `unwritten`.
+    `kind` is `race` (unordered with another access), `freed` (the memory was freed), `unrecorded` (wait
+    for an event that was never recorded), `changed` (host memory changed during a transfer) or
+    `unwritten`.
     """
 
     kind: str
@@ -129,11 +130,11 @@ class RegistryError(Error, LookupError):
 
 
 class ModelError(Error, ValueError):
-    """A model folder or file that is missing, cut short, or not what it should be."""
+    """A model folder or file that is missing, truncated or invalid."""
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, for a message: `"'CPU'"`, `"None"`, `"a float"`, `"a numpy.ndarray"`."""
+    """Describe a value for a message: `"'CPU'"`, `"None"`, `"a float"`, `"a numpy.ndarray"`."""
     if value is None or isinstance(value, str):
         return repr(value)
     kind = type(value)
@@ -143,9 +144,9 @@ def kind_of(value: object) -> str:
 
 
 def shown(text: str) -> str:
-    r"""Return a text as a terminal may be given it: control characters by their codes, `"\x1b[31m"`.
+    r"""Escape the control characters of a text for a terminal: `"\x1b[31m"`.
 
-    Line ends and tabs stay; characters that turn the direction of writing, or that no encoding has, do not.
+    Line ends and tabs stay. Bidirectional controls and unencodable characters are escaped too.
     """
     return text if text.isprintable() else _CONTROLS.sub(_code, text)
 
@@ -161,7 +162,7 @@ def _code(match: re.Match[str]) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error as one line of a report: `"ValueError: what it says"`."""
+    """Return an error as one line: `"ValueError: message"`."""
     return shown(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
@@ -179,7 +180,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def readable_size(nbytes: int) -> str:
-    """Return a size as a person reads it: `"15.6 GiB"`."""
+    """Format a size in bytes with a unit: `"15.6 GiB"`."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

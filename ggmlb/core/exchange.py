@@ -1,8 +1,7 @@
-"""Tensors as arrays of other libraries: the protocols by which NumPy, CuPy, PyTorch and others read memory.
+"""Array protocols of tensors, by which NumPy, CuPy, PyTorch and others read their memory.
 
-None of them copies: what they return is the tensor's own memory, seen through the device's array library
-(`Buffer.as_array`). Memory of a device never becomes a NumPy array behind the user's back; `to_numpy` says
-that it copies.
+None of them copies: they return the tensor's own memory as an array of the device's library
+(`Buffer.as_array`). Device memory is never copied to the host implicitly; `to_numpy` copies explicitly.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ArrayProtocols:
-    """What a tensor offers to array libraries."""
+    """Mixin of `Tensor` with the protocols of array libraries."""
 
     __slots__ = ()
 
@@ -37,8 +36,8 @@ class ArrayProtocols:
         """Return the tensor's memory as an array of the device's library, without a copy.
 
         A NumPy array where the memory is the host's, a CuPy array on CUDA, a `pyopencl.array.Array` on
-        OpenCL; of `shape` (`ne` reversed) and with the tensor's strides. A quantised tensor is seen as rows
-        of bytes. Work that is queued may still write to it: synchronize before reading.
+        OpenCL; of `shape` (`ne` reversed) and with the tensor's strides. A quantised tensor is returned
+        as rows of bytes. Synchronize before reading: queued work may still write to it.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer.
@@ -48,7 +47,7 @@ class ArrayProtocols:
         return self.placed("as_array").as_array(self)  # type: ignore[arg-type]
 
     def _values(self, call: str) -> Any:
-        """As `as_array`, for another library, which may read at once; elements must be numbers."""
+        """As `as_array`, for a library that may read immediately; elements must be numbers."""
         if self.dtype.is_quantized:
             raise DTypeError(
                 f"{call} of {self.describe()}: its memory holds blocks, not numbers; "
@@ -60,13 +59,13 @@ class ArrayProtocols:
         buffer = self.placed(call)
         if not buffer.is_host:
             raise ArgumentError(
-                f"{call} of {self.describe()}: it lies in {buffer.name} memory, and is not copied "
-                "to the host unasked; use to_numpy() for a copy, as_array() for an array on the device"
+                f"{call} of {self.describe()}: it lies in {buffer.name} memory, which is not copied to the "
+                "host implicitly; use to_numpy() for a copy, as_array() for an array on the device"
             )
         return self._values(call)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """Return the memory as a NumPy array (`numpy.asarray(tensor)`), a copy only if asked for or needed.
+        """Return the memory as a NumPy array (`numpy.asarray(tensor)`), copied only if requested or needed.
 
         Raises:
             ArgumentError: The memory is not the host's.
@@ -82,18 +81,18 @@ class ArrayProtocols:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """The memory by NumPy's older protocol; an AttributeError where `numpy.asarray` would fail."""
+        """NumPy's older protocol; raises AttributeError where `numpy.asarray` would fail."""
         try:
             view = self._host_values("__array_interface__")
         except Error as error:
             raise AttributeError(str(error)) from error
         interface: dict[str, Any] = view.__array_interface__
-        # An object instead of an address: whoever reads it then keeps the memory alive.
+        # An object instead of an address, so that the reader keeps the memory alive.
         return {**interface, "data": spanned(view), "offset": 0}
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The memory by the protocol of CuPy, LLVM and PyTorch; an AttributeError if it is not on CUDA."""
+        """The protocol of CuPy, Numba and PyTorch; raises AttributeError if the memory is not on CUDA."""
         try:
             interface: dict[str, Any] = self._values("__cuda_array_interface__").__cuda_array_interface__
         except Error as error:
@@ -105,7 +104,7 @@ class ArrayProtocols:
 
         Raises:
             ArgumentError: The device's array library has no DLPack.
-            DTypeError: The type is quantised, or the library exports it not (BF16 by NumPy).
+            DTypeError: The type is quantised, or the library does not export it (NumPy: BF16).
         """
         array = self._exportable()
         try:

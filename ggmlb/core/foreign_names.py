@@ -1,4 +1,4 @@
-"""What NumPy, PyTorch and ONNX call ggml's ops: for who asks a `Context` for `matmul` or `layer_norm`."""
+"""Names of ggml's ops in NumPy, PyTorch and ONNX, to suggest an op for `matmul` or `layer_norm`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OPS: Final = {
     "swapaxes": "permute", "swish": "silu", "tile": "repeat", "topk": "top_k", "tril": "tri", "triu": "tri",
     "upsample": "upscale",
 }  # fmt: skip
-"""The op that does it, or that it is made of, by the other library's name."""
+"""The equivalent op, or the ops that compose it, by the other library's name."""
 
 _BY_LETTERS: Final = {name.replace("_", ""): op for name, op in OPS.items()}
 
 
 def op_for(name: str) -> str | None:
-    """Return the op that another library has under that name, in any spelling; `None` if none is known.
+    """Return the op for another library's name, in any spelling; `None` if unknown.
 
     `"layer_norm"`, `"LayerNorm"` and `"layernorm_"` are the same name.
     """

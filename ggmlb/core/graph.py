@@ -1,4 +1,4 @@
-"""Graph: the nodes that lead to the wanted results, in an order in which they can be computed."""
+"""Graph: the nodes needed for given results, in topological order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Graph:
     """A compute graph (ggml_cgraph): `nodes` in topological order, and the `leafs` that they read.
 
     Attributes:
-        nodes: Tensors that an op computes (views included), each after its sources.
+        nodes: Tensors computed by an op (views included), each after its sources.
         leafs: Tensors without an op: inputs, weights, constants.
-        whole: The graph that this one is a part of, and whose other nodes may read results of this one's;
-            `None` for a graph that is computed whole.
-        owner_checks: Whether who made it, a scheduler for one, checks its tensors, and has it planned anew
-            when they change; else plans of it do.
+        whole: The graph of which this one is a part (a view); other parts may read its results. `None`
+            for a whole graph.
+        owner_checks: Whether the owner of the graph (a scheduler) checks for changed tensors and replans.
+            Otherwise its plans check.
     """
 
     __slots__ = ("__weakref__", "_seen", "leafs", "nodes", "owner_checks", "whole")
@@ -34,7 +34,7 @@ class Graph:
         self._seen: set[Tensor] = {*self.nodes, *self.leafs}
 
     def build_forward_expand(self, *results: Tensor) -> Graph:
-        """Add what is needed to compute `results`, after what is there; return the graph itself.
+        """Append the nodes needed to compute `results`; return the graph itself.
 
         Parents come in the order of `src`, depth first, as in ggml (ggml_build_forward_expand).
 
@@ -50,7 +50,7 @@ class Graph:
         return self
 
     def _visit(self, result: Tensor) -> None:
-        # Iterative: a graph of thousands of chained nodes must not meet the recursion limit.
+        # Iterative: thousands of chained nodes would exceed the recursion limit.
         seen = self._seen
         if result in seen:
             return
@@ -93,9 +93,9 @@ class Graph:
             self._append(tensor)
 
     def view(self, i0: int, i1: int) -> Graph:
-        """Return a graph of the nodes `i0` to `i1`, with the leafs and earlier nodes they read as leafs.
+        """Return a graph of the nodes `i0` to `i1`; the leafs and earlier nodes that they read are its leafs.
 
-        The part knows its whole: a result that only another part reads is computed all the same.
+        The part refers to the whole graph, so that results that only other parts read are still computed.
         """
         nodes = self.nodes[i0:i1]
         inside = set(nodes)
@@ -149,5 +149,5 @@ class Graph:
 
 
 def dot_quoted(text: str) -> str:
-    """Return a text as it stands between quotes in Graphviz's DOT language."""
+    """Escape a text for a quoted string in Graphviz's DOT language."""
     return text.replace("\\", "\\\\").replace('"', '\\"')

@@ -1,4 +1,4 @@
-"""What stands for a piece of a device: there is one of it, and some of it is held until it is freed."""
+"""Base classes for resources that cannot be copied and, some of them, must be freed."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ if TYPE_CHECKING:
 
 
 class Unique:
-    """Something of this process and its devices: a copy would be another that only looks the same."""
+    """A resource of this process or its devices, which cannot be copied or pickled."""
 
     def __init_subclass__(cls) -> None:
-        """Check the arguments of our public methods; other packages' classes are theirs to check."""
+        """Check the arguments of public methods, for classes of ggmlb only."""
         super().__init_subclass__()
         if cls.__module__.startswith("ggmlb."):
             arguments.checked_methods(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ArgumentError(
-            f"{kind_of(self)} belongs to this process and its devices; neither it nor tensors that lie there "
-            "can be copied or pickled; to_numpy() gives values that can, set_array() takes them"
+            f"{kind_of(self)} belongs to this process and its devices; neither it nor its tensors can be "
+            "copied or pickled; use the values: to_numpy() returns them, set_array() writes them"
         )
 
 
 class Freeable(Unique, ABC):
-    """Something that holds what `free` gives back. A context manager: leaving it frees it.
+    """A resource that `free` releases. A context manager, which frees it on exit.
 
     Attributes:
-        is_freed: Whether it was freed; every use after that is an error.
+        is_freed: Whether it was freed; every later use is an error.
     """
 
     is_freed = False
 
     @abstractmethod
     def free(self) -> None:
-        """Give back what it holds.
+        """Release the resource.
 
         Raises:
             FreedError: It was freed before.
         """
 
     def check_alive(self, call: str) -> None:
-        """Refuse a call on what was freed.
+        """Raise if the resource was freed.
 
         Raises:
             FreedError: It was freed.
@@ -57,7 +57,7 @@ class Freeable(Unique, ABC):
 
     @property
     def _title(self) -> str:
-        """What an error calls it."""
+        """The resource's name in errors."""
         return f"this {type(self).__name__}"
 
     def __enter__(self) -> Self:

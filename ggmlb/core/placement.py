@@ -1,4 +1,4 @@
-"""What plans bind: where tensors lie, what shares memory, and parameters; and when any of it last changed."""
+"""Changes of tensor placements and op parameters, which invalidate plans; overlap of tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class PlacementClock:
-    """Counts the changes to where tensors lie and to what bound plans depend on.
+    """Counter of changes to tensor placements and parameters.
 
-    A graph plan binds addresses and parameters. It stays valid while this count stands still; when it
-    has moved, the plan compares its tensors with what it bound (see `ggmlb.interface.plan`).
+    A graph plan binds addresses and parameters. It is valid while the count is unchanged. After a change, the
+    plan compares its tensors with those it bound (see `ggmlb.interface.plan`).
     """
 
     __slots__ = ("now",)
@@ -31,7 +31,7 @@ placement_clock = PlacementClock()
 
 
 class Params(dict[str, Any]):
-    """An op's parameters by name; a change ticks the placement clock, for the plans that bound them."""
+    """An op's parameters by name; a change ticks the placement clock."""
 
     __slots__ = ()
 
@@ -74,11 +74,11 @@ class Params(dict[str, Any]):
 
 
 Zeros = list[tuple[int, str, float]]
-"""Where in a list of parameters a float is zero, its name, and its sign: 0.0 equals -0.0."""
+"""Position, name and sign of each zero float in a list of parameters (because 0.0 equals -0.0)."""
 
 
 def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
-    """Return the zeros among parameters."""
+    """Return the zero floats among parameters."""
     return [
         (i, name, copysign(1.0, value))
         for i, each in enumerate(params)
@@ -89,7 +89,7 @@ def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share a byte: by their places, or before these are known by what they view."""
+    """Whether two tensors may share a byte, by their placement or, before it, by their view sources."""
     if a.buffer is not None and b.buffer is not None:
         return a.buffer is b.buffer and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
     return (a.view_src or a) is (b.view_src or b)

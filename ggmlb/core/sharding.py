@@ -1,8 +1,9 @@
-"""Sharding: how the elements of a tensor are spread over devices, and which ops keep a cut as it is.
+"""Sharding: how a tensor is distributed over devices, and the sharding rules of ops.
 
-A rule returns the state that it wants each operand in, and the state of the result that follows. A mirrored
-operand can be had in any state, because each device has its slice; one in the wrong state is gathered first.
-So where no rule speaks, or a rule returns `None`, all operands are gathered, and each device computes all.
+A shard rule returns the states in which it needs the operands, and the state of the result. A mirrored
+operand fits any state, because each device has its slice; an operand in another state is gathered first.
+Without a rule, or if it returns `None`, all operands are gathered and each device computes the whole
+result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ggmlb.core.tensor import Tensor
 
 
 class SplitAxis(IntEnum):
-    """What a device holds of a tensor (ggml_backend_meta_split_axis)."""
+    """The part of a tensor that each device holds (ggml_backend_meta_split_axis)."""
 
     AXIS_0 = 0
     AXIS_1 = 1
@@ -45,18 +46,18 @@ class SplitState(_Shards):
     """How a tensor is sharded (ggml_backend_meta_split_state).
 
     Attributes:
-        axis: The dimension of `ne` that is cut; or MIRRORED, all of it on each device; or PARTIAL, a sum
-            that is spread over the devices.
-        segments: Of a tensor that is cut: the dimension is a row of segments, and each is sharded by
-            itself, in the order of the devices. An inner tuple has the extent of each device's part. A matrix
-            that makes queries, keys and values at once has three, so that each device gets a part of each.
-            A segment that repeats (`nr` in ggml) stands here as often as it does.
+        axis: The dimension of `ne` that is cut; MIRRORED, a copy on each device; or PARTIAL, a summand on
+            each device.
+        segments: For a cut: the dimension is a sequence of segments, each sharded separately over the
+            devices in order. An inner tuple has the extent of each device's part. A fused query, key and
+            value matrix has three segments, so that each device gets a part of each. A repeated segment
+            (`nr` in ggml) is listed repeatedly.
     """
 
     __slots__ = ()
 
     def __new__(cls, axis: SplitAxis | int | str, segments: tuple[tuple[int, ...], ...] = ()) -> SplitState:
-        """Make a state.
+        """Create a state.
 
         Raises:
             ArgumentError: There is no such axis.
@@ -73,10 +74,10 @@ class SplitState(_Shards):
         return tuple(map(sum, zip(*self.segments, strict=True)))
 
     def moved(self, axis: int, times: int = 1, over: int = 1) -> SplitState:
-        """The same shards along another axis, with the extents multiplied and divided.
+        """Return the same shards along another axis, extents multiplied by `times` and divided by `over`.
 
         Raises:
-            ArithmeticError: They do not divide.
+            ArithmeticError: An extent is not divisible.
         """
         if any(n * times % over for segment in self.segments for n in segment):
             raise ArithmeticError
@@ -93,15 +94,15 @@ MIRRORED = SplitState(SplitAxis.MIRRORED)
 PARTIAL = SplitState(SplitAxis.PARTIAL)
 
 States = Sequence[SplitState]
-"""Of the operands; absent ones count as mirrored."""
+"""States of the operands; absent ones count as mirrored."""
 
 
 class Outcome(NamedTuple):
-    """What a rule found.
+    """The result of a shard rule.
 
     Attributes:
-        result: The state of the result; PARTIAL if it has to be summed over the devices.
-        wants: The states that the operands are needed in.
+        result: The state of the result; PARTIAL if it must be summed over the devices.
+        wants: The required states of the operands.
     """
 
     result: SplitState
@@ -117,7 +118,7 @@ def first_cut(states: States) -> SplitState:
 
 
 def like_cut(node: Tensor, state: SplitState, i: int) -> SplitState | None:
-    """The state for an operand that repeats over the result; `None` if it repeats along the cut in part."""
+    """Return the state of an operand broadcast to the result; `None` if it partly repeats along the cut."""
     src = node.src[i]
     if src is None or src.ne[state.axis] == 1 < node.ne[state.axis]:
         return MIRRORED
@@ -125,12 +126,12 @@ def like_cut(node: Tensor, state: SplitState, i: int) -> SplitState | None:
 
 
 def has_operand(node: Tensor, i: int) -> bool:
-    """Whether an optional operand is there."""
+    """Whether an optional operand is present."""
     return len(node.src) > i and node.src[i] is not None
 
 
 def elementwise(node: Tensor, states: States) -> Outcome | None:
-    """Element by element; operands may repeat over the first."""
+    """Shard elementwise ops; operands may be broadcast over the first."""
     state = first_cut(states)
     src = node.src[states.index(state)]
     if src is None or src.ne[state.axis] != node.ne[state.axis]:
@@ -141,5 +142,5 @@ def elementwise(node: Tensor, states: States) -> Outcome | None:
 
 
 def per_row(node: Tensor, states: States) -> Outcome | None:
-    """Each row by itself, of one operand."""
+    """Shard ops of one operand that compute each row independently."""
     return elementwise(node, states) if states[0].is_cut and states[0].axis != 0 else None

@@ -1,4 +1,4 @@
-"""Tensor: the description of an array, and once it is placed in a buffer, access to its data."""
+"""Tensor: the description of an array and, once it is placed in a buffer, access to its data."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Tensor(ArrayProtocols):
         dtype: The element or block type.
         ne: Elements per dimension in ggml order, innermost first; always four.
         nb: Byte strides per dimension, in the same order.
-        op: What computes it; `Op.NONE` for a leaf.
-        params: The op's parameters by name. Plans that bound them see a changed one.
+        op: The op that computes it; `Op.NONE` for a leaf.
+        params: The op's parameters by name. Plans notice changes.
         src: The operands; `None` where an optional one is absent.
         view_src: The tensor whose memory this one shares (never itself a view), or `None`.
         view_offs: Byte offset in `view_src`.
-        buffer: Where the data lies; `None` until placed.
+        buffer: The buffer that holds the data; `None` until placed.
         offset: Byte offset in `buffer`.
         flags: Or-ed `TensorFlag` values.
-        name: For messages and pictures; need not be unique.
+        name: For messages and drawings; need not be unique.
         nbytes: Bytes from the first element to the end of the last (ggml_nbytes).
     """
 
@@ -125,14 +125,14 @@ class Tensor(ArrayProtocols):
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
-        """The operands that are there."""
+        """The operands that are present."""
         return tuple([s for s in self.src if s is not None])
 
     def operand(self, i: int) -> Tensor:
-        """Return an operand that the op always has.
+        """Return a required operand.
 
         Raises:
-            GraphError: It is absent.
+            GraphError: The operand is absent.
         """
         found = self.src[i]
         if found is None:
@@ -140,7 +140,7 @@ class Tensor(ArrayProtocols):
         return found
 
     def optional(self, i: int) -> Tensor | None:
-        """Return an operand that may be absent."""
+        """Return an optional operand, or `None`."""
         return self.src[i] if i < len(self.src) else None
 
     @property
@@ -159,7 +159,7 @@ class Tensor(ArrayProtocols):
         return 0 in self.ne
 
     def is_contiguous(self, from_dim: int = 0) -> bool:
-        """Whether the elements lie in order without gaps, dimensions below `from_dim` aside.
+        """Whether the elements lie in order without gaps, ignoring dimensions below `from_dim`.
 
         Source: ggml_is_contiguous_0, _1 and _2: with `from_dim=1` rows may have gaps between them, etc.
         """
@@ -195,7 +195,7 @@ class Tensor(ArrayProtocols):
         return self.nb[0] > self.nb[1] or self.nb[1] > self.nb[2] or self.nb[2] > self.nb[3]
 
     def reading(self, src: tuple[Tensor | None, ...], view_src: Tensor | None) -> Tensor:
-        """Return a tensor like this one, in the same place, with other operands; `params` are shared."""
+        """Return a copy of this tensor at the same place with other operands; `params` are shared."""
         clone: Tensor = object.__new__(Tensor)
         clone.dtype = self.dtype
         clone.ne = self.ne
@@ -247,7 +247,7 @@ class Tensor(ArrayProtocols):
 
     @checked
     def set_array(self, array: npt.ArrayLike) -> None:
-        """Write a NumPy array of `shape` (or one that only differs by ones), converting or quantising.
+        """Write a NumPy array of `shape` (extents of 1 aside), converting or quantising it.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer.
@@ -289,7 +289,7 @@ class Tensor(ArrayProtocols):
         return items.view(self.dtype.numpy).reshape(self.shape)
 
     def packed(self) -> npt.NDArray[np.uint8]:
-        """Return a copy of the raw bytes of all elements in order, without the gaps that strides leave.
+        """Return a copy of the raw bytes of all elements in order, without stride gaps.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer.
@@ -305,10 +305,10 @@ class Tensor(ArrayProtocols):
         self.placed("copy_to").tensor_copy(self, dst)
 
     def placed(self, call: str) -> Buffer:
-        """Return the buffer that the tensor lies in, for a call that needs its data.
+        """Return the buffer that holds the tensor, for a call that needs its data.
 
         Raises:
-            NotAllocatedError: It is in none; the message names the call.
+            NotAllocatedError: The tensor is in no buffer; the message names the call.
         """
         if self.buffer is None:
             raise NotAllocatedError(
@@ -326,13 +326,13 @@ class Tensor(ArrayProtocols):
         return (*self.ne[:0:-1], self.ne[0] // self.dtype.block_size)
 
     def _strided(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """View `nbytes` of raw memory with the tensor's strides, in blocks."""
+        """View raw memory with the tensor's strides, in blocks."""
         return np.ndarray(self._item_shape(), self._item_dtype(), memory.data, 0, self.nb[::-1])
 
     # -- text ----------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Return `"MUL_MAT f32[512, 32] (node 'kq')"`, as error messages name a tensor."""
+        """Return a short description for messages: `"MUL_MAT f32[512, 32] (node 'kq')"`."""
         extents = ", ".join(map(str, self.ne[: self.n_dims]))
         kind = "leaf" if self.op is Op.NONE else "node"
         name = f" ({kind} {self.name!r})" if self.name else ""
@@ -378,7 +378,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def can_repeat(a: Tensor, b: Tensor) -> bool:
-    """Whether `a` tiles `b` a whole number of times in every dimension (ggml_can_repeat)."""
+    """Whether every extent of `a` divides that of `b` (ggml_can_repeat)."""
     a0, a1, a2, a3 = a.ne
     b0, b1, b2, b3 = b.ne
     if a0 and a1 and a2 and a3:

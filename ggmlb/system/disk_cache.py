@@ -1,13 +1,13 @@
-"""Compiled code, kept on disk for the next process.
+"""Disk cache of compiled code.
 
-A file is named by a digest of all that its content depends on, and begins with the SHA-256 of the rest. It is
-written whole and then renamed, so that any number of processes may start at once. What cannot be read or
-written is compiled again: a cache is no place to fail.
+A file is named by a digest of everything that its content depends on, and begins with the SHA-256 of the
+rest. It is written to a temporary file and renamed, so that processes may write concurrently. A file that
+cannot be read or written is compiled again; the cache never raises.
 
-The code is run as it is found, so nobody else must be able to put it there. As OpenSSH asks of its files, the
-folder and all folders above it belong to the user or to root, and neither the group nor others may write in
-them; above it, in a folder with the sticky bit (`/tmp`), they may, as it keeps them from what is not theirs.
-Else there is no cache, and a RuntimeWarning says once which folder to repair.
+Cached code is executed, so no other user may be able to write it. As OpenSSH requires of its files, the
+folder and its parents must belong to the user or to root and must not be writable for group or others,
+except parents with the sticky bit (`/tmp`). Otherwise the cache is off, and a RuntimeWarning names the
+folder once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from ggmlb.system import env
 DIGEST_NBYTES: Final = 32
 
 _checked: Final[dict[Path, Path | None]] = {}
-"""For each folder that is there: where it really is, or `None` if it must not be used."""
+"""The real path of each existing folder, or `None` if it must not be used."""
 
 
 def folder(backend: str) -> Path:
-    """Return a backend's folder: in GGMLB_CACHE_DIR, or where the system keeps caches; it need not exist.
+    """Return a backend's folder in GGMLB_CACHE_DIR or the system's cache folder; it need not exist.
 
-    Where there is neither, as in a container whose user has no home, the path is not absolute, and nothing is
-    kept there.
+    Without either (a container whose user has no home) the path is relative, and nothing is cached.
     """
     root = env.text("GGMLB_CACHE_DIR")
     if root is not None:
@@ -48,12 +47,12 @@ def folder(backend: str) -> Path:
 
 
 def load(path: Path) -> bytes | None:
-    """Return what `save` wrote; `None` if that is not there, is damaged, or others could have written it."""
+    """Return the content that `save` wrote; `None` if it is missing, damaged or writable by other users."""
     home = _trusted(path.parent)
     if home is None:
         return None
     try:
-        # A pipe must not be waited for, nor a link be followed to somebody's else file.
+        # Neither block on a pipe nor follow a link to another user's file.
         handle = os.open(home / path.name, os.O_RDONLY | _NO_SURPRISE)
         with os.fdopen(handle, "rb") as file:
             facts = os.fstat(handle)
@@ -67,7 +66,7 @@ def load(path: Path) -> bytes | None:
 
 
 def save(path: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
+    """Write a file atomically."""
     if not path.is_absolute():
         return
     with suppress(OSError):
@@ -94,7 +93,7 @@ _NO_SURPRISE: Final = (
 
 
 def _make(place: Path) -> None:
-    """Make a folder and those above it that are missing, for this user alone whatever the umask says."""
+    """Create a folder and its missing parents with mode 0700, whatever the umask."""
     missing = []
     while not place.exists():
         missing.append(place)
@@ -104,7 +103,7 @@ def _make(place: Path) -> None:
 
 
 def _trusted(place: Path) -> Path | None:
-    """Return where a folder really is, if it is there and only this user and root can change it."""
+    """Return the real path of an existing folder that only this user and root can change; else `None`."""
     if place in _checked:
         return _checked[place]
     if not place.is_absolute():
@@ -116,14 +115,14 @@ def _trusted(place: Path) -> Path | None:
         return None
     if why is not None:
         with suppress(RuntimeWarning):  # which a filter may have made an error
-            message = f"compiled kernels are neither read from {place} nor kept there: {why}"
+            message = f"compiled kernels are not cached in {place}: {why}"
             warnings.warn(shown(message), RuntimeWarning, stacklevel=2)
     _checked[place] = found if why is None else None
     return _checked[place]
 
 
 def _why_not(place: Path) -> str | None:
-    """Return why others can change what a folder holds; `None` if they cannot."""
+    """Return why other users can change a folder's contents; `None` if they cannot."""
     for each in (place, *place.parents):
         facts = each.stat()
         if not _is_owned(facts):
@@ -138,5 +137,5 @@ def _is_owned(facts: os.stat_result) -> bool:
 
 
 def _others_write(facts: os.stat_result) -> bool:
-    """Whether somebody else owns a file or folder, or can write in it."""
+    """Whether another user owns or can write a file or folder."""
     return not _is_owned(facts) or (hasattr(os, "geteuid") and bool(facts.st_mode & (S_IWGRP | S_IWOTH)))

@@ -1,4 +1,4 @@
-"""The process: how many processors it may use, its forks and its end, and libraries that survive neither."""
+"""Process state: usable processors, forks, exit, and guards for libraries that survive neither."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, Final
 from ggmlb.core.errors import ArgumentError, BackendError, kind_of
 
 PATIENCE_S: Final = 5.0
-"""How long the end of the process waits for what other threads have under way [s]."""
+"""How long the exit of the process waits for the work of other threads [s]."""
 
 
 MAX_THREADS: Final = 512
-"""Threads that a backend may have (GGML_MAX_N_THREADS)."""
+"""Most threads of a backend (GGML_MAX_N_THREADS)."""
 
 
 def n_cpus() -> int:
@@ -30,10 +30,10 @@ def n_cpus() -> int:
 
 
 def checked_n_threads(n: int) -> int:
-    """Return a number of threads that a user asked for.
+    """Check a number of threads given by a user.
 
     Raises:
-        ArgumentError: It is no whole number, less than 1, or more than `MAX_THREADS`.
+        ArgumentError: It is not a whole number from 1 to `MAX_THREADS`.
     """
     try:
         number = index(n)
@@ -45,7 +45,7 @@ def checked_n_threads(n: int) -> int:
 
 
 def start_thread(name: str, work: Callable[..., object], *args: Any) -> Thread | None:
-    """Start a thread that nobody joins at the end of Python; `None` where the system gives none."""
+    """Start a daemon thread; `None` if the system refuses."""
     thread = Thread(target=work, args=args, name=name, daemon=True)
     try:
         thread.start()
@@ -55,23 +55,22 @@ def start_thread(name: str, work: Callable[..., object], *args: Any) -> Thread |
 
 
 def after_fork(react: Callable[[], object]) -> None:
-    """Call a function in each process that is forked from this one, before it goes on."""
+    """Register a function to call in each forked child process, before it continues."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=react)
 
 
 class ProcessState:
-    """What becomes of this process.
+    """Forks and exit of this process.
 
-    At its end, Python stops the threads that nobody joins (daemons) where they stand, as soon as they come
-    back from a library. Some libraries do not bear that: C++ then aborts the process, and OpenBLAS waits for
-    threads that never end. So no such thread begins anything once the end has begun, and what they have
-    under way is waited for.
+    At exit, Python stops daemon threads when they return from a library call. In some libraries, C++ then
+    aborts the process, or OpenBLAS waits for threads that never end. Therefore daemon threads may not
+    begin work once the exit has begun, and the exit waits for their current work.
 
     Attributes:
-        n_forks: How many forks there were on the way from the first process to this one.
-        ending_in: The thread in which Python ends; 0 until then.
-        busy: Each says whether threads have something under way.
+        n_forks: Number of forks from the first process to this one.
+        ending_in: The thread in which Python exits; 0 until then.
+        busy: Functions that return whether threads have work in progress.
     """
 
     def __init__(self) -> None:
@@ -83,16 +82,14 @@ class ProcessState:
         atexit.register(self._end)
 
     def check_goes_on(self, call: str) -> None:
-        """Refuse to begin anything in a thread that the end of Python stops.
+        """Raise if this is a daemon thread and Python is exiting.
 
         Raises:
-            BackendError: Python is ending, in another thread.
+            BackendError: Python is exiting, in another thread.
         """
         if self.ending_in and self.ending_in != get_ident():
             self._refused.add(get_ident())
-            raise BackendError(
-                f"{call}: Python is ending, and does not wait for this thread; join it before that"
-            )
+            raise BackendError(f"{call}: Python is exiting and does not wait for this thread; join it before")
 
     def _note_fork(self) -> None:
         self.n_forks += 1
@@ -105,7 +102,7 @@ class ProcessState:
             sleep(0.0005)
 
     def _tell(self, args: threading.ExceptHookArgs, tell: Callable[[threading.ExceptHookArgs], Any]) -> None:
-        """Let a thread that was refused end as quietly as Python would have ended it."""
+        """Exception hook: do not report the refusal of a daemon thread at exit."""
         if args.thread is None or args.thread.ident not in self._refused:
             tell(args)
 
@@ -114,10 +111,10 @@ process_state: Final = ProcessState()
 
 
 class LibraryGuard:
-    """Watches over the calls of a library that survives neither a fork nor the end of a thread within it.
+    """Guard for calls of a library that survives neither a fork nor the end of a thread within it.
 
-    Drivers of GPUs do not survive a fork: where a child uses them, it hangs or crashes. The guard is made
-    when a backend's module is imported, so a child that imports it first is free to use it.
+    GPU drivers do not survive a fork: a child that uses them hangs or crashes. The guard is created when a
+    backend's module is imported, so a child that imports it first may use it.
 
     Args:
         library: Its name, for the error.
@@ -130,20 +127,20 @@ class LibraryGuard:
         process_state.busy.append(self._is_busy)
 
     def check(self, call: str) -> None:
-        """Refuse a call in a forked process, and in a thread that the end of Python stops.
+        """Raise in a forked process, and in a daemon thread at exit.
 
         Raises:
-            BackendError: The process was forked after the library came into use, or ends.
+            BackendError: The process was forked after the library was first used, or is exiting.
         """
         if self._n_forks != process_state.n_forks:
             raise BackendError(
-                f"{call}: {self._library} was used before this process was forked, and cannot be used in it; "
+                f"{call}: {self._library} was used before this process was forked and cannot be used here; "
                 f"start workers with the 'spawn' method, or use {self._library} in the workers only"
             )
         process_state.check_goes_on(call)
 
     def enter(self, call: str) -> None:
-        """Note that this thread calls the library until it says `leave`; refuses as `check` does."""
+        """Begin calls of the library by this thread, until `leave`; raises as `check`."""
         self._inside.append(get_ident())  # before one looks whether Python is ending, which then looks here
         try:
             self.check(call)
@@ -152,7 +149,7 @@ class LibraryGuard:
             raise
 
     def leave(self) -> None:
-        """Note the end of calls."""
+        """End the calls that `enter` began."""
         self._inside.remove(get_ident())
 
     def _is_busy(self) -> bool:

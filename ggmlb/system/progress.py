@@ -1,13 +1,13 @@
-"""Progress of work that a user did not ask for by name, as compiling kernels at first use.
+"""Progress of implicit long tasks, such as compiling kernels at first use.
 
     with progress.task("OpenCL0: compiling kernels", n_steps) as task:
         for kernel in missing:
             task.step(kernel.name)
             compile(kernel)
 
-Nothing is shown in the first second. Then a line on standard error tells what goes on, and at the end how
-long it took, if standard error is a terminal or a notebook's. `GGMLB_PROGRESS=1` shows it elsewhere too,
-as in a log; `GGMLB_PROGRESS=0` never.
+After one second, a line on standard error shows the progress, and at the end the duration, if standard
+error is a terminal or a notebook's. `GGMLB_PROGRESS=1` shows it elsewhere too (a log); `GGMLB_PROGRESS=0`
+never.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ggmlb.core.errors import shown
 from ggmlb.system import env
 
 PATIENCE_S: Final = 1.0
-"""How long a task may take without a word [s]."""
+"""Duration below which a task shows nothing [s]."""
 
 
 class Task:
-    """A task under way; see `task`.
+    """A running task; see `task`.
 
     Attributes:
-        n_done: Steps begun before the one under way.
+        n_done: Steps finished.
     """
 
     def __init__(self, what: str, n_steps: int | None) -> None:
@@ -47,7 +47,7 @@ class Task:
         self._told = env.flag("GGMLB_PROGRESS", default=self._live)
 
     def step(self, name: str) -> None:
-        """Tell that a step of that name begins, which may take long."""
+        """Begin a step, and show its name."""
         with self._lock:
             if self._name:
                 self.n_done += 1
@@ -55,14 +55,14 @@ class Task:
             if self._shown and self._live:
                 self._show()
         if self._told and self._timer is None:
-            # A thread, because a first step may last for many seconds.
+            # A thread, because the first step may take many seconds.
             self._timer = threading.Timer(PATIENCE_S, self._begin)
             self._timer.daemon = True
             with suppress(RuntimeError):  # no more threads: nothing is told
                 self._timer.start()
 
     def end(self) -> None:
-        """Tell how long it took, if anything was told."""
+        """Show the duration, if any progress was shown."""
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:
@@ -82,7 +82,7 @@ class Task:
         self._write(f"{self._what}: {self.n_done + 1}{of} ({self._name})", "" if self._live else "\n")
 
     def _write(self, line: str, end: str) -> None:
-        """Write a line over the last one, where there is a screen."""
+        """Write a line, over the last one on a terminal."""
         line = shown(line)
         if self._live:
             self._width, padding = len(line), " " * (self._width - len(line))
@@ -95,11 +95,11 @@ class Task:
 
 @contextmanager
 def task(what: str, n_steps: int | None = None) -> Iterator[Task]:
-    """Yield a task whose steps are told to the user if it takes more than a second.
+    """Context manager of a task whose steps are shown if it takes more than a second.
 
     Args:
-        what: Who does what, as `"OpenCL0: compiling kernels"`.
-        n_steps: How many steps there will be, if that is known.
+        what: Device and work, as `"OpenCL0: compiling kernels"`.
+        n_steps: Number of steps; `None` if unknown.
     """
     this = Task(what, n_steps)
     try:
@@ -109,6 +109,6 @@ def task(what: str, n_steps: int | None = None) -> Iterator[Task]:
 
 
 def _is_live() -> bool:
-    """Whether standard error is a screen, on which a line can be written over."""
+    """Whether standard error is a terminal or a notebook's, where a line can be overwritten."""
     stream = sys.stderr
     return stream is not None and (stream.isatty() or type(stream).__module__ == "ipykernel.iostream")

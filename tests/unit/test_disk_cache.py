@@ -49,7 +49,7 @@ UNSAFE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("case", UNSAFE)
 def test_a_folder_that_others_write_in_is_not_used(case: str, entry: Path) -> None:
     UNSAFE[case](entry)
-    with pytest.warns(RuntimeWarning, match="neither read from .* others can write in .* chmod go-w"):
+    with pytest.warns(RuntimeWarning, match="are not cached in .* others can write in .* chmod go-w"):
         assert disk_cache.load(entry) is None
     with warnings.catch_warnings():  # told once
         warnings.simplefilter("error")

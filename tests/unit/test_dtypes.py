@@ -103,7 +103,7 @@ def test_quantising_refuses() -> None:
     with pytest.raises(ShapeError, match="33 elements"):
         quantize(np.zeros((2, 33)), DType.Q4_0)
     with pytest.raises(
-        DTypeError, match=r"IQ2_XS blocks are written with an importance matrix only; use .*Q8_K"
+        DTypeError, match=r"IQ2_XS cannot be written without an importance matrix; use .*Q8_K"
     ):
         quantize(np.zeros((2, 256)), DType.IQ2_XS)
 

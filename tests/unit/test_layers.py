@@ -19,7 +19,7 @@ import ggmlb
 ROOT = Path(ggmlb.__file__).parents[1]
 
 ROOMS = {
-    "core": "what a program is: types, tensors, one method per op, graphs, blocks, errors",
+    "core": "programs: types, tensors, one method per op, graphs, blocks, errors",
     "system": "the process around us: environment, forks, files, progress",
     "interface": "where it can run: registry, devices, buffers, streams, events, plans",
     "runtime": "how it gets there: allocators, the scheduler, evaluate",

@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     "a function of fewer arguments": (
         lambda t: t.c.map_custom1(t.a, lambda dst, a: None),
         Wrong,
-        r"called as fun\(dst, a, ith, nth, userdata\), and takes \(dst, a\): too many",
+        r"called as fun\(dst, a, ith, nth, userdata\), but takes \(dst, a\): too many",
     ),
     "a type for a device": (
         lambda t: ggmlb.init_by_name("GPU"),

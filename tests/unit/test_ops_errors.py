@@ -255,7 +255,7 @@ WRONG = [
         "interpolate",
         ("[4,4]", 8, 8, 1, 1, ScaleMode.BICUBIC | ScaleFlag.ANTIALIAS),
         A,
-        "ANTIALIAS goes with BILINEAR",
+        "ANTIALIAS needs BILINEAR",
     ),
     # recurrent layers
     ("ssm_conv", ("[8,5,2]", "[4,6]"), S, "sx must be 3d"),

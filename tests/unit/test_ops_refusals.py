@@ -46,7 +46,7 @@ def test_setters_check_values_and_double_use():
         ctx.soft_max_add_sinks(soft, ctx.new_tensor("f16", (2,)))
     sinks = ctx.new_tensor("f32", (2,))
     ctx.soft_max_add_sinks(soft, sinks)
-    with pytest.raises(ArgumentError, match="take them away first"):
+    with pytest.raises(ArgumentError, match="remove them first"):
         ctx.soft_max_add_sinks(soft, sinks)
     ctx.soft_max_add_sinks(soft, None)
     assert soft.src == (soft.src[0], None, None)

@@ -67,7 +67,7 @@ def compute():
 thread = threading.Thread(target=compute, daemon=True)
 def ask():     # registered before ggmlb's, and so called after it
     thread.join(300)
-    assert "Python is ending" in said[0]
+    assert "Python is exiting" in said[0]
     streams[0].graph_compute(work[0][2])    # the thread that ends may go on
     print("done", flush=True)
 import ggmlb.system.process

@@ -1,6 +1,6 @@
-"""The op families: what each op takes, checks and gives, and a record of each op.
+"""The op families: operand checks and shape rules of each op, and its record.
 
-A node keeps ggml's sources in ggml's places; an optional one that is absent is None. Some families say more:
+A node's sources have ggml's order; an absent optional one is None. Where the order is not obvious:
 
     CPY          of `cpy`: (a, b), a view of b; of `cast`: (a,), a new tensor
     SET_ROWS     (b, c, a), a view of a
@@ -9,7 +9,7 @@ A node keeps ggml's sources in ggml's places; an optional one that is absent is 
     ROPE, ROPE_BACK        (a, positions, frequency factors or None)
     FLASH_ATTN_EXT         (q, k, v, mask or None, sinks or None)
 
-A node with `view_src` that is no view op writes into that tensor, which is among its sources.
+A node with `view_src` whose op is no view op writes into that tensor, which is one of its sources.
 """
 
 from __future__ import annotations

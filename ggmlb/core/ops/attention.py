@@ -47,7 +47,7 @@ class AttentionOps(OpBase):
             logit_softcap: Where not 0, the logits become `softcap * tanh(logits / softcap)`.
 
         Returns:
-            f32, ne `[dv, n_head, n_q, n_batch]`: permuted, as the next product wants it.
+            f32, ne `[dv, n_head, n_q, n_batch]`: permuted, ready for the next product.
 
         Raises:
             ShapeError: The shapes do not fit, or the mask is not contiguous.
@@ -108,7 +108,7 @@ class AttentionOps(OpBase):
         return prec
 
     def flash_attn_ext_add_sinks(self, a: Tensor, sinks: Tensor | None) -> Tensor:
-        """Give an attention node one sink logit per head; None takes it away (ggml_flash_attn_ext_add_sinks).
+        """Give an attention node one sink logit per head; None removes them (ggml_flash_attn_ext_add_sinks).
 
         Raises:
             ArgumentError: `a` is no attention node, or has sinks.
@@ -159,7 +159,7 @@ def _check_node(fn: str, a: Tensor) -> None:
 
 
 def _shard_flash_attn_ext(node: Tensor, states: States) -> Outcome | None:
-    """Each head by itself; heads of `k` and `v` serve several of `q`. No cut through heads with ALiBi."""
+    """Shard by heads, several of `q` per head of `k` and `v`; not with ALiBi, whose slopes count heads."""
     q, k = node.sources[:2]
     state = first_cut(states)
     if state not in states[:3] or state.axis < 2:

@@ -1,7 +1,7 @@
-"""What all op families share: making nodes and views, and wording what is wrong with arguments.
+"""Base of the op families: creation of nodes and views, and argument errors.
 
-A check that passes must cost nothing but itself, because a model builds thousands of nodes: the
-callers test first, and call a `fail_*` function, with the tensors to name, only where the test fails.
+A model builds thousands of nodes, so a check that passes must be cheap: callers test first and call a
+`fail_*` function, which builds the message, only where the test fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class OpBase:
-    """Makes the tensors of a context; the op families build on these few methods.
+    """Creates the tensors of a context; base class of the op families.
 
     Attributes:
         tensors: All tensors made here, in order (ggml_get_first_tensor, ggml_get_next_tensor).
@@ -34,7 +34,7 @@ class OpBase:
         self.tensors: list[Tensor] = []
 
     def __init_subclass__(cls) -> None:
-        """Check the arguments of every op, whichever family has it, as a method of `Context`."""
+        """Check the arguments of every op of a family, as methods of `Context`."""
         super().__init_subclass__()
         for name, op in vars(cls).items():
             if inspect.isfunction(op) and not name.startswith("_"):
@@ -75,7 +75,7 @@ class OpBase:
         src: tuple[Tensor | None, ...],
         params: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Return a node of type and shape of `a`, in the memory of `a` if `inplace`."""
+        """Return a node with the type and shape of `a`, in the memory of `a` if `inplace`."""
         if inplace:
             return self._view(a, a.ne, a.nb, 0, op, src, params)
         return self._op(op, a.dtype, a.ne, src, params)
@@ -110,9 +110,9 @@ class OpBase:
 def checked(
     check: Callable[Concatenate[str, P], R], make: Callable[[S, R], Tensor], name: str, doc: str
 ) -> Callable[Concatenate[S, P], Tensor]:
-    """Make the method `name`: it takes the arguments of `check`, and makes a node of what that returns.
+    """Create the method `name`: its arguments go to `check`, and `make` builds a node from the result.
 
-    For methods that differ only in their node: `check` is given the method's name, for its errors.
+    For methods that differ only in their node. `check` receives the method's name, for its errors.
     """
 
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -128,14 +128,14 @@ def checked(
 
 
 def method(fn: F, name: str, doc: str) -> F:
-    """Name and document a method that a factory made, so that help and tracebacks tell which it is."""
+    """Set the name and docstring of a generated method, for help and tracebacks."""
     fn.__name__ = name
     fn.__doc__ = f"{doc} (ggml_{name})."
     return fn
 
 
 def fail_shape(fn: str, why: str, *tensors: Tensor) -> NoReturn:
-    """Raise a ShapeError that names the function, its operands and what would be right."""
+    """Raise a ShapeError that names the function, its operands and the requirement."""
     raise ShapeError(f"{fn}({', '.join(t.describe() for t in tensors)}): {why}")
 
 
@@ -151,12 +151,12 @@ def fail_arg(fn: str, why: str) -> NoReturn:
 
 
 def fail_contiguous(fn: str, arg: str, tensor: Tensor, what: str = "contiguous") -> NoReturn:
-    """Raise a ShapeError about an operand whose strides do not fit."""
+    """Raise a ShapeError about an operand with unsupported strides."""
     fail_shape(fn, f"{arg} has strides nb {list(tensor.nb)}; it must be {what}: apply cont first", tensor)
 
 
 def divides(a: int, b: int) -> bool:
-    """Whether an extent `a` goes a whole number of times into `b`; one of 0 goes into none."""
+    """Whether an extent `a` divides `b`; 0 divides none."""
     return a > 0 and b % a == 0
 
 
@@ -185,14 +185,14 @@ def require_contiguous(fn: str, arg: str, tensor: Tensor) -> None:
 
 
 def require_int32(fn: str, **numbers: float) -> None:
-    """Raise an ArgumentError unless 32 bits, in which ggml keeps parameters, hold each of the numbers."""
+    """Raise an ArgumentError unless each number fits in 32 bits, as ggml's parameters must."""
     for name, n in numbers.items():
         if not -(1 << 31) <= n < 1 << 31:
             fail_arg(fn, f"{name} is {n}; give a number of 32 bits")
 
 
 def full_ne(ne: Sequence[int] | int, fn: str) -> Ne:
-    """Return four extents, ones appended.
+    """Return the extents padded with ones to four.
 
     Raises:
         ShapeError: There are none, more than four, or a negative one.

@@ -1,4 +1,4 @@
-"""Arithmetic of two tensors: `b` is tiled over `a`, and the result has type and shape of `a`."""
+"""Arithmetic of two tensors: `b` is broadcast over `a`; the result has the type and shape of `a`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Binary = Callable[["BinaryOps", Tensor, Tensor], Tensor]
 
 
 def _pair(op: Op, sign: str) -> tuple[Binary, Binary]:
-    """Make the method of a binary op and its in-place form."""
+    """Create the method of a binary op and its in-place variant."""
     fn = op.value.lower()
     fn_inplace = f"{fn}_inplace"
 
@@ -123,7 +123,7 @@ class BinaryOps(OpBase):
         if b.ne != (1, 1, 1, 1):
             fail_shape(fn, "b must be a scalar", a, b)
         if not is_padded_1d(a):
-            fail_contiguous(fn, "a", a, "contiguous but for gaps between rows")
+            fail_contiguous(fn, "a", a, "contiguous except for gaps between rows")
         return self._like(inplace, Op.ADD1, a, (a, b))
 
     def acc(self, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> Tensor:
@@ -161,7 +161,7 @@ def is_padded_1d(a: Tensor) -> bool:
 def window_params(
     fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
 ) -> dict[str, int | bool]:
-    """Check the window that `acc` or `set` write in `a`, and return the params that describe it.
+    """Check the window of `a` that `acc` or `set` writes; return the params that describe it.
 
     Raises:
         ShapeError: A number is negative, or the window ends outside of `a`.
@@ -177,7 +177,7 @@ def window_params(
 
 
 def _shard_add_id(node: Tensor, states: States) -> Outcome | None:
-    """A row of the second operand onto each row of the first: columns go together."""
+    """Shard by columns: each row of `b` is added to rows of `a`."""
     state = states[0]
     return Outcome(state, (state, state, MIRRORED)) if state.is_cut and state.axis == 0 else None
 

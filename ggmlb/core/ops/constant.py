@@ -1,4 +1,4 @@
-"""Tensors that follow from numbers or from a shape.
+"""Tensors generated from numbers or a shape.
 
 ARANGE has the params `start, stop, step`; FILL `value`; TRI `type` (a `TriType`); TIMESTEP_EMBEDDING
 `dim, max_period`; DIAG none.
@@ -34,7 +34,7 @@ class ConstantOps(OpBase):
             fail_arg(
                 "arange", f"start {start}, stop {stop}, step {step}: stop must be above start, step above 0"
             )
-        # In float32, as ggml counts: (1 - 0) / 0.1 is 10 there, and above 10 in float64.
+        # In float32, as in ggml: (1 - 0) / 0.1 is 10 there, but above 10 in float64.
         with np.errstate(all="ignore"):
             count = np.ceil((np.float32(stop) - np.float32(start)) / np.float32(step))
         if not np.isfinite(count):

@@ -1,4 +1,4 @@
-"""Convolution as ggml composes it: patches by im2col, and a product with the kernel.
+"""Convolution as ggml composes it: im2col patches times the kernel.
 
 `a` is the kernel, `b` the data; `s`, `p` and `d` are stride, padding and dilation, and the digit after them
 is the dimension: `s0` is the stride along the width. Params: IM2COL and IM2COL_BACK have `s0, s1, p0, p1, d0,
@@ -55,10 +55,10 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
         is_2D: bool,
         dst_type: DType | str = DType.F16,
     ) -> Tensor:
-        """Return the patch of `b` under the kernel `a`, for each place of the kernel (ggml_im2col).
+        """Return the patch of `b` under each position of the kernel `a` (ggml_im2col).
 
         With `is_2D`, the kernel has ne `[KW, KH, IC, OC]` and the data `[W, H, IC, N]`; without, there is one
-        spatial dimension: `[K, IC, OC]` and `[L, IC, N]`. Of the kernel, only the shape is read.
+        spatial dimension: `[K, IC, OC]` and `[L, IC, N]`. Only the shape of the kernel is read.
 
         Returns:
             Of type `dst_type`, ne `[KW * KH * IC, OW, OH, N]` or `[K * IC, OL, N]`.
@@ -85,11 +85,11 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     ) -> Tensor:
         """Return the gradient of the data of `im2col`: f32, of extents `ne` (ggml_im2col_back).
 
-        `a` is the gradient of the result of `im2col`, `b` the kernel; `ne` are four extents of the data, and
-        the numbers those that `im2col` was given.
+        `a` is the gradient of the result of `im2col`, `b` the kernel, `ne` the four extents of the data;
+        the other arguments are those of `im2col`.
 
         Raises:
-            ShapeError: `a` does not have the shape of what `im2col` returns for them.
+            ShapeError: `a` does not have the shape of the result of `im2col`.
             ArgumentError: A stride or dilation is not positive, or a padding is negative.
         """
         data = Tensor(DType.F32, full_ne(ne, "im2col_back"))
@@ -101,7 +101,7 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
     def conv_1d(self, a: Tensor, b: Tensor, s0: int = 1, p0: int = 0, d0: int = 1) -> Tensor:
         """Return the convolution of `b` with `a` through f16 patches: ne `[OL, OC, N]` (ggml_conv_1d).
 
-        ggml labels the result of a batch in the wrong order; here it is put in order.
+        ggml returns the dimensions of a batch in the wrong order; here they are in order.
 
         Args:
             a: Kernel, ne `[K, IC, OC]`.
@@ -223,7 +223,7 @@ class ConvOps(CopyOps, MatmulOps, ViewOps):
         d2: int,
         dst_type: DType | str = DType.F16,
     ) -> Tensor:
-        """Return the patch of `b` under the kernel `a`, for each place of the kernel (ggml_im2col_3d).
+        """Return the patch of `b` under each position of the kernel `a` (ggml_im2col_3d).
 
         The kernel `a` has ne `[KW, KH, KD, IC * OC]`, and only its shape is read; the data `b` has ne
         `[W, H, D, IC * N]`, of `IC` channels.
@@ -371,7 +371,7 @@ def _draw_conv_1d(name: str, p: Program) -> None:
     kernel = p.leaf(
         F16, (*k, 1 if depthwise else channels, channels if depthwise else p.int(1, 4)), **POSITIVE
     )
-    # A batch comes out of ggml's conv_1d in the wrong order.
+    # ggml's conv_1d returns a batch with its dimensions in the wrong order.
     p.out(name, kernel, p.leaf(F32, (*n, channels), **POSITIVE), *s, *q, *d)
 
 

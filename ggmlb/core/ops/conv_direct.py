@@ -1,4 +1,4 @@
-"""Convolution as one op.
+"""Direct convolution: one op, without im2col.
 
 `a` is the kernel, `b` the data; `s`, `p` and `d` are stride, padding and dilation, and the digit after them
 is the dimension: `s0` is the stride along the width. Params: CONV_2D and CONV_2D_DW have `s0, s1, p0, p1, d0,
@@ -59,7 +59,7 @@ class ConvDirectOps(OpBase):
     ) -> Tensor:
         """Return `conv_2d_dw` as one op, in the type of `b` (ggml_conv_2d_dw_direct).
 
-        Where the channels of `b` are innermost in memory, so are those of the result.
+        If the channels of `b` are innermost in memory, so are the result's.
 
         Raises:
             ShapeError: There is not one kernel per channel, or it is larger than the padded data.
@@ -163,10 +163,10 @@ class ConvDirectOps(OpBase):
 def places(
     fn: str, a: Tensor, b: Tensor, strides: Sequence[int], paddings: Sequence[int], dilations: Sequence[int]
 ) -> tuple[list[int], dict[str, int]]:
-    """Return how many places the kernel `a` has along each dimension of `b`, and the numbers as params.
+    """Return the result's extent along each spatial dimension, and the numbers as params.
 
     Raises:
-        ShapeError: There is none.
+        ShapeError: The kernel is larger than the padded data.
         ArgumentError: A stride or dilation is not positive, or a padding is negative.
     """
     sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""Copies: to another place, type, shape or layout.
+"""Copies to another buffer, type, shape or layout.
 
 DUP, CONT and CPY have no params. A node of `cast` is a CPY with one source; a node of `cpy` has two, and is
 a view of the second. SET has `nb1, nb2, nb3, offset, inplace`.
@@ -148,7 +148,7 @@ class CopyOps(OpBase):
 
 
 def _shard_copy(node: Tensor, states: States) -> Outcome | None:
-    """Element by element into the same shape."""
+    """Shard like an elementwise op, if the shapes are equal."""
     src = node.src[0]
     if src is None or src.ne != node.ne:
         return None

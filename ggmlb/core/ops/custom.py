@@ -1,16 +1,16 @@
-"""Ops whose function is a Python callable. They run on the CPU backend.
+"""Ops computed by a Python function, on the CPU backend.
 
 Params: `fun`, `n_tasks` and `userdata`. The backend calls `fun` with NumPy arrays of four dimensions,
-`ne` reversed; the operands are to be read, the result `dst` is to be written in place:
+`ne` reversed. It reads the operands and writes the result `dst` in place:
 
     MAP_CUSTOM1    fun(dst, a, ith, nth, userdata)
     MAP_CUSTOM2    fun(dst, a, b, ith, nth, userdata)
     MAP_CUSTOM3    fun(dst, a, b, c, ith, nth, userdata)
     CUSTOM         fun(dst, args, ith, nth, userdata), with `args` a tuple
 
-BF16 arrives as ml_dtypes' bfloat16, a quantised operand as float32; a quantised result is declined. `ith` of
-`nth` is the share of the work that a call is to do, as in C; `nth` is at most `n_tasks`.
-A function may compute on any backend but the one that calls it, which is in the middle of a computation.
+BF16 operands are ml_dtypes' bfloat16, quantised operands float32; a quantised result is declined. A call does
+share `ith` of `nth` of the work, as in C; `nth` is at most `n_tasks`. A function may compute on any backend
+except the one that calls it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class CustomOps(OpBase):
     """map_custom1..3, custom_4d, their in-place forms.
 
     Raises:
-        ArgumentError: `fun` cannot be called so, or `n_tasks` is neither positive nor `N_TASKS_MAX`.
+        ArgumentError: `fun` does not take these arguments, or `n_tasks` is neither positive nor
+            `N_TASKS_MAX`.
     """
 
     def map_custom1(self, a: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None) -> Tensor:
-        """Return what `fun` makes of `a`: type and shape of `a` (ggml_map_custom1)."""
+        """Return `fun` of `a`, with its type and shape (ggml_map_custom1)."""
         return self._map(Op.MAP_CUSTOM1, False, (a,), fun, n_tasks, userdata)
 
     def map_custom1_inplace(self, a: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None) -> Tensor:
@@ -61,7 +62,7 @@ class CustomOps(OpBase):
     def map_custom2(
         self, a: Tensor, b: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None
     ) -> Tensor:
-        """Return what `fun` makes of `a` and `b`: type and shape of `a` (ggml_map_custom2)."""
+        """Return `fun` of `a` and `b`, with the type and shape of `a` (ggml_map_custom2)."""
         return self._map(Op.MAP_CUSTOM2, False, (a, b), fun, n_tasks, userdata)
 
     def map_custom2_inplace(
@@ -73,7 +74,7 @@ class CustomOps(OpBase):
     def map_custom3(
         self, a: Tensor, b: Tensor, c: Tensor, fun: Custom, n_tasks: int = 1, userdata: Any = None
     ) -> Tensor:
-        """Return what `fun` makes of `a`, `b` and `c`: type and shape of `a` (ggml_map_custom3)."""
+        """Return `fun` of `a`, `b` and `c`, with the type and shape of `a` (ggml_map_custom3)."""
         return self._map(Op.MAP_CUSTOM3, False, (a, b, c), fun, n_tasks, userdata)
 
     def map_custom3_inplace(
@@ -94,9 +95,9 @@ class CustomOps(OpBase):
         n_tasks: int = 1,
         userdata: Any = None,
     ) -> Tensor:
-        """Return what `fun` makes of `args`, of any type and shape (ggml_custom_4d).
+        """Return `fun` of `args`, with the given type and shape (ggml_custom_4d).
 
-        C's `n_args` is left out: `args` knows its length.
+        C's `n_args` is omitted: it is the length of `args`.
 
         Raises:
             ArgumentError: There are too many operands.
@@ -104,7 +105,7 @@ class CustomOps(OpBase):
         """
         fn = "custom_4d"
         if len(args) > MAX_ARGS:
-            fail_arg(fn, f"{len(args)} operands are given; at most {MAX_ARGS} are possible")
+            fail_arg(fn, f"{len(args)} operands given; give at most {MAX_ARGS}")
         params = _params(fn, ("dst", "args"), fun, n_tasks, userdata)
         ne = full_ne((ne0, ne1, ne2, ne3), fn)
         return self._op(Op.CUSTOM, DType.parse(dtype), ne, tuple(args), params)
@@ -112,7 +113,7 @@ class CustomOps(OpBase):
     def custom_inplace(
         self, a: Tensor, args: Sequence[Tensor], fun: Custom, n_tasks: int = 1, userdata: Any = None
     ) -> Tensor:
-        """Return what `fun` makes of `a` and `args`, written into the memory of `a` (ggml_custom_inplace).
+        """Return `fun` of `a` and `args`, written into the memory of `a` (ggml_custom_inplace).
 
         `fun` gets `a` as the first of its operands.
 
@@ -120,7 +121,7 @@ class CustomOps(OpBase):
             ArgumentError: There are too many operands.
         """
         if len(args) > MAX_ARGS - 1:
-            fail_arg("custom_inplace", f"{len(args)} operands are given; at most {MAX_ARGS - 1} are possible")
+            fail_arg("custom_inplace", f"{len(args)} operands given; give at most {MAX_ARGS - 1}")
         params = _params("custom_inplace", ("dst", "args"), fun, n_tasks, userdata)
         return self._op_into(Op.CUSTOM, a, (a, *args), params)
 
@@ -137,7 +138,7 @@ def _params(fn: str, operands: Sequence[str], fun: Custom, n_tasks: int, userdat
     try:
         signature(fun).bind(*given)
     except TypeError as error:
-        fail_arg(fn, f"fun is called as fun({', '.join(given)}), and takes {signature(fun)}: {error}")
+        fail_arg(fn, f"fun is called as fun({', '.join(given)}), but takes {signature(fun)}: {error}")
     except ValueError:  # a function written in C tells no signature
         pass
     if n_tasks < 1 and n_tasks != N_TASKS_MAX:
@@ -152,7 +153,7 @@ TASKS = (1, 2, 5, N_TASKS_MAX)
 
 
 def _drawn_check(dst: Array, operands: tuple[Array, ...], ith: int, nth: int, ne: Extents) -> None:
-    """Raise unless the function is given what it is promised."""
+    """Raise unless the arrays and the share of work are as documented."""
     found = [array.shape for array in (dst, *operands)]
     if any(shape != ne[::-1] for shape in found):
         raise ValueError(f"arrays have the shapes {found}; all tensors have ne {list(ne)}")

@@ -100,14 +100,14 @@ class DeepSeekOps(OpBase):
         return self._op(Op.DSV4_HC_POST, DType.F32, residual.ne, (x, residual, post, comb))
 
     def dsv4_hc_comb(self, mixes: Tensor, scale: Tensor, base: Tensor, eps: float, n_iter: int) -> Tensor:
-        """Return doubly stochastic mixing matrices, by `n_iter` Sinkhorn steps (ggml_dsv4_hc_comb).
+        """Return doubly stochastic mixing matrices after `n_iter` Sinkhorn iterations (ggml_dsv4_hc_comb).
 
         Args:
             mixes: f32, ne `[2 * hc + hc * hc, n_tokens]`; the last `hc * hc` of each row are read.
             scale: Three f32; the last is the factor of the matrix.
             base: f32, ne `[2 * hc + hc * hc]`; added to the scaled mixes.
-            eps: Keeps the sums from 0.
-            n_iter: Sinkhorn steps, at least 1.
+            eps: Added to the sums, so that none is 0.
+            n_iter: Sinkhorn iterations, at least 1.
 
         Returns:
             f32, ne `[hc, hc, n_tokens]`.
@@ -121,7 +121,7 @@ class DeepSeekOps(OpBase):
         width, n_tokens = mixes.ne[:2]
         hc = math.isqrt(width + 1) - 1
         if hc < 1 or hc * (hc + 2) != width:
-            fail_shape(fn, f"the row length {width} of mixes is no hc * (hc + 2)", mixes)
+            fail_shape(fn, f"the row length {width} of mixes must be hc * (hc + 2)", mixes)
         _check(fn, (mixes, (width, n_tokens, 1, 1)), (scale, (3, 1, 1, 1)), (base, (width, 1, 1, 1)))
         require_int32(fn, n_iter=n_iter)
         if n_iter < 1:
@@ -136,7 +136,7 @@ def _check(fn: str, *expected: tuple[Tensor, Ne]) -> None:
         require_type(fn, "an operand", tensor, DType.F32)
         if tensor.ne != ne:
             operands = [t for t, _ in expected if t is not tensor]
-            fail_shape(fn, f"the first operand named here must have ne {list(ne)}", tensor, *operands)
+            fail_shape(fn, f"the first operand named must have ne {list(ne)}", tensor, *operands)
 
 
 # -- cases ---

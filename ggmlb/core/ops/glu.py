@@ -1,7 +1,7 @@
 """Gated linear units: one half of the operand, activated, times the other half.
 
-`Op.GLU` nodes have `src = (a, b)`, with `b` None where both halves are in the rows of `a`, and the params
-`op` (a `GluOp`) and `swapped` (the second half is the one that is activated); SWIGLU_OAI adds `alpha, limit`.
+`Op.GLU` nodes have `src = (a, b)`, with `b` None where the rows of `a` hold both halves, and the params
+`op` (a `GluOp`) and `swapped` (the second half is activated); SWIGLU_OAI adds `alpha, limit`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GluSplit = Callable[["GluOps", Tensor, Tensor], Tensor]
 
 
 def _variants(op: GluOp, act: str) -> tuple[Glu, Glu, GluSplit]:
-    """Make the three methods of a gated unit."""
+    """Create the three methods of a gated unit."""
     fn = op.name.lower()
 
     def halves(self: GluOps, a: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class GluOps(OpBase):
 
 
 def _shard_glu(node: Tensor, states: States) -> Outcome | None:
-    """Two tensors element by element; or the halves of rows, which may be sharded as two segments."""
+    """Shard two operands elementwise; the two halves of one operand as two segments."""
     if node.src[1] is not None:
         return elementwise(node, states)
     if states[0].axis != 0:

@@ -81,7 +81,7 @@ class MatmulOps(OpBase):
         return _set("mul_mat_set_prec", a, "prec", as_enum("mul_mat_set_prec", Prec, prec))
 
     def mul_mat_set_hint(self, a: Tensor, hint: Hint | int | str) -> Tensor:
-        """Tell what is known of the first operand of a `mul_mat` node; return it (ggml_mul_mat_set_hint).
+        """Set a known property of the first operand of a `mul_mat` node; return it (ggml_mul_mat_set_hint).
 
         Raises:
             ArgumentError: `a` is no `mul_mat` node, or there is no such hint.
@@ -166,7 +166,7 @@ def _set(fn: str, a: Tensor, name: str, value: Prec | Hint) -> Tensor:
 
 
 def _shard_mul_mat(node: Tensor, states: States) -> Outcome | None:
-    """`y = w x`: rows of `w` give rows of `y`; cut along the sum, each device has a part of it."""
+    """`y = w x`: a cut through the rows of `w` cuts `y`; a cut along the sum gives partial sums."""
     w, x = states
     a, b = node.sources[:2]
     if w.is_cut and w.axis == 0:
@@ -183,7 +183,7 @@ def _shard_mul_mat(node: Tensor, states: States) -> Outcome | None:
 
 
 def _by_matrix(a: Tensor, b: Tensor, w: SplitState | None, x: SplitState | None) -> Outcome | None:
-    """Each matrix of a batch by itself; one of `w` may serve several of `x`, side by side."""
+    """Shard by matrices of a batch; one of `w` may be broadcast over several of `x`."""
     axis = (w or x or MIRRORED).axis
     ratio = b.ne[axis] // a.ne[axis]
     if w is None:
@@ -195,7 +195,7 @@ def _by_matrix(a: Tensor, b: Tensor, w: SplitState | None, x: SplitState | None)
 
 
 def _shard_mul_mat_id(node: Tensor, states: States) -> Outcome | None:
-    """As `mul_mat`, by expert."""
+    """Shard as `mul_mat`, for each expert."""
     w, x = states[:2]
     if w.is_cut:
         if w.axis == 0:

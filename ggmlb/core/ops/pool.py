@@ -22,7 +22,7 @@ class PoolOps(OpBase):
     """pool_1d, pool_2d, pool_2d_back."""
 
     def pool_1d(self, a: Tensor, op: OpPool | int | str, k0: int, s0: int, p0: int = 0) -> Tensor:
-        """Return the largest or the mean element under a window that moves along the rows (ggml_pool_1d).
+        """Return the maximum or mean of a window sliding along the rows (ggml_pool_1d).
 
         Raises:
             ShapeError: The window is larger than the padded row.
@@ -43,7 +43,7 @@ class PoolOps(OpBase):
         p0: float = 0,
         p1: float = 0,
     ) -> Tensor:
-        """Return the largest or the mean element under a window that moves over planes (ggml_pool_2d).
+        """Return the maximum or mean of a window sliding over planes (ggml_pool_2d).
 
         Raises:
             ShapeError: The window is larger than the padded plane.
@@ -105,7 +105,7 @@ def _params(
 
 
 def _drawn_pooling(p: Program) -> tuple[int, int, int, int]:
-    """Extent of the data, size of the window, stride and padding; each window meets some data."""
+    """Draw extent, window size, stride and padding such that each window covers some data."""
     k = p.int(1, 4)
     padding = p.extra(0, k - 1)
     return max(1, k - 2 * padding) + p.int(0, 12), k, p.extra(1, 3), padding

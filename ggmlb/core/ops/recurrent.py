@@ -1,4 +1,4 @@
-"""Recurrent layers: state spaces, RWKV, gated linear attention, and the triangular solve they use.
+"""Recurrent layers: state space models, RWKV, gated linear attention and their triangular solve.
 
 GATED_LINEAR_ATTN has the param `scale`; SSM_SCAN and GATED_DELTA_NET have `k`, the number of state snapshots.
 The others have none. Results pack the outputs and the new states into one f32 tensor.
@@ -225,7 +225,7 @@ def _expect(fn: str, arg: str, tensor: Tensor, ne: Ne) -> None:
 
 
 def _linear_state(fn: str, k: Tensor, tokens: dict[str, Tensor], state: Tensor) -> Ne:
-    """Check operands of one vector per head and token; return the extents of outputs and states."""
+    """Check operands with one vector per head and token; return the extents of outputs and states."""
     s, h, n_tokens = k.ne[:3]
     for name, t in tokens.items():
         require_contiguous(fn, name, t)

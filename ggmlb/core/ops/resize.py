@@ -61,7 +61,7 @@ class ResizeOps(OpBase):
         Raises:
             DTypeError: `a` is not f32.
             ShapeError: An extent is negative.
-            ArgumentError: There is no such mode or flag, or antialiasing is asked of one other than BILINEAR.
+            ArgumentError: There is no such mode or flag, or antialiasing with another mode than BILINEAR.
         """
         return self._interpolate("interpolate", a, full_ne((ne0, ne1, ne2, ne3), "interpolate"), mode)
 
@@ -69,7 +69,7 @@ class ResizeOps(OpBase):
         kind, flags = _read_mode(fn, mode)
         antialias = ScaleFlag.ANTIALIAS in flags
         if antialias and kind is not ScaleMode.BILINEAR:
-            fail_arg(fn, f"ANTIALIAS goes with BILINEAR only, not with {kind.name}")
+            fail_arg(fn, f"ANTIALIAS needs BILINEAR, not {kind.name}")
         require_type(fn, "a", a, DType.F32)
         params = {
             "mode": kind,
@@ -80,7 +80,7 @@ class ResizeOps(OpBase):
 
 
 def _read_mode(fn: str, mode: ScaleMode | int | str) -> tuple[ScaleMode, set[ScaleFlag]]:
-    """Return the interpolation, and the flags, of a mode: numbers or-ed, or names joined by `|`."""
+    """Parse a mode (or-ed numbers, or names joined by `|`) into interpolation and flags."""
     if isinstance(mode, str):
         name, *flags = (part.strip() for part in mode.split("|"))
         return as_enum(fn, ScaleMode, name), {as_enum(fn, ScaleFlag, flag) for flag in flags}

@@ -31,7 +31,7 @@ Rotation = tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, object]]
 def _node(
     check: Callable[Concatenate[str, P], Rotation], fn: str, op: Op, doc: str
 ) -> Callable[Concatenate[RopeOps, P], Tensor]:
-    """Make the method `fn`, which takes the arguments of `check`."""
+    """Create the method `fn`, whose arguments go to `check`."""
     inplace = fn.endswith("_inplace")
 
     def make(self: RopeOps, rotation: Rotation) -> Tensor:
@@ -44,7 +44,7 @@ def _node(
 def _without_factors(
     check: Callable[Concatenate[str, Tensor, Tensor, Tensor | None, P], Rotation],
 ) -> Callable[Concatenate[str, Tensor, Tensor, P], Rotation]:
-    """Take the argument `c` out of a check."""
+    """Return a check without the argument `c`."""
 
     def without(fn: str, a: Tensor, b: Tensor, *args: P.args, **kwargs: P.kwargs) -> Rotation:
         return check(fn, a, b, None, *args, **kwargs)
@@ -71,7 +71,7 @@ def _multi(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> Rotation:
-    """Check the arguments of ggml_rope_multi, of which all others are a part."""
+    """Check the arguments of ggml_rope_multi, a superset of the other variants'."""
     mode = as_enum(fn, RopeType, mode)
     multi = mode & RopeType.MROPE
     n_pos = a.ne[2] * 4 if multi else a.ne[2]
@@ -201,7 +201,7 @@ class RopeOps(OpBase):
 
 
 def _shard_rope(node: Tensor, states: States) -> Outcome | None:
-    """Heads by themselves; positions follow a cut along them."""
+    """Shard by heads, or by positions together with their operand."""
     state = states[0]
     if not state.is_cut or state.axis == 0 or any(s.is_cut for s in states[1:]):
         return None

@@ -41,7 +41,7 @@ class RowOps(OpBase):
     """get_rows, get_rows_back, set_rows."""
 
     def get_rows(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the rows of `a` that `b` names (ggml_get_rows).
+        """Return the rows of `a` selected by `b` (ggml_get_rows).
 
         Args:
             a: ne `[n, n_rows, m, l]`, any type.
@@ -68,7 +68,7 @@ class RowOps(OpBase):
         Args:
             a: The gradient of the result, ne `[n, k]`.
             b: i32, one row.
-            c: Gives the shape, ne `[n, n_rows]`; it is not read.
+            c: Tensor of the result's shape, ne `[n, n_rows]`; its data is not read.
 
         Returns:
             f32, of the shape of `c`.
@@ -85,7 +85,7 @@ class RowOps(OpBase):
         return self._op(Op.GET_ROWS_BACK, DType.F32, (r[0], r[1], 1, 1), (a, b))
 
     def set_rows(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """Write the rows of `b` into the rows of `a` that `c` names; return a view of `a` (ggml_set_rows).
+        """Write the rows of `b` into the rows of `a` selected by `c`; return a view of `a` (ggml_set_rows).
 
         The node's sources are `(b, c, a)`, as in ggml.
 
@@ -119,12 +119,12 @@ class RowOps(OpBase):
 
 
 def _shard_get_rows(node: Tensor, states: States) -> Outcome | None:
-    """Columns of the table give columns of the result."""
+    """Shard by columns of the table."""
     return Outcome(states[0], (states[0], MIRRORED)) if states[0].axis == 0 else None
 
 
 def _shard_set_rows(node: Tensor, states: States) -> Outcome | None:
-    """Rows go where their columns are; the operands are the rows, their numbers, and where they go."""
+    """Shard by columns; the operands are the rows, their indices and the destination."""
     into = states[2]
     return Outcome(into, (into, MIRRORED, into)) if into.is_cut and into.axis == 0 else None
 

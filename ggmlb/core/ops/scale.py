@@ -60,7 +60,7 @@ class ScaleOps(OpBase):
 
 
 def _fail(fn: str, a: Tensor) -> None:
-    fail_contiguous(fn, "a", a, "contiguous but for gaps between rows")
+    fail_contiguous(fn, "a", a, "contiguous except for gaps between rows")
 
 
 def _bounds(fn: str, low: float, high: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ class SelectOps(ViewOps):
     """argmax, argsort, argsort_top_k, top_k."""
 
     def argmax(self, a: Tensor) -> Tensor:
-        """Return where each row of a matrix has its largest element: ne `[ne1]` (ggml_argmax).
+        """Return the index of the largest element of each row of a matrix: ne `[ne1]` (ggml_argmax).
 
         Raises:
             ShapeError: `a` has more than two dimensions.
@@ -40,7 +40,7 @@ class SelectOps(ViewOps):
         return self._op(Op.ARGSORT, DType.I32, a.ne, (a,), {"order": as_enum("argsort", SortOrder, order)})
 
     def argsort_top_k(self, a: Tensor, k: int) -> Tensor:
-        """Return the indices of the `k` largest elements of each row, the largest first (ggml_argsort_top_k).
+        """Return the indices of the `k` largest elements of each row, descending (ggml_argsort_top_k).
 
         It is a view of `argsort`.
 
@@ -52,7 +52,7 @@ class SelectOps(ViewOps):
         return self.view_4d(order, k, *a.ne[1:], *order.nb[1:], 0)
 
     def top_k(self, a: Tensor, k: int) -> Tensor:
-        """Return the indices of the `k` largest elements of each row, in no certain order (ggml_top_k).
+        """Return the indices of the `k` largest elements of each row, in any order (ggml_top_k).
 
         Raises:
             ArgumentError: A row has fewer than `k` elements.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ggmlb.testing.draw import Program
 
 Padding = tuple[Tensor, Ne, Ne]
-"""What to pad, and how wide before and after each dimension."""
+"""The operand, and the padding before and after each dimension."""
 
 
 def _padding(fn: str, a: Tensor, left: Ne, right: Ne) -> Padding:
@@ -91,7 +91,7 @@ class ShapeOps(OpBase):
         """Return `a`, tiled to ne `[ne0, ne1, ne2, ne3]` (ggml_repeat_4d).
 
         Raises:
-            ShapeError: An extent of `a` does not divide the wanted one.
+            ShapeError: An extent of `a` does not divide the result's.
         """
         ne = full_ne((ne0, ne1, ne2, ne3), "repeat_4d")
         if any(n % m if m else n for n, m in zip(ne, a.ne, strict=True)):
@@ -128,7 +128,7 @@ class ShapeOps(OpBase):
 
     pad = checked(_after, _pad, "pad", "Return `a` with zeros after the end of each dimension")
     pad_circular = checked(
-        _after, _pad_circular, "pad_circular", "Return `a`, each dimension continued from its start"
+        _after, _pad_circular, "pad_circular", "Return `a`, padded circularly after the end of each dimension"
     )
     pad_ext = checked(
         _around, _pad, "pad_ext", "Return `a` with zeros before (`lp`) and after (`rp`) each dimension"
@@ -137,11 +137,11 @@ class ShapeOps(OpBase):
         _around,
         _pad_circular,
         "pad_ext_circular",
-        "Return `a`, each dimension continued from its other end",
+        "Return `a`, padded circularly on both sides of each dimension",
     )
 
     def pad_reflect_1d(self, a: Tensor, p0: int, p1: int) -> Tensor:
-        """Return `a` with each row mirrored at its ends, which are not repeated (ggml_pad_reflect_1d).
+        """Return `a` with each row mirrored at both ends, without repeating the end (ggml_pad_reflect_1d).
 
         Raises:
             ArgumentError: A width is negative, or not less than the row length.
@@ -159,7 +159,7 @@ class ShapeOps(OpBase):
         return self._op(Op.PAD_REFLECT_1D, a.dtype, ne, (a,), {"left": p0, "right": p1})
 
     def roll(self, a: Tensor, shift0: int, shift1: int = 0, shift2: int = 0, shift3: int = 0) -> Tensor:
-        """Return `a`, its elements moved along each dimension, from the end round to the start (ggml_roll).
+        """Return `a` shifted circularly along each dimension (ggml_roll).
 
         Raises:
             ShapeError: The rows of `a` are not contiguous.
@@ -177,7 +177,7 @@ class ShapeOps(OpBase):
 
 
 def _shard_concat(node: Tensor, states: States) -> Outcome | None:
-    """Along another dimension than the cut."""
+    """Shard if concatenated along another dimension than the cut."""
     state = first_cut(states)
     return Outcome(state, (state, state)) if state.axis != node.params["dim"] else None
 

@@ -1,4 +1,4 @@
-"""soft_max and the masks that go before it.
+"""soft_max and its causal masks.
 
 SOFT_MAX has `src = (a, mask, sinks)`, the last two None where absent, and the params `scale, max_bias`, as
 has SOFT_MAX_BACK. DIAG_MASK_INF and DIAG_MASK_ZERO have `n_past`.
@@ -34,7 +34,7 @@ _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
 
 
 class SoftmaxOps(OpBase):
-    """soft_max, soft_max_ext, in place too, gradient, soft_max_add_sinks, diag_mask_inf and _zero."""
+    """soft_max, soft_max_ext, in-place forms and gradient, soft_max_add_sinks, diag_mask_inf, _zero."""
 
     def soft_max(self, a: Tensor) -> Tensor:
         """Return `exp(a) / sum(exp(a))` per row (ggml_soft_max).
@@ -81,7 +81,7 @@ class SoftmaxOps(OpBase):
         return self._op_into(Op.SOFT_MAX, a, (a, mask, None), params)
 
     def soft_max_add_sinks(self, a: Tensor, sinks: Tensor | None) -> Tensor:
-        """Give a soft_max node one sink logit per head, which takes part in its sum; None takes it away.
+        """Give a soft_max node one sink logit per head, added to its sum; None removes them.
 
         Source: ggml_soft_max_add_sinks.
 
@@ -93,7 +93,7 @@ class SoftmaxOps(OpBase):
         return add_sinks("soft_max_add_sinks", Op.SOFT_MAX, a, sinks)
 
     def soft_max_ext_back(self, a: Tensor, b: Tensor, scale: float = 1.0, max_bias: float = 0.0) -> Tensor:
-        """Return the gradient of `soft_max_ext` for its result `b` and the gradient `a` of that.
+        """Return the gradient of `soft_max_ext` from its result `b` and the result's gradient `a`.
 
         Source: ggml_soft_max_ext_back.
 
@@ -157,7 +157,7 @@ def _check(fn: str, a: Tensor, mask: Tensor | None, max_bias: float) -> None:
 
 
 def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
-    """Put `sinks` in the last place of the sources of a soft_max or flash attention node.
+    """Set `sinks` as the last source of a soft_max or flash attention node.
 
     Raises:
         ArgumentError: `a` is another node, or has sinks already.
@@ -168,7 +168,7 @@ def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
         fail_arg(fn, f"a is {a.describe()}; it must be a {op.value} node")
     if sinks is not None:
         if a.src[-1] is not None:
-            fail_arg(fn, f"{a.describe()} has sinks; take them away first, with None")
+            fail_arg(fn, f"{a.describe()} has sinks; remove them first, with None")
         first = a.src[0]
         if first is not None and first.ne[2] != sinks.ne[0]:
             fail_shape(fn, f"sinks must have one element per head, {first.ne[2]}", a, sinks)
@@ -183,7 +183,7 @@ def add_sinks(fn: str, op: Op, a: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _shard_soft_max(node: Tensor, states: States) -> Outcome | None:
-    """By rows; the mask and the sinks follow the cut. ALiBi's slopes count heads, so no cut through those."""
+    """Shard by rows, mask and sinks likewise; not through heads with ALiBi, whose slopes count heads."""
     state = states[0]
     if not state.is_cut or state.axis == 0 or (state.axis == 2 and node.params["max_bias"]):
         return None

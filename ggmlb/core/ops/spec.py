@@ -1,7 +1,7 @@
-"""The record of an op: all that is known of it besides its shape rule, and the words in which it draws cases.
+"""OpSpec, the record of an op besides its shape rule, and helpers to draw its test cases.
 
-The allocator, the meta device, the conformance kit, `ggmlb ops` and the benchmarks read these records. How an
-op is computed stands with each backend.
+The allocator, the meta device, the conformance kit, `ggmlb ops` and the benchmarks read these records. The
+backends hold the rules that compute an op.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from ggmlb.testing.draw import Program
 
 Sample = Callable[["Context", DType], Tensor]
-"""Makes a small node whose main operand has that type.
+"""Builds a small node whose main operand has the given type.
 
-The main operand is the one whose type users choose: the weight of a product, the tensor that is copied or
-looked up, the KV cache of an attention. The others have the types that models give them.
+Users choose the type of the main operand: the weight of a product, the tensor that is copied or looked up,
+the KV cache of attention. The others have the types usual in models.
 """
 
 Family = Callable[["Program"], None]
-"""Draws the tensors and steps of a program."""
+"""Draws the tensors and nodes of a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Perf:
-    """A size at which an op is timed: of a language model's layer.
+    """A timed case of an op, sized as in a language model's layer.
 
     Attributes:
         fn: The method of `Context`.
-        text: Types, and what sets it apart.
-        build: Makes the node, at a scale: 4 on GPUs, 1 on CPUs.
+        text: Types and distinguishing parameters.
+        build: Builds the node, at a scale: 4 on GPUs, 1 on CPUs.
     """
 
     fn: str
@@ -54,16 +54,15 @@ class OpSpec:
     Attributes:
         op: The op.
         params: Names in `Tensor.params`.
-        inplace: How many of its first operands may lend their memory to its result; kernels must work when
-            the result lies exactly where one of those lies. The ops are those of ggml_op_can_inplace. ggml
-            may take any operand of the same layout; here only those that a kernel naturally reads element by
-            element or row by row: not a mask, a bias or a table.
-        also_written: Operands, by their numbers, that it writes besides its result.
-        shard: How its result is sharded over devices, given how its operands are.
+        inplace: How many of the first operands may share their memory with the result; kernels must then
+            work in place. The ops are those of ggml_op_can_inplace. ggml allows any operand of the same
+            layout; here only those read element by element or row by row: not a mask, a bias or a table.
+        also_written: Indices of operands that it writes besides its result.
+        shard: Rule that gives the sharding of the result from that of the operands.
         samples: A small node for each type of its main operand, by the name that `ggmlb ops` shows.
-        cases: What draws programs of it, by the name of the family.
-        of_ggml: Whether ggml can compute the cases; not where the function is Python's.
-        perf: Sizes to time.
+        cases: Functions that draw programs of it, by the name of the family.
+        of_ggml: Whether ggml can compute the cases; false for Python functions.
+        perf: Timed cases.
     """
 
     op: Op
@@ -83,19 +82,19 @@ class OpSpec:
 PLAIN: Final = "plain"
 """Contiguous."""
 PADDED: Final = "padded"
-"""A window on a larger tensor: gaps between rows, planes and cubes."""
+"""A window of a larger tensor, with gaps between rows, planes and cubes."""
 GAPS: Final = "gaps"
-"""The same, with gaps between rows only."""
+"""A window with gaps between rows only."""
 OUTER: Final = "outer"
-"""Dimensions permuted, but rows left as they are."""
+"""Permuted dimensions, except the innermost."""
 PERMUTED: Final = "permuted"
-"""Dimensions permuted in any way."""
+"""Permuted dimensions."""
 
 ROWS: Final = (PLAIN, PADDED, OUTER)
 ANY: Final = (PLAIN, PADDED, OUTER, PERMUTED)
 
 LOPSIDED: Final[Any] = {"low": -0.2, "high": 1.0}
-"""Values whose products do not cancel: ggml rounds activations to the type that goes with the weight's."""
+"""Values whose products do not cancel, because ggml rounds activations to a short type."""
 
 F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 FLOATS: Final = (F32, F16, BF16)
@@ -104,14 +103,14 @@ Extents = tuple[int, ...]
 
 
 def tolerance(*dtypes: DType) -> float:
-    """What rounding to a short type may cost."""
+    """Error tolerance for rounding to a short type."""
     if BF16 in dtypes:
         return 1e-4
     return 1e-6 if F16 in dtypes else 1e-7
 
 
 def window(p: Program, dtype: DType) -> tuple[str, str, tuple[int, ...], int]:
-    """A tensor, one that fits in it, the strides of the window and its offset."""
+    """Draw a tensor, a smaller one, and the strides and offset of the window it fits."""
     size = dtype.type_size
     small = p.ne(20, 4, 3, 2)
     more = [p.int(0, 4), p.int(0, 2), p.int(0, 2), p.int(0, 1)]
@@ -123,16 +122,16 @@ def window(p: Program, dtype: DType) -> tuple[str, str, tuple[int, ...], int]:
 
 
 POSITIVE: Any = {"low": 0.1, "high": 1.0}
-"""Values of which no result can cancel, however few it is the sum of."""
+"""Values whose sums never cancel."""
 
 
 def conv_values(kernel: DType) -> Any:
-    """Values for a convolution: ggml rounds the data to the kernel's type."""
+    """Values for a convolution, where ggml rounds the data to the kernel's type."""
     return LOPSIDED if kernel is F32 else POSITIVE
 
 
 def geometry(p: Program, rank: int) -> tuple[Extents, Extents, Extents, Extents, Extents]:
-    """Extents of data and kernel, strides, paddings and dilations, so that the kernel has a place."""
+    """Draw extents of data and kernel, strides, paddings and dilations such that the kernel fits."""
     kernel = tuple(p.int(1, 4) for _ in range(rank))
     dilation = tuple(p.extra(1, 2) for _ in range(rank))
     padding = tuple(p.extra(0, 2) for _ in range(rank))
@@ -143,18 +142,18 @@ def geometry(p: Program, rank: int) -> tuple[Extents, Extents, Extents, Extents,
 
 
 def window_places(n: Extents, k: Extents, s: Extents, q: Extents, d: Extents) -> Extents:
-    """Extents of the result of a window that moves over data."""
+    """Return the result's extents of a window sliding over data."""
     return tuple((n + 2 * q - d * (k - 1) - 1) // s + 1 for n, k, s, q, d in zip(n, k, s, q, d, strict=True))
 
 
 NO_WEIGHTS = (DType.Q8_1, DType.Q8_K, DType.Q2_0)
-"""ggml quantises activations to the first two; the last is newer than the ggml of ggml-python."""
+"""Types without products: ggml quantises activations to the first two; ggml-python lacks the last."""
 
 WEIGHTS = tuple(t for t in DType if t.is_quantized and dtypes.can_quantize(t) and t not in NO_WEIGHTS)
-"""Quantised types whose blocks can be made here, and which ggml multiplies."""
+"""Quantised types that `quantize` writes and ggml multiplies."""
 
 READ_ONLY = tuple(t for t in DType if t.is_quantized and not dtypes.can_quantize(t))
-"""Quantised types whose blocks are made elsewhere, with the help of a model's statistics."""
+"""Quantised types that need an importance matrix to be written."""
 
 
 # -- nodes for samples and timings ---
@@ -180,10 +179,10 @@ def i32(c: Context, *ne: int) -> Tensor:
 
 
 def rows(c: Context, scale: int, dtype: DType = F32, n: int = 512) -> Tensor:
-    """A leaf for timings: rows as long as a layer is wide."""
+    """A leaf for timings, with rows as long as a layer is wide."""
     return c.new_tensor(dtype, (1024 * scale, n))
 
 
 def no_such_node(dtype: DType) -> Tensor:
-    """Raise what an op raises that takes no main operand of the type."""
-    raise DTypeError(f"there is no such node of type {dtype.name}")
+    """Raise the error of an op that does not take the type as main operand."""
+    raise DTypeError(f"the op takes no main operand of type {dtype.name}")

@@ -1,4 +1,4 @@
-"""Losses and optimiser steps. None of these ops has params: their numbers come in tensors."""
+"""Losses and optimiser steps. These ops have no params: hyperparameters are tensors."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class TrainOps(OpBase):
             grad: Their gradient.
             m: First moments.
             v: Second moments.
-            adamw_params: Seven f32: alpha, beta1, beta2, eps, weight decay, and what corrects the bias of the
-                moments at step `t`: `1 / (1 - beta1 ** t)` and `1 / (1 - beta2 ** t)`.
+            adamw_params: Seven f32: alpha, beta1, beta2, eps, weight decay, and the bias corrections at
+                step `t`: `1 / (1 - beta1 ** t)` and `1 / (1 - beta2 ** t)`.
 
         Returns:
             A view of `a`.
@@ -114,7 +114,7 @@ def _check_numbers(fn: str, arg: str, tensor: Tensor, count: int) -> None:
 
 
 def _shard_optimizer_step(node: Tensor, states: States) -> Outcome | None:
-    """Element by element, but for the rates; all that is written must be sharded alike."""
+    """Shard elementwise except the rates; all written operands must be sharded alike."""
     state, rates = states[0], states[-1]
     is_alike = state.is_cut and not rates.is_cut and all(s == state for s in states[:-1])
     return Outcome(state, (*states[:-1], MIRRORED)) if is_alike else None

@@ -1,7 +1,7 @@
-"""Functions of one tensor, element by element; the result has type and shape of the operand.
+"""Elementwise functions of one tensor; the result has its type and shape.
 
-`Op.UNARY` nodes have the param `op`, a `UnaryOp`; XIELU adds `alpha_n, alpha_p, beta, eps`. The functions
-that ggml has as ops of their own (SQR, SQRT, LOG, SIN, COS) have none.
+`Op.UNARY` nodes have the param `op`, a `UnaryOp`; XIELU adds `alpha_n, alpha_p, beta, eps`. SQR, SQRT,
+LOG, SIN and COS are separate ops in ggml, without params.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROWS = "contiguous within its rows"
 
 
 def _unary(op: UnaryOp, what: str) -> tuple[Unary, Unary]:
-    """Make the method of a function and its in-place form."""
+    """Create the method of a function and its in-place variant."""
     fn = op.name.lower()
     fn_inplace = f"{fn}_inplace"
     params = {"op": op}
@@ -63,7 +63,7 @@ def _unary(op: UnaryOp, what: str) -> tuple[Unary, Unary]:
 
 
 def _plain(op: Op, what: str) -> tuple[Unary, Unary]:
-    """Make the method of a function that is an op of its own, and its in-place form."""
+    """Create the method of a function with its own op, and its in-place variant."""
     fn = op.value.lower()
 
     def new(self: UnaryOps, a: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _sample(op: UnaryOp) -> Sample:
 
 
 def _spec(op: Op, inplace: int = 0) -> OpSpec:
-    """Return the record of a function that is an op of its own."""
+    """Return the record of a function with its own op."""
     name = op.value.lower()
     return OpSpec(
         op,

@@ -1,7 +1,7 @@
 """Views: the memory of a tensor under another shape, with other strides, or from another offset.
 
-`Op.VIEW` and `Op.RESHAPE` have no params; `Op.PERMUTE` has `axes`. Nothing is computed: shape,
-strides and `view_offs` of the node say all.
+`Op.VIEW` and `Op.RESHAPE` have no params; `Op.PERMUTE` has `axes`. Nothing is computed: a view is its
+shape, strides and `view_offs`.
 """
 
 from __future__ import annotations
@@ -159,10 +159,10 @@ class ViewOps(OpBase):
 
 
 def _whole(fn: str, *numbers: int) -> tuple[int, ...]:
-    """Return extents, strides and offset as Python's integers: NumPy's wrap around, of 32 bits at 2 GiB.
+    """Return extents, strides and offset as Python integers, because NumPy's 32-bit ones overflow at 2 GiB.
 
     Raises:
-        ArgumentError: One is no whole number.
+        ArgumentError: One of them is not a whole number.
     """
     for number in numbers:
         if type(number) is not int:
@@ -172,7 +172,7 @@ def _whole(fn: str, *numbers: int) -> tuple[int, ...]:
     try:
         return tuple(map(index, numbers))
     except TypeError:
-        fail_arg(fn, f"the numbers are {numbers}; extents, strides and offsets of a view must be whole")
+        fail_arg(fn, f"the numbers are {numbers}; extents, strides and offsets must be whole numbers")
 
 
 def _fail_bounds(fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int, root: Tensor) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Windows and relative positions of image encoders (SAM).
+"""Window partitioning and relative positions of image encoders (SAM).
 
 WIN_PART has the params `npx, npy, w`; WIN_UNPART `w`; ADD_REL_POS `inplace`; GET_REL_POS none.
 """
@@ -38,7 +38,7 @@ class WindowOps(OpBase):
         return self._op(Op.WIN_PART, DType.F32, (a.ne[0], w, w, npx * npy), (a,), params)
 
     def win_unpart(self, a: Tensor, w0: int, h0: int, w: int) -> Tensor:
-        """Return the image of `w0` by `h0` that `win_part` took apart (ggml_win_unpart).
+        """Return the `w0` by `h0` image of windows: the inverse of `win_part` (ggml_win_unpart).
 
         Raises:
             DTypeError: `a` is not f32.

@@ -32,7 +32,7 @@ NAMES = frozenset(_HOME)
 
 _READ_VALUES = 1 << 17
 _WRITE_VALUES = 1 << 16
-"""Values to convert at once: few enough for scratch to stay in the cache, enough to outweigh the calls."""
+"""Values to convert per call: scratch stays in the cache, and the cost of calls is small."""
 
 
 @cache
@@ -43,7 +43,7 @@ def by_name(name: str) -> Codec:
 
 
 def read(codec: Codec, values: Floats, rows: Bytes) -> None:
-    """Fill float32 `values` from rows of blocks; both are contiguous, and of as many elements."""
+    """Fill float32 `values` from rows of blocks; both are contiguous with equally many elements."""
     if not rows.size:
         return
     blocks = rows.reshape(-1).view(codec.layout)
@@ -55,7 +55,7 @@ def read(codec: Codec, values: Floats, rows: Bytes) -> None:
 
 
 def write(codec: Codec, rows: Bytes, values: Floats) -> None:
-    """Fill rows of blocks from float32 `values`; both are contiguous, and of as many elements."""
+    """Fill rows of blocks from float32 `values`; both are contiguous with equally many elements."""
     assert codec.write is not None
     if not rows.size:
         return

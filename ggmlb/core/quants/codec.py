@@ -1,9 +1,9 @@
-"""What a block format is made of, and the moves of bytes that reading shares.
+"""Codec, the description of a block format, and the unpacking functions of all readers.
 
 All functions work on many blocks at once. Packed codes are read as *planes*, bytes of shape
-`(n_planes, n_blocks, width)`, so that one NumPy call masks or shifts one kind of bits of all blocks in a
-long run; `blockwise` then puts the codes in the order of the elements. Runs of bytes are moved as single
-items of a void type, which NumPy copies about five times as fast as short rows of bytes.
+`(n_planes, n_blocks, width)`, so that one NumPy call masks or shifts a long run of bytes; `blockwise` then
+restores the order of the elements. Runs of bytes are moved as items of a void type, which NumPy copies about
+five times as fast as short rows of bytes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Blocks = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[Any]
 Floats = npt.NDArray[Any]
-"""float32; NumPy's hints take many float32 expressions for float64."""
+"""float32; NumPy's type hints mistake many float32 expressions for float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the blocks of one type are laid out, read and written.
+    """The layout, reader and writer of one block format.
 
     Attributes:
         layout: The fields of a block.
         read: `read(values, blocks)` fills float32 `(n_blocks, block_size)`.
-        write: `write(blocks, columns)` fills the blocks from float32 `(block_size, n_blocks)`, two blocks or
-            more; may change `columns`. `None` where ggml wants an importance matrix.
+        write: `write(blocks, columns)` fills the blocks from float32 `(block_size, n_blocks)`, two blocks
+            or more; may overwrite `columns`. `None` where ggml needs an importance matrix.
     """
 
     layout: np.dtype[Any]
@@ -93,7 +93,7 @@ def expand(values: Floats, codes: Ints, scale: Floats, minimum: Floats | None = 
 
     Args:
         values: `(n_blocks, block_size)`.
-        codes: As many integers, in the order of the elements.
+        codes: Equally many integers, in the order of the elements.
         scale: One for each run of equal length: `(n_blocks,)` or `(n_blocks, n_runs)`.
         minimum: Like `scale`.
     """

@@ -1,10 +1,10 @@
-"""What writing shares. Values are *columns*, float32 `(..., block_size, n_blocks)`.
+"""Functions shared by all writers. Values are *columns*, float32 `(..., block_size, n_blocks)`.
 
-The elements of a block lie in axis -2, so NumPy adds them up one after another, as ggml does, and each call
-runs over many blocks. Functions of one number per block return `(..., n_blocks)`.
+The elements of a block lie along axis -2: NumPy sums them in order, as ggml does, and each call covers many
+blocks. Functions of one number per block return `(..., n_blocks)`.
 
-NaN is neither the least nor the largest value of a block, as ggml's comparisons are false for it; a value
-that no code stands for (NaN, an infinity) gets code 0, which is what x86 makes of it.
+NaN is ignored as minimum and maximum, as in ggml. A value without a code (NaN, infinity) gets code 0, as by
+x86 conversion.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def total(columns: Floats) -> Floats:
-    """The sum of each block, added up in order."""
+    """The sum of each block, added in order."""
     out: Floats = np.add.reduce(columns, axis=-2)
     return out
 
 
 def magnitude(columns: Floats) -> Floats:
-    """The largest absolute value of each block; 0 if there is none but NaN."""
+    """The largest absolute value of each block; 0 if all are NaN."""
     high: Floats = np.fmax.reduce(columns, -2)
     low: Floats = np.fmin.reduce(columns, -2)
     out: Floats = np.fmax(np.abs(np.maximum(high, -low)), np.float32(0))  # of zeros +0, never -0
@@ -32,7 +32,7 @@ def magnitude(columns: Floats) -> Floats:
 
 
 def peak(columns: Floats) -> Floats:
-    """The value of the largest magnitude in each block, the first of equals; +0 if all are zero, or NaN."""
+    """The first value of the largest magnitude in each block; +0 if all are zero or NaN."""
     high: Floats = np.fmax.reduce(columns, -2)
     low: Floats = np.fmin.reduce(columns, -2)
     out: Floats = np.where(high > -low, high, low)
@@ -59,18 +59,18 @@ def round_away(columns: Floats) -> Floats:
 
 
 def codes_of(columns: Floats, most: int | None = None) -> Bytes:
-    """Cut off the fractions; make values above `most` equal to it. May change the values."""
+    """Truncate values to codes of at most `most`. May overwrite the values."""
     codes = _known(columns, -1, 256).astype(np.uint8)
     return codes if most is None else np.minimum(codes, np.uint8(most), out=codes)
 
 
 def signed_codes_of(columns: Floats) -> Ints:
-    """Return whole values as bytes. May change the values."""
+    """Return whole values as signed bytes. May overwrite the values."""
     return _known(columns, -129, 128).astype(np.int8)
 
 
 def _known(columns: Floats, below: float, above: float) -> Floats:
-    """Set values that do not lie between two numbers to 0, NaN among them."""
+    """Set values outside an interval, and NaN, to 0."""
     if columns.size and not (columns.min() > below and columns.max() < above):
         np.copyto(columns, np.float32(0), where=~((columns > below) & (columns < above)))
     return columns

@@ -1,6 +1,6 @@
-"""MXFP4 and NVFP4: 4-bit floats (E2M1) under a scale that is an 8-bit float.
+"""MXFP4 and NVFP4: 4-bit floats (E2M1) with an 8-bit float as scale.
 
-The levels are kept doubled, as integers, and the scales halved.
+Levels are stored doubled, as integers, and scales halved.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)
 
 _BYTE = np.arange(256)
 _E8M0 = np.ldexp(np.float32(1), _BYTE - 128)
-"""What a scale of MXFP4, a power of two, means: halved."""
+"""Half the value of each scale code of MXFP4, a power of two."""
 
 _EXPONENT, _FRACTION = _BYTE >> 3 & 15, _BYTE & 7
 _UE4M3 = np.ldexp((_FRACTION + 8 * (_EXPONENT > 0)).astype(np.float32), np.maximum(_EXPONENT, 1) - 11)
 _UE4M3[0x7F] = 0  # not a number
-"""What a scale of NVFP4 means, halved; the sign is not looked at."""
+"""Half the value of each scale code of NVFP4; the sign is ignored."""
 
 
 def _to_ue4m3(x: Floats) -> Ints:
@@ -50,7 +50,7 @@ def _to_ue4m3(x: Floats) -> Ints:
 
 
 def _nearest(x: Floats, scale: Floats) -> Bytes:
-    """Return codes of the nearest levels, at midpoints the smaller; exact, as midpoints times scales are.
+    """Return the codes of the nearest levels, at midpoints the smaller (compared exactly).
 
     Args:
         x: Columns `(n_runs, run_length, n_blocks)`.

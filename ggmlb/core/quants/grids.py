@@ -42,7 +42,7 @@ def _signs() -> Ints:
 
 @cache
 def _even_signs() -> Ints:
-    """The same for 7 bits; the eighth sign makes the number of negatives even."""
+    """As `_signs` for 7 bits; the eighth sign makes the number of negatives even."""
     index = np.arange(128, dtype=np.uint8)
     odd = np.bitwise_xor.reduce(np.unpackbits(index[:, None], axis=1), axis=1)
     signs: Ints = _signs()[index | odd << np.uint8(7)]
@@ -62,7 +62,7 @@ def _expand_signed(values: Floats, grid: str, index: Ints, signs: Ints, scales: 
 
 
 def _parts(field: Ints, step: int, count: int) -> Ints:
-    """Take integers `(n, k)` apart into numbers of `step` bits, lowest first: `(n, k * count)`."""
+    """Split integers `(n, k)` into numbers of `step` bits, lowest first: `(n, k * count)`."""
     field = np.ascontiguousarray(field)
     out = np.empty((*field.shape, count), field.dtype)
     for i in range(count):
@@ -72,12 +72,12 @@ def _parts(field: Ints, step: int, count: int) -> Ints:
 
 
 def _high(parts: Ints) -> Ints:
-    """Make the upper bits of indices, whose lower 8 are elsewhere."""
+    """Shift parts to the upper bits of indices, above bit 8."""
     return parts.astype(np.uint16) << np.uint16(8)
 
 
 def _signs_and_scales(words: Ints) -> tuple[Ints, Floats]:
-    """Take apart the words of IQ2_XXS and IQ3_XXS, `(n, 8)`: four sets of seven signs, and a scale + 0.5."""
+    """Split the words of IQ2_XXS and IQ3_XXS, `(n, 8)`, into four sets of seven signs and a scale + 0.5."""
     signs = _look_up(_even_signs(), _parts(words, 7, 4))
     return signs, f32(words >> np.uint32(28)) + np.float32(0.5)
 
@@ -120,7 +120,7 @@ def _read_iq3_s(values: Floats, blocks: Blocks) -> None:
 
 @cache
 def _shifted_grid() -> Ints:
-    """The grid of IQ1 with 1/8 added to each element, then with 1/8 taken away; counted in eighths."""
+    """The grid of IQ1 plus 1/8, then minus 1/8, in units of 1/8."""
     eighths = 8 * _grid("IQ1_S").view(np.int8)
     both: Ints = np.concatenate([eighths + np.int8(1), eighths - np.int8(1)]).view(np.uint64)
     return both

@@ -26,8 +26,8 @@ from ggmlb.core.quants.search import TINY, fit_affine, fit_signed, fit_signed_by
 def _six_bit_pairs(blocks: Blocks) -> tuple[Floats, Floats]:
     """The scales and the minimums of the 8 runs of Q4_K and Q5_K, each `(n_blocks, 8)`.
 
-    Four of a kind share a 32-bit word: of the first four of each all six bits lie in words 0 and 1; of the
-    last four the low four bits lie in word 2, the high two above the first four.
+    Word 0 has four scales and word 1 four minimums, of 6 bits per byte. Word 2 has the low 4 bits of the
+    other four of each; their high 2 bits are the top bits of words 0 and 1.
     """
     words = blocks["scales"].T
     codes = np.empty((2, len(blocks), 2), np.uint32)  # (scale | minimum, block, first | last four)
@@ -94,7 +94,7 @@ def _runs(columns: Floats, length: int) -> Floats:
 
 
 def _weights(x: Floats) -> Floats:
-    """What an error counts in Q4_K and Q5_K: the magnitude, added to the run's root mean square."""
+    """Error weights of Q4_K and Q5_K: the magnitude plus the run's root mean square."""
     weights = np.abs(x)
     weights += per_run(np.sqrt(total(x * x) / np.float32(x.shape[1])))
     return weights
@@ -108,7 +108,7 @@ def _shared(scales: Floats, most: int) -> tuple[Floats, Bytes]:
 
 
 def _codes(x: Floats, scales: Floats, least: int, most: int, searched: Floats) -> Bytes:
-    """Round the values to codes that count from 0, by the scales as stored; by 0, keep what was searched."""
+    """Round the values to codes from 0 by the stored scales; where a scale is 0, keep the searched codes."""
     codes = rounded(x / per_run(scales), least, most)
     codes -= np.float32(least)
     np.copyto(codes, searched, where=per_run(scales == 0))

@@ -1,4 +1,4 @@
-"""Four-bit codes that stand for unevenly spaced levels: how to look them up."""
+"""Look-up of the unevenly spaced levels of four-bit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Table = npt.NDArray[np.uint16]
 
 
 def pair_table(levels: tuple[int, ...]) -> Table:
-    """Return a table of two levels (int8) for two neighbouring codes: half as many look-ups."""
+    """Return a table of two levels (int8) by a byte of two codes, which halves the look-ups."""
     one = np.array(levels, np.int8).view(np.uint8).astype(np.uint16)
     table = np.zeros((16, 256), np.uint16)
     table[:, :16] = one[:, None] << np.uint16(8) | one

@@ -1,4 +1,4 @@
-"""IQ4_NL and IQ4_XS: 4-bit codes that stand for unevenly spaced levels."""
+"""IQ4_NL and IQ4_XS: 4-bit codes of unevenly spaced levels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NEAREST = np.array(_LEVELS, np.float32)[_CODES]
 
 
 def _steps(x: Floats, scale: Floats) -> Ints:
-    """Return where in the tables to look up what is nearest to the values times their run's scale."""
+    """Return the table index of the level nearest to each value times its run's scale."""
     scaled: Floats = x * per_run(scale + scale)
     np.floor(scaled, out=scaled)
     scaled += np.float32(256)

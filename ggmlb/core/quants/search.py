@@ -1,7 +1,7 @@
-"""The searches for scales by which ggml writes K-quants, for many runs of elements at once.
+"""The scale searches of ggml's K-quant writers, for many runs of elements at once.
 
-Each tries some scales and keeps, run by run, the one of the least weighted error. All arithmetic is float32
-and in ggml's order, so the choices are ggml's, ties and rounding included.
+Each tries several scales and keeps, per run, that of the least weighted error. All arithmetic is float32 in
+ggml's order, so that results equal ggml's, ties and rounding included.
 
 Values are columns (see `columns`): `(n_runs, run_length, n_blocks)`. Results have a scale, and perhaps a
 minimum, per run, `(n_runs, n_blocks)`, and codes like the values, as whole float32 numbers.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.core.quants.codec import Floats
 
 TINY = np.float32(1e-15)
-"""A run of magnitudes below this is all zero to the searches (GROUP_MAX_EPS)."""
+"""The searches treat a run of magnitudes below this as zeros (GROUP_MAX_EPS)."""
 
 
 def per_run(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -41,10 +41,10 @@ def fit_affine(
 
     Args:
         x: The values.
-        weights: What the error of each counts.
+        weights: Weight of each value's error.
         most: The highest code.
         first: The first candidate for a scale is the range of a run divided by `most + first`.
-        step: What each further candidate adds to that divisor.
+        step: Added to that divisor for each further candidate.
         n_steps: How many candidates follow the first.
         absolute: Add up absolute errors, not squares.
 
@@ -103,7 +103,7 @@ def fit_affine(
 def fit_signed(x: Floats, half: int) -> tuple[Floats, Floats]:
     """Fit `x = (code - half) * scale` with codes 0 to `2 * half - 1` (make_qx_quants).
 
-    Squares of the values weigh the squares of their errors.
+    Squared errors are weighted by the squared values.
 
     Returns:
         `(scale, codes)`.
@@ -142,7 +142,7 @@ def fit_signed(x: Floats, half: int) -> tuple[Floats, Floats]:
 
 
 def fit_signed_by_descent(x: Floats, half: int) -> tuple[Floats, Floats]:
-    """Fit as `fit_signed` does, by changing one code at a time while it helps (make_q3_quants).
+    """Fit as `fit_signed`, by improving one code at a time (make_q3_quants).
 
     Returns:
         `(scale, codes)`.

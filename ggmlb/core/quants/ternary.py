@@ -1,7 +1,7 @@
 """TQ1_0 and TQ2_0: blocks of 256 elements that are -1, 0 or 1 times a scale.
 
-TQ1_0 keeps five elements to a byte, as base-3 digits of a fraction of 256, the first digit on top: times 3
-the digit overflows the byte.
+TQ1_0 packs five elements in a byte, as base-3 digits of a fraction of 256. Multiplying the byte by 3
+moves the first digit above bit 7.
 """
 
 from __future__ import annotations
