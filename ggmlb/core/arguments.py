@@ -234,12 +234,12 @@ _SCALARS: Final[dict[str, Callable[[Any], bool]]] = {
 
 
 def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
-    """Return a caller's values as an array of numbers that tensors can hold.
+    """Convert a caller's values to an array of real numbers.
 
     Raises:
-        ShapeError: They make no array.
+        ShapeError: The values form no array.
         ArgumentError: The array has a mask.
-        DTypeError: It holds something else.
+        DTypeError: The array holds no real numbers.
     """
     try:
         array = np.asarray(values)

@@ -1,4 +1,4 @@
-"""Environment variables, `GGMLB_*`: each is named where it is needed, and read through here."""
+"""Readers of the environment variables `GGMLB_*`; each is named in the module that uses it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Block formats of ggml's quantised types, read and written with NumPy, many blocks at a time.
 
-Values read are ggml's, to the bit. Blocks written are, to the byte, those of ggml's reference quantisers
-(`quantize_row_*_ref`, which use no importance matrix).
+Values read equal ggml's to the bit. Blocks written equal, to the byte, those of ggml's reference
+quantisers (`quantize_row_*_ref`, which use no importance matrix).
 """
 
 from __future__ import annotations

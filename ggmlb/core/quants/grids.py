@@ -1,7 +1,7 @@
 """IQ1, IQ2 and IQ3: runs of four or eight elements are entries of a fixed grid, with signs or an offset.
 
-Read only: ggml writes them with an importance matrix alone. `grids.npz` holds ggml's grids (iq1s_grid to
-iq3s_grid): of each a bit for every number of four or eight digits, set if these digits are an entry's levels.
+Read only, because writing needs an importance matrix. `grids.npz` holds ggml's grids (iq1s_grid to iq3s_grid)
+as bit maps: bit `n` is set if the digits of `n` (base 3 or 8, lowest first) index the levels of an entry.
 """
 
 from __future__ import annotations
