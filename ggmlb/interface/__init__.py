@@ -1,4 +1,4 @@
-"""What a backend is made of: ggml-backend.h and ggml-backend-impl.h as abstract classes.
+"""Abstract base classes of a backend (ggml-backend.h and ggml-backend-impl.h).
 
     BackendReg ── Device ──┬── BufferType ── Buffer     where data lies; its transfers are a `Storage`'s
                            ├── Backend ── GraphPlan     a stream on the device, and work bound for it;
@@ -7,9 +7,8 @@
 
 A buffer of host memory is a `HostBuffer`; several buffers as one are a `MultiBuffer`.
 
-The public methods check their arguments and word the errors, once for all backends. A backend writes
-the underscored hooks below them: the abstract ones always, the others where it has something better
-than the default.
+Public methods check their arguments and raise the errors, once for all backends. A backend implements the
+underscored hooks: all abstract ones, and others where the default can be improved.
 """
 
 from ggmlb.interface.backend import Backend

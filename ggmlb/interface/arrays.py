@@ -1,4 +1,4 @@
-"""Leafs over the memory of arrays: `Context.from_array`."""
+"""Leafs that share the memory of arrays: implementation of `Context.from_array`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _pointer_of: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes
 
 
 def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
-    """Return a placed leaf with an array's values; see `Context.from_array`."""
+    """Create a placed leaf with an array's values; see `Context.from_array`."""
     array = _on_host(array)
     if array.ndim > 4:
         raise ShapeError(f"from_array: the array has {array.ndim} dimensions; tensors have at most 4")
@@ -36,9 +36,9 @@ def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
         dtype = _type_of(array.dtype)
     if dtype.is_quantized and array.dtype == np.uint8:
         raise ArgumentError(
-            f"from_array: the array holds uint8, and {dtype.name.lower()} is asked for; if these are blocks, "
-            "make a leaf by new_tensor, place it, and write them by set(blocks); if they are values, convert "
-            "them to float32 first"
+            f"from_array: the array holds uint8, but {dtype.name.lower()} is requested; for blocks, create "
+            "a leaf by new_tensor, place it, and write them by set(blocks); for values, convert them to "
+            "float32 first"
         )
     why = _why_not_shared(array, dtype)
     if why is None and not copy:
@@ -48,12 +48,12 @@ def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
             return _placed(Tensor(dtype, ne, None if nb == contiguous_nb(dtype, ne) else nb), *shared)
         why = f"no device can use the memory of {_kind(array)}"
     if copy is False:
-        raise ArgumentError(f"from_array with copy=False: {why}; leave copy out to let it be copied")
+        raise ArgumentError(f"from_array with copy=False: {why}; omit copy to allow a copy")
     return _copied(array, dtype)
 
 
 def _on_host(array: Any) -> Any:
-    """Return host arrays as NumPy's, by way of DLPack where they speak it, and others as they are."""
+    """Convert host arrays to NumPy, by DLPack if supported; return other arrays unchanged."""
     if isinstance(array, np.ma.MaskedArray):
         raise _masked(array)
     if isinstance(array, np.ndarray):
@@ -80,7 +80,7 @@ def _on_host(array: Any) -> Any:
 
 
 class _Capsule:
-    """Hands a DLPack capsule on."""
+    """Object with a given DLPack capsule, for `numpy.from_dlpack`."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -93,7 +93,7 @@ class _Capsule:
 
 
 def _bfloat16(array: Any) -> npt.NDArray[Any] | None:
-    """Return an array of bfloat16, which NumPy does not take by DLPack; `None` for other types."""
+    """Return an array of bfloat16, which NumPy does not import by DLPack; `None` for other types."""
     try:
         capsule = array.__dlpack__()
         tensor = _pointer_of(capsule, b"dltensor")
@@ -149,7 +149,7 @@ def _masked(array: Any) -> ArgumentError:
 
 
 def _of_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Python numbers, whose precision nobody chose, become the types that most ops take."""
+    """Convert Python numbers to the types that most ops support."""
     smaller = {"f": np.float32, "i": np.int32}.get(array.dtype.kind)
     return array if smaller is None else array.astype(smaller)
 
@@ -165,16 +165,16 @@ def _type_of(dtype: npt.DTypeLike) -> DType:
 
 def _why_not_shared(array: Any, dtype: DType) -> str | None:
     if dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy:
-        return f"{array.dtype} has to be converted to {dtype.name.lower()}"
+        return f"{array.dtype} must be converted to {dtype.name.lower()}"
     if isinstance(array, _OnCuda) and array.read_only:
-        return f"the memory of {_kind(array)} is read-only, and a tensor on a device can be written"
+        return f"the memory of {_kind(array)} is read-only, but tensors on a device are writable"
     if any(s < 0 or (s == 0 and n > 1) for n, s in zip(array.shape, array.strides, strict=True)):
         return f"tensors have no strides like {tuple(array.strides)}, negative or 0"
     return None
 
 
 def _adopted(array: Any) -> tuple[Buffer, int] | None:
-    """Ask the CPU first: its arrays need no other backend to be loaded."""
+    """Let a device adopt an array's memory; the CPU is tried first, before other backends are loaded."""
     if isinstance(array, np.ndarray):
         return registry.host_device().adopt(array)
     others = (d for d in registry.devices() if d.type is not DeviceType.CPU)
@@ -182,7 +182,7 @@ def _adopted(array: Any) -> tuple[Buffer, int] | None:
 
 
 def _layout(array: Any) -> tuple[Ne, Ne]:
-    """The extents and strides of an array in ggml's order, filled up to four."""
+    """Return the extents and strides of an array in ggml's order, padded to four."""
     ne: list[int] = [1, 1, 1, 1]
     nb: list[int] = []
     ne[: array.ndim] = array.shape[::-1]
@@ -194,7 +194,7 @@ def _layout(array: Any) -> tuple[Ne, Ne]:
 
 
 def _copied(array: Any, dtype: DType) -> Tensor:
-    """Host memory of our own with the array's values."""
+    """Copy an array's values to newly allocated host memory."""
     values = _fetched(array)
     ne, _ = _layout(values)
     tensor = Tensor(dtype, ne)
@@ -204,7 +204,7 @@ def _copied(array: Any, dtype: DType) -> Tensor:
 
 
 def _fetched(array: Any) -> npt.NDArray[Any]:
-    """Copy a device's array to the host by its own method, as CuPy and PyOpenCL name it."""
+    """Copy a device's array to the host by its own method (`get` of CuPy and PyOpenCL)."""
     if isinstance(array, np.ndarray):
         return array
     owner = _owner(array)

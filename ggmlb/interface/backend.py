@@ -1,4 +1,4 @@
-"""Backend: a stream of work on a device, which computes graphs."""
+"""Backend: a stream on a device, which computes graphs."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from ggmlb.interface.plan import GraphPlan
 
 AbortCallback = Callable[[], bool]
-"""Asked between steps; `True` stops the computation with `Status.ABORTED`."""
+"""Called between steps; `True` stops the computation with `Status.ABORTED`."""
 
 
 class Backend(Queue):
-    """A stream of work on a device (ggml_backend).
+    """A stream on a device (ggml_backend).
 
     It computes graphs; its transfers, events and times are those of a `Queue`. Threads that plan or compute
     on it take turns, as steps share its scratch memory; functions that it calls must not do so (`Turns`).
 
     Attributes:
-        abort_callback: Asked between the steps of a graph, where the backend can stop
+        abort_callback: Called between the steps of a graph, if the backend supports it
             (`set_abort_callback` through `BackendReg.get_proc_address`).
     """
 
@@ -54,11 +54,11 @@ class Backend(Queue):
     @property
     @abstractmethod
     def guid(self) -> str:
-        """Identifies the kind of backend (ggml_backend_guid)."""
+        """Identifier of the kind of backend (ggml_backend_guid)."""
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """What does its work: itself, or the streams of the devices that its device is made of."""
+        """The streams that do its work: itself, or one for each device of a meta device."""
         return (self,)
 
     @property
@@ -89,7 +89,7 @@ class Backend(Queue):
         return self.device.supports_buft(buft)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Whether the node is worth moving its weights here (ggml_backend_offload_op)."""
+        """Whether computing the node here is worth copying its weights (ggml_backend_offload_op)."""
         return self.device.offload_op(op)
 
     # -- graphs --------------------------------------------------------------------------------
@@ -102,12 +102,12 @@ class Backend(Queue):
             UnsupportedOpError: The device declines a node; the message says why.
             BackendError: A tensor lies in memory that the device cannot use, or a result in read-only memory.
             FreedError: A tensor lies in a freed buffer.
-            GraphError: A function that this backend calls asked for it.
+            GraphError: Called from a function that this backend calls (a custom op or callback).
         """
         return self._turns.run(self, self._plan_part, graph)
 
     def graph_plan_update(self, plan: GraphPlan, graph: Graph) -> GraphPlan:
-        """Return a plan for a graph: the old one if it computes that as it is now, or a new one.
+        """Return a plan for a graph: the old one if still valid for it, else a new one.
 
         Raises:
             Error: As `graph_plan_create`.
@@ -120,7 +120,7 @@ class Backend(Queue):
     def graph_plan_compute(self, plan: GraphPlan) -> Status:
         """Queue the steps of a plan (ggml_backend_graph_plan_compute).
 
-        If its tensors were placed elsewhere, or their parameters changed, its nodes are lowered again first.
+        If its tensors moved or their parameters changed, its nodes are lowered again first.
 
         Raises:
             FreedError: A buffer that the plan uses was freed.
@@ -133,10 +133,10 @@ class Backend(Queue):
         self._turns.run(self, self._free_part, plan)
 
     def graph_compute_async(self, graph: Graph) -> Status:
-        """Queue the computation of a graph, planning it on first sight (ggml_backend_graph_compute_async).
+        """Queue the computation of a graph; the first one plans it (ggml_backend_graph_compute_async).
 
         Returns:
-            `Status.ABORTED` if the abort callback asked for it, else `Status.SUCCESS`.
+            `Status.ABORTED` if the abort callback stopped it, else `Status.SUCCESS`.
 
         Raises:
             Error: As `graph_plan_create`.
@@ -163,7 +163,7 @@ class Backend(Queue):
 
         Raises:
             FreedError: It was freed before.
-            GraphError: A function that this backend calls asked for it.
+            GraphError: Called from a function that this backend calls (a custom op or callback).
         """
         self._turns.run(self, Backend._close, self)
 
@@ -192,7 +192,7 @@ class Backend(Queue):
                     )
 
     def _find_fault(self, graph: Graph) -> None:
-        """Name the first tensor that cannot be computed or written, if there is one."""
+        """Raise an error about the first tensor that cannot be computed or written, if any."""
         usable: set[Buffer | None] = set()
         for node in graph.nodes:
             for tensor in (node, *node.src):
@@ -244,7 +244,7 @@ class Backend(Queue):
             raise self._no_scratch("graph_plan_compute", error) from None
 
     def _no_scratch(self, call: str, error: MemoryError) -> MemoryError:
-        """Return the error to raise where there is no room for what a device works with, besides tensors."""
+        """Return the error for a failed allocation of scratch memory."""
         if isinstance(error, AllocationError):
             return error
         free, total = self.device.memory
@@ -256,7 +256,7 @@ class Backend(Queue):
         )
 
     def _current(self, plan: GraphPlan) -> GraphPlan:
-        """Return a plan as it is to be computed now: lowered again, if its tensors have changed."""
+        """Return the current plan, lowered again if its tensors have changed."""
         current = plan.current
         if not current.is_up_to_date():
             graph = plan.graph()

@@ -1,4 +1,4 @@
-"""Buffer: an allocation of memory, in which tensors lie."""
+"""Buffer: an allocation of device or host memory that holds tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Buffer(Storage):
-    """An allocation, in which tensors lie at byte offsets (ggml_backend_buffer).
+    """An allocation that holds tensors at byte offsets (ggml_backend_buffer).
 
     It is a piece of memory with its facts; how bytes go in and come out is that of a `Storage`.
 
@@ -52,7 +52,7 @@ class Buffer(Storage):
 
     @property
     def usage(self) -> BufferUsage:
-        """What it holds; setting it, to a member or its name, tells the scheduler.
+        """Kind of its contents, read by the scheduler; set it to a member or its name.
 
         Raises:
             ArgumentError: There is no such usage.
@@ -74,7 +74,7 @@ class Buffer(Storage):
 
     @property
     def host_memory(self) -> Bytes | None:
-        """The memory as a flat uint8 array, where the host can reach it; `None` where it cannot."""
+        """The memory as a flat uint8 array; `None` if the host cannot access it."""
         return self.base if self.is_host else None
 
     @property
@@ -92,13 +92,13 @@ class Buffer(Storage):
         return self.buft.alloc_size(tensor)
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides of the tensor's elements here: its own, unless the memory converts them."""
+        """Type and byte strides of a tensor in this memory; its own unless it is stored in another layout."""
         return tensor.dtype, tensor.nb
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the order in which the memory keeps the bytes of a tensor's blocks; empty for ggml's own.
+        """Name of the byte order of a tensor's blocks in this memory; empty for ggml's own.
 
-        Kernels know a type in another order by its name with this behind it.
+        Kernels for another order have it as a suffix of the type's name.
         """
         return ""
 
@@ -110,7 +110,7 @@ class Buffer(Storage):
     # -- data ----------------------------------------------------------------------------------
 
     def tensor_copy(self, src: Tensor, dst: Tensor) -> None:
-        """Copy a tensor that lies here; see `ggmlb.tensor_copy` (ggml_backend_tensor_copy)."""
+        """Copy a tensor in this buffer; see `ggmlb.tensor_copy` (ggml_backend_tensor_copy)."""
         from ggmlb.interface.transfer import tensor_copy
 
         tensor_copy(src, dst)
@@ -136,12 +136,12 @@ class Buffer(Storage):
                 self._clear(value)
 
     def reset(self) -> None:
-        """Forget what `init_tensor` prepared (ggml_backend_buffer_reset)."""
+        """Discard the preparations of `init_tensor` (ggml_backend_buffer_reset)."""
         self.check_alive("reset")
         self._reset()
 
     def free(self) -> None:
-        """Give the memory back; its tensors must not be used any more (ggml_backend_buffer_free).
+        """Free the memory; its tensors must not be used any more (ggml_backend_buffer_free).
 
         Raises:
             FreedError: The buffer was freed before.
@@ -153,19 +153,19 @@ class Buffer(Storage):
             self._free()
 
     def as_array(self, tensor: Tensor) -> Any:
-        """Return the memory of a tensor that lies here as an array of the device's library; no copy.
+        """Return the memory of a tensor in this buffer as an array of the device's library, without a copy.
 
-        A quantised tensor is seen as rows of bytes. See `Tensor.as_array`.
+        A quantised tensor is returned as rows of bytes. See `Tensor.as_array`.
 
         Raises:
-            ArgumentError: The memory has no array library, or stores the tensor in another layout; or the
-                tensor lies elsewhere.
+            ArgumentError: The memory has no array library or stores another layout, or the tensor is in
+                another buffer.
             FreedError: The buffer was freed.
         """
         self.check_holds(tensor, "as_array")
         if self.stored_layout(tensor) != (tensor.dtype, tensor.nb):
             raise ArgumentError(
-                f"as_array on {tensor.describe()}: {self.name} memory keeps it in another type or layout; "
+                f"as_array on {tensor.describe()}: {self.name} memory stores it in another type or layout; "
                 "use to_numpy() for a copy"
             )
         n = tensor.n_dims
@@ -176,7 +176,7 @@ class Buffer(Storage):
         return self._as_array(tensor, tensor.dtype.numpy, shape, strides)
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """As `as_array`, for an array protocol of that name: who asks by one reads at once."""
+        """As `as_array`, for an array protocol, whose caller may read immediately: waits for queued work."""
         if observers:
             self.check_alive(call)
             with Action(call, None, [reading(tensor)]):
@@ -206,13 +206,13 @@ class Buffer(Storage):
         raise ArgumentError(f"as_array on {tensor.describe()}: {self.name} memory has no array library")
 
     def _reset(self) -> None:
-        """Forget prepared tensors."""
+        """Discard prepared tensors."""
 
     def _set_usage(self, usage: BufferUsage) -> None:
-        """Take note of what it holds."""
+        """React to a new usage."""
 
     def _free(self) -> None:
-        """Release the memory; work that still uses it must be able to finish."""
+        """Release the memory, once queued work that uses it has finished."""
 
     # -- Python --------------------------------------------------------------------------------
 

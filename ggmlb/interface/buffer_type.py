@@ -42,7 +42,7 @@ class BufferType(Unique, ABC):
         return False
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Return the bytes that the tensor takes in this memory (ggml_backend_buft_get_alloc_size)."""
+        """Return the bytes that the tensor needs in this memory (ggml_backend_buft_get_alloc_size)."""
         return tensor.nbytes
 
     def alloc_buffer(self, nbytes: int) -> Buffer:
@@ -53,7 +53,7 @@ class BufferType(Unique, ABC):
 
         Raises:
             AllocationError: The device lacks room; carries `asked`, `free`, `total` [bytes].
-            ArgumentError: A negative size, or no whole number.
+            ArgumentError: The size is negative or not a whole number.
 
         Source: ggml_backend_buft_alloc_buffer.
         """
@@ -69,14 +69,14 @@ class BufferType(Unique, ABC):
         return buffer
 
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer | None:
-        """Place the tensors of a context, in memory that does so in its own way; others return `None`.
+        """Place the tensors of a context, if this memory has a placement of its own; else return `None`.
 
-        See `alloc_tensors`, which places them one after another in buffers of this type.
+        If `None`, `alloc_tensors` places them one after another in buffers of this type.
         """
         return None
 
     def out_of_memory(self, asked: int, detail: str = "") -> AllocationError:
-        """Return the error for an allocation that failed, with the device's memory figures."""
+        """Return the error for a failed allocation, with the device's free and total memory."""
         free, total = self.device.memory
         return AllocationError(
             f"{self.name}: no room for {asked:,} bytes ({free:,} of {total:,} free)"
@@ -89,7 +89,7 @@ class BufferType(Unique, ABC):
 
     @abstractmethod
     def _alloc_buffer(self, nbytes: int) -> Buffer:
-        """Allocate; raise `self.out_of_memory(nbytes)` where the runtime reports that it cannot."""
+        """Allocate; raise `self.out_of_memory(nbytes)` if the runtime reports a failure."""
 
     def __repr__(self) -> str:
         return f"<BufferType {self.name}>"

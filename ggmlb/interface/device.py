@@ -1,4 +1,4 @@
-"""Device and BackendReg: what there is, what it can do, and what it refuses."""
+"""Device and BackendReg: devices, their capabilities, and the ops that they decline."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from ggmlb.interface.event import Event
 
 API_VERSION = 1
-"""Version of the interfaces in this package; a registration states the one it was written for."""
+"""Version of these interfaces; a registration states the version it was written for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """What a device can do beyond the least (ggml_backend_dev_caps).
+    """Optional capabilities of a device (ggml_backend_dev_caps).
 
     Attributes:
-        async_: Transfers and computations return before they are done.
-        host_buffer: It has a host buffer type of its own (pinned or mapped memory).
-        buffer_from_host_ptr: It can use memory that the caller allocated.
+        async_: Transfers and computations are asynchronous.
+        host_buffer: It has a host buffer type (pinned or mapped memory).
+        buffer_from_host_ptr: It can use memory allocated by the caller.
         events: It has events.
-        mmap_support: It can use memory-mapped files in place.
+        mmap_support: It can use memory-mapped files without a copy.
     """
 
     async_: bool = False
@@ -53,12 +53,12 @@ class DeviceProps:
 
     Attributes:
         name: Unique name, as `CUDA0`.
-        description: What a person calls it.
-        memory_free: Bytes now free; 0 if unknown.
-        memory_total: Bytes; 0 if unknown.
+        description: Human-readable name.
+        memory_free: Free memory [bytes]; 0 if unknown.
+        memory_total: Total memory [bytes]; 0 if unknown.
         type: Its kind.
         device_id: PCI bus id as `0000:01:00.0`, or `None`.
-        caps: What it can do.
+        caps: Optional capabilities.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Device(Unique, ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What a person calls it (ggml_backend_dev_description)."""
+        """Human-readable name (ggml_backend_dev_description)."""
 
     @property
     @abstractmethod
@@ -95,12 +95,12 @@ class Device(Unique, ABC):
 
     @property
     def caps(self) -> Caps:
-        """What it can do beyond the least."""
+        """Optional capabilities."""
         return Caps()
 
     @property
     def device_id(self) -> str | None:
-        """PCI bus id, by which the same card seen by two backends is known; `None` if it has none."""
+        """PCI bus id, equal for one card in two backends; `None` if it has none."""
         return None
 
     @property
@@ -127,10 +127,10 @@ class Device(Unique, ABC):
         """
 
     def check_params(self, params: Mapping[str, Any] | None, *known: str) -> dict[str, Any]:
-        """Return the settings given to `init_backend`, of which the backend knows these.
+        """Return the settings given to `init_backend`, checked against the known names.
 
         Raises:
-            ArgumentError: There is another.
+            ArgumentError: A name is unknown.
         """
         given = dict(params or {})
         unknown = sorted(given.keys() - set(known))
@@ -146,7 +146,7 @@ class Device(Unique, ABC):
 
     @property
     def host_buffer_type(self) -> BufferType | None:
-        """Host memory that it transfers fast from and to; `None` if it has none.
+        """Host memory with fast transfers (pinned or mapped); `None` if there is none.
 
         Source: ggml_backend_dev_host_buffer_type.
         """
@@ -154,7 +154,7 @@ class Device(Unique, ABC):
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """Memory that keeps weights in a way of its own, in which products are faster; the best first."""
+        """Memory types that store weights in a layout for faster products; the best first."""
         return ()
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
@@ -170,7 +170,9 @@ class Device(Unique, ABC):
 
         Source: ggml_backend_dev_buffer_from_host_ptr.
         """
-        raise BackendError(f"{self.name} cannot use host memory as a buffer; allocate one and copy into it")
+        raise BackendError(
+            f"{self.name} cannot use host memory as a buffer; allocate a buffer and copy into it"
+        )
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
         """Use the memory of an array of the device's library, without a copy.
@@ -179,8 +181,8 @@ class Device(Unique, ABC):
             array: Of any library; kept alive by the buffer.
 
         Returns:
-            A buffer, and the byte offset of the array's first element in it; `None` if the array is not of
-            this library, or lies where the device cannot use it.
+            A buffer, and the byte offset of the array's first element in it; `None` if the array is of
+            another library or the device cannot access it.
         """
         return None
 
@@ -188,10 +190,9 @@ class Device(Unique, ABC):
     def declines(self, op: Tensor) -> str | None:
         """Return why the device cannot compute the node, or `None` if it can.
 
-        The answer is of the node's op, params, types, shapes and strides; and of its sources' buffer types
-        where they are placed in one that keeps tensors in a layout of its own, which few ops can read
-        (`Buffer.stored_layout`, `Buffer.packing`). Whether the device reaches a buffer is not asked here: see
-        `supports_buft`.
+        It depends on the node's op, params, types, shapes and strides, and on the buffers of placed
+        sources that store another layout (`Buffer.stored_layout`, `Buffer.packing`). Whether the device
+        can access a buffer is the question of `supports_buft`.
         """
 
     def supports_op(self, op: Tensor) -> bool:
@@ -219,10 +220,10 @@ class Device(Unique, ABC):
 
 
 class BackendReg(Unique, ABC):
-    """A backend as it is registered: its name, and the devices it found (ggml_backend_reg).
+    """The registration of a backend: its name and its devices (ggml_backend_reg).
 
     Attributes:
-        api_version: The `API_VERSION` that it was written for.
+        api_version: The `API_VERSION` it was written for.
         priority: Order in the registry; higher comes first.
     """
 
@@ -248,8 +249,8 @@ class BackendReg(Unique, ABC):
 
         Names: `split_buffer_type`, `set_n_threads`, `dev_get_extra_bufts`, `set_abort_callback`,
         `get_features`, `comm_init`, `comm_free`, `comm_allreduce_tensor`; `driver_version`, a device's driver
-        as text; and `conformance_xfails`, known failures for the conformance kit. A `ggml_backend_` before
-        the name is allowed.
+        as text; and `conformance_xfails`, known failures for the conformance kit. The prefix
+        `ggml_backend_` is allowed.
         """
         return self._procs().get(name.removeprefix("ggml_backend_"))
 

@@ -1,4 +1,4 @@
-"""Event: a point in a stream's work."""
+"""Event: a point in the work queued on a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Event(Freeable):
     """
 
     is_recorded = False
-    """Whether `Backend.event_record` was ever called with it."""
+    """Whether it was ever recorded."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

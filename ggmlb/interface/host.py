@@ -1,4 +1,4 @@
-"""Host memory as buffers: NumPy arrays of bytes, allocated here or given by the caller."""
+"""Buffers in host memory: NumPy byte arrays, allocated here or given by the caller."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from ggmlb.interface.data import Bytes
 
 ALIGNMENT: Final = 64
-"""Bytes: a cache line, and the widest vector register."""
+"""Alignment of host memory [bytes]: a cache line, and the widest vector register."""
 
 
 def aligned_empty(nbytes: int, alignment: int = ALIGNMENT) -> Bytes:
     """Return `nbytes` of fresh memory that begins at a multiple of `alignment` [bytes].
 
     Raises:
-        MemoryError: There is no room.
-        ValueError: That is more than an array's indices can count.
+        MemoryError: There is not enough memory.
+        ValueError: The size exceeds the range of array indices.
     """
     memory = np.empty(nbytes + alignment, np.uint8)
     start = -memory.ctypes.data % alignment
@@ -30,7 +30,7 @@ def aligned_empty(nbytes: int, alignment: int = ALIGNMENT) -> Bytes:
 
 
 def allocate(buft: BufferType, nbytes: int) -> Bytes:
-    """Return fresh memory of the system's for a buffer, aligned as its tensors are.
+    """Allocate host memory for a buffer, with the alignment of its tensors.
 
     Raises:
         AllocationError: The system lacks room.
@@ -42,11 +42,11 @@ def allocate(buft: BufferType, nbytes: int) -> Bytes:
 
 
 class HostBufferType(BufferType):
-    """A kind of memory that NumPy reads and writes."""
+    """A buffer type of host memory."""
 
     @property
     def is_host(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
@@ -54,9 +54,9 @@ class HostBufferType(BufferType):
 
 
 class HostBuffer(Buffer):
-    """Bytes in host memory; read-only if the array that it was made of is.
+    """A buffer in host memory; read-only if its array is.
 
-    The memory stays while any NumPy view of it lives, also after `free`.
+    The memory stays allocated while any NumPy view of it exists, also after `free`.
     """
 
     def __init__(self, buft: BufferType, memory: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""Several buffers as one: PartedBuffer, and MultiBuffer, whose parts hold the tensors."""
+"""Several buffers as one: PartedBuffer and MultiBuffer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class PartedBuffer(Buffer):
-    """A buffer made of others, which are cleared and freed, and given a usage, as one.
+    """A buffer made of other buffers, which it clears, frees and gives a usage together.
 
     Attributes:
-        parts: The others.
+        parts: The buffers it consists of.
     """
 
     def __init__(self, buft: BufferType, parts: Sequence[Buffer], size: int) -> None:
@@ -50,7 +50,7 @@ class PartedBuffer(Buffer):
 
 
 class MultiBuffer(PartedBuffer):
-    """Buffers of one type that together hold what one could not; tensors lie in the parts.
+    """Buffers of one type for tensors that exceed the largest buffer; each tensor is in one part.
 
     Raises:
         ArgumentError: No parts were given.
@@ -69,7 +69,9 @@ class MultiBuffer(PartedBuffer):
         return self.parts[0].base
 
     def _no_tensors(self, tensor: Tensor) -> ArgumentError:
-        return ArgumentError(f"{tensor.describe()} lies in no MultiBuffer; use the part that is its `buffer`")
+        return ArgumentError(
+            f"{tensor.describe()} is not in the MultiBuffer but in one of its parts; use its `buffer`"
+        )
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         raise self._no_tensors(tensor)

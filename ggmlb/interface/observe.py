@@ -1,7 +1,7 @@
-"""Observers: told of every call that moves data, computes, or orders such work.
+"""Observers, notified of every call that moves data, computes, or orders such work.
 
-The public methods of `Backend`, `Buffer`, `BufferType` and `Event` report what they do, so any backend is
-observed without code of its own. While nobody observes, a report costs one look at an empty list.
+The public methods of `Backend`, `Buffer`, `BufferType` and `Event` report actions, so that backends need no
+code for it. Without observers, a report costs one test of an empty list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Access(NamedTuple):
-    """Bytes of a buffer that an action reads or writes: `start` up to, not including, `stop`."""
+    """Bytes `start` to `stop` (exclusive) of a buffer that an action reads or writes."""
 
     buffer: Buffer
     start: int
@@ -39,14 +39,14 @@ class Action:
 
     Attributes:
         name: The method: `set_tensor_async`, `graph_plan_compute`, `event_wait`, ...
-        stream: The backend whose queue the work goes to; `None` where it is done when the call returns.
-        transfers: What a transfer reads and writes; `accesses` gives this, and what a plan does.
-        source: The stream of a copy's source; the copy is ordered after and before its work too.
-        plan: What is computed.
-        event: What is recorded or waited for.
-        buffer: What was allocated, or is freed.
+        stream: The backend that the work is queued on; `None` for synchronous work.
+        transfers: Accesses of a transfer; `accesses` adds those of a plan.
+        source: The stream of a copy's source, whose work is ordered with the copy too.
+        plan: The computed plan.
+        event: The event recorded or waited for.
+        buffer: The buffer allocated or freed.
         data: The host memory that a queued transfer uses.
-        done: Whether the call did what it was asked; `False` for a copy that the backend declined.
+        done: Whether the call had an effect; `False` for a copy that the backend declined.
         failed: Whether the call raised.
     """
 
@@ -62,7 +62,7 @@ class Action:
     failed: bool = False
 
     def accesses(self) -> Iterator[Access]:
-        """Yield what is read and written, in order; the range of a strided tensor includes its gaps."""
+        """Yield all accesses, in order; the range of a strided tensor includes its gaps."""
         yield from self.transfers
         if self.plan is not None:
             for node in self.plan.nodes:
@@ -81,17 +81,17 @@ class Action:
 
 
 class Observer:
-    """Is told of actions, in the thread that takes them, between `start` and `stop`."""
+    """Base class of observers, called in the acting thread between `start` and `stop`."""
 
     def begin(self, action: Action) -> None:
-        """Look at an action before it is taken; an error raised here prevents it."""
+        """Called before an action; an error raised here prevents it."""
 
     def end(self, action: Action) -> None:
-        """Look at an action after it was taken, or failed."""
+        """Called after an action, also if it failed."""
 
 
 class _Quiet:
-    """Stands in for an action that nobody wants to hear of."""
+    """Null action, used without observers."""
 
     __slots__ = ()
 
@@ -105,27 +105,27 @@ class _Quiet:
 QUIET: Final = _Quiet()
 
 observers: Final[list[Observer]] = []
-"""Who is told. Change it with `start` and `stop`: the list is looked at, never copied."""
+"""The active observers. Change it only by `start` and `stop`, because it is read without a copy."""
 
 
 def start(observer: Observer) -> None:
-    """Tell the observer of all actions from now on."""
+    """Notify the observer of all actions from now on."""
     observers.append(observer)
 
 
 def stop(observer: Observer) -> None:
-    """Tell the observer nothing more; one that is not told anything is left alone."""
+    """Stop notifying the observer; without effect if it is not active."""
     if observer in observers:
         observers.remove(observer)
 
 
 def reading(tensor: Tensor, offset: int = 0, size: int | None = None) -> Access:
-    """Return the access of a call that reads `size` bytes of a placed tensor, by default all."""
+    """Return the read access of `size` bytes (by default all) of a placed tensor."""
     return _span(tensor, offset, size, is_write=False)
 
 
 def writing(tensor: Tensor, offset: int = 0, size: int | None = None) -> Access:
-    """Return the access of a call that writes `size` bytes of a placed tensor, by default all."""
+    """Return the write access of `size` bytes (by default all) of a placed tensor."""
     return _span(tensor, offset, size, is_write=True)
 
 

@@ -1,4 +1,4 @@
-"""GraphPlan: a graph lowered for one stream, and how a plan knows that it is still right."""
+"""GraphPlan: a graph lowered for one stream, and the check that it is still valid."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 class GraphPlan(Unique):
     """A graph lowered for one backend: steps with their arrays and arguments bound.
 
-    A plan stays valid while its tensors stay where they are and keep their parameters; while the placement
-    clock stands still, that needs no look at them. Once they moved or changed, the backend lowers the nodes
-    again before it computes: as in ggml, a plan computes what its tensors are when it runs. It holds the
-    tensors, but neither the graph nor the backend: a backend's cache of plans keeps no graphs alive, and no
-    backend that was dropped.
+    A plan is valid until its tensors move or their parameters change; while the placement clock is
+    unchanged, this needs no check. After a change, the backend lowers the nodes again before it computes:
+    as in ggml, a plan computes the current tensors. It holds references to the tensors, but not to the
+    graph or the backend, so that a cache of plans keeps neither alive.
 
     Attributes:
         nodes: The nodes it computes.
-        owner_checks: The graph's: such a plan only checks that its memory was not freed.
+        owner_checks: As `Graph.owner_checks`; if true, the plan only checks that its memory was not freed.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
@@ -43,33 +42,35 @@ class GraphPlan(Unique):
 
     @property
     def backend(self) -> Backend:
-        """The backend that made it, and alone can run it.
+        """The backend that created it, and that alone can run it.
 
         Raises:
-            FreedError: It is gone.
+            FreedError: The backend was garbage-collected.
         """
         backend = self._backend()
         if backend is None:
-            raise FreedError("the backend of this plan is gone; keep the backend as long as its plans")
+            raise FreedError(
+                "the backend of this plan was garbage-collected; keep the backend as long as its plans"
+            )
         return backend
 
     @property
     def current(self) -> GraphPlan:
-        """What is computed: the plan itself, or the one that replaced it when its tensors had changed."""
+        """The plan itself, or the plan that replaced it after its tensors changed."""
         return self if self._replacement is None else self._replacement
 
     def graph(self) -> Graph:
-        """Return a graph of its nodes, part of the whole that they were planned in."""
+        """Return a graph of its nodes, a view of the graph they were planned in."""
         graph = Graph(self.nodes)
         graph.whole, graph.owner_checks = self._whole, self.owner_checks
         return graph
 
     def replace(self, plan: GraphPlan) -> None:
-        """Let another plan of the same nodes be computed from now on."""
+        """Replace this plan by another of the same nodes."""
         self._replacement = plan
 
     def is_valid_for(self, graph: Graph) -> bool:
-        """Whether computing what is lowered computes the graph as it is now.
+        """Whether the lowered steps compute the graph's current nodes and tensors.
 
         Raises:
             FreedError: A buffer that the plan uses was freed.
@@ -87,7 +88,7 @@ class GraphPlan(Unique):
         return True
 
     def is_up_to_date(self) -> bool:
-        """Whether its tensors are what it bound; while the placement clock stands still, they are.
+        """Whether its tensors are unchanged since they were bound, as while the placement clock is unchanged.
 
         Raises:
             FreedError: A buffer that the plan uses was freed.
@@ -111,7 +112,7 @@ Binding = tuple[list[Any], Zeros]
 
 
 def binding(nodes: tuple[Tensor, ...]) -> Binding:
-    """Return all that a plan binds and that may change: places, operands, parameters, what must be kept.
+    """Return everything bound by a plan that may change: placements, operands, parameters.
 
     The buffers themselves, not their ids: a plan must notice a new buffer that has the id of a dropped one.
     """

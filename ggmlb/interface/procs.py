@@ -1,4 +1,4 @@
-"""Functions that many backends give under the same name by `BackendReg.get_proc_address`."""
+"""Functions that several backends export by `BackendReg.get_proc_address`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @checked
 def set_abort_callback(backend: Backend, callback: AbortCallback | None) -> None:
-    """Set what is asked before each node of a graph; `True` stops the computation, `None` asks nobody.
+    """Set a callback called before each node of a graph; `True` stops the computation. `None` removes it.
 
     Source: ggml_backend_set_abort_callback_t.
     """
@@ -23,7 +23,7 @@ def set_abort_callback(backend: Backend, callback: AbortCallback | None) -> None
 
 @checked
 def set_n_threads(backend: Backend, n: int) -> None:
-    """Let a backend that has threads use `n` from now on (ggml_backend_set_n_threads_t).
+    """Set the number of threads of a backend (ggml_backend_set_n_threads_t).
 
     Raises:
         ArgumentError: `n` is less than 1.

@@ -1,4 +1,4 @@
-"""Command: a piece of work that a stream did, and when."""
+"""Command: a timed piece of work of a stream."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Command:
-    """A piece of work that a stream did.
+    """A piece of work of a stream, with its times.
 
     Attributes:
-        name: What it computed or moved.
+        name: Name of the computed or moved tensors.
         is_copy: Whether it only moved data.
         start: When it began [ns, on the clock of `time.perf_counter_ns`]; 0 until known.
         stop: When it ended [ns].

@@ -34,17 +34,16 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     if tensor.view_src is not None:
         raise ArgumentError(f"tensor_alloc: {tensor.describe()} is a view; place its source, then view_init")
     if tensor.buffer is not None:
-        raise ArgumentError(
-            f"tensor_alloc: {tensor.describe()} already lies in a {tensor.buffer.name} buffer"
-        )
+        raise ArgumentError(f"tensor_alloc: {tensor.describe()} is already in a {tensor.buffer.name} buffer")
     if offset % buffer.alignment:
         raise ArgumentError(
-            f"tensor_alloc: offset {offset} of {tensor.describe()} is no multiple of {buffer.alignment} bytes"
+            f"tensor_alloc: offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment} "
+            "bytes"
         )
     size = buffer.alloc_size(tensor)
     if offset < 0 or offset + size > buffer.size:
         raise BoundsError(
-            f"tensor_alloc: {tensor.describe()} would take bytes {offset} to {offset + size} of a buffer of "
+            f"tensor_alloc: {tensor.describe()} would need bytes {offset} to {offset + size} of a buffer of "
             f"{buffer.size}"
         )
     _place(tensor, buffer, offset)
@@ -61,7 +60,7 @@ def view_init(tensor: Tensor) -> None:
     if tensor.view_src is None:
         raise ArgumentError(f"view_init: {tensor.describe()} is not a view; use tensor_alloc")
     if tensor.buffer is not None:
-        raise ArgumentError(f"view_init: {tensor.describe()} already lies in a {tensor.buffer.name} buffer")
+        raise ArgumentError(f"view_init: {tensor.describe()} is already in a {tensor.buffer.name} buffer")
     buffer = tensor.view_src.buffer
     if buffer is None:
         raise NotAllocatedError(
@@ -86,7 +85,7 @@ def tensor_copy(src: Tensor, dst: Tensor) -> None:
     """Copy the data of a tensor to one of the same layout, in any buffers (ggml_backend_tensor_copy).
 
     Raises:
-        ArgumentError: One of them is no tensor.
+        ArgumentError: An argument is not a tensor.
         ShapeError: The layouts differ.
         NotAllocatedError: One of them is in no buffer.
         FreedError: The buffer of one of them was freed.

@@ -139,7 +139,7 @@ def test_the_stream_that_fills_it_is_waited_for(
     ("changes", "told"),
     [
         ({"mask": object()}, "has a mask; tensors have none, so fill it first"),
-        ({"data": (4096, True)}, "is read-only, and a tensor on a device can be written"),
+        ({"data": (4096, True)}, "is read-only, but tensors on a device are writable"),
         ({"strides": (-32, 4)}, r"no strides like \(-32, 4\), negative or 0"),
         ({"strides": (0, 4)}, r"no strides like \(0, 4\)"),
         ({"typestr": "<c8"}, "ggml has no type for complex64; give dtype="),

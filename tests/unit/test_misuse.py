@@ -61,8 +61,8 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     "bytes without a type": (lambda t: t.x.set_array(np.zeros((3, 4), "V4")), ggmlb.DTypeError, "give real"),
     "a mask": (lambda t: t.x.set_array(np.ma.masked_array(ARRAY, ARRAY > 3)), Wrong, "fill it first"),
     "a leaf with a mask": (lambda t: t.c.from_array(np.ma.masked_array(ARRAY)), Wrong, "fill it first"),
-    "nothing as bytes": (lambda t: t.x.set(None), Wrong, "None has no bytes of its own"),
-    "objects in records": (lambda t: t.x.set(np.zeros(2, [("a", "O")])), Wrong, "has no bytes of its own"),
+    "nothing as bytes": (lambda t: t.x.set(None), Wrong, "None has no buffer of bytes"),
+    "objects in records": (lambda t: t.x.set(np.zeros(2, [("a", "O")])), Wrong, "has no buffer of bytes"),
     "objects to fill": (lambda t: t.cpu.get_tensor_async(t.x, np.empty(1, object)), Wrong, "in place"),
     "objects as memory": (lambda t: ggmlb.cpu_buffer_from_ptr(np.empty(1, object)), Wrong, "C-contiguous"),
     "fewer than no bytes": (

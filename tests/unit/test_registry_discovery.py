@@ -106,7 +106,7 @@ BROKEN = {
     "syntax": ("    def (", "fails to load: SyntaxError"),
     "own_module": ("    import mod_bad.part", "fails to load: ModuleNotFoundError"),
     "no_factory": ("    x = 1", r"exports no backend_reg\(\)"),
-    "none": ("    def backend_reg(): pass", "gave None; it must give a ggmlb.BackendReg"),
+    "none": ("    def backend_reg(): pass", "returned None; it must return a ggmlb.BackendReg"),
     "version": (
         """
         from tests.support.stub_backend import StubReg

@@ -1,13 +1,13 @@
-"""The registry: which backends and devices there are, and opening streams on them.
+"""The registry of backends and devices; opens streams on them.
 
     ggmlb.devices()                  every device, best first
     ggmlb.init_by_name("OpenCL0")    a stream on one of them
     ggmlb.init_best()                a stream on the best
-    ggmlb.interface.registry.unavailable()     what was found but cannot be used, and why
+    ggmlb.interface.registry.unavailable()     backends that cannot be used, with reasons
 
-Backends come from ggmlb itself, from installed packages (entry-point group `ggmlb.backends`), from the
-file or folder that `GGMLB_BACKEND_PATH` names, and from `load`. They are read as text; one is
-imported when it is first needed. The functions here are the methods of one `Registry` per process.
+Backends come from ggmlb itself, from installed packages (entry-point group `ggmlb.backends`), from
+`GGMLB_BACKEND_PATH` (a file or folder), and from `load`. They are discovered as text and imported at first
+use. The functions here are the methods of one `Registry` per process.
 
 Source: ggml-backend-reg.cpp.
 """
@@ -68,7 +68,7 @@ unload = _registry.unload
 def cpu_buffer_type() -> BufferType:
     """Plain host memory, as the CPU device uses it (ggml_backend_cpu_buffer_type).
 
-    Like all host memory it needs no registered backend: it stays when the CPU backend is unloaded.
+    It needs no registered backend: it stays usable when the CPU backend is unloaded.
     """
     return host_device().buffer_type
 

@@ -1,12 +1,12 @@
-"""Candidates: backends known as text, and how one is opened.
+"""Candidates: discovered backends, before and while they are imported.
 
-A backend is a module that exports `backend_reg() -> BackendReg`, and optionally `score() -> float`: how
-well it fits this machine. 0 means not at all; of several variants of one name the highest is taken; a
-module without it scores 1.
+A backend is a module that exports `backend_reg() -> BackendReg` and optionally `score() -> float`, its
+fitness for this machine: 0 for none, 1 by default. Of several variants of one name, the highest score is
+used.
 
-Opening a candidate either gives its registration, or raises one of two errors. `BackendUnavailable`:
-a library, driver or device is missing, so that an automatic choice moves on. `BackendBroken`: the
-backend is there and fails, which the user must hear of.
+Opening a candidate returns its registration or raises one of two errors. `BackendUnavailable`: a library,
+driver or device is missing; automatic choice skips it. `BackendBroken`: the backend is installed but fails;
+the user is told.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ggmlb.core.errors import BackendBroken, BackendUnavailable
 from ggmlb.interface import API_VERSION, BackendReg
 
 FACTORY = "backend_reg"
-"""What a backend's module exports, unless an entry point names something else."""
+"""Function that a backend's module exports, unless its entry point names another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that was found but not imported.
+    """A backend that was discovered but not imported.
 
     Attributes:
-        name: What it is expected to be called, in any case: the registration's name. It need not be
-            right, but where it is, the backend is found by name without importing the others.
+        name: The expected name of the registration, in any case. If right, the backend is found by name
+            without importing others.
         target: `"package.module:factory"`, or the full path of a `.py` file or of a package's folder.
         group: Candidates of one group are opened together, and the best variant of each name is taken.
-        origin: Where it was found, for messages.
+        origin: Where it was discovered, for messages.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The name as names are compared."""
+        """The name in the form used for comparisons."""
         return self.name.casefold()
 
     def open(self) -> Variant:
-        """Import the module, and ask it for its score and its registration.
+        """Import the module, and call its `score` and `backend_reg`.
 
         Raises:
             BackendUnavailable: A library, driver or device is missing, or the score is 0.
-            BackendBroken: The module fails, or breaks the contract of a backend.
+            BackendBroken: The module fails, or violates the contract of a backend.
         """
         try:
             return self._open()
@@ -73,7 +73,7 @@ class Candidate:
         module, factory_name = self._import()
         factory = getattr(module, factory_name, None)
         if factory is None:
-            raise BackendBroken(f"{self.target} exports no {factory_name}() that gives its BackendReg")
+            raise BackendBroken(f"{self.target} exports no {factory_name}() that returns its BackendReg")
         score = float(module.score()) if hasattr(module, "score") else 1.0
         if score <= 0:
             raise BackendUnavailable(f"its score() is {score:g}: it does not support this machine")
@@ -88,7 +88,7 @@ class Candidate:
         return importlib.import_module(module), factory or FACTORY
 
     def _is_own(self, module: str) -> bool:
-        """Whether a module is of the backend's own package, so that its absence is a fault of it."""
+        """Whether a module belongs to the backend's own package; if missing, the backend is broken."""
         root = module.partition(".")[0]
         if os.path.isabs(self.target):
             return root == _path_module_name(self.target)
@@ -100,7 +100,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An opened candidate: its score, and its registration."""
+    """An opened candidate: its score and its registration."""
 
     candidate: Candidate
     score: float
@@ -109,10 +109,10 @@ class Variant:
 
 @contextmanager
 def whole_imports() -> Iterator[None]:
-    """Where Ctrl-C interrupts imports in a `with` block, forget the parts of packages that came no further.
+    """Context manager that removes partly imported packages if Ctrl-C interrupts an import.
 
-    Python drops a package whose import fails, but keeps those of its modules that were imported. When the
-    package is imported again, they are not bound to it, and it fails ("partially initialized module").
+    If the import of a package fails, Python drops it but keeps its imported modules. Importing it again would
+    fail, as these are not bound to it ("partially initialized module").
     """
     before = {*sys.modules}
     try:
@@ -129,30 +129,30 @@ def whole_imports() -> Iterator[None]:
 
 
 def check_reg(reg: Any, source: str) -> None:
-    """Check what a factory returned, the API version first.
+    """Check the result of a factory, API version first.
 
     Raises:
-        BackendBroken: It speaks another API version (`found`, `expected`), or is no registration.
+        BackendBroken: It has another API version (`found`, `expected`), or is not a registration.
     """
     version = getattr(reg, "api_version", None)
     if version is not None and version != API_VERSION:
         raise BackendBroken(
             f"{source} was written for API version {version}; this ggmlb has API version {API_VERSION}: "
-            "install versions of the two that fit",
+            "install matching versions",
             found=version,
             expected=API_VERSION,
         )
     if not isinstance(reg, BackendReg):
-        raise BackendBroken(f"{source} gave {reg!r}; it must give a ggmlb.BackendReg")
+        raise BackendBroken(f"{source} returned {reg!r}; it must return a ggmlb.BackendReg")
     for fact, kind in (("name", str), ("priority", int)):
         if not isinstance(value := getattr(reg, fact), kind):
             raise BackendBroken(
-                f"{source} gave a backend whose {fact} is {value!r}; it must be {kind.__name__}"
+                f"{source} returned a backend whose {fact} is {value!r}; it must be {kind.__name__}"
             )
 
 
 def _module_from_path(path: str) -> ModuleType:
-    """Import a `.py` file or a package's folder, once: by a module name made from its full path."""
+    """Import a `.py` file or a package's folder once, under a module name derived from its full path."""
     name = _path_module_name(path)
     if name in sys.modules:
         return sys.modules[name]

@@ -1,4 +1,4 @@
-"""Catalogue: which backends are loaded, which may yet be, and which cannot be used."""
+"""Catalogue: the loaded, pending and unavailable backends of a registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPE_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.ACCEL, DeviceType.CPU
 
 
 class Unavailable(NamedTuple):
-    """A backend that was found but cannot be used.
+    """A backend that was discovered but cannot be used.
 
     Attributes:
         name: Its expected name.
@@ -30,13 +30,13 @@ class Unavailable(NamedTuple):
     kind: Literal["absent", "broken"]
 
     def error(self) -> BackendError:
-        """The error to raise where this backend was asked for."""
+        """The error to raise if this backend is requested."""
         kind = BackendUnavailable if self.kind == "absent" else BackendBroken
         return kind(f"the {self.name} backend cannot be used: {self.reason}")
 
 
 class Loaded(NamedTuple):
-    """A backend in use; `target` is the candidate's, empty if it was registered as an object."""
+    """A backend in use; `target` is its candidate's, empty if it was registered as an object."""
 
     reg: BackendReg
     devices: tuple[Device, ...]
@@ -44,17 +44,17 @@ class Loaded(NamedTuple):
 
 
 class Catalogue:
-    """The state of a registry, and how a candidate becomes a backend in use. Not locked.
+    """The state of a registry; opens candidates and adds their backends. Not locked.
 
-    A failure is kept as text, never as an exception, whose traceback would keep the backend's memory.
+    Failures are kept as text: the traceback of an exception would keep the backend's memory alive.
 
     Args:
-        discover: Gives the candidates; called when they are first needed.
+        discover: Returns the candidates; called when they are first needed.
 
     Attributes:
-        loaded: Backends in use, in the order in which they came.
-        single: Devices that were registered one by one.
-        failed: What cannot be used.
+        loaded: Backends in use, in the order in which they were added.
+        single: Devices that were registered individually.
+        failed: Backends that cannot be used.
         unloaded: Devices of backends that were removed, by name in lower case.
     """
 
@@ -69,26 +69,26 @@ class Catalogue:
     # -- candidates ----------------------------------------------------------------------------
 
     def pending(self) -> list[Candidate]:
-        """The candidates that were not opened yet."""
+        """The candidates that are not opened yet."""
         if self._pending is None:
             try:
                 self._pending = self.fresh(self._discover())
             except OSError as error:  # as where no file can be opened any more
-                raise BackendError(f"backends cannot be looked for: {error}; try again later") from error
+                raise BackendError(f"backends cannot be discovered: {error}; try again later") from error
         return self._pending
 
     def fresh(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Those of the candidates that are not in use already."""
+        """The candidates that are not in use."""
         targets = {loaded.target for loaded in self.loaded}
         return [candidate for candidate in candidates if candidate.target not in targets]
 
     def forget(self) -> None:
-        """Discover anew at the next need, what failed included."""
+        """Discard the candidates and failures, to discover them again when needed."""
         self._pending = None
         self.failed.clear()
 
     def settle(self, target: str, key: str) -> None:
-        """Note that a candidate is in use by another way: neither pending nor failed any more."""
+        """Mark a candidate as in use: neither pending nor failed."""
         self._pending = [c for c in self.pending() if c.target != target]
         self.failed = [f for f in self.failed if f.name.casefold() != key]
 
@@ -100,12 +100,12 @@ class Catalogue:
             self._open_group(pending[0].group)
 
     def open_named(self, key: str) -> None:
-        """Open the candidates that are expected to have the name."""
+        """Open the candidates with the expected name."""
         for group in {c.group for c in self.pending() if c.key == key}:
             self._open_group(group)
 
     def open_these(self, candidates: Iterable[Candidate]) -> list[BackendReg]:
-        """Open candidates after all that are pending; return the backends that they gave."""
+        """Open all pending candidates, then these; return the backends of these."""
         self.open_all()
         before = len(self.loaded)
         self._pending = self.fresh(candidates)
@@ -115,7 +115,7 @@ class Catalogue:
     def _open_group(self, group: str) -> None:
         """Open the pending candidates of a group, and add the best variant of each name.
 
-        Where Ctrl-C interrupts that, those that are not in use yet are pending again.
+        If Ctrl-C interrupts it, those not yet in use become pending again.
         """
         pending, failed = self.pending(), list(self.failed)
         self._pending = [c for c in pending if c.group != group]
@@ -149,12 +149,12 @@ class Catalogue:
     # -- backends in use -----------------------------------------------------------------------
 
     def add(self, reg: BackendReg, target: str) -> None:
-        """Take a backend into use, with its devices.
+        """Add a backend with its devices.
 
         Raises:
             BackendBroken: Listing its devices fails.
-            BackendUnavailable: It has none.
-            RegistryError: Its name, or that of a device, is taken.
+            BackendUnavailable: It has no device.
+            RegistryError: Its name, or a device's, is taken.
         """
         for loaded in self.loaded:
             if loaded.reg.name.casefold() == reg.name.casefold():
@@ -176,7 +176,7 @@ class Catalogue:
                 )
 
     def remove(self, reg: BackendReg) -> bool:
-        """Remove a backend and its devices; return whether it was there."""
+        """Remove a backend and its devices; return whether it was in use."""
         removed = [loaded for loaded in self.loaded if loaded.reg is reg]
         if not removed:
             return False
@@ -203,7 +203,7 @@ def _best(variants: list[Variant]) -> Variant:
     """The variant with the highest score.
 
     Raises:
-        RegistryError: Two have it.
+        RegistryError: Two variants have it.
     """
     high = max(variant.score for variant in variants)
     top = [variant for variant in variants if variant.score == high]
@@ -218,7 +218,9 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
         devices = tuple(reg.devices)
         for device in devices:
             if not (isinstance(device, Device) and isinstance(device.name, str)):
-                raise BackendBroken(f"it lists {device!r} as a device, which is no ggmlb.Device with a name")
+                raise BackendBroken(
+                    f"it lists {device!r} as a device; each must be a ggmlb.Device with a name"
+                )
             check_type(device)
             _device_order(device)  # which reads what the list is sorted by
     except (BackendUnavailable, BackendBroken):
@@ -231,7 +233,7 @@ def _devices_of(reg: BackendReg) -> tuple[Device, ...]:
 
 
 def check_type(device: Device) -> None:
-    """Raise BackendBroken if a device's type is no member, as its mere name, which equals none."""
+    """Raise BackendBroken if a device's type is not a `DeviceType` (for example, only its name)."""
     if not isinstance(device.type, DeviceType):
         raise BackendBroken(
             f"the type of its device {device.name} is {device.type!r}; it must be a member of "

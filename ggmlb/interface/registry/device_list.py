@@ -1,4 +1,4 @@
-"""The list of devices, as a notebook shows it."""
+"""DeviceList: a list of devices that notebooks show as a table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class DeviceList(list[Device]):
-    """Devices, best first; a notebook shows them in a table, with the backends that cannot be used.
+    """List of devices, best first; notebooks show a table of them and of the unavailable backends.
 
     Attributes:
-        unavailable: Backends that cannot be used, each with its reason.
+        unavailable: Backends that cannot be used, with reasons.
     """
 
     def __init__(self, devices: Iterable[Device], unavailable: Iterable[Unavailable] = ()) -> None:

@@ -1,6 +1,6 @@
-"""Finding candidates, all by reading text: nothing here imports a backend.
+"""Discovery of candidates by reading text, without importing any backend.
 
-What `import ggmlb` does not need (entry points, packages) is imported in the functions that do.
+Modules that `import ggmlb` does not need (entry points, packages) are imported inside functions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ GROUP = "ggmlb.backends"
 """The entry-point group. An entry reads `name = "package.module:backend_reg"`."""
 
 _SHARED = frozenset({"common", "gpu"})
-"""Folders beside the backends that hold what they share."""
+"""Folders of code shared by backends."""
 
 
 def in_tree() -> Iterator[Candidate]:
-    """The backends of ggmlb itself, which need no installation to be found."""
+    """Return the backends of ggmlb itself; the package need not be installed."""
     from importlib.util import find_spec
     from pkgutil import iter_modules
 
@@ -31,7 +31,7 @@ def in_tree() -> Iterator[Candidate]:
 
 
 def installed() -> Iterator[Candidate]:
-    """The backends that installed packages announce by an entry point."""
+    """Return the backends with an entry point of an installed package."""
     from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP):
@@ -42,10 +42,10 @@ def installed() -> Iterator[Candidate]:
 
 
 def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
-    """The backends of a folder: its `.py` files and packages that mention `backend_reg`.
+    """Return the backends of a folder: its `.py` files and packages that mention `backend_reg`.
 
-    A file's name, up to a `-` and without a `ggmlb_` before it, is the expected name:
-    `ggmlb_echo.py`, `echo-avx2.py`. Other Python files are left alone.
+    The expected name is the file's, without the prefix `ggmlb_` and anything after a `-`: `ggmlb_echo.py`,
+    `echo-avx2.py`. Other Python files are ignored.
 
     Raises:
         RegistryError: There is no such folder, or it cannot be read.
@@ -67,9 +67,9 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
 
 
 def at(where: str | os.PathLike[str]) -> Candidate:
-    """The candidate at a path, or of a module's name with or without `:factory`.
+    """Return the candidate of a path, or of a module's name with or without `:factory`.
 
-    A text with a path separator, or that ends in `.py`, is a path.
+    Text with a path separator or the ending `.py` is a path.
 
     Raises:
         RegistryError: There is no such file, or no package in such a folder.
@@ -86,7 +86,7 @@ def at(where: str | os.PathLike[str]) -> Candidate:
 
 
 def from_environment() -> Iterator[Candidate]:
-    """The file or folder that `GGMLB_BACKEND_PATH` names; one that fails to open where there is neither."""
+    """Return the candidates of `GGMLB_BACKEND_PATH`; if it does not exist, one that fails to open."""
     where = env.text("GGMLB_BACKEND_PATH")
     if where is None:
         return
@@ -99,7 +99,7 @@ def from_environment() -> Iterator[Candidate]:
 
 
 def discover() -> list[Candidate]:
-    """All candidates: ggmlb's own, those installed, those of the environment; each target once."""
+    """Return all candidates: ggmlb's own, installed, and of the environment; each target once."""
     found: dict[str, Candidate] = {}
     for candidate in (*in_tree(), *installed(), *from_environment()):
         found.setdefault(candidate.target, candidate)
@@ -107,7 +107,7 @@ def discover() -> list[Candidate]:
 
 
 def _is_backend(file: str) -> bool:
-    """Whether a file mentions `backend_reg`; one that cannot be read may, and tells so when it is opened."""
+    """Whether a file mentions `backend_reg`; true if it cannot be read, so that opening it reports that."""
     try:
         with open(file, encoding="utf-8", errors="replace") as text:
             return FACTORY in text.read()

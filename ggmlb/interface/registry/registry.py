@@ -1,4 +1,4 @@
-"""Registry: registering, loading and looking up backends and devices, and opening streams on them."""
+"""Registry: registers, loads and looks up backends and devices, and opens streams on them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ _BEST_ORDER = (DeviceType.GPU, DeviceType.IGPU, DeviceType.CPU)
 class Registry:
     """All backends and devices of a process (source: ggml-backend-reg.cpp).
 
-    Candidates are read as text when something is first looked up. One is imported when its name is
-    asked for, and all are when devices are listed or chosen among. What was missing stays listed in
-    `unavailable()` until `load_all` looks again.
+    Candidates are discovered as text at the first look-up. One is imported when requested by name, all when
+    devices are listed or chosen. Failures stay in `unavailable()` until `load_all` looks again.
 
-    Two rules for what cannot be used. Who names a device gets that backend's error. Who lets ggmlb choose
-    (`init_best`, `init_by_type`, `device_by_type`) is not bothered with an absent backend; of a broken one a
-    RuntimeWarning tells once, lest a slow device be taken in silence for the fast one that fails.
+    A request by name raises the backend's error. An automatic choice (`init_best`, `init_by_type`,
+    `device_by_type`) skips absent backends silently, and warns once (RuntimeWarning) of a broken one, whose
+    device might have been faster.
 
     Safe to use from several threads. A backend must not use the registry while it is being imported.
 
     Args:
-        discover: Gives the candidates.
+        discover: Returns the candidates.
     """
 
     def __init__(self, discover: Callable[[], Iterable[Candidate]] = discovery.discover) -> None:
@@ -55,7 +54,7 @@ class Registry:
     # -- registering ---------------------------------------------------------------------------
 
     def register(self, reg: BackendReg) -> None:
-        """Add a backend with all its devices; one that is there already is left as it is.
+        """Add a backend with all its devices; without effect if already registered.
 
         Raises:
             BackendBroken: It was written for another API version.
@@ -72,10 +71,10 @@ class Registry:
             self._catalogue.add(reg, "")
 
     def register_device(self, device: Device) -> None:
-        """Add one device; one that is there already is left as it is.
+        """Add one device; without effect if already registered.
 
         Raises:
-            BackendBroken: Its type is no `DeviceType`.
+            BackendBroken: Its type is not a `DeviceType`.
             RegistryError: Its name is taken.
 
         Source: ggml_backend_device_register.
@@ -89,9 +88,9 @@ class Registry:
             self._catalogue.single.append(device)
 
     def unload(self, reg: BackendReg) -> None:
-        """Remove a backend and its devices; what was made on them stays usable.
+        """Remove a backend and its devices; open streams and buffers stay usable.
 
-        One that was found by itself is not found again before `load_all`.
+        A discovered backend is not found again before `load_all`.
 
         Raises:
             RegistryError: It is not registered.
@@ -105,14 +104,14 @@ class Registry:
     # -- loading -------------------------------------------------------------------------------
 
     def load(self, where: str | os.PathLike[str]) -> BackendReg:
-        """Load one backend; one that is loaded already is returned as it is.
+        """Load one backend, or return it if already loaded.
 
         Args:
             where: A module's name (`"pkg.mod"` or `"pkg.mod:factory"`), a `.py` file, or the folder of
-                a package; what it must export is said in `ggmlb.interface.registry.candidate`.
+                a package; `ggmlb.interface.registry.candidate` says what it must export.
 
         Raises:
-            BackendUnavailable: It says that it lacks a library, driver or device, or scores 0.
+            BackendUnavailable: It reports a missing library, driver or device, or scores 0.
             BackendBroken: It fails, lacks `backend_reg()`, or was written for another API version.
             RegistryError: There is nothing at `where`, or a name is taken.
 
@@ -131,16 +130,16 @@ class Registry:
             return reg
 
     def load_all(self) -> list[BackendReg]:
-        """Look for backends again, import all, and return those that can be used (ggml_backend_load_all)."""
+        """Discover backends again, import all, and return the usable ones (ggml_backend_load_all)."""
         with self._lock:
             self._catalogue.forget()
             return self.regs()
 
     def load_all_from_path(self, folder: str | os.PathLike[str]) -> list[BackendReg]:
-        """Load the backends in a folder, of each name the variant with the highest score.
+        """Load the backends in a folder; of each name the variant with the highest score.
 
         Returns:
-            Those loaded. Those that could not be are in `unavailable()`.
+            The loaded backends; the others are in `unavailable()`.
 
         Raises:
             RegistryError: There is no such folder.
@@ -153,16 +152,16 @@ class Registry:
     # -- looking up ----------------------------------------------------------------------------
 
     def regs(self) -> list[BackendReg]:
-        """All backends that can be used, the highest `priority` first (ggml_backend_reg_count, _get)."""
+        """Return all usable backends, by descending `priority` (ggml_backend_reg_count, _get)."""
         with self._lock:
             self._catalogue.open_all()
             return self._catalogue.regs()
 
     def reg_by_name(self, name: str) -> BackendReg:
-        """Return the backend of that name, in any case; only that one is imported.
+        """Return the backend of that name, in any case, importing only that one.
 
         Raises:
-            BackendError: It was found but cannot be used; the message says why.
+            BackendError: It cannot be used; the message says why.
             RegistryError: There is none.
 
         Source: ggml_backend_reg_by_name.
@@ -172,7 +171,7 @@ class Registry:
             return found or self._no_such("backend", name, [reg.name for reg in self.regs()])
 
     def devices(self) -> DeviceList:
-        """All devices: GPUs, then accelerators, then CPUs; of a type, by the backend's priority.
+        """Return all devices: GPUs, accelerators, CPUs; within a type, by the backend's priority.
 
         Source: ggml_backend_dev_count, ggml_backend_dev_get.
         """
@@ -181,11 +180,11 @@ class Registry:
             return DeviceList(self._catalogue.devices(), self.unavailable())
 
     def device_by_name(self, name: str) -> Device:
-        """Return the device of that name, in any case; where names allow, only its backend is imported.
+        """Return the device of that name, in any case, importing only its backend if the name tells which.
 
         Raises:
-            ArgumentError: It is no text.
-            BackendError: Its backend was found but cannot be used; the message says why.
+            ArgumentError: The name is not a str.
+            BackendError: Its backend cannot be used; the message says why.
             RegistryError: There is none.
 
         Source: ggml_backend_dev_by_name.
@@ -202,7 +201,7 @@ class Registry:
 
         Raises:
             ArgumentError: There is no such type.
-            RegistryError: No device has the type; the message says what is unavailable.
+            RegistryError: No device has the type; the message lists unavailable backends.
 
         Source: ggml_backend_dev_by_type.
         """
@@ -213,7 +212,7 @@ class Registry:
         raise RegistryError(f"there is no device of type {wanted.value}{self._reasons()}")
 
     def host_device(self) -> Device:
-        """Return the device `CPU`, whose memory is plain host memory, also when its backend was unloaded.
+        """Return the device `CPU`, even if its backend was unloaded.
 
         Raises:
             BackendError: Its backend cannot be used; the message says why.
@@ -224,7 +223,7 @@ class Registry:
             return found or self.device_by_name("CPU")
 
     def unavailable(self) -> list[Unavailable]:
-        """The backends that were found but cannot be used, with the reasons."""
+        """Return the backends that were discovered but cannot be used, with reasons."""
         with self._lock:
             self._catalogue.open_all()
             return sorted(self._catalogue.failed)
@@ -235,7 +234,7 @@ class Registry:
         """Open a stream on the device of that name (ggml_backend_init_by_name).
 
         Args:
-            name: As `"CPU"`, `"CUDA0"`, `"OpenCL1"`, in any case.
+            name: For example `"CPU"`, `"CUDA0"`, `"OpenCL1"`, in any case.
             params: Settings that the backend defines.
 
         Raises:
@@ -252,14 +251,14 @@ class Registry:
         return self.device_by_type(type).init_backend(params)
 
     def init_best(self) -> Backend:
-        """Open a stream on the best device: the first GPU, else integrated GPU, else CPU that opens.
+        """Open a stream on the best device: the first that opens of GPUs, integrated GPUs and CPUs.
 
-        Accelerators (ACCEL, as a CPU that is driven through OpenCL) are not chosen, as in ggml: they are
-        made to work beside a CPU. Name one to use it.
+        As in ggml, accelerators (ACCEL, such as a CPU driven through OpenCL) are not chosen, since they
+        work beside a CPU. Request one by name.
 
         Raises:
-            BackendUnavailable: No device opens; the message gives each one's reason.
-            Error: A device that could be used failed to open, as for lack of memory.
+            BackendUnavailable: No device opens; the message gives the reasons.
+            Error: A usable device failed to open, for example for lack of memory.
 
         Source: ggml_backend_init_best.
         """
@@ -280,7 +279,7 @@ class Registry:
     # -- inside --------------------------------------------------------------------------------
 
     def _check_not_pending(self, reg: BackendReg, target: str) -> None:
-        """Raise RegistryError if a backend of that name is installed, though not imported yet."""
+        """Raise RegistryError if a backend of that name is installed but not imported yet."""
         for candidate in self._catalogue.pending():
             if candidate.key == reg.name.casefold() and candidate.target != target:
                 raise RegistryError(
@@ -289,7 +288,7 @@ class Registry:
                 )
 
     def _choice(self) -> list[Device]:
-        """All devices, to choose among; warns of broken backends, whose devices might have been chosen."""
+        """Return all devices for an automatic choice, with a warning of broken backends."""
         with self._lock:
             self._catalogue.open_all()
             for failed in self._catalogue.failed:
@@ -298,14 +297,14 @@ class Registry:
             return self._catalogue.devices()
 
     def _warn_of(self, name: str, reason: str) -> None:
-        """Tell once what keeps a device from being chosen; the warning points to the caller's own line."""
+        """Warn once of a broken backend, at the caller's line."""
         message = f"{name} is broken, and another device is chosen; repair or remove it: {reason}"
         if message not in self._told:
             self._told.add(message)
             warnings.warn(message, RuntimeWarning, stacklevel=_depth())
 
     def _look_up(self, backend: str, find: Callable[[], _Named | None]) -> _Named | None:
-        """Find something: import nothing, then the backend of that name, and only then all."""
+        """Call `find` before any import, then after importing the backend of that name, then after all."""
         found = find()
         if found is None:
             self._catalogue.open_named(backend)
@@ -327,7 +326,7 @@ class Registry:
         raise RegistryError(f"there is no {what} {name!r}{did_you_mean(name, known)}{self._reasons()}")
 
     def _reasons(self) -> str:
-        """A line for each backend that cannot be used, for the end of a message."""
+        """Return a line for each unavailable backend, to end a message."""
         return "".join(f"\n  {f.name} is not available: {f.reason}" for f in self.unavailable())
 
 
@@ -336,7 +335,7 @@ def _named(name: str, things: Iterable[_Named]) -> _Named | None:
 
 
 def _depth() -> int:
-    """The number of frames of ggmlb's own above the caller, itself included, and one more: of the user's."""
+    """Return the stack level of the user's frame, for warnings: one more than the frames of ggmlb."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, depth = frame.f_back, depth + 1
