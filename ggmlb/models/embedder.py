@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,27 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import DeviceType
+from ggmlb import Backend, BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError
-from ggmlb.interface import Backend, BufferType, registry
 from ggmlb.models.bert import BertConfig, BertGraph
+from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.folder import ModelFolder
 from ggmlb.models.layers import Layers, assign_layers
-from ggmlb.models.tokens import Shape, Tokenizer, Tokens, plan_batches
+from ggmlb.models.runs import Runs
+from ggmlb.models.tokens import Shape, Tokenizer, plan_batches
 from ggmlb.models.weights import Source, Weights
-from ggmlb.parallel.meta import meta_device
-from ggmlb.runtime.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Progress = Callable[[int, int], None]
 """`progress(n_done, n_texts)`, called after each batch."""
-
-PLANS_NBYTES = 1 << 30
-"""Device memory that the graphs of earlier batches may keep, to be used again [bytes]."""
-
 
 LENGTH_ERROR = 1e-3
 """How far the length of an embedding may be from 1."""
@@ -85,37 +78,26 @@ class BertEmbedder:
         self.config = BertConfig.from_folder(folder)
         self._tokenizer = Tokenizer(folder.file("tokenizer.json"), self.config.n_max, self.config.n_vocab)
         self._prefix = self.config.check_file(folder.tensors)
-        names = _device_names(devices, layers_on)
+        names = device_names(devices, list(layers_on or ()))
         self.homes = assign_layers(layers_on, names, self.config.n_layer)
         matrix_type = None if weight_type is None else DType.parse(weight_type)
-        self._runs: OrderedDict[Shape, _Run] = OrderedDict()
-        self._last_run: _Run | None = None
         self.is_freed = False
         with ExitStack() as resources:
-            self._backends = tuple(resources.enter_context(self._open(n)) for n in names)
-            self._placer = Weights(folder.tensors, matrix_type, self._overrides(names, override_tensors))
+            opened = [open_device(name, self.config.split_state) for name in names]
+            for backend in opened:
+                resources.enter_context(backend)
+            self._backends = tuple(opened)
+            overrides = memory_overrides(override_tensors, dict(zip(names, opened, strict=True)))
+            self._placer = Weights(folder.tensors, matrix_type, overrides)
             resources.callback(self._placer.free)
             self._weights = {
                 name: tensor
                 for home, backend in zip(names, self._backends, strict=True)
                 for name, tensor in self._placer.place(self._sources(home), backend).items()
             }
-            resources.callback(self._free_runs)
+            self._runs: Runs[Shape, BertGraph] = Runs(self._backends)
+            resources.callback(self._runs.free)
             self._resources = resources.pop_all()
-
-    def _overrides(
-        self, names: Sequence[str], override_tensors: Mapping[str, str | BufferType] | None
-    ) -> dict[str, BufferType]:
-        by_name = {n: b.default_buffer_type for n, b in zip(names, self._backends, strict=True)}
-        memory: dict[str, BufferType] = {}
-        for pattern, where in (override_tensors or {}).items():
-            if isinstance(where, str) and where not in by_name:
-                known = ", ".join(names)
-                raise ArgumentError(
-                    f"override_tensors: {pattern!r} is for {where!r}; the devices are {known}"
-                )
-            memory[pattern] = by_name[where] if isinstance(where, str) else where
-        return memory
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -125,7 +107,7 @@ class BertEmbedder:
     @property
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
-        return None if self._last_run is None else self._last_run.scheduler
+        return None if self._runs.last is None else self._runs.last.scheduler
 
     def embed(
         self, texts: Sequence[str], batch: int = 32, progress: Progress | None = None
@@ -157,8 +139,10 @@ class BertEmbedder:
         n_done = 0
         lengths = [t.size for t in tokens]
         for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
-            run = self._last_run = self._run(n_tokens, len(members))
-            found = run([tokens[i] for i in members])
+            run = self._runs.get((n_tokens, len(members)), partial(self._build, n_tokens, len(members)))
+            run.built.set_inputs([tokens[i] for i in members])
+            run.compute()
+            found = run.built.embeddings.to_numpy().reshape(len(members), -1)
             is_unit = np.isclose(np.linalg.norm(found, axis=1), 1, atol=LENGTH_ERROR)
             if not is_unit.all():
                 raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")
@@ -181,13 +165,8 @@ class BertEmbedder:
     ) -> None:
         self.close()
 
-    def _open(self, name: str) -> Backend:
-        """Open a stream on a device; on several that share each layer's work, where `+` joins their names."""
-        parts = name.split("+")
-        if len(parts) == 1:
-            return registry.init_by_name(name)
-        together = [registry.device_by_name(part.strip()) for part in parts]
-        return meta_device(together, partial(self.config.split_state, n_devices=len(together))).init_backend()
+    def _build(self, n_tokens: int, n_batch: int) -> BertGraph:
+        return BertGraph(self.config, self._weights, n_tokens, n_batch)
 
     def _sources(self, device: str) -> dict[str, Source]:
         """What lies on a device, by the names that the graph uses."""
@@ -200,66 +179,6 @@ class BertEmbedder:
                     else self.config.embedding_sources(self._prefix)
                 )
         return sources
-
-    def _run(self, n_tokens: int, n_batch: int) -> _Run:
-        """Return the planned graph of a shape: one of an earlier batch, or a new one."""
-        key = n_tokens, n_batch
-        run = self._runs.pop(key, None)
-        if run is None:
-            run = _Run(BertGraph(self.config, self._weights, n_tokens, n_batch), self._backends)
-            room = PLANS_NBYTES - run.nbytes
-            while self._runs and sum(r.nbytes for r in self._runs.values()) > room:
-                self._runs.popitem(last=False)[1].scheduler.free()
-        self._runs[key] = run
-        return run
-
-    def _free_runs(self) -> None:
-        self._last_run = None
-        for run in self._runs.values():
-            run.scheduler.free()
-        self._runs.clear()
-
-
-class _Run:
-    """A graph for one shape of batch, split and allocated, to be computed again and again."""
-
-    def __init__(self, bert: BertGraph, backends: Sequence[Backend]) -> None:
-        self.bert = bert
-        self.scheduler = Scheduler(backends)
-        try:
-            self.scheduler.alloc_graph(bert.graph)
-        except BaseException:
-            self.scheduler.free()
-            raise
-        self.nbytes = sum(self.scheduler.buffer_size(b) for b in backends)
-
-    def __call__(self, tokens: Sequence[Tokens]) -> npt.NDArray[np.float32]:
-        """Return the embeddings of as many token sequences as the graph is for."""
-        bert = self.bert
-        bert.set_inputs(tokens)
-        self.scheduler.graph_compute(bert.graph)
-        return bert.embeddings.to_numpy().reshape(len(tokens), -1)
-
-
-def _device_names(devices: Sequence[str] | None, layers_on: Mapping[str, Layers] | None) -> list[str]:
-    if devices is not None:
-        names = list(devices)
-    else:
-        best = list(layers_on) if layers_on else _best()
-        names = [*(n for n in best if n != "CPU"), "CPU"]
-    if not names:
-        raise ArgumentError("no devices were given; name at least one, as 'CPU'")
-    if len(set(names)) < len(names):
-        raise ArgumentError(f"a device is named twice in {', '.join(names)}")
-    return names
-
-
-def _best() -> list[str]:
-    """The first GPU, and what computes in the CPU's memory faster than the CPU device does."""
-    known = registry.devices()
-    gpus = [d.name for d in known if d.type in (DeviceType.GPU, DeviceType.IGPU)]
-    beside = [d.name for d in known if d.type is DeviceType.ACCEL and d.buffer_type.is_host]
-    return gpus[:1] + beside
 
 
 def _check_texts(texts: Sequence[str]) -> None:

@@ -96,8 +96,8 @@ def test_every_layer_runs_where_its_weights_lie(sentences: list[str]) -> None:
 def test_what_a_scheduler_reserves_is_what_it_uses(sentences: list[str], parallel: bool) -> None:
     with BertEmbedder(devices=[CL, CPU], layers_on={CL: [1, 4]}) as embedder:
         embedder.embed(sentences[:2])
-        assert embedder._last_run is not None
-        graph = embedder._last_run.bert.graph
+        assert embedder._runs.last is not None
+        graph = embedder._runs.last.built.graph
         with ggmlb.Scheduler(embedder.backends, parallel=parallel) as scheduler:
             sizes = scheduler.reserve_size(graph)
             assert min(sizes) > 0
@@ -188,7 +188,7 @@ def test_plans_of_earlier_batches_serve_again(on_cpu: BertEmbedder, sentences: l
 def test_plans_are_forgotten_when_they_hold_too_much(
     monkeypatch: pytest.MonkeyPatch, sentences: list[str], reference: F32
 ) -> None:
-    monkeypatch.setattr("ggmlb.models.embedder.PLANS_NBYTES", 1)
+    monkeypatch.setattr("ggmlb.models.runs.NBYTES", 1)
     with BertEmbedder(devices=["CPU"]) as embedder:
         assert cosines(embedder.embed(sentences[:8], batch=2), reference[:8]).min() >= 0.99999
         assert len(embedder._runs) == 1
@@ -201,11 +201,11 @@ def test_cls_pooling_takes_the_first_token(folder_copy: Path, sentences: list[st
     pooling.write_text(json.dumps(modes))
     with BertEmbedder(folder_copy, devices=["CPU"]) as embedder:
         embeddings = embedder.embed(sentences[:3])
-        run = embedder._last_run
+        run = embedder._runs.last
         assert run is not None
-        hidden = run.bert.graph.node("hidden_6")
+        hidden = run.built.graph.node("hidden_6")
         assert np.abs(np.linalg.norm(embeddings, axis=1) - 1).max() < 1e-5
-        pool = run.bert.pool.to_numpy().reshape(run.bert.pool.ne[2], -1)
+        pool = run.built.pool.to_numpy().reshape(run.built.pool.ne[2], -1)
         assert (pool[:, 0] == 1).all() and not pool[:, 1:].any() and hidden.ne[0] == N_EMBD
 
 

@@ -1,0 +1,92 @@
+"""Runs: graphs that are split, allocated and planned once, and kept to be computed again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from ggmlb import Backend, Graph, Scheduler
+
+NBYTES = 1 << 30
+"""Device memory that kept graphs may take [bytes]; beyond it, the one that was not used for longest goes."""
+
+
+class HasGraph(Protocol):
+    """What builds a graph, with its inputs and outputs as attributes."""
+
+    graph: Graph
+
+
+Key = TypeVar("Key", bound=Hashable)
+Built = TypeVar("Built", bound=HasGraph)
+
+
+class Run(Generic[Built]):
+    """A graph that is allocated by a scheduler of its own.
+
+    Attributes:
+        built: The graph with its inputs and outputs.
+        scheduler: Who computes it.
+        nbytes: Device memory that it takes [bytes].
+    """
+
+    def __init__(self, built: Built, backends: Sequence[Backend]) -> None:
+        self.built = built
+        self.scheduler = Scheduler(backends)
+        try:
+            self.scheduler.alloc_graph(built.graph)
+        except BaseException:
+            self.scheduler.free()
+            raise
+        self.nbytes = sum(self.scheduler.buffer_size(b) for b in backends)
+
+    def compute(self) -> None:
+        """Compute the graph with the inputs that were set, and wait for it."""
+        self.scheduler.graph_compute(self.built.graph)
+
+
+class Runs(Generic[Key, Built]):
+    """Runs by their sizes.
+
+    Args:
+        backends: Streams, highest priority first.
+
+    Attributes:
+        last: The run that was asked for last; `None` before the first.
+    """
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._backends = tuple(backends)
+        self._runs: OrderedDict[Key, Run[Built]] = OrderedDict()
+        self.last: Run[Built] | None = None
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def keys(self) -> list[Key]:
+        """The sizes of the runs that are kept."""
+        return list(self._runs)
+
+    def get(self, key: Key, build: Callable[[], Built]) -> Run[Built]:
+        """Return the run of these sizes: one that is kept, or a new one.
+
+        Raises:
+            AllocationError: A device lacks room.
+            UnsupportedOpError: No device runs a node.
+        """
+        run = self._runs.pop(key, None)
+        if run is None:
+            run = Run(build(), self._backends)
+            room = NBYTES - run.nbytes
+            while self._runs and sum(r.nbytes for r in self._runs.values()) > room:
+                self._runs.popitem(last=False)[1].scheduler.free()
+        self._runs[key] = self.last = run
+        return run
+
+    def free(self) -> None:
+        """Free the memory of all runs."""
+        self.last = None
+        for run in self._runs.values():
+            run.scheduler.free()
+        self._runs.clear()
