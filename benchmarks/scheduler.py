@@ -29,7 +29,7 @@ from report import Table, save
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler, Tensor, tensor_copy
-from ggmlb.backends.cpu.array.plan import ArrayPlan
+from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.runtime.scheduler.assign import Assignment
@@ -142,7 +142,7 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
         steps: list[Callable[[], object]] = []
         for split in sched.splits:
             steps += [partial(tensor_copy, item.src, item.copy) for item in split.inputs]
-            steps += cast("ArrayPlan", split.plan).steps
+            steps += cast("CpuPlan", split.plan).steps
 
         def bare() -> None:
             for step in steps:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ggmlb.backends.common.workspace import Workspace
-from ggmlb.backends.cpu.array.plan import ArrayPlan
-from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
+from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.backends.cpu.plan import CpuPlan
+from ggmlb.backends.cpu.rules import RULES
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.core.enums import DeviceType, Status, as_enum
 from ggmlb.core.graph import Graph
@@ -118,7 +119,7 @@ class FakeDevice(Device):
     def declines(self, op: Tensor) -> str | None:
         """As the test says, else as NumPy can."""
         why = self._declines(op) if self._declines is not None else None
-        return why if why is not None else TABLE.declines(op)
+        return why if why is not None else RULES.declines(op)
 
     def event_new(self) -> FakeEvent:
         """Return an event."""
@@ -192,10 +193,10 @@ class FakeBackend(Backend):
         self.run_until(self.n_queued)
 
     def _plan(self, graph: Graph) -> GraphPlan:
-        return ArrayPlan(self, graph, CpuLowering(self._workspace, self._threads))
+        return CpuPlan(self, graph, CpuLowering(self._workspace, self._threads))
 
     def _compute(self, plan: GraphPlan) -> Status:
-        assert isinstance(plan, ArrayPlan)
+        assert isinstance(plan, CpuPlan)
 
         def run() -> None:
             with np.errstate(all="ignore"):  # poison is NaN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ggmlb.backends.cpu.array import tiling
+from ggmlb.backends.cpu import tiling
 from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.core.enums import Status
 from ggmlb.runtime.alloc import GraphAllocator, alloc_ctx_tensors

@@ -19,7 +19,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Scheduler, Status
-from ggmlb.backends.cpu.array.plan import ArrayPlan
+from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.backends.opencl import program
 from ggmlb.interface import Backend
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
@@ -130,13 +130,13 @@ def stack() -> Iterator[ExitStack]:
 @pytest.mark.parametrize("parallel", [False, True], ids=["", "parallel"])
 @pytest.mark.parametrize("kind", FAKE)
 def test_on_fake_devices(kind, parallel, fault, stack, monkeypatch):
-    run = ArrayPlan.__init__
+    run = CpuPlan.__init__
 
     def stepwise(self, *args):
         run(self, *args)
         self.steps = [lambda step=step: Steps.run(step) for step in self.steps]
 
-    monkeypatch.setattr(ArrayPlan, "__init__", stepwise)
+    monkeypatch.setattr(CpuPlan, "__init__", stepwise)
     reg = FakeReg(2)
     backends = [stack.enter_context(d.init_backend()) for d in reg.devices]
     backends.append(stack.enter_context(ggmlb.init_by_name("CPU")))

@@ -5,16 +5,17 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from ggmlb.backends.common.rules import FLOATS, Rules, in_rows, operands
 from ggmlb.backends.common.workspace import Workspace
-from ggmlb.backends.cpu.array.rules import FLOAT, Rules, RuleTable, operands
-from ggmlb.backends.cpu.casts import CpuCasts
-from ggmlb.backends.cpu.lowering import TABLE, CpuLowering
+from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.backends.cpu.rules import RULES
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, Status
 from ggmlb.core.errors import BackendError, UnsupportedOpError
 from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import tensor_alloc
 from ggmlb.interface.registry import cpu_buffer_from_ptr
 from ggmlb.runtime.alloc import alloc_ctx_tensors
@@ -55,8 +56,8 @@ class SmallTiles(CpuLowering):
     weight_tile = 16
 
 
-def compute(y, table=TABLE):
-    lowering = SmallTiles(Workspace(bytes_for), Threads(1), table)
+def compute(y):
+    lowering = SmallTiles(Workspace(bytes_for), Threads(1))
     graph = Graph().build_forward_expand(y)
     with np.errstate(all="ignore"):
         steps, counts = lowering.lower(graph.nodes)
@@ -92,7 +93,7 @@ def test_blocks_meet_whole_rows_only(cpu):
     a, b = ctx.new_tensor(DType.Q8_0, (64, 3, 2)), ctx.new_tensor(DType.Q8_0, (64, 1, 2))
     half = ctx.new_tensor(DType.F32, (32,))
     y = ctx.add(a, b)
-    assert TABLE.declines(ctx.add(a, half)) == "blocks and rows of src1 that repeat do not go together"
+    assert RULES.declines(ctx.add(a, half)) == "blocks and rows of src1 that repeat do not go together"
     with alloc_ctx_tensors(ctx, cpu):
         a.set_array(normal(0, 2, 3, 64))
         b.set_array(normal(1, 2, 1, 64))
@@ -163,37 +164,53 @@ def test_nothing_big_is_allocated_when_a_plan_runs(cpu):
 
 
 class TestRules:
-    def test_the_first_set_that_takes_a_node_computes_it(self, cpu):
-        fast, slow, called = Rules(), Rules(), []
+    def test_a_rule_lowers_an_op_where_all_its_conditions_hold(self):
+        rules = Rules()
 
-        @slow.rule(Op.SQR, operands(FLOAT))
-        def plainly(lw, t):
-            called.append("slow")
+        @rules.rule((Op.SQR, Op.SQRT), operands(FLOATS), lambda t: None if t.ne[0] > 10 else "too short")
+        def lower(t):
+            return f"lowered {t.op}"
 
-        @fast.rule(Op.SQR, lambda t, casts: None if t.ne[0] > 10 else "too short")
-        def cleverly(lw, t):
-            called.append("fast")
-
-        table = RuleTable(CpuCasts(np), fast, slow)
         ctx = Context()
-        for n in (5, 50):
-            y = ctx.sqr(ctx.new_tensor(DType.F32, (n,)))
-            assert table.declines(y) is None
-            compute(y, table)
-        assert called == ["slow", "fast"]
+        a, half = ctx.new_tensor(DType.F32, (50,)), ctx.new_tensor(DType.F16, (5,))
+        assert rules.declines(ctx.sqr(a)) is None
+        assert rules[Op.SQRT](ctx.sqrt(a)) == "lowered SQRT"
+        assert rules.declines(ctx.sqr(half)) == "too short"
+        assert rules.declines(ctx.sqr(ctx.new_tensor(DType.I8, (5,)))).startswith("src0 is i8: only")
+        assert Op.SQR in rules
+        assert Op.SIN not in rules
+        with pytest.raises(AssertionError, match="two rules for SQR"):
+            rules.rule(Op.SQR)(lower)
+
+    def test_a_reason_names_the_operand(self):
+        ctx = Context()
+        a, b = ctx.new_tensor(DType.F32, (64, 64)), ctx.new_tensor(DType.Q4_0, (64, 64))
+        y, index = ctx.mul_mat(b, a), frozenset({DType.I32, DType.I64})
+        any_, but_q4, but_f32 = (frozenset(DType) - {t} for t in (None, DType.Q4_0, DType.F32))
+        turned = Tensor(DType.F32, (64, 64, 1, 1), src=(Tensor(b.dtype, b.ne, (36, 18, 2304, 2304)),))
+        for condition, node, why in (
+            (operands(FLOATS), y, "src0 is q4_0: only f32, f16 and bf16"),
+            (operands(any_, index), y, "src1 is f32: only i32 and i64"),
+            (operands(but_q4), y, "no kernel takes q4_0 as src0"),
+            (operands(out=frozenset({DType.F16})), y, "the result is f32: only f16"),
+            (operands(out=but_f32), y, "no kernel writes f32"),
+            (operands(any_), turned, "the rows of src0 are not contiguous (nb0 = 36): apply cont"),
+            (in_rows(0, -1), ctx.transpose(a), "the rows of the result are not contiguous (nb0 = 256)"),
+        ):
+            assert condition(node) == why
 
     def test_what_no_rule_takes_is_declined_with_the_last_reason(self):
         ctx = Context()
         y = ctx.sqr(ctx.new_tensor(DType.I32, (4,)))
-        assert TABLE.declines(y) == "it cannot produce i32"
-        assert RuleTable(CpuCasts(np)).declines(y) == "there is no rule for SQR"
-        with pytest.raises(UnsupportedOpError, match=r"cannot lower SQR i32\[4\]: it cannot produce i32"):
+        assert RULES.declines(y) == "src0 is i32: only f32, f16 and bf16"
+        assert Rules().declines(y) == "no kernel for SQR"
+        with pytest.raises(UnsupportedOpError, match=r"cannot lower SQR i32\[4\]: src0 is i32"):
             compute(y)
 
     def test_views_need_no_rule(self):
         ctx = Context()
         a = ctx.new_tensor(DType.Q4_K, (256, 4))
-        assert RuleTable(CpuCasts(np)).declines(ctx.reshape_1d(a, 1024)) is None
+        assert Rules().declines(ctx.reshape_1d(a, 1024)) is None
 
     def test_sources_are_those_that_are_there(self):
         ctx = Context()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.backends.cpu.array.views import View, broadcast, cuts, is_blas_matrix, merged, tiles
+from ggmlb.backends.cpu.views import View, broadcast, cuts, is_blas_matrix, merged, tiles
 from ggmlb.core.dtypes import DType
 
 F32 = np.dtype(np.float32)

@@ -25,7 +25,7 @@ ROOMS = {
     "runtime": "how it gets there: allocators, the scheduler, evaluate",
     "parallel": "one node on many devices: the meta device, weights split by rows",
     "inspect": "what happened, and why: pictures, traces, the sanitizer, comparison",
-    "backends.common": "what backends share: fusion, work space, packed weights, formulas",
+    "backends.common": "what backends share: rules of operands, fusion, work space, packed weights, formulas",
     "backends.gpu": "portable kernels, one text for OpenCL and CUDA, and the launches that compute a node",
     "backends.cpu": "NumPy, the reference",
     "backends.opencl": "PyOpenCL",

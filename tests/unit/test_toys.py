@@ -117,14 +117,14 @@ SPECS = (
 """
 OP_RULE = '''
 
-@rule(Op.TOY, operands(FLOAT))
-def toy(lw: Lowering, t: Tensor) -> None:
+@RULES.rule(Op.TOY, operands(FLOATS))
+def toy(lw: CpuLowering, t: Tensor) -> None:
     """The square, and a little more."""
     more = t.params["more"]
 
     def kernel(y: Array, x: Array) -> None:
-        lw.xp.multiply(x, x, out=y)
-        lw.xp.add(y, more, out=y)
+        np.multiply(x, x, out=y)
+        np.add(y, more, out=y)
 
     lw.rowwise(kernel, t, *t.sources)
 '''
@@ -160,7 +160,7 @@ def test_a_new_op(tree: Tree) -> None:
     tree.replace(family, "    def sum(", OP)
     tree.replace(family, "import per_row", "import elementwise, per_row")
     tree.replace(family, "SPECS = (\n", OP_SPEC)
-    tree.append("ggmlb/backends/cpu/array/ops/reduce.py", OP_RULE)
+    tree.append("ggmlb/backends/cpu/ops/reduce.py", OP_RULE)
     tree.run("-c", OP_PROGRAM)
     assert passed(tree, "CPU,Meta(CPU,CPU)", "--ops", "toy") == {"test", "support", "perf"}
     tree.run("-m", "ggmlb", "ops", "--devices", "CPU", "--markdown", "docs/ops.md")

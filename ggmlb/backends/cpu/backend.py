@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ggmlb.backends.common.workspace import Workspace
-from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.cpu.blas import one_blas_thread
 from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.backends.cpu.threads import Threads
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
@@ -58,12 +58,12 @@ class CpuBackend(Backend):
         self._plans.clear()
 
     def _plan(self, graph: Graph) -> GraphPlan:
-        return ArrayPlan(self, graph, CpuLowering(self._workspace, self._threads))
+        return CpuPlan(self, graph, CpuLowering(self._workspace, self._threads))
 
     def _compute(self, plan: GraphPlan) -> Status:
         # Infinities and NaN are values like others to a graph: masks are made of them.
         with np.errstate(all="ignore"), one_blas_thread:
-            return cast("ArrayPlan", plan).run()
+            return cast("CpuPlan", plan).run()
 
     def _start_timing(self) -> bool:
         return True  # its plans do it

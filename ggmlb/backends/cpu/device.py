@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
-from ggmlb.backends.cpu.lowering import TABLE
+from ggmlb.backends.cpu.rules import RULES
 from ggmlb.core.arguments import checked
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.exchange import spanned
@@ -86,7 +86,7 @@ class CpuDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table that computes it."""
-        why = TABLE.declines(op)
+        why = RULES.declines(op)
         if why is None and self._float_buffer_type.is_used:
             return self._float_buffer_type.declines(op)
         return why

@@ -22,7 +22,7 @@ from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.common.workspace import Array
-    from ggmlb.backends.cpu.array.lowering import Step
+    from ggmlb.backends.cpu.lowering import Step
 
 Key = tuple[Any, ...]
 

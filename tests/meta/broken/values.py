@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.cpu.array.plan import ArrayPlan
 from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
 from ggmlb.backends.cpu.lowering import CpuLowering
+from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.core.enums import NO_OPS, Op, Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor, contiguous_nb
@@ -39,7 +39,7 @@ class WrongBackend(CpuBackend):
         lowering = CpuLowering(self._workspace, self._threads)
         right = lowering.lower
         lowering.lower = lambda nodes: right([self.node(n) if n.op not in NO_OPS else n for n in nodes])
-        return ArrayPlan(self, graph, lowering)
+        return CpuPlan(self, graph, lowering)
 
     def _compute(self, plan: Any) -> Status:
         status = super()._compute(plan)

@@ -1,0 +1,156 @@
+"""Rules: how a backend lowers each op, and which operands it takes.
+
+    RULES: Rules[Callable[[Tensor, Target], list[Launch]]] = Rules()
+
+    @RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32), in_rows(0, RESULT))
+    def soft_max(node: Tensor, target: Target) -> list[Launch]: ...
+
+A rule is a function that lowers a node, with the conditions under which it can. Whether a node can be
+computed (`Rules.declines`) and how (`RULES[op]`) are read from one table, so that they cannot part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, TypeVar
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.tensor import Tensor
+
+Lower = TypeVar("Lower")
+"""The type of a backend's functions that lower a node."""
+
+Condition = Callable[[Tensor], "str | None"]
+"""Says why a rule does not take a node; `None` if it does."""
+
+
+class Rules(Generic[Lower]):
+    """What a backend computes: for each op a function that lowers it, and when it can."""
+
+    def __init__(self) -> None:
+        self._lower: dict[Op, Lower] = {}
+        self._conditions: dict[Op, tuple[Condition, ...]] = dict.fromkeys(NO_OPS, ())
+
+    def rule(self, ops: Op | Iterable[Op], *conditions: Condition) -> Callable[[Lower], Lower]:
+        """Register the decorated function: it lowers an op, or several, where all conditions hold."""
+
+        def register(lower: Lower) -> Lower:
+            for op in (ops,) if isinstance(ops, Op) else ops:
+                assert op not in self._lower, f"two rules for {op}"
+                self._lower[op] = lower
+                self._conditions[op] = conditions
+            return lower
+
+        return register
+
+    def declines(self, node: Tensor) -> str | None:
+        """Return why the node cannot be computed, or `None` if it can."""
+        conditions = self._conditions.get(node.op)
+        if conditions is None:
+            return f"no kernel for {node.op}"
+        for condition in conditions:
+            why = condition(node)
+            if why is not None:
+                return why
+        return None
+
+    def __getitem__(self, op: Op) -> Lower:
+        return self._lower[op]
+
+    def __contains__(self, op: Op) -> bool:
+        return op in self._lower
+
+
+# -- types -----------------------------------------------------------------------------------------
+
+Types = frozenset[DType]
+
+F32: Final = frozenset({DType.F32})
+I32: Final = frozenset({DType.I32})
+
+FLOATS: Final = frozenset({DType.F32, DType.F16, DType.BF16})
+"""Types that are computed with, in float32."""
+
+INDEX: Final = frozenset({DType.I32, DType.I64})
+"""Types of positions and row numbers."""
+
+BLOCKS: Final = frozenset(d for d in DType if d.is_quantized)
+"""Quantised types."""
+
+ANY: Final = frozenset(DType)
+"""Every type."""
+
+RESULT: Final = -1
+"""Stands for the result among numbers of operands."""
+
+_FEW = 4
+
+
+def operands(*src: Types, out: Types = FLOATS) -> Condition:
+    """Require the types of the sources, in order (absent ones pass), and of the result.
+
+    Blocks are read along contiguous rows only.
+    """
+    taken = [(i, types, types - BLOCKS) for i, types in enumerate(src)]
+
+    def check(node: Tensor) -> str | None:
+        for s, (i, types, plain) in zip(node.src, taken):  # noqa: B905 - a keyword costs as much again
+            if s is None or s.dtype in plain:
+                continue
+            if s.dtype not in types:
+                return _not_of(s.dtype, types, f"src{i}")
+            if not s.is_contiguous_rows():
+                return _not_in_rows(s, i)
+        return None if node.dtype in out else _not_of(node.dtype, out, "the result")
+
+    return check
+
+
+def all_operands(types: Types) -> Condition:
+    """Require the types of all sources, absent ones left out, and of the result."""
+    return operands(*[types] * 16, out=types)
+
+
+def in_rows(*which: int) -> Condition:
+    """Require that the elements of a row lie side by side, in these sources, where present, or the result."""
+
+    def check(node: Tensor) -> str | None:
+        for i in which:
+            t = node if i == RESULT else node.optional(i)
+            if t is not None and not t.is_contiguous_rows():
+                return _not_in_rows(t, i)
+        return None
+
+    return check
+
+
+def has_elements(node: Tensor) -> str | None:
+    """Require that src0 has elements, where the result has some that follow from them."""
+    if node.sources[0].is_empty and not node.is_empty:
+        return "src0 has no elements to go on with"
+    return None
+
+
+def same_types(node: Tensor) -> str | None:
+    """Require that all sources have the type of the result: data is moved, not converted."""
+    for i, s in enumerate(node.sources):
+        if s.dtype is not node.dtype:
+            return f"src{i} is {s.dtype.name.lower()}, the result {node.dtype.name.lower()}"
+        if s.dtype.is_quantized and not s.is_contiguous_rows():
+            return _not_in_rows(s, i)
+    return None
+
+
+def _not_of(dtype: DType, types: Types, what: str) -> str:
+    name = dtype.name.lower()
+    if len(types) > _FEW:
+        return f"no kernel writes {name}" if what == "the result" else f"no kernel takes {name} as {what}"
+    *first, last = (d.name.lower() for d in sorted(types))
+    return f"{what} is {name}: only {', '.join(first)}{' and ' if first else ''}{last}"
+
+
+def _not_in_rows(t: Tensor, i: int) -> str:
+    if i == RESULT:
+        return f"the rows of the result are not contiguous (nb0 = {t.nb[0]})"
+    return f"the rows of src{i} are not contiguous (nb0 = {t.nb[0]}): apply cont"

@@ -1,0 +1,97 @@
+"""Normalisation of rows, and of groups of channels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggmlb.backends.common.rules import FLOATS, operands
+from ggmlb.backends.cpu.products import row_dot, row_sum
+from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.cpu.views import View
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.lowering import CpuLowering, Kernel
+
+WORK = 4
+"""Of a norm per element, in additions."""
+
+
+def normalise(n: int, eps: float) -> Kernel:
+    """A kernel that brings rows of `n` elements to mean 0 and variance 1."""
+
+    def kernel(y: Array, x: Array) -> None:
+        mean = row_sum(x)
+        mean /= n
+        np.subtract(x, mean, out=y)
+        np.multiply(y, rsqrt(row_dot(y, y), n, eps), out=y)
+
+    return kernel
+
+
+def rsqrt(total: Array, n: int, eps: float) -> Array:
+    """`1 / sqrt(total / n + eps)`, in place."""
+    total /= n
+    total += eps
+    total **= -0.5
+    return total
+
+
+@RULES.rule(Op.NORM, operands(FLOATS))
+def norm(lw: CpuLowering, t: Tensor) -> None:
+    """`(x - mean(x)) / sqrt(variance(x) + eps)` per row."""
+    lw.rowwise(normalise(t.ne[0], t.params["eps"]), t, *t.sources, work=WORK)
+
+
+@RULES.rule(Op.RMS_NORM, operands(FLOATS))
+def rms_norm(lw: CpuLowering, t: Tensor) -> None:
+    """`x / sqrt(mean(x^2) + eps)` per row."""
+    eps, n = t.params["eps"], t.ne[0]
+
+    def kernel(y: Array, x: Array) -> None:
+        np.multiply(x, rsqrt(row_dot(x, x), n, eps), out=y)
+
+    lw.rowwise(kernel, t, *t.sources, work=WORK)
+
+
+@RULES.rule(Op.L2_NORM, operands(FLOATS))
+def l2_norm(lw: CpuLowering, t: Tensor) -> None:
+    """`x / max(sqrt(sum(x^2)), eps)` per row."""
+    eps = t.params["eps"]
+
+    def kernel(y: Array, x: Array) -> None:
+        length = np.sqrt(row_dot(x, x))
+        np.divide(x, np.fmax(length, eps, out=length), out=y)  # eps if it is NaN
+
+    lw.rowwise(kernel, t, *t.sources, work=WORK)
+
+
+def _contiguous(node: Tensor) -> str | None:
+    return None if node.is_contiguous() else "the result is not contiguous"
+
+
+@RULES.rule(Op.GROUP_NORM, operands(FLOATS), _contiguous)
+def group_norm(lw: CpuLowering, t: Tensor) -> None:
+    """`norm` over groups of channels (dimension 2); the last group may have fewer."""
+    n_channels, plane = t.ne[2], t.ne[0] * t.ne[1]
+    per_group = -(-n_channels // t.params["n_groups"])
+    (a,) = t.sources
+    y, x = View.of(t), lw.packed(a)
+    whole = n_channels // per_group * per_group
+    for start, n, size in ((0, whole, per_group), (whole, n_channels - whole, n_channels - whole)):
+        if n:
+            kernel = normalise(size * plane, t.params["eps"])
+            lw.tiled(kernel, *(_groups(v, start, n, size) for v in (y, x)), inner=1, work=WORK)
+
+
+def _groups(view: View, start: int, n: int, size: int) -> View:
+    """`n` channels of a packed view as rows of `size` channels each."""
+    part = view.cut(1, start, n)
+    shape, strides = part.shape, part.strides
+    return part.reshaped(
+        (shape[0], n // size, size * shape[2] * shape[3]), (strides[0], size * strides[1], strides[3])
+    )

@@ -1,0 +1,205 @@
+"""Recurrent layers: a state per head that each token changes and reads.
+
+The result packs the outputs of all tokens, then states. Time is the first axis of everything here, so
+that a loop over tokens sees, at each turn, all sequences and heads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggmlb.backends.common.rules import F32, FLOATS, operands
+from ggmlb.backends.cpu.rules import RULES
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.lowering import CpuLowering
+
+
+def unpacked(
+    lw: CpuLowering, t: Tensor, outputs: tuple[int, ...], states: tuple[int, ...]
+) -> tuple[Array, Array]:
+    """The result's two parts: outputs, and states."""
+    flat, n = lw.array(t).reshape(-1), prod(outputs)
+    return flat[:n].reshape(outputs), flat[n:].reshape(states)
+
+
+def scan(
+    lw: CpuLowering,
+    first: Array,
+    states: Array,
+    advance: Callable[..., Any],
+    tokens: Sequence[Array],
+    held: Sequence[Array] = (),
+) -> None:
+    """Emit `advance(new, old, *token, *held)` for each token in turn; threads share sequences or heads.
+
+    All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
+
+    Args:
+        lw: CanFuse the steps.
+        first: The state before the first token: `[sequences, heads.., rows, columns]`.
+        states: CanFuse the last states, the newest first; the first state, where there are fewer tokens.
+        advance: Fills `new`, which may be the memory of `old`.
+        tokens: Operands and outputs, one per token along the first axis.
+        held: Operands that do not change in time, and scratch.
+    """
+    n, kept, n_items = len(tokens[0]), len(states), prod(first.shape)
+    work = lw.scratch(first.shape) if n > kept else None
+    new = [states[n - 1 - i] if n - 1 - i < kept else work for i in range(n)]
+    shared = first.shape[:-2]
+    axis = shared.index(max(shared))
+    n_workers = min(shared[axis], lw.workers(n * n_items, n_items))
+    bounds = [i * shared[axis] // n_workers for i in range(n_workers + 1)]
+    lists = []
+    for here in map(slice, bounds[:-1], bounds[1:]):
+        steps = [
+            partial(advance, *(_part(x, axis, here) for x in turn))
+            for turn in (
+                (new[i], new[i - 1] if i else first, *(x[i] for x in tokens), *held) for i in range(n)
+            )
+        ]
+        older = _part(states, axis + 1, here)[n:]
+        if len(older):
+            steps.append(partial(np.copyto, older, _part(first, axis, here)))
+        lists.append(steps)
+    lw.emit_parallel(lists)
+
+
+def _part(x: Array, axis: int, here: slice) -> Array:
+    return x if x.shape[axis] == 1 else x[(slice(None),) * axis + (here,)]
+
+
+def update(new: Array, old: Array, decay: Array, rows: Array, columns: Array, outer: Array) -> None:
+    """`new[i, j] = old[i, j] decay + rows[i] columns[j]`, with scratch `outer`."""
+    np.multiply(rows[..., None], columns[..., None, :], out=outer)
+    np.multiply(old, decay, out=new)
+    np.add(new, outer, out=new)
+
+
+def _by_time(lw: CpuLowering, x: Tensor, n_seqs: int) -> Array:
+    """Vectors of heads `[S, H, all tokens]` as `[tokens, N, H, S]`."""
+    s, h = x.ne[:2]
+    return lw.f32(x).reshape(n_seqs, -1, h, s).swapaxes(0, 1)
+
+
+def _linear(lw: CpuLowering, t: Tensor, state: Tensor, *x: Tensor) -> tuple[Array, ...]:
+    """Outputs and operands by time; the first state, the last as the only one kept, scratch like it."""
+    n, (s, h, n_tokens) = state.ne[1], x[0].ne[:3]
+    shape = (n, h, s, s)
+    y, last = unpacked(lw, t, (n, n_tokens // n, h, s), (1, *shape))
+    return (
+        y.swapaxes(0, 1),
+        *(_by_time(lw, v, n) for v in x),
+        lw.f32(state).reshape(shape),
+        last,
+        lw.scratch(shape),
+    )
+
+
+@RULES.rule(Op.RWKV_WKV6, operands(*[FLOATS] * 6, out=F32))
+def rwkv_wkv6(lw: CpuLowering, t: Tensor) -> None:
+    """`y = (S + (k f) v) r`, then `S = d S + k v`, with the state `S[k, v]`."""
+    (k, v, r, f, d, state) = t.sources
+    ys, ks, vs, rs, ds, first, last, outer = _linear(lw, t, state, k, v, r, d)
+    bonus, faaaa = lw.scratch(ks.shape), lw.f32(f).reshape(ks.shape[2:])
+
+    def of_the_tokens_themselves() -> None:
+        np.multiply(ks, rs, out=bonus)
+        np.multiply(bonus, faaaa, out=bonus)
+        np.multiply(bonus.sum(axis=-1, keepdims=True), vs, out=ys)
+
+    def advance(
+        new: Array, old: Array, k: Array, v: Array, r: Array, d: Array, y: Array, outer: Array, read: Array
+    ) -> None:
+        np.matmul(r[..., None, :], old, out=read)
+        np.add(y, read[..., 0, :], out=y)
+        update(new, old, d[..., None], k, v, outer)
+
+    lw.emit(of_the_tokens_themselves)
+    scan(
+        lw,
+        first,
+        last,
+        advance,
+        (ks, vs, rs, ds, ys),
+        (outer, lw.scratch((*outer.shape[:2], 1, outer.shape[3]))),
+    )
+
+
+@RULES.rule(Op.GATED_LINEAR_ATTN, operands(*[FLOATS] * 5, out=F32))
+def gated_linear_attn(lw: CpuLowering, t: Tensor) -> None:
+    """`S = g S + k v`, then `y = scale q S`, with the state `S[k, v]`."""
+    scale, (k, v, q, g, state) = t.params["scale"], t.sources
+    ys, ks, vs, qs, gs, first, last, outer = _linear(lw, t, state, k, v, q, g)
+
+    def advance(
+        new: Array, old: Array, k: Array, v: Array, q: Array, g: Array, y: Array, outer: Array
+    ) -> None:
+        update(new, old, g[..., None], k, v, outer)
+        np.matmul(q[..., None, :], new, out=y[..., None, :])
+
+    scan(lw, first, last, advance, (ks, vs, qs, gs, ys), (outer,))
+    lw.emit(np.multiply, ys, scale, out=ys)
+
+
+@RULES.rule(Op.RWKV_WKV7, operands(*[FLOATS] * 7, out=F32))
+def rwkv_wkv7(lw: CpuLowering, t: Tensor) -> None:
+    """`S = S w + v k + (S a) b`, then `y = S r`, with the state `S[v, k]`."""
+    (*x, state) = t.sources
+    ys, rs, ws, ks, vs, as_, bs, first, last, outer = _linear(lw, t, state, *x)
+
+    def advance(
+        new: Array, old: Array, r: Array, w: Array, k: Array, v: Array, a: Array, b: Array, y: Array,
+        outer: Array, seen: Array,
+    ) -> None:  # fmt: skip
+        np.matmul(old, a[..., None], out=seen)
+        update(new, old, w[..., None, :], v, k, outer)
+        np.multiply(seen, b[..., None, :], out=outer)
+        np.add(new, outer, out=new)
+        np.matmul(new, r[..., None], out=y[..., None])
+
+    seen = lw.scratch((*outer.shape[:3], 1))
+    scan(lw, first, last, advance, (rs, ws, ks, vs, as_, bs, ys), (outer, seen))
+
+
+@RULES.rule(Op.GATED_DELTA_NET, operands(*[F32] * 6, out=F32))
+def gated_delta_net(lw: CpuLowering, t: Tensor) -> None:
+    """`S = S exp(g)`, `S = S + beta (v - S k) k`, then `y = S q / sqrt(size)`, with the state `S[v, k]`.
+
+    Head `h` takes the key and the query of head `h` modulo their number.
+    """
+    (q, k, v, g, beta, state) = t.sources
+    s, h, n_tokens, n = v.ne
+    heads = (h // k.ne[1], k.ne[1])
+    y, states = unpacked(lw, t, (n, n_tokens, *heads, s), (t.params["k"], n, *heads, s, s))
+    ys, vs, gs, betas = (
+        x.reshape(n, n_tokens, *heads, x.shape[-1]).swapaxes(0, 1)
+        for x in (y, *(lw.f32(x) for x in (v, g, beta)))
+    )
+    qs, ks = (lw.f32(x).swapaxes(0, 1)[:, :, None] for x in (q, k))
+    first = lw.f32(state).reshape(states.shape[1:])
+
+    def advance(
+        new: Array, old: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, y: Array,
+        outer: Array, delta: Array, decay: Array,
+    ) -> None:  # fmt: skip
+        np.exp(g, out=decay)
+        np.multiply(old, decay[..., None, :], out=new)
+        np.matmul(new, k[..., None], out=delta[..., None])
+        np.subtract(v, delta, out=delta)
+        np.multiply(delta, beta, out=delta)
+        np.multiply(delta[..., None], k[..., None, :], out=outer)
+        np.add(new, outer, out=new)
+        np.matmul(new, q[..., None], out=y[..., None])
+
+    held = [lw.scratch(x) for x in (first.shape, (n, *heads, s), gs.shape[1:])]
+    scan(lw, first, states, advance, (qs, ks, vs, gs, betas, ys), held)
+    lw.emit(np.multiply, ys, np.float32(s**-0.5), out=ys)

@@ -1,0 +1,104 @@
+"""soft_max, with scale, mask, ALiBi and sinks; and the causal masks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggmlb.backends.common.formulas import alibi_slopes
+from ggmlb.backends.common.rules import F32, FLOATS, operands
+from ggmlb.backends.cpu.ops.unary import EXP
+from ggmlb.backends.cpu.products import row_dot, row_sum
+from ggmlb.backends.cpu.rules import RULES
+from ggmlb.backends.cpu.views import View
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.lowering import CpuLowering
+
+
+def per_head(view: View) -> View:
+    """See one value per head as an operand of `[heads, 1, 1]`."""
+    return view.reshaped((1, view.shape[-1], 1, 1), (0, view.strides[-1], 0, 0))
+
+
+@RULES.rule(Op.SOFT_MAX, operands(FLOATS, FLOATS, F32))
+def soft_max(lw: CpuLowering, t: Tensor) -> None:
+    """`exp(z - max z) / sum`, with `z = x scale + slope mask`; a sink joins maximum and sum."""
+    a = t.operand(0)
+    mask, sinks = t.optional(1), t.optional(2)
+    scale, max_bias = t.params["scale"], t.params["max_bias"]
+    views = [View.of(t), View.of(a)]
+    has_mask, has_sinks = mask is not None, sinks is not None
+    if mask is not None:
+        views.append(View.of(mask).cut(2, 0, a.ne[1]))
+        if max_bias > 0:
+            views.append(per_head(lw.view(np.asarray(alibi_slopes(a.ne[2], max_bias)))))
+    if sinks is not None:
+        views.append(per_head(View.of(sinks)))
+
+    def kernel(y: Array, x: Array, *rest: Array) -> None:
+        *operands, z = rest
+        sink = operands.pop() if has_sinks else None
+        if scale != 1:
+            x = np.multiply(x, scale, out=z)
+        if has_mask:
+            bias = operands[0]
+            if max_bias > 0:
+                bias = np.multiply(bias, operands[1], out=y)
+            x = np.add(x, bias, out=z)
+        soft_max_rows(y, x, z, sink)
+
+    lw.tiled(kernel, *views, inner=1, scratch=1, work=2 * EXP)
+
+
+def soft_max_rows(y: Array, x: Array, tmp: Array, sink: Array | None = None) -> None:
+    """`y = exp(x - max x) / sum exp(x - max x)` along the last axis; `tmp` may be `x`."""
+    peak = x.max(axis=-1, keepdims=True)
+    if sink is not None:
+        peak = np.maximum(peak, sink)
+    np.subtract(x, peak, out=tmp)
+    np.exp(tmp, out=y)
+    total = row_sum(y)
+    if sink is not None:
+        total += np.exp(sink - peak)
+    np.multiply(y, 1 / total, out=y)
+
+
+@RULES.rule(Op.SOFT_MAX_BACK, operands(FLOATS, FLOATS))
+def soft_max_back(lw: CpuLowering, t: Tensor) -> None:
+    """`scale y (dy - sum(y dy))` per row, from the gradient `dy` and the result `y`."""
+    scale = t.params["scale"]
+
+    def kernel(dx: Array, dy: Array, y: Array, tmp: Array) -> None:
+        np.subtract(dy, row_dot(y, dy), out=tmp)
+        np.multiply(tmp, y, out=tmp)
+        np.multiply(tmp, scale, out=dx)
+
+    lw.rowwise(kernel, t, *t.sources, scratch=1)
+
+
+def _diag_mask(lw: CpuLowering, t: Tensor, value: float) -> None:
+    (a,) = t.sources
+    later = np.arange(a.ne[0]) > np.arange(a.ne[1])[:, None] + t.params["n_past"]
+
+    def kernel(y: Array, x: Array) -> None:
+        np.copyto(y, x)
+        np.copyto(y, value, where=later)
+
+    lw.tiled(kernel, View.of(t), View.of(a), inner=2)
+
+
+@RULES.rule(Op.DIAG_MASK_INF, operands(FLOATS))
+def diag_mask_inf(lw: CpuLowering, t: Tensor) -> None:
+    """`-inf` where column `i0` is beyond row `i1` plus `n_past`."""
+    _diag_mask(lw, t, -np.inf)
+
+
+@RULES.rule(Op.DIAG_MASK_ZERO, operands(FLOATS))
+def diag_mask_zero(lw: CpuLowering, t: Tensor) -> None:
+    """0 where column `i0` is beyond row `i1` plus `n_past`."""
+    _diag_mask(lw, t, 0.0)

@@ -1,0 +1,238 @@
+"""Functions of one element: `f(y, x, *scratch)` fills `y`, which may be the memory of `x`.
+
+Where ggml compares, NaN compares as false: `fmax(x, 0)` is its `x > 0 ? x : 0`, and 0 for NaN.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ggmlb.backends.common.formulas import (
+    GELU_COEF,
+    GELU_IS_ZERO,
+    GELU_QUICK_COEF,
+    NORMAL_AS_SIGMOID,
+    SQRT_2_OVER_PI,
+)
+from ggmlb.backends.common.rules import FLOATS, operands
+from ggmlb.backends.cpu.rules import RULES
+from ggmlb.core.enums import Op, UnaryOp
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.lowering import CpuLowering, Kernel
+
+
+def one_plus_exp(y: Array, x: Array, factor: float) -> None:
+    """`1 + exp(factor x)`: with a negative factor, the denominator of a sigmoid."""
+    np.multiply(x, factor, out=y)
+    np.exp(y, out=y)
+    np.add(y, 1, out=y)
+
+
+def sigmoid(y: Array, x: Array) -> None:
+    """`1 / (1 + exp(-x))`."""
+    one_plus_exp(y, x, -1)
+    np.reciprocal(y, out=y)
+
+
+def silu(y: Array, x: Array, tmp: Array) -> None:
+    """`x sigmoid(x)`."""
+    one_plus_exp(tmp, x, -1)
+    np.divide(x, tmp, out=y)
+
+
+def gelu_quick(y: Array, x: Array, tmp: Array) -> None:
+    """`x sigmoid(1.702 x)`."""
+    one_plus_exp(tmp, x, -GELU_QUICK_COEF)
+    np.divide(x, tmp, out=y)
+
+
+def gelu(y: Array, x: Array, tmp: Array) -> None:
+    """`x/2 (1 + tanh z) = x sigmoid(2 z)`, with `z = sqrt(2/pi) x (1 + 0.044715 x^2)`."""
+    np.maximum(x, GELU_IS_ZERO, out=y)
+    np.multiply(y, y, out=tmp)
+    np.multiply(tmp, GELU_COEF, out=tmp)
+    np.add(tmp, 1, out=tmp)
+    np.multiply(tmp, y, out=tmp)
+    one_plus_exp(tmp, tmp, -2 * SQRT_2_OVER_PI)
+    np.divide(y, tmp, out=y)
+
+
+def gelu_erf(y: Array, x: Array, tmp: Array, square: Array) -> None:
+    """`x/2 (1 + erf(x / sqrt(2))) = x Phi(x)`; NumPy has no error function."""
+    np.multiply(x, x, out=square)
+    np.multiply(square, NORMAL_AS_SIGMOID[0], out=tmp)
+    for coefficient in NORMAL_AS_SIGMOID[1:-1]:
+        np.add(tmp, coefficient, out=tmp)
+        np.multiply(tmp, square, out=tmp)
+    np.add(tmp, NORMAL_AS_SIGMOID[-1], out=tmp)
+    np.multiply(tmp, x, out=tmp)
+    one_plus_exp(tmp, tmp, -1)
+    np.divide(x, tmp, out=y)
+
+
+def relu(y: Array, x: Array) -> None:
+    """`max(x, 0)`."""
+    np.fmax(x, 0, out=y)
+
+
+def sign(y: Array, x: Array) -> None:
+    """1 above 0, -1 below."""
+    np.subtract(x > 0, x < 0, out=y, dtype=y.dtype)
+
+
+def step(y: Array, x: Array) -> None:
+    """1 where `x > 0`, else 0."""
+    y[...] = x > 0
+
+
+def elu(y: Array, x: Array, tmp: Array) -> None:
+    """`x` above 0, else `exp(x) - 1`."""
+    np.minimum(x, 0, out=tmp)
+    np.expm1(tmp, out=tmp)
+    np.maximum(x, 0, out=y)
+    np.add(y, tmp, out=y)
+
+
+def hardsigmoid(y: Array, x: Array) -> None:
+    """`(x + 3) / 6`, between 0 and 1."""
+    np.add(x, 3, out=y)
+    np.divide(y, 6, out=y)
+    np.fmax(y, 0, out=y)
+    np.minimum(y, 1, out=y)
+
+
+def hardswish(y: Array, x: Array, tmp: Array) -> None:
+    """`x * hardsigmoid(x)`."""
+    hardsigmoid(tmp, x)
+    np.multiply(x, tmp, out=y)
+
+
+def softplus(y: Array, x: Array, tmp: Array) -> None:
+    """`log(1 + exp(x))`, without overflow."""
+    np.abs(x, out=tmp)
+    np.negative(tmp, out=tmp)
+    np.exp(tmp, out=tmp)
+    np.log1p(tmp, out=tmp)
+    np.maximum(x, 0, out=y)
+    np.add(y, tmp, out=y)
+
+
+def round_half_away(y: Array, x: Array, tmp: Array) -> None:
+    """The nearest integer; halves go away from zero."""
+    np.trunc(x, out=tmp)
+    away = np.abs(x - tmp) >= 0.5
+    np.add(tmp, np.copysign(away.astype(x.dtype), x), out=y)
+
+
+def xielu(y: Array, x: Array, tmp: Array, *, alpha_n: float, alpha_p: float, beta: float, eps: float) -> None:
+    """`alpha_p x^2 + beta x` above 0, else `(expm1(min(x, eps)) - x) alpha_n + beta x`."""
+    np.minimum(x, eps, out=tmp)
+    np.expm1(tmp, out=tmp)
+    np.subtract(tmp, x, out=tmp)
+    np.multiply(tmp, alpha_n, out=tmp)
+    np.copyto(tmp, x * x * alpha_p, where=x > 0)
+    np.multiply(x, beta, out=y)
+    np.add(y, tmp, out=y)
+
+
+def ufunc(function: np.ufunc) -> Kernel:
+    """Return NumPy's own function as a kernel."""
+
+    def apply(y: Array, x: Array) -> None:
+        function(x, out=y)
+
+    return apply
+
+
+EXP = 10
+"""The work of an exponential, in additions."""
+
+FUNCTIONS: dict[Op | UnaryOp, tuple[Kernel, int, int]] = {
+    UnaryOp.ABS: (ufunc(np.abs), 0, 1),
+    UnaryOp.SGN: (sign, 0, 2),
+    UnaryOp.NEG: (ufunc(np.negative), 0, 1),
+    UnaryOp.STEP: (step, 0, 1),
+    UnaryOp.TANH: (ufunc(np.tanh), 0, 2 * EXP),
+    UnaryOp.ELU: (elu, 1, 10 * EXP),
+    UnaryOp.RELU: (relu, 0, 1),
+    UnaryOp.SIGMOID: (sigmoid, 0, EXP),
+    UnaryOp.GELU: (gelu, 1, 2 * EXP),
+    UnaryOp.GELU_QUICK: (gelu_quick, 1, EXP),
+    UnaryOp.SILU: (silu, 1, EXP),
+    UnaryOp.HARDSWISH: (hardswish, 1, 3),
+    UnaryOp.HARDSIGMOID: (hardsigmoid, 0, 3),
+    UnaryOp.EXP: (ufunc(np.exp), 0, EXP),
+    UnaryOp.EXPM1: (ufunc(np.expm1), 0, 10 * EXP),
+    UnaryOp.SOFTPLUS: (softplus, 1, 10 * EXP),
+    UnaryOp.GELU_ERF: (gelu_erf, 2, 3 * EXP),
+    UnaryOp.XIELU: (xielu, 1, 10 * EXP),
+    UnaryOp.FLOOR: (ufunc(np.floor), 0, 1),
+    UnaryOp.CEIL: (ufunc(np.ceil), 0, 1),
+    UnaryOp.ROUND: (round_half_away, 1, 6),
+    UnaryOp.TRUNC: (ufunc(np.trunc), 0, 1),
+    Op.SQR: (ufunc(np.square), 0, 1),
+    Op.SQRT: (ufunc(np.sqrt), 0, 2),
+    Op.LOG: (ufunc(np.log), 0, EXP),
+    Op.SIN: (ufunc(np.sin), 0, EXP),
+    Op.COS: (ufunc(np.cos), 0, EXP),
+}
+"""Each function, how many scratch arrays it wants, and its work per element in additions."""
+
+
+def _is_known(node: Tensor) -> str | None:
+    op = node.params.get("op", node.op)
+    return None if op in FUNCTIONS else f"it has no function {op!r}"
+
+
+@RULES.rule((Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS), operands(FLOATS), _is_known)
+def unary(lw: CpuLowering, t: Tensor) -> None:
+    """The function that the op, or its parameter `op`, names; its other parameters by name."""
+    function, scratch, work = FUNCTIONS[t.params.get("op", t.op)]
+    params = {name: value for name, value in t.params.items() if name != "op"}
+    kernel = partial(function, **params) if params else function
+    lw.elementwise(kernel, t, *t.sources, scratch=scratch, work=work)
+
+
+@RULES.rule(Op.SCALE, operands(FLOATS))
+def scale(lw: CpuLowering, t: Tensor) -> None:
+    """`x * scale + bias`."""
+    factor, bias = t.params["scale"], t.params["bias"]
+
+    def kernel(y: Array, x: Array) -> None:
+        np.multiply(x, factor, out=y)
+        if bias:
+            np.add(y, bias, out=y)
+
+    lw.elementwise(kernel, t, *t.sources)
+
+
+@RULES.rule(Op.CLAMP, operands(FLOATS))
+def clamp(lw: CpuLowering, t: Tensor) -> None:
+    """`x` between `min` and `max`; `max` for NaN."""
+    low, high = t.params["min"], t.params["max"]
+
+    def kernel(y: Array, x: Array) -> None:
+        np.fmin(x, high, out=y)
+        np.maximum(y, low, out=y)
+
+    lw.elementwise(kernel, t, *t.sources)
+
+
+@RULES.rule(Op.LEAKY_RELU, operands(FLOATS))
+def leaky_relu(lw: CpuLowering, t: Tensor) -> None:
+    """`x` above 0, else `x * negative_slope`."""
+    slope = t.params["negative_slope"]
+
+    def kernel(y: Array, x: Array, tmp: Array) -> None:
+        np.fmin(x, 0, out=tmp)
+        np.multiply(tmp, slope, out=tmp)
+        np.fmax(x, 0, out=y)
+        np.add(y, tmp, out=y)
+
+    lw.elementwise(kernel, t, *t.sources, scratch=1)

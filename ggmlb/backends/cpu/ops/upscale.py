@@ -1,0 +1,140 @@
+"""Interpolation: along each dimension, an element of the result is a weighted sum of some of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.common.rules import F32, has_elements, operands
+from ggmlb.backends.cpu.rules import RULES
+from ggmlb.core.enums import Op, ScaleMode
+from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.backends.common.workspace import Array
+    from ggmlb.backends.cpu.lowering import CpuLowering
+
+Floats = npt.NDArray[np.float32]
+
+CUBIC = np.float32(-0.75)
+"""The slope of the bicubic kernel at distance 1, as in PyTorch."""
+
+
+class Taps(NamedTuple):
+    """Along one dimension, the elements that each of the result is made of, and how much of each.
+
+    Attributes:
+        indices: `[taps, n]`.
+        weights: `[taps, n]`; `None` where one tap counts whole.
+    """
+
+    indices: npt.NDArray[np.intp]
+    weights: Floats | None = None
+
+
+class Grid:
+    """How the elements of the result lie over `n_in` of the source; in float32, as ggml counts.
+
+    Attributes:
+        scale: Elements of the result per element of the source.
+        centre: Of an element, from its start: 0 where the corners are aligned.
+        at: For each element of the result, its place in the source.
+    """
+
+    def __init__(self, n_in: int, n_out: int, align_corners: bool) -> None:
+        self.n_in = n_in
+        self.scale = np.float32(n_out) / np.float32(n_in)
+        if align_corners and n_in > 1 and n_out > 1:
+            self.scale = np.float32(n_out - 1) / np.float32(n_in - 1)
+        self.centre = np.float32(0.0 if align_corners else 0.5)
+        self.count = np.arange(n_out, dtype=np.float32)
+        self.at = (self.count + self.centre) / self.scale
+
+    def inside(self, index: Floats) -> npt.NDArray[np.intp]:
+        """The nearest elements that there are."""
+        return np.clip(index, 0, self.n_in - 1).astype(np.intp)
+
+
+def nearest(grid: Grid) -> Taps:
+    """The element at `floor(i / scale)`."""
+    return Taps(grid.inside(np.floor(grid.count / grid.scale))[None])
+
+
+def bilinear(grid: Grid) -> Taps:
+    """The two elements around."""
+    x = grid.at - grid.centre
+    index = grid.inside(np.floor(x) + np.arange(2, dtype=np.float32)[:, None])
+    right = np.clip(x - index[0].astype(np.float32), 0, 1)
+    return Taps(index, np.stack([1 - right, right]))
+
+
+def bicubic(grid: Grid) -> Taps:
+    """The four elements around."""
+    x = grid.at - grid.centre
+    offset = np.arange(-1, 3, dtype=np.float32)[:, None]
+    distance = np.abs(x - np.floor(x) - offset)
+    near = ((CUBIC + 2) * distance - (CUBIC + 3)) * distance * distance + 1
+    far = ((CUBIC * distance - 5 * CUBIC) * distance + 8 * CUBIC) * distance - 4 * CUBIC
+    return Taps(grid.inside(np.floor(x) + offset), np.where(distance <= 1, near, far))
+
+
+def antialiased(grid: Grid) -> Taps:
+    """All elements within a triangle that is as wide as one of the larger elements, on either side."""
+    support = max(np.float32(1), 1 / grid.scale)
+    start = np.maximum(np.trunc(grid.at - support + grid.centre), 0)
+    end = np.minimum(np.trunc(grid.at + support + grid.centre), grid.n_in)
+    index = start + np.arange(int((end - start).max()), dtype=np.float32)[:, None]
+    weight = np.maximum(1 - np.abs((index - grid.at + grid.centre) * (1 / support)), 0)
+    weight = np.where(index < end, weight, np.float32(0))
+    return Taps(grid.inside(index), weight / weight.sum(axis=0))
+
+
+METHODS: dict[ScaleMode, Callable[[Grid], Taps]] = {
+    ScaleMode.NEAREST: nearest,
+    ScaleMode.BILINEAR: bilinear,
+    ScaleMode.BICUBIC: bicubic,
+}
+
+
+@RULES.rule(Op.UPSCALE, operands(F32, out=F32), has_elements)
+def upscale(lw: CpuLowering, t: Tensor) -> None:
+    """By `mode` along dimensions 0 and 1, by the nearest element along 2 and 3; one after the other."""
+    (a,), p = t.sources, t.params
+    method = antialiased if p["antialias"] else METHODS[p["mode"]]
+    x, y = lw.array(a), lw.array(t)
+    resized = [d for d in range(4) if a.ne[d] != t.ne[d]]
+    resized.sort(key=lambda d: t.ne[d] / a.ne[d])  # what shrinks first: less is left to do
+    for d in resized:
+        grid = Grid(a.ne[d], t.ne[d], p["align_corners"] and d < 2)
+        shape = list(x.shape)
+        shape[3 - d] = t.ne[d]
+        z = y if d == resized[-1] else lw.scratch(tuple(shape))
+        _resample(lw, z, x, 3 - d, method(grid) if d < 2 else nearest(grid))
+        x = z
+    if not resized:
+        lw.emit(np.copyto, y, x)
+
+
+def _resample(lw: CpuLowering, y: Array, x: Array, axis: int, taps: Taps) -> None:
+    """Emit `y[.., i, ..] = sum weight[tap, i] x[.., index[tap, i], ..]` along one axis."""
+    index = [np.asarray(i) for i in taps.indices]
+    if taps.weights is None:
+        lw.emit(lw.take, y, x, index[0], axis)
+        return
+    shape = [1] * 4
+    shape[axis] = -1
+    weight = [np.asarray(w).reshape(shape) for w in taps.weights]
+    tmp = lw.scratch(y.shape)
+
+    def step() -> None:
+        lw.take(y, x, index[0], axis)
+        np.multiply(y, weight[0], out=y)
+        for i, w in zip(index[1:], weight[1:], strict=True):
+            lw.take(tmp, x, i, axis)
+            np.multiply(tmp, w, out=tmp)
+            np.add(y, tmp, out=y)
+
+    lw.emit(step)
