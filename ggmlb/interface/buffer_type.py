@@ -45,6 +45,10 @@ class BufferType(Unique, ABC):
         """Return the bytes that the tensor needs in this memory (ggml_backend_buft_get_alloc_size)."""
         return tensor.nbytes
 
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether products with such a weight are faster from here; asked of extra buffer types."""
+        return True
+
     def alloc_buffer(self, nbytes: int) -> Buffer:
         """Reserve memory; its contents are undefined until written.
 

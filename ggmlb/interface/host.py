@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 ALIGNMENT: Final = 64
 """Alignment of host memory [bytes]: a cache line, and the widest vector register."""
 
+MAPPED_ALIGNMENT: Final = 32
+"""Bytes: of tensors in a caller's memory; ggml's TENSOR_ALIGNMENT, and the default of GGUF files."""
+
 
 def aligned_empty(nbytes: int, alignment: int = ALIGNMENT) -> Bytes:
     """Return `nbytes` of fresh memory that begins at a multiple of `alignment` [bytes].

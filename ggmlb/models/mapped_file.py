@@ -8,19 +8,25 @@ change comes later.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ModelError
 
-PAGE = mmap.PAGESIZE
+FLOATS: Final = (DType.F32, DType.F16, DType.BF16, DType.F64)
+"""Types that weights which are not quantised may have in a file."""
+
+PAGE: Final = mmap.PAGESIZE
 
 
 class MappedFile:
@@ -79,6 +85,36 @@ class MappedFile:
             f"{self.path} was changed while it was in use; copy or download it again if it is not whole, and "
             "open the model anew"
         )
+
+
+class Extent(NamedTuple):
+    """The place of a tensor in a mapped file.
+
+    Attributes:
+        dtype: Its type.
+        shape: NumPy order.
+        file: The file.
+        memory: The bytes of the file, or those of them that hold tensors.
+        offset: Of the tensor's first byte in `memory` [bytes].
+        nbytes: Its size [bytes].
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    file: MappedFile
+    memory: npt.NDArray[np.uint8]
+    offset: int
+    nbytes: int
+
+    def rows(self) -> npt.NDArray[np.uint8]:
+        """Return its bytes, read-only and not copied, shape `(n_rows, row_size)`."""
+        raw = self.memory[self.offset : self.offset + self.nbytes]
+        return raw.reshape(math.prod(self.shape[:-1]), self.dtype.row_size((self.shape or (1,))[-1]))
+
+    def release(self, start: int, nbytes: int) -> None:
+        """Let the system take back the pages of some of its bytes; see `MappedFile.release`."""
+        before = self.file.data.nbytes - self.memory.nbytes
+        self.file.release(before + self.offset + start, nbytes)
 
 
 @contextmanager

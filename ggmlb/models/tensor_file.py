@@ -6,16 +6,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import DTypeError, ModelError
-from ggmlb.models.mapped_file import MappedFile, failing
-
-FLOATS: Final = (DType.F32, DType.F16, DType.BF16, DType.F64)
-"""Types that weights may have in a file."""
+from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
 
 class Entry(NamedTuple):
@@ -95,6 +92,11 @@ class TensorFile(Mapping[str, Entry]):
                 "convert the file to F32, F16 or BF16"
             )
         return found
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
+        """Return the place of a weight that a model needs; raises as `entry`."""
+        found = self.entry(name, shape)
+        return Extent(self.dtype(name), shape, self._file, self.data, found.offset, found.nbytes)
 
     def dtype(self, name: str) -> DType:
         """Return the ggml type of a tensor.

@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.context import Context
-from ggmlb.core.dtypes import DType
+from ggmlb.core.dtypes import DType, dequantize, quantize
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import ModelError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, tensor_alloc
+from ggmlb.parallel.meta import MetaBuffer
 from ggmlb.runtime.alloc import alloc_ctx_tensors, override_for
 
 if TYPE_CHECKING:
-    from ggmlb.models.tensor_file import TensorFile
+    from ggmlb.models.mapped_file import Extent
+
+SLICE: Final = 1 << 22
+"""Bytes that are copied or converted at a time."""
+
+GROUP: Final = 64
+"""Rows of which a slice has a multiple: memory that packs rows keeps up to so many together."""
+
+
+class WeightFile(Protocol):
+    """What `Weights` needs of a file: `TensorFile` and `GgufFile` have it."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
+        """Return the place of a tensor, which must have this shape (NumPy order), in the mapped file.
+
+        Raises:
+            ModelError: There is no such tensor, or it has another shape, or a type that no weight has.
+        """
+
+    def check_unchanged(self) -> None:
+        """Raise a ModelError if the file was cut, extended or overwritten since it was opened."""
 
 
 class Source(NamedTuple):
@@ -41,14 +67,14 @@ class Weights:
     """The weights of a model, in the memory of one or more devices; frees that memory with `free`.
 
     Args:
-        file: The model's file.
-        matrix_type: Type in which matrices are stored; that of the file if `None`.
+        file: The model's file, as a `TensorFile` or `GgufFile`.
+        matrix_type: Type in which matrices are stored; that of the file if `None`, blocks as they are.
         overrides: Memory for some weights, by regular expression; see `alloc_ctx_tensors`.
     """
 
     def __init__(
         self,
-        file: TensorFile,
+        file: WeightFile,
         matrix_type: DType | None = None,
         overrides: Mapping[str, BufferType] | None = None,
     ) -> None:
@@ -57,13 +83,16 @@ class Weights:
         self._matrix_type = matrix_type
         self._buffers = ExitStack()
         self._is_mapped = False
-        self._placed: list[str] = []
+        self._placed: dict[str, Extent] = {}
 
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
         """Place weights in a device's memory; what can be used as it lies in the file is not copied.
 
-        Operands of products go into the first extra buffer type that the device has for weights, memory in
-        which its products are faster; where a type was asked for, if they take no more there than elsewhere.
+        Operands of products go into the first extra buffer type that the device has for weights, where their
+        products are faster from it (`BufferType.suits`); and where they take no more memory in it, if they
+        are quantised or a type was asked for. The rest is read in place where the device can use a mapped
+        file. Copies are made in slices, whose pages in the mapped file are then given back, so that the
+        memory in use stays near the size of the weights.
 
         Args:
             sources: What to place, by the names that the tensors get.
@@ -72,38 +101,40 @@ class Weights:
         Raises:
             AllocationError: A device lacks room; nothing stays placed.
             ArgumentError: An override is no regular expression.
-            ModelError: The file lacks a tensor, has it in another shape or not in floating point, or was
-                changed since it was opened.
+            ModelError: The file lacks a tensor, has it in another shape or a type that no weight has, or was
+                changed since it was opened; or a weight is stacked of tensors of several quantised types.
         """
         fast = next(iter(backend.device.extra_bufts), None)
-        ctx, matrices, moved = Context(), Context(), Context()
+        ctx, packed, moved = Context(), Context(), Context()
         tensors: dict[str, Tensor] = {}
+        extents: dict[str, list[Extent]] = {}
         for name, source in sources.items():
-            for part in source.names:
-                self._file.entry(part, source.shape)
-            rows = source.shape[0] * len(source.names)
-            is_moved = override_for(name, self._overrides) is not None
-            home = moved if is_moved else matrices if source.is_multiplied else ctx
-            tensors[name] = home.new_tensor(self._type(source), (*source.shape[:0:-1], rows), name)
-        if fast is not None and self._matrix_type is not None:
-            grown = any(fast.alloc_size(t) > t.nbytes for t in matrices.tensors)
-            fast = None if grown else fast
+            parts = extents[name] = [self._file.weight(part, source.shape) for part in source.names]
+            rows = source.shape[0] * len(parts)
+            dtype = self._type(name, source, parts)
+            tensor = tensors[name] = Context().new_tensor(dtype, (*source.shape[:0:-1], rows), name)
+            home = ctx
+            if override_for(name, self._overrides) is not None:
+                home = moved
+            elif source.is_multiplied and fast is not None and self._is_faster(tensor, fast):
+                home = packed
+            home.tensors.append(tensor)
         with ExitStack() as buffers:
             self._keep(buffers, alloc_ctx_tensors(moved, backend, self._overrides))
             if fast is not None:
-                self._keep(buffers, alloc_ctx_tensors(matrices, fast))
-            mapped = self._map(sources, tensors, backend)
-            if mapped is not None:
-                self._keep(buffers, mapped)
-            for rest in (ctx, matrices):
-                self._keep(buffers, alloc_ctx_tensors(rest, backend))
+                self._keep(buffers, alloc_ctx_tensors(packed, fast))
+            mapped = self._map(ctx, extents, backend)
+            for buffer in mapped:
+                self._keep(buffers, buffer)
+            self._keep(buffers, alloc_ctx_tensors(ctx, backend))
             for name, tensor in tensors.items():
-                if tensor.buffer is not mapped:
-                    tensor.set_array(self._values(sources[name]))
+                if not any(tensor.buffer is buffer for buffer in mapped):
+                    _fill(tensor, extents[name])
             self._file.check_unchanged()
             self._buffers.push(buffers.pop_all())
-        self._is_mapped |= mapped is not None
-        self._placed += (name for source in sources.values() for name in source.names)
+        self._is_mapped |= bool(mapped)
+        for name, source in sources.items():
+            self._placed |= zip(source.names, extents[name], strict=True)
         return tensors
 
     def check_mapped(self) -> None:
@@ -113,8 +144,8 @@ class Weights:
 
     def error_in_values(self, found: str) -> ModelError:
         """Return the error about a result that is not finite, or of no length: which weight is to blame."""
-        for name in self._placed:
-            if not np.isfinite(self._file.array(name)).all():
+        for name, extent in self._placed.items():
+            if not all(np.isfinite(_values(rows, extent.dtype)).all() for rows in _slices(extent)):
                 return ModelError(
                     f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
                     "download it again"
@@ -134,40 +165,73 @@ class Weights:
         buffer.usage = BufferUsage.WEIGHTS
         buffers.enter_context(buffer)
 
-    def _type(self, source: Source) -> DType:
+    def _type(self, name: str, source: Source, parts: list[Extent]) -> DType:
         if not source.is_matrix:
             return DType.F32
         if self._matrix_type is not None:
             return self._matrix_type
-        kept = self._file.dtype(source.names[0])
-        return DType.F32 if kept is DType.F64 else kept  # which products do not take
+        kinds = list(dict.fromkeys(part.dtype for part in parts))
+        if len(kinds) > 1 and any(kind.is_quantized for kind in kinds):
+            raise ModelError(
+                f"{self._file.path}: {name} is stacked of {', '.join(source.names)}, which have the types "
+                f"{', '.join(kind.name for kind in kinds)}; place them one by one, or ask for a matrix type"
+            )
+        return DType.F32 if kinds[0] is DType.F64 else kinds[0]  # which products do not take
 
-    def _values(self, source: Source) -> npt.NDArray[Any]:
-        parts = [self._file.array(name) for name in source.names]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _is_faster(self, tensor: Tensor, fast: BufferType) -> bool:
+        may_grow = self._matrix_type is None and not tensor.dtype.is_quantized
+        return fast.suits(tensor) and (may_grow or fast.alloc_size(tensor) <= tensor.nbytes)
 
-    def _map(
-        self, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], backend: Backend
-    ) -> Buffer | None:
-        """Place what the device can use inside the mapped file; `None` if that is nothing."""
+    def _map(self, ctx: Context, extents: Mapping[str, list[Extent]], backend: Backend) -> list[Buffer]:
+        """Place what the device can use inside the mapped file or files; return a buffer for each."""
         caps = backend.device.caps
         if not (caps.buffer_from_host_ptr and caps.mmap_support):
-            return None
-        inside = list(self._usable_in_place(sources, tensors, backend.alignment))
-        if not inside:
-            return None
-        buffer = backend.device.buffer_from_host_ptr(self._file.data, max(t.nbytes for t, _ in inside))
-        for tensor, offset in inside:
-            tensor_alloc(buffer, tensor, offset)
-        return buffer
+            return []
+        found: dict[int, list[tuple[Tensor, Extent]]] = {}
+        for tensor in ctx.tensors:
+            first, *others = extents[tensor.name]
+            if first.dtype is tensor.dtype and not others:
+                found.setdefault(id(first.memory), []).append((tensor, first))
+        buffers = []
+        for inside in found.values():
+            largest = max(tensor.nbytes for tensor, _ in inside)
+            buffer = backend.device.buffer_from_host_ptr(inside[0][1].memory, largest)
+            aligned = [(t, extent) for t, extent in inside if extent.offset % buffer.alignment == 0]
+            for tensor, extent in aligned:
+                tensor_alloc(buffer, tensor, extent.offset)
+            if aligned:
+                buffers.append(buffer)
+            else:
+                buffer.free()
+        return buffers
 
-    def _usable_in_place(
-        self, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], alignment: int
-    ) -> Iterable[tuple[Tensor, int]]:
-        for name, source in sources.items():
-            entry = self._file[source.names[0]]
-            if tensors[name].buffer is not None:
-                continue
-            same_bytes = len(source.names) == 1 and self._file.dtype(source.names[0]) == tensors[name].dtype
-            if same_bytes and entry.offset % alignment == 0:
-                yield tensors[name], entry.offset
+
+def _fill(tensor: Tensor, parts: list[Extent]) -> None:
+    """Write the tensors of a file into a weight, one below the other."""
+    pieces = (_converted(rows, part.dtype, tensor.dtype) for part in parts for rows in _slices(part))
+    if isinstance(tensor.buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
+        whole = [piece.reshape(-1) for piece in pieces]
+        tensor.set(whole[0] if len(whole) == 1 else np.concatenate(whole))
+        return
+    offset = 0
+    for piece in pieces:
+        tensor.set(piece, offset)
+        offset += piece.nbytes
+
+
+def _slices(extent: Extent) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the rows of a tensor, some at a time; give their pages back when the next are asked for."""
+    rows = extent.rows()
+    step = max(SLICE // max(rows.shape[1], 1) // GROUP, 1) * GROUP
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        yield piece
+        extent.release(start * rows.shape[1], piece.nbytes)
+
+
+def _values(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
+    return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
+
+
+def _converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType) -> npt.NDArray[np.uint8]:
+    return rows if dtype is to else quantize(_values(rows, dtype), to)

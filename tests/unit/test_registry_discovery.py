@@ -416,7 +416,8 @@ ggmlb.unload(ggmlb.reg_by_name("CPU"))
 buffer_type = ggmlb.cpu_buffer_type()
 x = ggmlb.Context().from_array(np.arange(6, dtype=np.float32))
 y = ggmlb.Context().from_array([[1.0, 2.0]])
-assert x.buffer.buft is y.buffer.buft is ggmlb.cpu_buffer_from_ptr(np.zeros(4)).buft is buffer_type
+assert x.buffer.buft is y.buffer.buft is buffer_type
+assert ggmlb.cpu_buffer_from_ptr(np.zeros(4)).buft.device is buffer_type.device
 assert x.to_numpy().tolist() == list(range(6))
 assert "CPU" not in [d.name for d in ggmlb.devices()]
 ggmlb.load_all()

@@ -21,7 +21,7 @@ from ggmlb.core.exchange import spanned
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
-from ggmlb.interface.host import ALIGNMENT, HostBuffer, HostBufferType
+from ggmlb.interface.host import ALIGNMENT, MAPPED_ALIGNMENT, HostBuffer, HostBufferType
 from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
 from ggmlb.system.process import n_cpus
 
@@ -36,6 +36,7 @@ class CpuDevice(Device):
     def __init__(self, reg: CpuReg) -> None:
         self._reg = reg
         self._buffer_type = HostBufferType(self, "CPU", ALIGNMENT)
+        self._mapped_buffer_type = HostBufferType(self, "CPU_Mapped", MAPPED_ALIGNMENT)
         self._float_buffer_type = FloatBufferType(self)
         self._description = _description()
 
@@ -75,8 +76,11 @@ class CpuDevice(Device):
         return self._buffer_type
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
-        """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`."""
-        return HostBuffer(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
+        """Use the memory of a NumPy array or memory map as a buffer; see `Device.buffer_from_host_ptr`.
+
+        Its type is `CPU_Mapped`, in which tensors begin at multiples of 32 bytes, as in GGUF files.
+        """
+        return HostBuffer(self._mapped_buffer_type, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
         """Use the memory of a NumPy array, strided or not."""

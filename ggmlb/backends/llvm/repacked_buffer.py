@@ -36,6 +36,10 @@ class RepackedBufferType(BufferType):
         super().__init__(device, "LLVM_Repacked", ALIGNMENT)
         self._used = False
 
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether it is kept in strips."""
+        return is_packed(tensor)
+
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
         if not self._used:

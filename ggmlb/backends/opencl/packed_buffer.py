@@ -39,6 +39,10 @@ class OpenClPackedBufferType(OpenClBufferType):
         super().__init__(device, f"{device.name}_Packed")
         self._used = False
 
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether its blocks are kept in groups."""
+        return _is_packed(tensor)
+
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
         if not self._used:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ggmlb.core.dtypes import DType, dequantize
 from ggmlb.core.errors import DTypeError, ModelError, did_you_mean, shown
 from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot
-from ggmlb.models.mapped_file import MappedFile
+from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -173,6 +173,35 @@ class GgufFile(Mapping[str, GgufTensor]):
             return dequantize(blocks, tensor.dtype)
         return blocks.view(tensor.dtype.numpy)
 
+    def weight(self, name: str, shape: tuple[int, ...]) -> Extent:
+        """Return the place of a weight that a model needs.
+
+        Args:
+            name: The tensor.
+            shape: Its extents in NumPy order; ones that it begins with do not count.
+
+        Raises:
+            ModelError: There is no such tensor, or it has another shape, or holds whole numbers.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(
+                f"{self.path} has no tensor {shown(name)!r} among its {len(self)}, which its architecture "
+                "needs; download or convert the file again"
+            )
+        if _without_ones(tensor.shape) != _without_ones(shape):
+            raise ModelError(
+                f"{self.path}: tensor {shown(name)!r} has shape {list(tensor.shape)}, but the metadata ask "
+                f"for {list(shape)}; convert the file again"
+            )
+        if not (tensor.dtype.is_quantized or tensor.dtype in FLOATS):
+            raise ModelError(
+                f"{self.path}: tensor {shown(name)!r} has type {tensor.dtype.name}; weights are floating "
+                "point or quantised"
+            )
+        file = self._parts[tensor.part]
+        return Extent(tensor.dtype, shape, file, file.data, tensor.offset, tensor.nbytes)
+
     def check_unchanged(self) -> None:
         """Raise a ModelError if a file was cut, extended or overwritten since it was opened."""
         for part in self._parts:
@@ -181,6 +210,12 @@ class GgufFile(Mapping[str, GgufTensor]):
     def __repr__(self) -> str:
         arch = self.metadata.get("general.architecture", "no architecture")
         return f"<GgufFile {self.path.name}: {arch}, {len(self)} tensors, {self.nbytes:,} bytes>"
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Leave out the ones that a shape (NumPy order) begins with."""
+    first = next((i for i, n in enumerate(shape) if n != 1), len(shape))
+    return shape[first:]
 
 
 class _Part:
