@@ -2,5 +2,6 @@
 
 from ggmlb.models.gguf.metadata import Metadata
 from ggmlb.models.gguf.reader import GgufFile, GgufTensor
+from ggmlb.models.gguf.vocabulary import Detokenizer, Vocabulary
 
-__all__ = ["GgufFile", "GgufTensor", "Metadata"]
+__all__ = ["Detokenizer", "GgufFile", "GgufTensor", "Metadata", "Vocabulary"]

@@ -1,0 +1,413 @@
+"""Vocabulary: text to token numbers and back, from the metadata of a GGUF file alone.
+
+Source: llama_vocab in llama.cpp's llama-vocab.cpp.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ModelError, shown
+from ggmlb.models.gguf.merging import BytePairs, SentencePieces
+from ggmlb.models.gguf.metadata import Metadata
+from ggmlb.models.gguf.pretokenizers import PreTokenizer, pre_tokenizer
+
+_KEY: Final = "tokenizer.ggml."
+
+
+class TokenType(IntEnum):
+    """The type of a token (enum llama_token_type)."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_PARSED: Final = (TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN)
+"""Types of tokens that are found in a text before it is cut into words."""
+
+_END_OF_TURN: Final = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>",
+    "_<EOT>", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<end_of_utterance>",
+)  # fmt: skip
+"""Texts of the token that ends a turn, where the file does not say which that is."""
+
+_ENDS: Final = frozenset({
+    *_END_OF_TURN, "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "</s>", "<|eom_id|>", "[EOS]", "<eos>",
+    "<turn|>", "<|tool_response>", "[e~[",
+})  # fmt: skip
+"""Texts of tokens after which nothing more is generated."""
+
+_FILE_ENDS: Final = (
+    ("fim_pad_token_id", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
+    ("fim_rep_token_id", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
+    ("fim_sep_token_id", ("<|file_sep|>",)),
+)
+"""Tokens between files of code, which end a generation too: key, and texts where the key is missing."""
+
+_ALWAYS_SHOWN: Final = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
+"""Texts of control tokens that are text to the program."""
+
+_SURROGATES: Final = re.compile("[\ud800-\udfff]")
+
+
+class _Algorithm(Protocol):
+    """How the text between special tokens becomes tokens."""
+
+    def encode(self, text: str, is_start: bool) -> list[int]:
+        """Return the tokens of a text; `is_start` says whether no other text comes right before it."""
+
+    def bytes_of(self, text: str) -> bytes:
+        """Return the bytes that a normal token stands for."""
+
+
+class _Defaults(NamedTuple):
+    """What holds for a tokenizer model where the file does not say."""
+
+    bos: int | None = None
+    eos: int | None = None
+    unk: int | None = None
+    sep: int | None = None
+    pad: int | None = None
+    mask: int | None = None
+    adds_bos: bool = False
+    adds_eos: bool = False
+    adds_space: bool = False
+
+
+_MODELS: Final = {
+    "gpt2": _Defaults(),
+    "llama": _Defaults(bos=1, eos=2, unk=0, adds_bos=True, adds_space=True),
+}
+"""Tokenizer models by the names that files give them."""
+
+
+class Vocabulary:
+    """The tokens of a model.
+
+    Args:
+        metadata: Of the file.
+
+    Attributes:
+        n_tokens: Number of tokens.
+        tokens: Their texts, as the file has them.
+        types: Their types.
+        bos: Token that begins a text; `None` if there is none, as for the following.
+        eos: Token that ends a text.
+        eot: Token that ends a turn of a conversation.
+        eom: Token that ends a message.
+        unk: Token for what has no other.
+        sep: Token between texts.
+        pad: Token that fills a batch.
+        mask: Token for a hidden word.
+        adds_bos: Whether `encode` begins with `bos`.
+        adds_eos: Whether `encode` ends with `eos`.
+        end_tokens: Tokens after which nothing more is generated.
+
+    Raises:
+        ModelError: The metadata has no vocabulary, or one of an unknown kind, or a wrong one; the message
+            names file and key.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._model = metadata.text(_KEY + "model")
+        if self._model not in _MODELS:
+            known = ", ".join(_MODELS)
+            raise metadata.error(_KEY + "model", f"unknown tokenizer {shown(self._model)!r}; known: {known}")
+        defaults = _MODELS[self._model]
+        self.tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(metadata.texts(_KEY + "tokens"))]
+        self.n_tokens = len(self.tokens)
+        if not self.tokens:
+            raise metadata.error(_KEY + "tokens", "there are no tokens")
+        self._ids = dict(zip(self.tokens, range(self.n_tokens), strict=True))
+        self.types = self._read_types()
+        self._pre = self._read_pre()
+
+        for name in ("bos", "eos", "unk", "sep", "pad", "mask"):
+            key = {"unk": "unknown", "sep": "seperator", "pad": "padding"}.get(name, name)
+            setattr(self, name, self._special(f"{key}_token_id", getattr(defaults, name)))
+        self.bos: int | None
+        self.eos: int | None
+        self.unk: int | None
+        self.sep: int | None
+        self.pad: int | None
+        self.mask: int | None
+        self.eot = self._special("eot_token_id", self._first(_END_OF_TURN))
+        self.eom = self._special("eom_token_id", self._first(("<|eom_id|>",)))
+        self.end_tokens = self._find_ends()
+        self.adds_bos = self._adds("bos", self.bos, defaults.adds_bos or self._pre.adds_bos)
+        self.adds_eos = self._adds("eos", self.eos, defaults.adds_eos)
+        self._adds_space = metadata.flag(_KEY + "add_space_prefix", defaults.adds_space)
+
+    # -- text to tokens ----------------------------------------------------------------------------
+
+    def encode(self, text: str, special: bool = True, add_special: bool = True) -> list[int]:
+        """Return the tokens of a text.
+
+        Args:
+            text: The text; halves of surrogate pairs count as U+FFFD.
+            special: Whether texts of control tokens, such as `<|im_end|>`, become these tokens. `False` for
+                text of which a model must not think that it ends a turn.
+            add_special: Whether the tokens begin with `bos` and end with `eos`, if the file says so.
+        """
+        if not text.isascii():
+            text = _SURROGATES.sub("\ufffd", text)
+        algorithm = self._algorithm
+        tokens = [self.bos] if add_special and self.adds_bos and self.bos is not None else []
+        is_start = True
+        for part in self._parts(text, special):
+            if isinstance(part, int):
+                tokens.append(part)
+                is_start = True
+            else:
+                tokens += algorithm.encode(part, is_start)
+                is_start = False
+        if add_special and self.adds_eos and self.eos is not None:
+            tokens.append(self.eos)
+        return tokens
+
+    # -- tokens to text ----------------------------------------------------------------------------
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token stands for; of control tokens, their texts.
+
+        Raises:
+            ModelError: There is no such token.
+        """
+        if not 0 <= token < self.n_tokens:
+            raise ModelError(f"there is no token {token}; the vocabulary has {self.n_tokens:,}")
+        text, kind = self.tokens[token], self.types[token]
+        if kind == TokenType.NORMAL:
+            return self._algorithm.bytes_of(text)
+        if kind == TokenType.BYTE:
+            found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", text)
+            return bytes.fromhex(found[1]) if found else text.encode()
+        return text.encode() if kind in _PARSED else b""
+
+    def decode(self, tokens: Iterable[int], special: bool = False) -> str:
+        """Return the text of tokens.
+
+        The space that `encode` adds before a text is left out. Bytes that are no UTF-8 give U+FFFD.
+
+        Args:
+            tokens: Numbers of tokens.
+            special: Whether control tokens are written.
+        """
+        raw = b""
+        drops_space = self._adds_space
+        pieces = []
+        for token in tokens:
+            piece = self._shown_bytes(token, special)
+            if drops_space and not self._is_hidden(token):
+                drops_space = False
+                piece = piece.removeprefix(b" ")
+            pieces.append(piece)
+        raw = b"".join(pieces)
+        return raw.decode("utf-8", "replace")
+
+    def stream(self, special: bool = False) -> Detokenizer:
+        """Return an object that takes tokens one by one, and gives the text in whole characters.
+
+        Args:
+            special: Whether control tokens are written.
+        """
+        return Detokenizer(self, special)
+
+    def _is_hidden(self, token: int) -> bool:
+        """Whether a token is written only on request."""
+        return 0 <= token < self.n_tokens and self.types[token] in (TokenType.CONTROL, TokenType.UNKNOWN)
+
+    def _shown_bytes(self, token: int, special: bool) -> bytes:
+        return b"" if self._is_hidden(token) and not special else self.bytes_of(token)
+
+    # -- special tokens in a text ------------------------------------------------------------------
+
+    def _parts(self, text: str, special: bool) -> Iterator[int | str]:
+        """Cut a text at the tokens that are found in it as they are: the longest first, then the leftmost."""
+        finder = self._finder(special)
+        at = 0
+        for start, end, token in finder.find(text):
+            if start > at:
+                yield text[at:start]
+            yield token
+            at = end
+        if at < len(text):
+            yield text[at:]
+
+    def _finder(self, special: bool) -> _Finder:
+        return self._all_special if special else self._user_defined
+
+    @cached_property
+    def _all_special(self) -> _Finder:
+        return self._finder_of(_PARSED)
+
+    @cached_property
+    def _user_defined(self) -> _Finder:
+        return self._finder_of((TokenType.USER_DEFINED,))
+
+    def _finder_of(self, types: tuple[TokenType, ...]) -> _Finder:
+        numbers = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return _Finder({self.tokens[i]: i for i in numbers})
+
+    # -- metadata ----------------------------------------------------------------------------------
+
+    def _numbers(self, name: str, kinds: str) -> npt.NDArray[Any] | None:
+        key = _KEY + name
+        if key not in self._metadata:
+            return None
+        numbers = self._metadata.numbers(key)
+        if numbers.dtype.kind not in kinds or numbers.size < self.n_tokens:
+            raise self._metadata.error(
+                key,
+                f"it is {self._metadata.slot(key)}; it must have a number for each of {self.n_tokens} tokens",
+            )
+        return numbers[: self.n_tokens]
+
+    def _read_types(self) -> npt.NDArray[np.int32]:
+        types = self._numbers("token_type", "iu")
+        if types is None:
+            return np.full(self.n_tokens, TokenType.NORMAL, np.int32)
+        is_known = (types >= 0) & (types <= TokenType.BYTE)
+        found: npt.NDArray[np.int32] = np.where(is_known, types, TokenType.UNDEFINED).astype(np.int32)
+        return found
+
+    def _read_pre(self) -> PreTokenizer:
+        if self._model != "gpt2":
+            return pre_tokenizer("default")
+        try:
+            return pre_tokenizer(self._metadata.text(_KEY + "pre", "default"))
+        except ModelError as error:
+            raise self._metadata.error(_KEY + "pre", error.message) from None
+
+    def _special(self, name: str, default: int | None) -> int | None:
+        """Return the number of a special token; one out of range counts as not given."""
+        default = default if default is not None and default < self.n_tokens else None
+        key = _KEY + name
+        if key not in self._metadata:
+            return default
+        found = self._metadata.integer(key, least=-(1 << 63), most=(1 << 64) - 1)
+        return found if 0 <= found < self.n_tokens else default
+
+    def _first(self, texts: Iterable[str]) -> int | None:
+        """Return the first token of one of these texts; it is a control token then."""
+        found = next((self._ids[text] for text in texts if text in self._ids), None)
+        if found is not None:
+            self.types[found] = TokenType.CONTROL
+        return found
+
+    def _find_ends(self) -> frozenset[int]:
+        ends = {self._special(name, self._first(texts)) for name, texts in _FILE_ENDS}
+        texts = {text for text in _ENDS if text in self._ids}
+        # Texts that mean something else in some families of models.
+        if {"<|return|>", "<|call|>"} <= texts or (
+            "<|flush|>" in texts and texts & {"<|call|>", "<|calls|>"}
+        ):
+            self._retype(texts, "<|end|>", TokenType.USER_DEFINED)
+        if texts & {"<|tool_response>", "<|plamo:eos|>"}:
+            self._retype(texts, "</s>", TokenType.NORMAL)
+        for text in texts:
+            self.types[self._ids[text]] = TokenType.CONTROL
+        for text in _ALWAYS_SHOWN & self._ids.keys():
+            self.types[self._ids[text]] = TokenType.USER_DEFINED
+        ends |= {self.eos, self.eot, self.eom, *(self._ids[text] for text in texts)}
+        return frozenset(token for token in ends if token is not None)
+
+    def _retype(self, ends: set[str], text: str, kind: TokenType) -> None:
+        if text in ends:
+            ends.discard(text)
+            self.types[self._ids[text]] = kind
+
+    def _adds(self, name: str, token: int | None, default: bool) -> bool:
+        key = f"{_KEY}add_{name}_token"
+        adds = self._metadata.flag(key, default)
+        if adds and token is None:
+            if key not in self._metadata:
+                return False
+            raise self._metadata.error(key, f"it is true, but {_KEY}{name}_token_id names no token")
+        return adds
+
+    @cached_property
+    def _algorithm(self) -> _Algorithm:
+        if self._model == "gpt2":
+            return BytePairs(self._ids, self._metadata.texts(_KEY + "merges"), self._pre)
+        scores = self._numbers("scores", "iuf")
+        if scores is None:
+            scores = np.zeros(self.n_tokens, np.float32)
+        if np.isnan(scores).any():
+            raise self._metadata.error(
+                _KEY + "scores", f"token {int(np.isnan(scores).argmax())} has no number"
+            )
+        return SentencePieces(self._ids, scores.tolist(), self.unk, self._adds_space)
+
+
+class Detokenizer:
+    """Text from tokens that come one by one: it never ends within a character.
+
+    Args:
+        vocabulary: Of the tokens.
+        special: Whether control tokens are written.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, special: bool = False) -> None:
+        self._vocabulary = vocabulary
+        self._special = special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Return the characters that are whole with this token; bytes that are no UTF-8 give U+FFFD."""
+        return self._decoder.decode(self._vocabulary._shown_bytes(token, self._special))
+
+    def flush(self) -> str:
+        """Return U+FFFD for a character of which the last bytes have not come, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _Finder:
+    """Finds tokens in a text by their own texts."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        by_length = sorted(ids, key=lambda text: -len(text.encode()))
+        self._order = {text: i for i, text in enumerate(by_length)}
+        lengths: dict[str, set[int]] = {}
+        for text in ids:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {prefix: tuple(sorted(found)) for prefix, found in lengths.items()}
+        firsts = sorted({text[0] for text in ids})
+        self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]") if firsts else None
+
+    def find(self, text: str) -> list[tuple[int, int, int]]:
+        """Return where tokens lie: start, end and number, none over another, the longest taken first."""
+        if self._first is None:
+            return []
+        found = []
+        for match in self._first.finditer(text):
+            start = match.start()
+            for prefix in (text[start : start + 2], text[start]):
+                for length in self._lengths.get(prefix, ()):
+                    piece = text[start : start + length]
+                    if piece in self._ids:
+                        found.append((self._order[piece], start, start + length))
+        found.sort()
+        is_taken = bytearray(len(text))
+        parts = []
+        for order, start, end in found:
+            # What was taken before is at least as long: it covers an end of this one if they overlap.
+            if not (is_taken[start] or is_taken[end - 1]):
+                is_taken[start:end] = b"\1" * (end - start)
+                parts.append((start, end, order))
+        by_order = list(self._order)
+        return sorted((start, end, self._ids[by_order[order]]) for start, end, order in parts)
