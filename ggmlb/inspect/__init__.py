@@ -1,1 +1,1 @@
-"""What happened and why: pictures, traces, the sanitizer, comparison of devices."""
+"""Inspection: drawings, traces, the sanitizer, and comparison of devices."""

@@ -23,14 +23,14 @@ from ggmlb.runtime.alloc.numbering import Numbering
 
 
 class GraphCopy(Freeable):
-    """A graph's clone in the memory of another backend, data included (ggml_backend_graph_copy).
+    """A clone of a graph with its data in memory of another backend (ggml_backend_graph_copy).
 
-    A context manager: leaving it frees the memory.
+    A context manager, which frees the memory on exit.
 
     Attributes:
         graph: The clone; its nodes and leafs are in the order of the original's.
-        ctx: Holds its tensors.
-        buffer: Holds their data.
+        ctx: The context of its tensors.
+        buffer: The buffer of their data.
     """
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
@@ -63,7 +63,7 @@ class GraphCopy(Freeable):
 
 
 def _clones(graph: Graph) -> dict[Tensor, Tensor]:
-    """Copy the tensors of a graph without their data; what other parts of its whole compute become leafs."""
+    """Clone the tensors of a graph without data; nodes of other parts of the whole graph become leafs."""
     clones = {tensor: tensor.reading((), None) for tensor in Numbering(graph).tensors}
     for tensor, clone in clones.items():
         clone.op, clone.params, clone.buffer = Op.NONE, dict(tensor.params), None
@@ -76,7 +76,7 @@ def _clones(graph: Graph) -> dict[Tensor, Tensor]:
 
 @checked
 def graph_copy(backend: Backend, graph: Graph) -> GraphCopy:
-    """Copy an allocated graph with its data to a backend, each tensor in memory of its own.
+    """Copy an allocated graph with its data to a backend; no two tensors share memory.
 
     Raises:
         AllocationError: The backend's device lacks room.
@@ -95,18 +95,18 @@ def compare_graph_backend(
     callback: Callable[[int, Tensor, Tensor], bool],
     test_nodes: Collection[Tensor] | None = None,
 ) -> bool:
-    """Compute a graph on two backends, and show the callback what each made of every node.
+    """Compute a graph on two backends, and call back with both results of each node.
 
     Args:
-        backend1: Where the graph is allocated.
-        backend2: Gets a copy of it.
+        backend1: The backend of the graph's memory.
+        backend2: The backend that computes a copy.
         graph: Computed node by node; each node reads what its own backend computed before.
-        callback: Is given the node's index, the node, and its copy. Without `test_nodes`, `False` ends
+        callback: Called with the node's index, the node, and its copy. Without `test_nodes`, `False` ends
             the comparison.
-        test_nodes: Compute both graphs whole, and show these nodes only.
+        test_nodes: Compute both graphs whole, and call back for these nodes only.
 
     Returns:
-        Whether every node asked for was shown: `False` if the callback or an abort callback ended it.
+        Whether all nodes were compared: `False` if the callback or an abort callback ended it.
 
     Raises:
         ArgumentError: One of `test_nodes` is not in the graph.
@@ -141,12 +141,12 @@ def compare_graph_backend(
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a node's values on one backend are from those on another.
+    """The difference of a node's values on two backends.
 
     Attributes:
         index: The node's index in the graph.
         node: Its name; may be empty.
-        op: What it computes, with type and extents.
+        op: Its op, type and extents.
         nmse: Mean squared difference over the mean square of the first backend's values; infinite where
             only one of them is zero, infinite or NaN.
         max_error: The largest difference of two elements.
@@ -161,9 +161,9 @@ class Difference:
 
 @checked
 def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Difference]:
-    """Return how far each node that computes something differs, in order; the first backend's values count.
+    """Return the difference of each computed node, in order, with the first backend as reference.
 
-    Each backend goes on with its own values, so a difference shows in later nodes too.
+    Each backend continues with its own values, so that a difference also shows in later nodes.
 
     Raises:
         Error: As `compare_graph_backend`.

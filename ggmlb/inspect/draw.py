@@ -1,7 +1,7 @@
-"""Pictures of a split graph: a lane for each device, a box for each split, a curve for each copy.
+"""Drawings of a split graph: a lane for each device, a box for each split, a curve for each copy.
 
-Graphviz draws the text of `to_dot`; `draw` needs nothing else, and stays readable where a layout of all
-edges would not: splits stand in the order in which they run, nodes in the order in which they are computed.
+`to_dot` returns text for Graphviz. `draw` needs no other program, and stays readable for large graphs: it
+shows splits and nodes in order of execution.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.split import Split
 
 FILLS: Final = ("#dbe9fb", "#fde7c8", "#dff2d8", "#f3dcef", "#d8f1f0", "#f9dada")
-"""What boxes are filled with, by the device's priority: pale tones of `LINES`."""
+"""Fill colours of boxes by the device's priority: pale tones of `LINES`."""
 
 ROW: Final = 17
 CHAR: Final = 6.7
@@ -32,7 +32,7 @@ LANE_GAP: Final = 70
 BOX_GAP: Final = 20
 MAX_CHARS: Final = 52
 MAX_ROWS: Final = 30
-"""Rows of nodes in a box; of more, the middle is left out."""
+"""Most rows of nodes in a box; the middle of longer lists is omitted."""
 
 
 def colours(backends: Sequence[Backend]) -> dict[Backend, tuple[str, str]]:
@@ -82,7 +82,7 @@ def to_dot(graph: Graph, backends: Sequence[Backend], splits: Sequence[Split]) -
 
 @dataclass(slots=True)
 class _Row:
-    """A line of text in a box; `key` is what edges end at: a node, or a copy on a backend."""
+    """A line of text in a box; `key` is its node or copy, the end of edges."""
 
     text: str
     tip: str
@@ -92,7 +92,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a row stands: the ends of its box, and its middle."""
+    """The position of a row: left and right of its box, and the row's middle."""
 
     left: float
     right: float
@@ -101,12 +101,12 @@ class _Place:
 
 
 def draw(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Tensor, str]) -> Picture:
-    """Return the picture of a split graph, to be read from top to bottom.
+    """Return the drawing of a split graph, from top to bottom.
 
     Args:
         backends: In the order of the lanes; those that run nothing get none.
         splits: In the order of execution.
-        causes: Why each node is where it is; shown when the pointer rests on a node.
+        causes: The cause of each node's placement; shown when the pointer rests on a node.
     """
     boxes = [_rows(split, causes) for split in splits]
     used = [b for b in backends if any(s.backend is b for s in splits)]
@@ -146,7 +146,7 @@ def draw(backends: Sequence[Backend], splits: Sequence[Split], causes: dict[Tens
 
 
 def _rows(split: Split, causes: dict[Tensor, str]) -> list[_Row]:
-    """Return the lines of a box: what is copied in, then the nodes."""
+    """Return the lines of a box: copies, then nodes."""
     rows = []
     for item in split.inputs:
         name = item.tensor.name or item.tensor.op_desc().lower()
@@ -174,7 +174,7 @@ def _rows(split: Split, causes: dict[Tensor, str]) -> list[_Row]:
 
 
 def _edges(split: Split, places: dict[object, _Place]) -> Iterator[tuple[object, object, bool]]:
-    """Yield the ends of what is read in a split, and whether it is copied between devices on the way."""
+    """Yield the ends of each edge of a split, and whether it is a copy between devices."""
     for item in split.inputs:
         computed = _computed(item.tensor)
         if computed in places:
@@ -190,7 +190,7 @@ def _edges(split: Split, places: dict[object, _Place]) -> Iterator[tuple[object,
 
 
 def _computed(tensor: Tensor) -> Tensor:
-    """Return what computes a tensor's data: the tensor, or what it is a view of."""
+    """Return the tensor that computes a tensor's data: itself, or its view source."""
     while tensor.op in NO_OPS and tensor.src and tensor.src[0] is not None:
         tensor = tensor.src[0]
     return tensor
@@ -203,7 +203,7 @@ def _edge(a: _Place, b: _Place, colour: str, is_copy: bool) -> str:
         path = f"M{start:.0f} {a.y:.0f}C{middle:.0f} {a.y:.0f} {middle:.0f} {b.y:.0f} {end:.0f} {b.y:.0f}"
         dot = f'<circle cx="{end:.0f}" cy="{b.y:.0f}" r="3" fill="{colour}"/>'
         return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>{dot}'
-    # In a lane: beside the boxes, further out the longer the way, on the left from box to box.
+    # Within a lane: beside the boxes, further out for longer edges; on the left between boxes.
     reach = min(6 + abs(b.y - a.y) / 8, ARC)
     x, out = (a.right, reach) if a.box == b.box else (a.left, -reach)
     if a.box == b.box and b.y - a.y <= ROW:

@@ -1,9 +1,8 @@
-"""HTML for notebooks: small tables and pictures that are readable in light and in dark themes.
+"""HTML for notebooks: tables and drawings that are readable in light and dark themes.
 
-Colours are those of the page, more or less transparent; nothing is loaded, and nothing runs. JupyterLab shows
-outputs that the user has not run (those of each fresh clone) through a sanitizer. All that is written here
-passes it unchanged: no inline SVG, fractions with their leading zero (`0.3`), and only tags, attributes and
-styles of its list.
+Colours are the page's, with transparency; there are no scripts and no external resources. JupyterLab passes
+outputs that the user has not run (as in a fresh clone) through a sanitizer. This HTML passes it unchanged: no
+inline SVG, fractions with leading zero (`0.3`), and only allowed tags, attributes and styles.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ _CELL = f"text-align:left;padding:.15em .8em .15em 0;vertical-align:top;{_LINE}"
 _PALE = "opacity:0.65"
 _SHELL = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.9em;line-height:1.45"
 LINES: Final = ("#2f6db5", "#c0731a", "#3f8f35", "#98408a", "#20837f", "#b53a3a")
-"""Colours of devices in pictures, readable on light and on dark pages; they repeat."""
+"""Colours of devices in drawings, readable on light and dark pages; repeated for more devices."""
 
 MAX_ROWS = 30
-"""Rows of a table before the rest is counted."""
+"""Most rows of a table; further rows are only counted."""
 
 
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
-"""Characters that no XML may hold, or no file."""
+"""Characters not allowed in XML or not encodable."""
 
 
 def escape(text: str) -> str:
-    """Return any text as it stands in HTML and SVG."""
+    """Escape a text for HTML and SVG."""
     return html.escape(_NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 class Raw(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
 
 def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
-    """Return a title line, facts by name, and what follows as HTML."""
+    """Return a title line, a table of facts, and further HTML."""
     rows = "".join(
         f'<tr><td style="{_CELL};{_PALE}">{escape(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
         for name, value in facts.items()
@@ -53,7 +52,7 @@ def card(title: str, facts: Mapping[str, object], *bodies: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int = MAX_ROWS) -> str:
-    """Return a table with a head; beyond `n_rows` rows are only counted."""
+    """Return a table with a head; rows beyond `n_rows` are only counted."""
     lines = list(rows)
     head = "".join(f'<th style="{_CELL};{_PALE};font-weight:normal">{escape(c)}</th>' for c in columns)
     body = "".join(
@@ -66,7 +65,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int 
 
 
 def bar(part: float, label: str) -> Raw:
-    """Return a bar that is filled from 0 to 1, with a label beside it."""
+    """Return a bar filled to `part` (0 to 1), with a label beside it."""
     percent = round(100 * min(max(part, 0.0), 1.0))
     box = "display:inline-block;vertical-align:middle;height:.7em;border-radius:.2em"
     return Raw(
@@ -78,23 +77,23 @@ def bar(part: float, label: str) -> Raw:
 
 
 def pre(text: str) -> str:
-    """Return text as it stands, in lines."""
+    """Return preformatted text."""
     return f'<pre style="margin:.4em 0 0;background:none">{escape(text)}</pre>'
 
 
 @dataclass(slots=True)
 class Picture:
-    """An SVG drawing, and texts that show where the pointer rests on it.
+    """An SVG drawing with texts shown under the pointer.
 
-    A notebook shows it as an image under transparent elements with titles: sanitizers keep neither inline SVG
-    nor the name of an image map, and an SVG in an image shows no `<title>`. An image does not know the page's
-    colours: draw in tones that are readable on light and on dark pages.
+    A notebook shows it as an image under transparent elements with titles, because sanitizers remove
+    inline SVG and image maps, and an SVG in an image shows no `<title>`. An image does not inherit the
+    page's colours: use tones that are readable on light and dark pages.
 
     Attributes:
-        width: Of the whole [pixels].
-        height: Of the whole [pixels].
-        parts: SVG elements, in the order in which they are drawn.
-        tips: Left, top, width and height [pixels] of an area, and its text; the first that fits is shown.
+        width: Width [pixels].
+        height: Height [pixels].
+        parts: SVG elements, in drawing order.
+        tips: Left, top, width and height [pixels] of an area, and its text; the first that matches is shown.
     """
 
     width: float
@@ -103,7 +102,7 @@ class Picture:
     tips: list[tuple[float, float, float, float, str]] = field(default_factory=list)
 
     def svg(self) -> str:
-        """Return the picture as a file, where each text is the title of a transparent area."""
+        """Return the drawing as an SVG file, where each text is the title of a transparent area."""
         areas = [
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="none" '
             f'pointer-events="all"><title>{escape(text)}</title></rect>'
@@ -112,14 +111,14 @@ class Picture:
         return self._svg(areas)
 
     def html(self, description: str) -> str:
-        """Return the picture for a notebook; the description stands where no image can be shown."""
+        """Return the drawing for a notebook; the description is the image's alternative text."""
         image = b64encode(self._svg([]).encode()).decode()
         areas = "".join(
             f'<span title="{escape(text)}" style="position:absolute;left:{x:.1f}px;top:{y:.1f}px;'
             f'width:{max(w, 2):.1f}px;height:{h:.1f}px"></span>'
             for x, y, w, h, text in reversed(self.tips)
         )
-        # Not scaled to the page's width: the areas would not follow.
+        # Not scaled to the page's width, because the areas would not scale with it.
         return (
             '<div style="overflow-x:auto"><div style="position:relative">'
             f'<img src="data:image/svg+xml;base64,{image}" alt="{escape(description)}" '

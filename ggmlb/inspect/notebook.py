@@ -1,7 +1,6 @@
-"""What notebooks show of ggmlb's objects, and what a `Scheduler` shows of itself.
+"""Notebook representations of ggmlb's objects, and the views of a `Scheduler`.
 
-The classes know nothing of their pictures: `register` gives each its `_repr_html_`, and the scheduler
-its views.
+`register` adds them to the classes, which do not depend on this module.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from ggmlb.runtime.scheduler import Scheduler
 __all__ = ["register", "start_sanitizer", "to_dot", "to_svg", "trace"]
 
 SHOWN_NBYTES: Final = 1 << 20
-"""Tensors up to this size are shown with their values [bytes]."""
+"""Largest size of a tensor shown with its values [bytes]."""
 
 
 def register() -> None:
-    """Give each class its `_repr_html_`, and the scheduler this module for its views."""
+    """Set `_repr_html_` of each class, and the scheduler's module for views."""
     for shown, picture in PICTURES.items():
         type.__setattr__(shown, "_repr_html_", picture)
     Scheduler.views = sys.modules[__name__]
@@ -43,7 +42,7 @@ def register() -> None:
 
 
 def _tensor(tensor: Tensor) -> str:
-    """Its facts, and its values where they are few and at hand."""
+    """Facts and, of a small host tensor, values."""
     facts: dict[str, object] = {
         "ne": f"{list(tensor.ne[: tensor.n_dims])}, innermost first",
         "NumPy shape": tensor.shape,
@@ -61,7 +60,7 @@ def _tensor(tensor: Tensor) -> str:
 
 
 def _context(ctx: Context) -> str:
-    """Its tensors."""
+    """Table of its tensors."""
     rows = [
         (
             t.op_desc(),
@@ -76,7 +75,7 @@ def _context(ctx: Context) -> str:
 
 
 def _graph(graph: Graph) -> str:
-    """Its nodes in order."""
+    """Table of its nodes."""
     rows = [
         (i, n.op_desc(), n.name, n.dtype.name.lower(), list(n.ne[: n.n_dims]), _names(n.src))
         for i, n in enumerate(graph.nodes)
@@ -115,7 +114,7 @@ def _device(device: Device) -> str:
 
 
 def _device_list(devices: DeviceList) -> str:
-    """A row for each device, and for each backend that cannot be used."""
+    """Table of devices and unavailable backends."""
     rows: list[tuple[str, ...]] = [
         (p.name, p.type.value, p.description, _memory_bar(p), _abilities(p))
         for p in (device.props for device in devices)
@@ -129,7 +128,7 @@ def _abilities(props: DeviceProps) -> str:
 
 
 def _memory_bar(props: DeviceProps) -> str:
-    """Return how much of a device's memory is in use; nothing if it is not known."""
+    """Bar of a device's memory in use; empty if unknown."""
     free, total = props.memory_free, props.memory_total
     return bar(1 - free / total, f"{readable_size(free)} free of {readable_size(total)}") if total else ""
 
@@ -148,12 +147,12 @@ def to_dot(scheduler: Scheduler, graph: Graph) -> str:
 
 
 def to_svg(scheduler: Scheduler, graph: Graph) -> str:
-    """Return an SVG picture of the split graph."""
+    """Return an SVG drawing of the split graph."""
     return _picture(scheduler, graph).svg()
 
 
 def trace(scheduler: Scheduler, path: str | Path | None) -> Trace:
-    """Return a trace of the scheduler's streams, which names a plan by its split."""
+    """Return a trace of the scheduler's streams, with plans named by their splits."""
 
     def name(plan: GraphPlan) -> str:
         numbers = (f"split {i}:" for i, s in enumerate(scheduler.splits) if any(p is plan for p in s.plans))
@@ -177,4 +176,4 @@ PICTURES: Final[dict[type, Callable[[Any], str]]] = {
     Scheduler: _scheduler,
     Tensor: _tensor,
 }
-"""What a notebook shows of each class: HTML that needs nothing from elsewhere."""
+"""The HTML representation of each class."""

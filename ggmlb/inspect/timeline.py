@@ -1,4 +1,4 @@
-"""The picture of a trace: a row for each thread, stream and kind of work; boxes where something ran."""
+"""Drawing of a trace: a row for each thread, stream and kind of work; a box for each event."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ if TYPE_CHECKING:
     Event = Mapping[str, Any]
 
 GREY: Final = "#7a7f87"
-"""Of texts and lines: readable on light and on dark pages."""
+"""Colour of texts and lines, readable on light and dark pages."""
 
 COLOURS: Final = ("#8a8f98", *LINES)
-"""Of each process, the host first."""
+"""Colour of each process, the host first."""
 
 WIDTH: Final = 760
 LABEL: Final = 190
 ROW: Final = 22
 AXIS: Final = 26
 LEAST: Final = 0.6
-"""Narrowest box: what is shorter than a pixel should still be seen."""
+"""Least width of a box [pixels], to keep short events visible."""
 
 MAX_BOXES: Final = 4000
 
 
 def timeline(events: Sequence[Event]) -> Picture:
-    """Return the picture of events in the Trace Event Format; times are in microseconds there.
+    """Return the drawing of events in the Trace Event Format (times in microseconds).
 
-    Hovering over a box shows what it was and how long it took.
+    Hovering over a box shows its name and duration.
     """
     boxes = [e for e in events if e["ph"] == "X"][:MAX_BOXES]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -69,7 +69,7 @@ def timeline(events: Sequence[Event]) -> Picture:
 
 
 def readable_time(us: float) -> str:
-    """Return microseconds as a person reads them: `"1.25 ms"`."""
+    """Format a time in microseconds with a unit: `"1.25 ms"`."""
     for size, unit in ((1e6, "s"), (1e3, "ms")):
         if us >= size:
             return f"{us / size:.3g} {unit}"

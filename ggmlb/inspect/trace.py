@@ -1,8 +1,8 @@
-"""Traces: when each device computed and copied, and what the host did meanwhile, for Perfetto or Chrome.
+"""Traces of computations, copies and host calls, for Perfetto or Chrome.
 
-A trace has a process for the host, with a row for each Python thread, and one for each device, with two rows
-for each stream: what it computed, and what it copied. Arrows lead from the call that queued work to the
-work. The times of devices come from the devices (`Backend.start_timing`).
+A trace has a process for the host, with a row for each Python thread, and one for each device, with two
+rows for each stream: computations and copies. Arrows lead from the call that queued work to the work.
+Device times are measured by the devices (`Backend.start_timing`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ COMPUTE, COPIES = 0, 1
 
 
 class Trace(Observer):
-    """Keeps when work runs; a context manager, which starts and stops it.
+    """Recorder of a trace; a context manager, which starts and stops it.
 
     Args:
         backends: The streams whose work is timed.
-        path: Where the trace is written at the end; `None` keeps it in `events` only.
-        name_plan: Names a plan that is computed; its number of nodes by default.
+        path: File to write at the end; `None` keeps the trace in `events` only.
+        name_plan: Returns the name of a computed plan; by default its number of nodes.
 
     Attributes:
-        events: What happened, in the Trace Event Format; complete after the `with` block.
-        untimed: Names of the devices that cannot tell when their work ran; they have no rows.
+        events: Events in the Trace Event Format; complete after the `with` block.
+        untimed: Names of the devices without timing, which have no rows.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Trace(Observer):
     # -- observing -----------------------------------------------------------------------------
 
     def begin(self, action: Action) -> None:
-        """Note when a call begins, and how much work its stream has been given before."""
+        """Record the start of a call, and the amount of work queued on its stream before."""
         commands = None if action.stream is None else action.stream.commands
         self._open[action] = (0 if commands is None else len(commands), perf_counter_ns())
 
     def end(self, action: Action) -> None:
-        """Note when the call ends, and what work it has queued."""
+        """Record the end of the call, and the work it queued."""
         stop = perf_counter_ns()
         before, start = self._open.pop(action, (0, 0))
         if not start:
@@ -86,7 +86,7 @@ class Trace(Observer):
             self._note_synchronous(action, stream, start, stop)
 
     def _note_synchronous(self, action: Action, stream: Queue, start: int, stop: int) -> None:
-        """The work of a stream that does all at once, in the call, needs no hook of the backend's."""
+        """Record the work of a synchronous stream by the times of the call, without a backend hook."""
         if action.plan is not None or (action.transfers and action.done):
             name = self._name(action)
             self._synchronous[stream].append(Command(name, action.plan is None, start, stop))
@@ -136,18 +136,18 @@ class Trace(Observer):
             self._path.write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trace as the JSON object that viewers open."""
+        """Return the trace as a JSON object for viewers."""
         return {"traceEvents": self.events, "displayTimeUnit": "ns"}
 
     def to_svg(self) -> str:
-        """Return a picture of the trace: rows of threads and streams, boxes where something ran."""
+        """Return a drawing of the trace: rows of threads and streams, with a box for each event."""
         return timeline(self.events).svg()
 
     def __repr__(self) -> str:
         return f"<Trace {sum(e['ph'] == 'X' for e in self.events)} events>"
 
     def _repr_html_(self) -> str:
-        """The picture, for a notebook."""
+        """The drawing, for a notebook."""
         return timeline(self.events).html(repr(self)) if self.events else escape(repr(self))
 
     # -- the format ----------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Trace(Observer):
         return {**event, "args": details} if details else event
 
     def _at(self, pid: int, tid: int, time: int) -> dict[str, Any]:
-        """A place in the picture; times are in microseconds there."""
+        """Return a position in the trace; times are in microseconds there."""
         return {"pid": pid, "tid": tid, "ts": (time - self._origin) / 1000}
 
 

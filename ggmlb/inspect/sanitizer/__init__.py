@@ -1,8 +1,8 @@
-"""The sanitizer: finds reads and writes that nothing orders.
+"""The sanitizer: finds unordered reads and writes (races).
 
-ranges.py     who last wrote and read each byte of a buffer
-watches.py    host memory that queued work reads, and that programs may change unseen
-sanitizer.py  which work comes before which, and the rules that an access must keep
+ranges.py     the last write and reads of each byte of a buffer
+watches.py    host memory that queued work reads, and that programs may change directly
+sanitizer.py  the order of work by vector clocks, and the rules of accesses
 """
 
 from ggmlb.inspect.sanitizer.sanitizer import Sanitizer, sanitize, start_sanitizer

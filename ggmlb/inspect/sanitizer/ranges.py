@@ -1,4 +1,4 @@
-"""Ranges: who last wrote and read each byte of a buffer."""
+"""Ranges: the last write and later reads of each byte of a buffer."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from ggmlb.core.tensor import Tensor
 
 Clock = dict[int, int]
-"""For each stream, the count of its actions up to which its work is known to be done."""
+"""For each stream, the number of its actions known to be done."""
 
 
 @dataclass(slots=True, eq=False)
 class Stamp:
-    """One access: by which stream, when in the stream's own count, and what to call it.
+    """One access: its stream, time and description.
 
     Attributes:
         stream: The stream's number; 0 is the host.
-        time: The stream's count of actions when it came.
+        time: The stream's count of actions at the access.
         by: The stream's name.
-        action: What it did: `cpy_tensor_async`, ...
-        tensor: What was accessed; weak, as it refers to the buffer that this is kept for.
+        action: The method: `cpy_tensor_async`, ...
+        tensor: The accessed tensor; a weak reference, because it refers to the buffer that owns this stamp.
         where: Line of the caller's program: `"train.py:12"`.
     """
 
@@ -36,25 +36,25 @@ class Stamp:
 
 @dataclass(slots=True)
 class Cell:
-    """Bytes with the same history: their last writer, and who has read them since."""
+    """A run of bytes with the same last write and the same reads since."""
 
     write: Stamp | None = None
     reads: dict[int, Stamp] = field(default_factory=dict)
 
 
 class Ranges:
-    """The history of a buffer's bytes, as cells that lie side by side."""
+    """The access history of a buffer's bytes, as adjacent cells."""
 
     def __init__(self) -> None:
         self._starts = [0]
         self._cells = [Cell()]
 
     def cells(self, start: int, stop: int) -> list[Cell]:
-        """Return the cells that hold any of the bytes, first to last."""
+        """Return the cells that contain any of the bytes, in order."""
         return self._cells[bisect_right(self._starts, start) - 1 : bisect_left(self._starts, stop)]
 
     def settled(self, start: int, stop: int, known: Clock) -> Iterator[tuple[int, int]]:
-        """Yield the runs of bytes, of those given, whose last write is known to be done."""
+        """Yield the runs of the given bytes whose last write is known to be done."""
         begin = None
         for i in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             write = self._cells[i].write
@@ -67,18 +67,18 @@ class Ranges:
             yield begin, stop
 
     def read(self, start: int, stop: int, stamp: Stamp) -> None:
-        """Note that the bytes were read."""
+        """Record a read of the bytes."""
         for cell in self._cells[self._cut(start) : self._cut(stop)]:
             cell.reads[stamp.stream] = stamp
 
     def write(self, start: int, stop: int, stamp: Stamp) -> None:
-        """Note that the bytes were written: what was read before no longer matters."""
+        """Record a write of the bytes, which replaces earlier reads."""
         first, last = self._cut(start), self._cut(stop)
         self._starts[first:last] = [start]
         self._cells[first:last] = [Cell(stamp)]
 
     def _cut(self, at: int) -> int:
-        """Return the index of the cell that begins at a byte, after dividing the one around it if needed."""
+        """Split the cell at a byte if needed; return the index of the cell that begins there."""
         i = bisect_left(self._starts, at)
         if i == len(self._starts) or self._starts[i] != at:
             before = self._cells[i - 1]

@@ -1,18 +1,18 @@
-"""Which work comes before which, by vector clocks, and the rules that each access must keep.
+"""Race detection by vector clocks, and the rules of memory accesses.
 
-Every stream counts its actions, and keeps a clock: for each stream, the count up to which its work is
-known to be done before what the stream does next. What the host does is a stream too, number 0. Clocks are
-joined where the interfaces promise an order:
+Every stream counts its actions and keeps a clock: for each stream, the number of actions known to be done
+before its next action. The host is stream number 0. Clocks are joined where the interfaces guarantee an
+order:
 
-    queue work on a stream           the stream's clock takes in the host's
-    Backend.synchronize              the host's takes in the stream's
-    event_record, event_wait         the event keeps the stream's clock; the waiting stream takes it in
-    Event.synchronize                the host's takes in the event's
-    cpy_tensor_async                 both streams' take in each other's, before and after
-    a device that is not `async_`    the host's takes in the stream's after each action
+    queue work on a stream           the stream's clock joins the host's
+    Backend.synchronize              the host's joins the stream's
+    event_record, event_wait         the event keeps the stream's clock; the waiting stream joins it
+    Event.synchronize                the host's joins the event's
+    cpy_tensor_async                 both streams' clocks are joined, before and after
+    a device that is not `async_`    the host's joins the stream's after each action
 
-An access is a race where the clock of its stream does not cover an earlier access to the same bytes, one of
-the two being a write.
+An access is a race if its stream's clock does not cover an earlier access to the same bytes and one of
+the two is a write.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class _Stream:
 
 @arguments.checked_methods
 class Sanitizer(Observer):
-    """Raises a `SanitizerError` on an access that nothing orders, before it is queued.
+    """Observer that raises a `SanitizerError` before an unordered access is queued.
 
-    It believes what the interfaces promise of a backend, and checks those who call it: a scheduler, an
-    allocator, a user. Threads count as one host; what two of them do is taken to be in the order seen.
+    It trusts backends to keep the interfaces' guarantees, and checks their callers: schedulers,
+    allocators, users. Threads count as one host, whose actions are ordered as observed.
 
     Args:
-        unwritten: Report reads of bytes that nobody wrote too, in buffers allocated since the start. A
-            program may do so rightly, where it ignores what it has read (a cache filled in part, say).
+        unwritten: Also report reads of unwritten bytes, in buffers allocated since the start. Such reads
+            can be valid, if the values are ignored (a partly filled cache).
     """
 
     def __init__(self, *, unwritten: bool = False) -> None:
@@ -75,20 +75,20 @@ class Sanitizer(Observer):
         self._fresh: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Watch all calls of all backends from now on."""
+        """Check all calls of all backends from now on."""
         observe.start(self)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop checking."""
         observe.stop(self)
 
     # -- the two halves of an action -----------------------------------------------------------
 
     def begin(self, action: Action) -> None:
-        """Check what an action reads, writes and waits for.
+        """Check the reads, writes and waits of an action.
 
         Raises:
-            SanitizerError: Something of it is not ordered, or uses what was freed.
+            SanitizerError: An access is unordered, or uses freed memory.
         """
         with self._lock:
             if action.name in ("event_wait", "event_synchronize"):
@@ -103,10 +103,10 @@ class Sanitizer(Observer):
                 self._check(access, stream, clock, action)
 
     def end(self, action: Action) -> None:
-        """Remember what an action did, and which work it ordered.
+        """Record the accesses of an action and the order it established.
 
         Raises:
-            SanitizerError: Host memory that queued work reads was changed before that was waited for.
+            SanitizerError: Host memory that queued work reads was changed before the work was done.
         """
         if action.failed or not action.done:
             return
@@ -144,7 +144,7 @@ class Sanitizer(Observer):
         return stream
 
     def _clock_of(self, action: Action, stream: _Stream) -> Clock:
-        """Return what is known to be done before the action."""
+        """Return the clock of work known to be done before the action."""
         clock = dict(stream.clock)
         _join(clock, self._host.clock)
         if action.source is not None:
@@ -178,8 +178,8 @@ class Sanitizer(Observer):
         buffer, start, stop, is_write, _ = access
         if buffer.is_freed:
             raise SanitizerError(
-                f"{_told(action, stream, access)}, which was freed; keep the buffer until the work "
-                "that uses it was waited for",
+                f"{_told(action, stream, access)}, which was freed; keep the buffer until the work that "
+                "uses it is done",
                 kind="freed",
             )
         ranges = self._memory.get(buffer)
@@ -228,7 +228,7 @@ class Sanitizer(Observer):
             )
 
     def _check_watches(self) -> None:
-        """See that the host memory that work read which is now done is as it was when that was queued."""
+        """Check that the host memory read by finished work is unchanged since it was queued."""
         for watch in self._watches.done(self._host.clock):
             if watch.is_changed:
                 self._fail_changed(watch)
@@ -246,10 +246,10 @@ class Sanitizer(Observer):
 @arguments.checked
 @contextmanager
 def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
-    """Check all that is computed and moved within the `with` block; see `Sanitizer`.
+    """Context manager that checks all computations and transfers; see `Sanitizer`.
 
     Raises:
-        SanitizerError: From the call that would race, which is then not made.
+        SanitizerError: From the call that would race, which is not executed.
     """
     sanitizer = Sanitizer(unwritten=unwritten)
     sanitizer.start()
@@ -260,7 +260,7 @@ def sanitize(*, unwritten: bool = False) -> Iterator[Sanitizer]:
 
 
 def start_sanitizer(owner: object) -> Callable[[], object]:
-    """Start a sanitizer; it stops when the function returned is called, or with the owner's end."""
+    """Start a sanitizer; return a function that stops it. It also stops when `owner` is garbage-collected."""
     sanitizer = Sanitizer()
     sanitizer.start()
     return weakref.finalize(owner, sanitizer.stop)
@@ -285,7 +285,7 @@ def _told(action: Action, stream: _Stream, access: Access) -> str:
 
 
 def _caller() -> str:
-    """Return the line of the program that called into ggmlb."""
+    """Return the file and line of the program that called into ggmlb."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -293,7 +293,7 @@ def _caller() -> str:
 
 
 def _as_read(file: str) -> str:
-    """Return a file's name as its reader knows it: a notebook's cell by its number, `"In[7]"`."""
+    """Return a file's name for messages; of a notebook's cell, `"In[7]"`."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)

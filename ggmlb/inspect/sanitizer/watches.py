@@ -1,8 +1,8 @@
-"""Watches: host memory that queued work reads, and that must stay as it is until the work was waited for.
+"""Watches: checksums of host memory that must not change while queued work reads it.
 
-Through views (`as_array`, `numpy.asarray`, DLPack) and arrays that buffers lie over, programs write to host
-memory without a call that could be seen. What they wrote is seen: a checksum is kept from the time when the
-work was queued, and compared when the host knows that it is done.
+Programs can write to host memory directly, through views (`as_array`, `numpy.asarray`, DLPack) and arrays
+under buffers. A checksum of the memory is taken when work is queued, and compared when it is known to be
+done.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from ggmlb.inspect.sanitizer.ranges import Clock, Ranges, Stamp
 
 Span = tuple[int, int]
-"""Bytes of a buffer: from, up to."""
+"""A byte range of a buffer: start, stop."""
 
 _Key = tuple[int, Span, "Ne | None"]
-"""The stream that reads, the bytes, and the strides of what has gaps."""
+"""The reading stream, the bytes, and the strides of memory with gaps."""
 
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """Memory that must not change.
+    """Memory that must not change, with its checksum.
 
     Attributes:
-        stamp: The last access that needs it; its tensor is what is read.
-        memory: What is watched.
-        checksum: Of the memory when the first access was queued.
-        is_data: Whether it is an array that was given to a transfer, not the memory of a buffer.
+        stamp: The last access that needs it, with the tensor read.
+        memory: The watched bytes.
+        checksum: Checksum of the memory when the first access was queued.
+        is_data: Whether it is an array given to a transfer, not the memory of a buffer.
     """
 
     stamp: Stamp
@@ -48,12 +48,12 @@ class Watch:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the memory is not as it was."""
+        """Whether the memory has changed."""
         return checksum(self.memory) != self.checksum
 
 
 class Watches:
-    """All watches, by what they are on."""
+    """All watches, by their memory."""
 
     def __init__(self) -> None:
         self._data: list[Watch] = []
@@ -64,10 +64,10 @@ class Watches:
         self._data.append(Watch(stamp, memory, checksum(memory), is_data=True))
 
     def read(self, access: Access, stamp: Stamp, ranges: Ranges, known: Clock) -> Watch | None:
-        """Watch what queued work reads, as far as it is written already.
+        """Watch the memory that queued work reads, as far as it is already written.
 
         Returns:
-            A watch of the same stream on the same bytes whose memory has changed; it is watched no more.
+            A watch of the same stream on the same bytes whose memory has changed; it is removed.
         """
         buffer, start, stop, _, tensor = access
         host = buffer.host_memory
@@ -91,14 +91,14 @@ class Watches:
         return None
 
     def wrote(self, access: Access) -> None:
-        """Watch no more what is written by a call that was seen."""
+        """Remove the watches of memory written by an observed call."""
         mine = self._buffers.get(access.buffer)
         if mine:
             for key in [k for k in mine if k[1][0] < access.stop and access.start < k[1][1]]:
                 del mine[key]
 
     def done(self, known: Clock) -> Iterator[Watch]:
-        """Yield the watches of work that is known to be done, once."""
+        """Remove and yield the watches of work known to be done."""
         ended = [w for w in self._data if _is_done(w, known)]
         if ended:
             self._data = [w for w in self._data if not _is_done(w, known)]
@@ -118,7 +118,7 @@ def _is_done(watch: Watch, known: Clock) -> bool:
 
 
 def _elements(host: npt.NDArray[Any], access: Access) -> npt.NDArray[Any]:
-    """View the elements of a strided tensor, without what lies between them."""
+    """View the elements of a strided tensor, without gaps."""
     tensor = access.tensor
     assert tensor is not None
     block = tensor.dtype.block_size

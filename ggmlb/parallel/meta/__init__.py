@@ -1,10 +1,10 @@
-"""Tensor parallelism: a device made of several, which compute every node together.
+"""Tensor parallelism: a meta device, made of several devices that compute each node together.
 
-    state     how results are sharded, and checks of what a user asks for
-    layout    which part of a view each device holds
-    buffer, device, backend, plan, reduce    the interfaces, over those of the simple devices
+    state     how results are sharded, and checks of users' split states
+    layout    slices of views
+    buffer, device, backend, plan, reduce    the interfaces, implemented on those of the simple devices
 
-Where no rule speaks, operands are gathered and each device computes the whole: any graph runs.
+Without a shard rule, operands are gathered and each device computes the whole node, so that any graph runs.
 
 Source: ggml-backend-meta.cpp.
 """

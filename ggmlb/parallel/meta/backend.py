@@ -21,7 +21,7 @@ class MetaBackend(Backend):
 
     Attributes:
         backends: The devices' streams (ggml_backend_meta_n_backends, ggml_backend_meta_simple_backend).
-        communicator: Sums over the devices.
+        communicator: Computes sums over the devices.
     """
 
     guid = "ggmlb-meta"

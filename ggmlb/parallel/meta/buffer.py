@@ -1,4 +1,4 @@
-"""Memory of a meta device: a buffer on each of its devices, and tensors that are sharded over them."""
+"""Memory of a meta device: a buffer on each of its devices, holding sharded tensors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class MetaBufferType(BufferType):
-    """The memory of all devices of a meta device together.
+    """Memory of a meta device: one buffer type per device.
 
     Attributes:
-        parts: The memory of each device.
+        parts: The buffer type of each device.
     """
 
     device: MetaDevice
@@ -43,11 +43,11 @@ class MetaBufferType(BufferType):
 
     @property
     def max_size(self) -> int:
-        """The least of the devices'."""
+        """Smallest of the devices' limits [bytes]."""
         return min(p.max_size for p in self.parts)
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """The most that any device takes for the whole tensor."""
+        """Largest size of the whole tensor on any device [bytes]."""
         return max(p.alloc_size(tensor) for p in self.parts)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
@@ -57,10 +57,10 @@ class MetaBufferType(BufferType):
         return MetaBuffer(self, buffers, nbytes)
 
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer:
-        """Place weights: each device gets memory for its slices alone.
+        """Place weights; each device allocates memory for its slices only.
 
-        `get_split_state` of the meta device says how each is sharded. How results of ops are follows from
-        their operands; each device gets memory for all of those.
+        `get_split_state` of the meta device shards each weight. Results of ops are sharded by their
+        operands, and each device allocates memory for whole results.
 
         Raises:
             AllocationError: A device lacks room; nothing is placed.
@@ -98,11 +98,11 @@ class MetaBufferType(BufferType):
 class MetaBuffer(PartedBuffer):
     """A buffer on each device.
 
-    A tensor that an allocator places here has its slices at its own offset in each of the buffers; one
-    that `place_tensors` placed has them wherever they fitted.
+    A tensor placed by an allocator has its slices at its own offset in each buffer. For a tensor placed by
+    `place_tensors`, the offsets of the slices are independent.
 
     Attributes:
-        static: Where the devices' slices of the tensors lie that `place_tensors` placed.
+        static: Slices of the tensors that `place_tensors` placed.
     """
 
     buft: MetaBufferType
@@ -112,11 +112,11 @@ class MetaBuffer(PartedBuffer):
         super().__init__(buft, parts, size)
 
     def state(self, root: Tensor) -> SplitState:
-        """How a tensor that lies here, and is no view, is sharded."""
+        """Return the split state of a tensor in this buffer that is not a view."""
         return self.buft.device.state(root)
 
     def slices(self, root: Tensor) -> tuple[Tensor, ...]:
-        """The devices' slices of a tensor that lies here and is no view."""
+        """Return the slices of a tensor in this buffer that is not a view."""
         places = self.static.get(root)
         if places is not None and root.op is Op.NONE:
             return places
@@ -133,8 +133,8 @@ class MetaBuffer(PartedBuffer):
     def _init_tensor(self, tensor: Tensor) -> None:
         if self.static and tensor.view_src is None:
             raise ArgumentError(
-                f"{tensor.describe()} cannot be placed among the slices in this {self.name} buffer: "
-                "they fill it, on each device as many as it has; allocate another buffer"
+                f"{tensor.describe()} cannot be placed in this {self.name} buffer, which is full of slices "
+                "of weights; allocate another buffer"
             )
 
     def _reset(self) -> None:
@@ -170,7 +170,7 @@ class MetaBuffer(PartedBuffer):
         self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
 
     def _gathered(self, root: Tensor) -> Bytes:
-        """All bytes of a tensor that is cut."""
+        """Return all bytes of a cut tensor."""
         whole = np.empty(root.nbytes, np.uint8)
         for own, parts in zip(self.slices(root), _shards(root, self.state(root), whole), strict=True):
             if not own.nbytes:
@@ -187,14 +187,14 @@ def _named(own: Tensor, whole: Tensor) -> Tensor:
 
 
 def _in_root(tensor: Tensor, offset: int) -> tuple[Tensor, int]:
-    """The tensor that owns the memory, and where in it a byte of a view lies."""
+    """Return the tensor that owns the memory, and the offset in it of a byte of a view."""
     if tensor.view_src is None:
         return tensor, offset
     return tensor.view_src, tensor.view_offs + offset
 
 
 def _shards(root: Tensor, state: SplitState, whole: Bytes) -> Iterator[list[Bytes]]:
-    """View the bytes of a whole tensor as each device's parts: of shape (blocks, units, bytes of a unit)."""
+    """View the bytes of a whole tensor as the devices' parts, of shape (blocks, units, bytes of a unit)."""
     unit = contiguous_nb(root.dtype, root.ne)[state.axis]
     per_unit = root.dtype.block_size if state.axis == 0 else 1
     blocks = whole.reshape(-1, root.ne[state.axis] // per_unit, unit)

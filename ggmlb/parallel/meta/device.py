@@ -1,4 +1,4 @@
-"""The meta device: several devices that compute each node together."""
+"""The meta device: several devices that compute each node together (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class MetaDevice(Device):
-    """Devices that share the work of every node: tensor parallelism.
+    """Devices that compute each node together (tensor parallelism).
 
-    Weights are sharded as `get_split_state` says; the rules in the ops' records (`ggmlb.core.ops.SPECS`)
-    derives how results are.
+    `get_split_state` shards the weights; the shard rules in the ops' records (`ggmlb.core.ops.SPECS`)
+    derive how results are sharded.
 
     Attributes:
         devices: The simple devices.
-        get_split_state: Says how a weight is sharded.
-        given: The states of weights that are placed.
+        get_split_state: Returns the split state of a weight.
+        given: The states of placed weights.
     """
 
     type = DeviceType.META
@@ -59,7 +59,7 @@ class MetaDevice(Device):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Of all devices together [bytes]."""
+        """Sums over all devices [bytes]."""
         free, total = zip(*(d.memory for d in self.devices), strict=True)
         return sum(free), sum(total)
 
@@ -70,12 +70,12 @@ class MetaDevice(Device):
 
     @property
     def reg(self) -> BackendReg:
-        """A registration of its own, which the registry need not know."""
+        """Its own registration, which need not be in the registry."""
         return self._reg
 
     @property
     def buffer_type(self) -> MetaBufferType:
-        """Memory on all devices; the same object as long as anybody has it."""
+        """Memory on all devices; one object while it is in use."""
         made = self._buffer_type()
         if made is None:  # it holds the device, so that the device must not hold it
             made = MetaBufferType(self, [d.buffer_type for d in self.devices])
@@ -87,7 +87,7 @@ class MetaDevice(Device):
         return MetaBackend(self, params)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return the first device's reason to decline the whole node; slices are looked at by the plan."""
+        """Return the first device's reason to decline the whole node; the plan checks slices."""
         return next((why for d in self.devices if (why := d.declines(op)) is not None), None)
 
     def supports_buft(self, buft: BufferType) -> bool:
@@ -97,9 +97,9 @@ class MetaDevice(Device):
     # -- how tensors are sharded -------------------------------------------------------------------
 
     def state(self, tensor: Tensor) -> SplitState:
-        """Return how a tensor is sharded; never PARTIAL, because sums are made before anyone reads them.
+        """Return the split state of a tensor; never PARTIAL, because sums are computed before they are read.
 
-        A view that cuts through the parts of a tensor is MIRRORED: what it is a view of is gathered for it.
+        A view that cuts through the parts of a tensor is MIRRORED: its source is gathered for it.
         """
         if self._known_at != placement_clock.now:  # where operands lie decides
             self._states.clear()
@@ -140,7 +140,7 @@ class MetaDevice(Device):
         return MIRRORED if result == PARTIAL else result
 
     def outcome(self, node: Tensor) -> Outcome:
-        """Return the states that a node's operands are needed in, and that of its result."""
+        """Return the required states of a node's operands, and the state of its result."""
         states = [MIRRORED if s is None else self.state(s) for s in node.src]
         found = outcome(node, states)
         if found.result.is_cut and node.view_src is None and not node.is_contiguous():
@@ -152,7 +152,7 @@ class MetaDevice(Device):
 
 
 def _is_slice_away(operand: Tensor, wanted: SplitState) -> bool:
-    """Whether each device's part of an operand that it has whole is a view of it."""
+    """Whether each device's part of a mirrored operand is a view of it."""
     if not wanted.is_cut:
         return True
     block = operand.dtype.block_size if int(wanted.axis) == 0 else 1
@@ -176,16 +176,16 @@ class MetaReg(BackendReg):
 
 @checked
 def meta_device(devices: Sequence[Device], get_split_state: GetSplitState) -> MetaDevice:
-    """Return a device that wraps others, which compute each node together (tensor parallelism).
+    """Create a device of several devices that compute each node together (tensor parallelism).
 
     Open a stream on it with `init_backend`, place weights with `alloc_ctx_tensors`, and give it to a
-    `Scheduler` before a CPU backend, as any device.
+    `Scheduler` before a CPU backend, like any device.
 
     Args:
         devices: Simple devices, at most 16.
-        get_split_state: Called with each weight when it is placed; says how it is sharded.
-            `SplitState(SplitAxis.AXIS_1, (split_evenly(rows, 2),))`, for instance, gives each of two devices
-            half of a matrix's rows (ne[1]).
+        get_split_state: Called with each weight when it is placed; returns its split state.
+            `SplitState(SplitAxis.AXIS_1, (split_evenly(rows, 2),))`, for instance, gives each of two
+            devices half of a matrix's rows (ne[1]).
 
     Raises:
         ArgumentError: No devices, more than 16, or one that is a meta device.
@@ -196,5 +196,5 @@ def meta_device(devices: Sequence[Device], get_split_state: GetSplitState) -> Me
         raise ArgumentError(f"meta_device: {len(devices)} devices; give 1 to {MAX_DEVICES}")
     for device in devices:
         if isinstance(device, MetaDevice):
-            raise ArgumentError(f"meta_device: {device.name} is a meta device itself; give its devices")
+            raise ArgumentError(f"meta_device: {device.name} is a meta device; give its devices")
     return MetaDevice(devices, get_split_state)

@@ -1,9 +1,9 @@
-"""Layout: which part of a view each device holds, when the tensor that it is a view of is cut.
+"""Layout: the devices' slices of a view of a cut tensor.
 
-Memory of a contiguous tensor that is cut along axis `a` repeats in *blocks*, one for each index of the
-dimensions above `a`; a block is `ne[a]` *units*, a unit being all elements below `a`. A device holds some of
-each block's units, side by side. A view walks units with some of its dimensions, blocks with others, and
-stays inside a unit with the rest; on a device, only the first two kinds change.
+A contiguous tensor cut along axis `a` is a sequence of *blocks*, one for each index of the dimensions
+above `a`. A block is `ne[a]` *units* of all elements below `a`. A device holds consecutive units of each
+block. Each dimension of a view steps by units, by blocks, or within a unit; on a device, only the first
+two kinds differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Slice(NamedTuple):
 
 
 class SlicedView(NamedTuple):
-    """How a view is sharded, and each device's part of it."""
+    """The split state of a view, and each device's part of it."""
 
     state: SplitState
     slices: tuple[Slice, ...]
@@ -40,12 +40,12 @@ def slice_of(dtype: DType, ne: Ne, state: SplitState, device: int) -> Slice:
 def slices_of_view(
     dtype: DType, root_ne: Ne, root: SplitState, ne: Ne, nb: Ne, offset: int
 ) -> SlicedView | None:
-    """Return how a view of a contiguous tensor that is cut is sharded; `None` if it cuts through parts.
+    """Return the slices of a view of a cut contiguous tensor; `None` if the view cuts through parts.
 
     Args:
-        dtype: Of both.
+        dtype: Type of both.
         root_ne: Extents of the tensor.
-        root: How the tensor is cut.
+        root: Split state of the tensor.
         ne: Extents of the view.
         nb: Byte strides of the view.
         offset: Where the view begins in the tensor [bytes].
@@ -89,12 +89,12 @@ def slices_of_view(
 
 
 def _count(dtype: DType, i: int, ne: Ne) -> int:
-    """How many steps of its stride a dimension has: blocks, in dimension 0."""
+    """Return the number of strides of a dimension; in dimension 0, the number of type blocks."""
     return ne[0] // dtype.block_size if i == 0 else ne[i]
 
 
 def _reach(dtype: DType, walks: list[int], ne: Ne, nb: Ne, unit: int, block: int) -> int | None:
-    """The bytes that the walking dimensions cover together; `None` if they leave gaps or do not fit."""
+    """Return the bytes covered by the dimensions that step by units or blocks; `None` if they leave gaps."""
     reach = 0
     for i in walks:
         stride, count = nb[i], _count(dtype, i, ne)
@@ -108,7 +108,7 @@ def _reach(dtype: DType, walks: list[int], ne: Ne, nb: Ne, unit: int, block: int
 
 
 def _before(cuts: list[tuple[int, ...]], start: int) -> int:
-    """How many segments end at or before a unit of the block."""
+    """Return the number of segments that end at or before a unit of the block."""
     n = 0
     for segment in cuts:
         if start <= 0:
@@ -119,7 +119,7 @@ def _before(cuts: list[tuple[int, ...]], start: int) -> int:
 
 
 def _segments(cuts: list[tuple[int, ...]], start: int, n: int) -> list[tuple[int, ...]] | None:
-    """The segments that make up `n` units from `start` on, if whole ones do."""
+    """Return the whole segments that make up `n` units from `start` on, if any."""
     at, chosen = 0, []
     for segment in cuts:
         if start <= at < start + n:
@@ -133,7 +133,7 @@ def _segments(cuts: list[tuple[int, ...]], start: int, n: int) -> list[tuple[int
 def _state(
     dtype: DType, axis: int, segments: list[tuple[int, ...]], unit: int, stride: int
 ) -> SplitState | None:
-    """Count the segments in steps of the view's dimension instead of units."""
+    """Convert segments from units to strides of the view's dimension."""
     scaled = []
     for segment in segments:
         if any(n * unit % stride for n in segment):

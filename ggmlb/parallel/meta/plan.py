@@ -1,4 +1,4 @@
-"""The plan of a meta device: stages in which devices compute their slices, and exchanges in between."""
+"""The plan of a meta device: stages in which devices compute their slices, and exchanges between stages."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from ggmlb.parallel.meta.reduce import AllReduce
 
 Slices = tuple[Tensor, ...]
-"""A tensor of each device."""
+"""One tensor per device."""
 
 
 class Stage(NamedTuple):
-    """What each device computes by itself, and what they do together after that."""
+    """Plans that the devices compute independently, and the exchange after them."""
 
     plans: tuple[GraphPlan | None, ...]
     then: Callable[[], None] | None
 
 
 class MetaPlan(GraphPlan):
-    """A graph sharded over the devices.
+    """The plan of a graph sharded over the devices.
 
     Attributes:
         stages: In order.
-        n_reductions: Sums over the devices.
-        n_gathers: Tensors that were put together on each device, because an op needs them whole.
+        n_reductions: Number of sums over the devices.
+        n_gathers: Number of tensors gathered on each device, because an op needs them whole.
     """
 
     if TYPE_CHECKING:
@@ -54,28 +54,28 @@ class MetaPlan(GraphPlan):
         self._reductions: list[AllReduce] = []
         self._gathers: list[Gather] = []
         try:
-            _Dealer(backend, self, graph).run()
+            _Sharder(backend, self, graph).run()
         except BaseException:
             self.release()
             raise
 
     @property
     def n_reductions(self) -> int:
-        """Sums over the devices."""
+        """Number of sums over the devices."""
         return len(self._reductions)
 
     @property
     def n_gathers(self) -> int:
-        """Tensors put together on each device."""
+        """Number of tensors gathered on each device."""
         return len(self._gathers)
 
     def reduction(self, parts: Slices, has_part: Sequence[bool]) -> AllReduce:
-        """Make a sum that belongs to the plan."""
+        """Create a sum that belongs to the plan."""
         self._reductions.append(self.backend.communicator.sum_of(parts, has_part))
         return self._reductions[-1]
 
     def gather(self, root: Tensor) -> Gather:
-        """Make room for a whole tensor on each device."""
+        """Create a gather of a tensor, with memory for all of it on each device."""
         self._gathers.append(Gather(self.backend.backends, root))
         return self._gathers[-1]
 
@@ -93,7 +93,7 @@ class MetaPlan(GraphPlan):
 
 
 class Gather:
-    """Puts a tensor that is cut together, on each device, by way of the host."""
+    """Gathers a cut tensor on each device, through host memory."""
 
     def __init__(self, backends: Sequence[Backend], root: Tensor) -> None:
         self._backends = backends
@@ -112,7 +112,7 @@ class Gather:
         self.wholes: Slices = tuple(wholes)
 
     def __call__(self) -> None:
-        """Wait for the parts, and put them together."""
+        """Wait for the parts, and gather them."""
         _wait(self._backends)
         data = self._root.get()
         for tensor in self.wholes:
@@ -125,8 +125,8 @@ class Gather:
                 buffer.free()
 
 
-class _Dealer:
-    """Walks a graph's nodes in order and deals each out."""
+class _Sharder:
+    """Builder of a meta plan: shards a graph's nodes in order."""
 
     def __init__(self, backend: MetaBackend, plan: MetaPlan, graph: Graph) -> None:
         self._backend = backend
@@ -146,7 +146,7 @@ class _Dealer:
                 self._compute(node)
         self._close(None)
         self._flag_what_others_read()
-        # A device's stages are parts of one graph: what fuses must know who else reads a result.
+        # A device's stages are views of one graph: fusion must know all readers of a result.
         graphs = [Graph(nodes) for nodes in self._shards]
         for graph in graphs:
             graph.owner_checks = True  # slices change with their tensors, which this plan checks
@@ -164,7 +164,7 @@ class _Dealer:
         self._ends.append(([len(nodes) for nodes in self._shards], then))
 
     def _flag_what_others_read(self) -> None:
-        """Mark slices as outputs whose nodes are read by nodes that are not sharded here."""
+        """Mark slices as outputs if nodes outside of this graph read them."""
         here = Counter(s for node in self._graph.nodes for s in node.src if s is not None)
         for node, n in self._graph.use_counts().items():
             if n > here[node]:
@@ -186,7 +186,7 @@ class _Dealer:
             _computing(node, place, [None if o is None else o[j] for o in operands])
             for j, place in enumerate(places)
         )
-        # A device without a part of a sum has nothing to add; another result of nothing is a result.
+        # A device without a part of a sum adds nothing; any other empty result is a result.
         has_part = [
             result != PARTIAL or all(o is None or not o[j].is_empty for o in operands) for j in range(self._n)
         ]
@@ -206,25 +206,25 @@ class _Dealer:
             self._close(self._plan.reduction(slices, has_part))
 
     def _wrote(self, root: Tensor, by_wholes: bool) -> None:
-        """Note that memory was written: what was gathered of it is old, or else is what was written."""
+        """Record a write: earlier gathers of the memory are outdated, unless the whole was written."""
         gathered = self._gathered.pop(root, None)
         if by_wholes and gathered is not None:
-            self._close(partial(_deal_out, self._backends, root, gathered))
+            self._close(partial(_write_slices, self._backends, root, gathered))
 
     def _fits(self, node: Tensor, root: Tensor, result: SplitState) -> bool:
-        """Whether the result of a node that writes into another tensor is sharded as that is."""
+        """Whether a node that writes into another tensor has a result sharded like that tensor."""
         state = self._device.state(node)
         return result == state and (state.is_cut or not self._device.state(root).is_cut)
 
     def _places(self, node: Tensor) -> Slices:
-        """Where the slices of a node lie."""
+        """Return the places of a node's slices."""
         if node.view_src is not None:
             return self._slices(node)
         assert isinstance(node.buffer, MetaBuffer)
         return node.buffer.slices(node)
 
     def _operand(self, src: Tensor, want: SplitState) -> Slices:
-        """The slices of an operand in the state that is wanted."""
+        """Return the slices of an operand in the required state."""
         state = self._device.state(src)
         if state == want:
             return self._slices(src)
@@ -243,7 +243,7 @@ class _Dealer:
         )
 
     def _slices(self, tensor: Tensor) -> Slices:
-        """What each device has of a tensor, in the state that it is in."""
+        """Return each device's part of a tensor, in its current state."""
         known = self._known.get(tensor)
         if known is not None:
             return known
@@ -263,7 +263,7 @@ class _Dealer:
         return slices
 
     def _wholes(self, tensor: Tensor) -> Slices:
-        """All of a tensor on each device: what owns its memory is gathered."""
+        """Return the whole tensor on each device; the tensor that owns its memory is gathered."""
         root = tensor.view_src or tensor
         wholes = self._gathered.get(root)
         if wholes is None:
@@ -276,7 +276,7 @@ class _Dealer:
 
 
 def _computing(node: Tensor, place: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
-    """A device's node, that writes its slice at a place."""
+    """Return a device's node, which writes its slice at a place."""
     own = place.reading(tuple(operands), place.view_src)
     own.op, own.params, own.flags, own.name = node.op, node.params, node.flags, node.name
     return own
@@ -287,13 +287,13 @@ def _wait(backends: Sequence[Backend]) -> None:
         backend.synchronize()
 
 
-def _deal_out(backends: Sequence[Backend], root: Tensor, wholes: Slices) -> None:
-    """Write a tensor, that each device computed whole, back to where its slices lie."""
+def _write_slices(backends: Sequence[Backend], root: Tensor, wholes: Slices) -> None:
+    """Write a tensor that each device computed whole back to its slices."""
     _wait(backends)
     root.set(wholes[0].get())
 
 
 def _view(own: Tensor, ne: Sequence[int], nb: Sequence[int], offset: int) -> Tensor:
-    """A view of a device's tensor."""
+    """Return a view of a device's tensor."""
     extents, strides = (ne[0], ne[1], ne[2], ne[3]), (nb[0], nb[1], nb[2], nb[3])
     return Tensor(own.dtype, extents, strides, view_src=own, view_offs=offset, name=own.name)

@@ -1,4 +1,4 @@
-"""Sums over devices: each device has a part, afterwards each has the sum, in the same bits."""
+"""All-reduce sums over devices, bitwise equal on each device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ggmlb.interface import Backend, Buffer, tensor_copy_async
 
 
 class Communicator:
-    """The streams that sum together, by their own all-reduce where they have one (`comm_*`, as NCCL)."""
+    """All-reduce over streams, by the backend's own functions if it has them (`comm_*`, for example NCCL)."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.backends = tuple(backends)
@@ -28,27 +28,28 @@ class Communicator:
         """Prepare a sum of contiguous tensors of one shape, one on each device, in place.
 
         Args:
-            parts: On each device its part, and afterwards the sum.
-            has_part: Whether a device has one; the memory of others is only written.
+            parts: Each device's part, overwritten by the sum.
+            has_part: Whether a device has a part; the memory of others is only written.
         """
         return AllReduce(self, parts, has_part)
 
     def allreduce(self, parts: Sequence[Tensor]) -> bool:
-        """Sum by the devices' own means; `False` if they have none for this."""
+        """Sum by the backend's own functions; `False` if it has none for these tensors."""
         return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
 
     def free(self) -> None:
-        """End the connection."""
+        """Release the backend's communicator."""
         if self._comm is not None:
             self.backends[0].device.reg.get_proc_address("comm_free")(self._comm)  # type: ignore[misc]
             self._comm = None
 
 
 class AllReduce:
-    """A sum, ready to be queued again and again; owns the memory in which parts arrive.
+    """A prepared sum, queued by each call; owns the memory that receives parts.
 
-    Without the devices' own means it is a butterfly: in each of log2(n) steps, pairs exchange what they have
-    and add. What is beyond a power of two is added in before, and gets the sum afterwards (as in ggml).
+    Without the backend's functions it is a butterfly: in each of log2(n) steps, pairs of devices exchange
+    their sums and add. Devices beyond a power of two add their parts before and receive the sum
+    afterwards (as in ggml).
     """
 
     def __init__(self, communicator: Communicator, parts: Sequence[Tensor], has_part: Sequence[bool]) -> None:
@@ -64,7 +65,7 @@ class AllReduce:
             raise
 
     def __call__(self) -> None:
-        """Queue it."""
+        """Queue the sum."""
         if self._all_have and self._communicator.allreduce(self._parts):
             return
         for step in self._steps:

@@ -1,4 +1,4 @@
-"""How results are sharded, given how operands are; even splits; and checks of what a user asks for."""
+"""Split states of results, even splits, and checks of users' split states."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ggmlb.core.sharding import MIRRORED, Outcome, SplitAxis, SplitState, States
 from ggmlb.core.tensor import Tensor
 
 MAX_DEVICES: Final = 16
-"""GGML_BACKEND_META_MAX_DEVICES."""
+"""Most devices of a meta device (GGML_BACKEND_META_MAX_DEVICES)."""
 
 
 def outcome(node: Tensor, states: States) -> Outcome:
-    """Return how a node that is no view is sharded."""
+    """Return the split states of a node that is not a view."""
     if any(s.is_cut for s in states):
         rule = SPECS[node.op].shard
         try:
@@ -31,7 +31,7 @@ def outcome(node: Tensor, states: States) -> Outcome:
 
 
 def whole(states: States) -> Outcome:
-    """Every device computes all of it."""
+    """Return the outcome for a node that every device computes whole."""
     return Outcome(MIRRORED, (MIRRORED,) * len(states))
 
 
@@ -66,7 +66,7 @@ def split_by(n: int, weights: Sequence[float], granularity: int = 1) -> tuple[in
 
 
 def checked(state: SplitState, tensor: Tensor, n_devices: int) -> SplitState:
-    """Return the state that a user gave for a tensor, made of plain tuples.
+    """Check a user's split state for a tensor; return it as plain tuples.
 
     Raises:
         ArgumentError: It does not fit the tensor or the devices.

@@ -1,11 +1,11 @@
-"""Weights whose rows lie on several devices, and products that are computed where the rows are.
+"""Weights with rows on several devices, and products computed by the devices that hold the rows.
 
 memory.py     the buffer type, and how rows are sharded
-product.py    what each device computes of a product, and how results come together
+product.py    the devices' shares of a product, and the collection of results
 
-Any backend may offer it: all is done through the interfaces. The backend whose device is the main one
-supports the buffer type, declines what `declines` does, and lets a `RowSplitProduct` compute what `is_split`
-says, in its stream's order.
+Any backend can offer it, because only the interfaces are used. The main device's backend supports the buffer
+type, declines the nodes that `declines` does, and computes each node with `is_split` by a `RowSplitProduct`,
+in its stream's order.
 """
 
 from ggmlb.parallel.row_split.memory import SplitBuffer, SplitBufferType, split_buffer_type

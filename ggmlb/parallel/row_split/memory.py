@@ -1,4 +1,4 @@
-"""Memory in which the rows of matrices lie on several devices."""
+"""The buffer type of matrices with rows on several devices."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ggmlb.interface import BackendReg, Buffer, BufferType, Device, PartedBuffer
 from ggmlb.interface.data import Bytes
 
 ROUNDING: Final = 64
-"""Rows of a device are a multiple of this, but the last one's, where there are enough: a tile of products."""
+"""Granularity of the rows of a device (except the last): a tile of products."""
 
 
 @checked
 def split_buffer_type(
     reg: BackendReg, main_device: int, tensor_split: Sequence[float] | None = None
 ) -> SplitBufferType:
-    """Return memory that spreads the rows of matrices over the devices of a registration.
+    """Return the buffer type that splits the rows of matrices over the devices of a registration.
 
     Args:
-        reg: Whose devices; `get_proc_address` has given it already.
-        main_device: The number of the device whose backend computes with it.
-        tensor_split: The share of each device, in any unit; by default as they have memory, those of another
-            type than the main one left out.
+        reg: The registration; `get_proc_address` binds it.
+        main_device: Index of the device whose backend computes with it.
+        tensor_split: The share of each device, in any unit; by default in proportion to memory, over
+            devices of the main device's type.
 
     Raises:
-        ArgumentError: There is no such device, or the shares are not one for each, of which one is above 0.
+        ArgumentError: There is no such device, or the shares are not one for each device, or none is above 0.
 
     Source: ggml_backend_cuda_split_buffer_type.
     """
@@ -59,12 +59,12 @@ def _split_buffer_type(devices: tuple[Device, ...], main: int, shares: tuple[flo
 
 
 def are_any() -> bool:
-    """Whether anybody asked for such memory yet."""
+    """Whether any split buffer type was created."""
     return _split_buffer_type.cache_info().currsize > 0
 
 
 class SplitBufferType(BufferType):
-    """The memory of several devices. Tensors in it are matrices, the weights of `mul_mat`, nothing else."""
+    """Memory on several devices, only for matrices that are weights of `mul_mat`."""
 
     def __init__(self, devices: Sequence[Device], main: int, shares: Sequence[float]) -> None:
         home = devices[main]
@@ -78,7 +78,7 @@ class SplitBufferType(BufferType):
         return SplitBuffer(self, nbytes)
 
     def rows(self, n_rows: int) -> list[tuple[Device, int, int]]:
-        """Return the devices that have rows of a matrix, and which: from, up to."""
+        """Return the devices that have rows of a matrix, each with its first and last (exclusive) row."""
         step = ROUNDING if n_rows >= ROUNDING * len(self.devices) else 1
         cuts = [0, *(round(n_rows * x / step) * step for x in self._bounds[:-1]), n_rows]
         return [(d, a, b) for d, (a, b) in zip(self.devices, pairwise(cuts), strict=True) if a < b]
@@ -86,7 +86,7 @@ class SplitBufferType(BufferType):
 
 @dataclass(slots=True)
 class Piece:
-    """Rows of a matrix on one device: a tensor there, and its byte range in the whole."""
+    """Rows of a matrix on one device: a tensor there, and its byte range in the whole matrix."""
 
     rows: Tensor
     device: Device
@@ -96,10 +96,10 @@ class Piece:
 
 
 class SplitBuffer(PartedBuffer):
-    """Matrices in pieces, each in memory of its own, which is taken when the matrix is placed.
+    """A buffer of matrices in pieces, each allocated when its matrix is placed.
 
     Attributes:
-        pieces: By the offset of the matrix.
+        pieces: The pieces of each matrix, by its offset.
     """
 
     buft: SplitBufferType
@@ -111,7 +111,7 @@ class SplitBuffer(PartedBuffer):
     def _init_tensor(self, tensor: Tensor) -> None:
         if tensor.view_src is not None or not tensor.is_contiguous() or tensor.ne[2] * tensor.ne[3] != 1:
             raise ArgumentError(
-                f"{self.name} holds contiguous matrices, and {tensor.describe()} is none: place it in the "
+                f"{self.name} holds contiguous matrices only, not {tensor.describe()}: place it in the "
                 "memory of one device"
             )
         pieces: list[Piece] = []
@@ -130,7 +130,7 @@ class SplitBuffer(PartedBuffer):
         self.pieces[tensor.offset] = pieces
 
     def _within(self, tensor: Tensor, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:
-        """Yield the pieces that a byte range touches: where in the piece, and from where to where in it."""
+        """Yield the pieces that a byte range touches, with the offset in each and the part of the range."""
         root = tensor.view_src or tensor
         begin = tensor.offset - root.offset + offset
         for piece in self.pieces[root.offset]:

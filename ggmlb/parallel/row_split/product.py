@@ -1,4 +1,4 @@
-"""Products whose weight has its rows on several devices: each device computes its rows of the result."""
+"""Products with a split weight: each device computes its rows of the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def declines(node: Tensor) -> str | None:
-    """Return why a node cannot be computed with split operands; `None` where it can, or has none."""
+    """Return why a node cannot be computed with its split operands; `None` if it can, or has none."""
     if not are_any():
         return None
     for i, source in enumerate(node.src):
@@ -29,7 +29,7 @@ def declines(node: Tensor) -> str | None:
             if source.view_src is not None:
                 return f"src{i} is a view of a tensor in {source.buffer.name}"
             if node.src[1] is not None and not node.src[1].is_contiguous():
-                return "src1 is not contiguous, and its columns go to several devices"
+                return "src1 is not contiguous, but its columns are copied to several devices"
     return None
 
 
@@ -39,10 +39,10 @@ def is_split(node: Tensor) -> bool:
 
 
 class Helpers:
-    """What a stream needs on other devices to share its products with them: a stream on each, and memory.
+    """Streams and memory on other devices, which compute their shares of a stream's products.
 
-    A stream's products run one after another, on the helpers too, and so share the memory. What is too small
-    is replaced, not grown: products that were bound to it keep it.
+    A stream's products run in order, on the helpers too, and therefore share the memory. Memory that is
+    too small is replaced; products bound to it keep it.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Helpers:
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """The streams that there are."""
+        """The open streams."""
         return tuple(self._streams.values())
 
     def on(self, device: Device, main: Backend) -> Backend:
-        """Return the stream that does the main one's share of work on a device; itself on its own."""
+        """Return the stream for a device: `main` on its own device, else a helper."""
         if device is main.device:
             return main
         if device not in self._streams:
@@ -63,7 +63,7 @@ class Helpers:
         return self._streams[device]
 
     def place(self, device: Device, tensors: Sequence[Tensor]) -> None:
-        """Place tensors side by side in memory of the device; what it holds is undefined."""
+        """Place tensors in sequence in memory of the device, with undefined contents."""
         buft = device.buffer_type
         sizes = [-(-buft.alloc_size(t) // buft.alignment) * buft.alignment for t in tensors]
         memory = self._memory.get(device)
@@ -73,7 +73,7 @@ class Helpers:
             tensor_alloc(memory, tensor, end - size)
 
     def free(self) -> None:
-        """Close the streams; memory goes with the last product that uses it."""
+        """Close the streams; the memory is freed with the last product that uses it."""
         for stream in self._streams.values():
             stream.free()
         self._streams = {}
@@ -81,14 +81,14 @@ class Helpers:
 
 
 class _Share(NamedTuple):
-    """What another device computes of a product: its rows times all columns, in memory of its own.
+    """Another device's share of a product: its rows times all columns, in its own memory.
 
     Attributes:
-        stream: Where.
-        plan: The product.
-        columns: Where the columns go before.
+        stream: The helper stream.
+        plan: The plan of the product.
+        columns: Destination of the columns.
         result: Its rows of the result.
-        landed: Where they go afterwards, on the main device.
+        landed: Destination of the result's rows, on the main device.
     """
 
     stream: Backend
@@ -99,15 +99,15 @@ class _Share(NamedTuple):
 
 
 class RowSplitProduct:
-    """A product with a split weight, bound to memory: columns go to all devices, and rows of the result back.
+    """A product with a split weight, bound to memory: copies columns to the devices, and rows back.
 
     Args:
-        node: The product; it, and the columns, lie in memory of the main device.
-        main: The stream in whose order it is computed.
-        helpers: The stream's.
+        node: The product; its result and its columns are in memory of the main device.
+        main: The main device's stream.
+        helpers: The helpers of that stream.
 
     Attributes:
-        buffers: Memory of the main device that it reads and writes.
+        buffers: Buffers of the main device that it reads and writes.
     """
 
     def __init__(self, node: Tensor, main: Backend, helpers: Helpers) -> None:
@@ -119,7 +119,7 @@ class RowSplitProduct:
         self._main, self._b = weakref.ref(main), b  # its plans hold this
         self._shares: list[_Share] = []
         self._own: GraphPlan | None = None
-        # Rows of several columns are no one run of memory in the result: they land elsewhere, and are spread.
+        # A device's rows of several columns are not contiguous in the result: copy to `landed`, then spread.
         is_run = node.ne[0] == node.n_elements or len(pieces) == 1
         landed = [_result(node, piece, node.buffer if is_run else None) for piece in pieces]
         if not is_run:
@@ -136,7 +136,7 @@ class RowSplitProduct:
         self._spread = None if is_run else main._plan_part(_spread(node, pieces, landed))
 
     def run(self) -> None:
-        """Queue it on the main stream and the helpers."""
+        """Queue the product on the main stream and the helpers."""
         main = self._main()
         assert main is not None
         abort, main.abort_callback = main.abort_callback, None  # it is asked between products, not within one
@@ -155,28 +155,28 @@ class RowSplitProduct:
 
 
 def _at(tensor: Tensor, ne: Ne, offset: int = 0) -> Tensor:
-    """Return a contiguous tensor in the memory of another, which knows nothing of how that is computed."""
+    """Return a contiguous leaf in the memory of another tensor."""
     leaf = Tensor(tensor.dtype, ne)
     leaf.buffer, leaf.offset = tensor.buffer, tensor.offset + offset
     return leaf
 
 
 def _result(node: Tensor, piece: Piece, buffer: Buffer | None) -> Tensor:
-    """Return what a piece gives of the result: in its place, if that is one run of memory."""
+    """Return a piece's rows of the result; in place, if those are contiguous."""
     rows = _at(node, (piece.rows.ne[1], *node.ne[1:]), piece.first * node.nb[0])
     rows.buffer = buffer
     return rows
 
 
 def _product(node: Tensor, weight: Tensor, columns: Tensor, result: Tensor) -> Graph:
-    """Return a graph that computes rows of the node into a place; the result's type says nothing of them."""
+    """Return a graph that computes rows of the node into `result`."""
     own = result.reading((weight, columns), None)
     own.op, own.params, own.name = node.op, node.params, node.name
     return Graph([own], [weight, columns])
 
 
 def _spread(node: Tensor, pieces: Sequence[Piece], landed: Sequence[Tensor]) -> Graph:
-    """Return a graph that puts the rows of all devices in their places."""
+    """Return a graph that copies the rows of all devices to their places."""
     ctx, graph = Context(), Graph()
     whole = _at(node, node.ne)
     for piece, rows in zip(pieces, landed, strict=True):
