@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
@@ -14,8 +16,7 @@ N = 64
 """Bytes of most tensors here, and the alignment."""
 
 
-def memory(**kwargs: int) -> TestMemory:
-    return TestMemory(alignment=N, **kwargs)
+memory = partial(TestMemory, alignment=N)
 
 
 def f32(ctx: Context, n: int = 16, name: str = "") -> Tensor:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 
 POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
@@ -16,22 +22,29 @@ POISON = 0xFF  # NaN in every float type, so that an element that is not written
 class Program:
     """Leafs with values, and their results."""
 
-    def __init__(self, seed=0):
+    def __init__(self, seed: int = 0) -> None:
         self.ctx = Context()
-        self.values = {}
+        self.values: dict[Tensor, np.ndarray] = {}
         self.rng = np.random.default_rng(seed)
 
-    def leaf(self, ne, dtype=DType.F32, values=None, low=-1.0, high=1.0):
+    def leaf(
+        self,
+        ne: Sequence[int],
+        dtype: DType = DType.F32,
+        values: npt.ArrayLike | None = None,
+        low: float = -1.0,
+        high: float = 1.0,
+    ) -> Tensor:
         tensor = self.ctx.new_tensor(dtype, ne)
         if values is None:
             values = self.rng.uniform(low, high, tensor.ne[::-1]).astype(np.float32)
         self.values[tensor] = np.asarray(values).reshape(tensor.ne[::-1])
         return tensor
 
-    def array(self, tensor):
+    def array(self, tensor: Tensor) -> np.ndarray:
         return self.values[tensor]
 
-    def compute(self, backend, *results):
+    def compute(self, backend: Backend, *results: Tensor) -> Any:
         graph = Graph().build_forward_expand(*results)
         with alloc_ctx_tensors(self.ctx, backend) as buffer:
             buffer.clear(POISON)
@@ -42,7 +55,7 @@ class Program:
         return arrays[0] if len(arrays) == 1 else arrays
 
 
-def close(got, expected, error=1e-6):
+def close(got: np.ndarray, expected: np.ndarray, error: float = 1e-6) -> None:
     assert got.shape == expected.shape
     scale = np.abs(expected).max(initial=0) or 1
     np.testing.assert_allclose(got, expected, rtol=0, atol=error * scale)

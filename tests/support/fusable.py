@@ -192,8 +192,8 @@ class DecodeLayer:
             put = [ctx.set_rows(cache, t, ids) for cache, t in zip(caches, (rows, v), strict=True)]
             self.graph.build_forward_expand(*put)
             size = 2 * d
-            heads = [ctx.view_3d(t, d, n_ctx, n_head, size * n_head, size, 0) for t in (put[0], put[1])]
-            out = ctx.flash_attn_ext(ctx.permute(q, 0, 2, 1, 3), *heads, mask_t, d**-0.5, 0.0, 0.0)
+            keys, values = (ctx.view_3d(t, d, n_ctx, n_head, size * n_head, size, 0) for t in put)
+            out = ctx.flash_attn_ext(ctx.permute(q, 0, 2, 1, 3), keys, values, mask_t, d**-0.5, 0.0, 0.0)
             attended = ctx.mul_mat(matrix(n_embd, n_embd), ctx.reshape_2d(out, n_embd, n))
             x = ctx.add(attended, x)
             normed = ctx.mul(ctx.rms_norm(x, 1e-5), scale())

@@ -192,19 +192,20 @@ class FakeDevice:
 
     def _alloc(self, buft: int, nbytes: int) -> int:
         memory = ctypes.create_string_buffer(nbytes + 256)
-        buffer = buffer_init(buft, self._functions, None, nbytes)
+        buffer: int = buffer_init(buft, self._functions, None, nbytes)
         self._memory[buffer] = memory, (ctypes.addressof(memory) + 255) & ~255
         return buffer
 
 
 def _fill(struct: ctypes.Structure, **values: Any) -> None:
-    kinds = dict(type(struct)._fields_)
+    kinds: dict[str, Any] = {field[0]: field[1] for field in struct._fields_}
     for name, value in values.items():
         setattr(struct, name, kinds[name](value))
 
 
 def _op(tensor: Any) -> str:
-    return ggml.ggml_op_name(tensor.contents.op).decode()
+    name: bytes = ggml.ggml_op_name(tensor.contents.op)
+    return name.decode()
 
 
 class Context:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -274,7 +274,7 @@ class HostDriver(HostMemory):
 
     def leftovers(self) -> dict[str, int]:
         """Return what was made and not released."""
-        made = {
+        made: dict[str, Sized] = {
             "streams": self.streams,
             "events": self._events,
             "graphs": self._graphs,

@@ -17,6 +17,7 @@ import pyopencl as cl
 from ggmlb.backends.cuda.arguments import FORMATS, layout
 from ggmlb.backends.gpu import Launch, packed_args, source
 from ggmlb.backends.opencl import backend_reg
+from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.interface.data import Bytes
 from tests.support.cuda_emulator import BACKWARD, build
 
@@ -26,7 +27,8 @@ class PortableKernels:
 
     def __init__(self) -> None:
         # Of all platforms' devices, one that computes in the host's memory.
-        device = next(d.cl_device for d in backend_reg().devices if d.is_cpu)
+        devices = backend_reg().devices
+        device = next(d.cl_device for d in devices if isinstance(d, OpenClDevice) and d.is_cpu)
         self._context = cl.Context([device])
         self._queue = cl.CommandQueue(self._context)
         self._kernels: dict[Any, cl.Kernel] = {}
@@ -49,8 +51,7 @@ class PortableKernels:
                 rest += (offset + delta, *shape)
             else:
                 rest.append(next(values))
-        for i, piece in enumerate((*buffers, packed_args(launch.kernel).pack(*rest))):
-            kernel.set_arg(i, piece)
+        kernel.set_args(*buffers, packed_args(launch.kernel).pack(*rest))
         x, y, z = launch.groups
         cl.enqueue_nd_range_kernel(self._queue, kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)).wait()
 

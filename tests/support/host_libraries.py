@@ -34,7 +34,7 @@ class HostCollective:
             for stream, count in zip(streams, before, strict=True):
                 stream.run_to(count)
             nbytes = n * dtype.type_size
-            parts = [(ctypes.c_char * nbytes).from_address(address) for address, _ in places]
+            parts: list[Any] = [(ctypes.c_char * nbytes).from_address(address) for address, _ in places]
             arrays = [np.frombuffer(part, dtype.numpy) for part in parts]
             total = np.sum([array.astype(np.float32) for array in arrays], axis=0)
             for array in arrays:

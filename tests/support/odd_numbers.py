@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 from ggmlb import Backend, Status, alloc_ctx_tensors
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS
-from ggmlb.testing.cases import KitCase, Program, cases_of
-from ggmlb.testing.draw import Leaf
+from ggmlb.testing.cases import KitCase, cases_of
+from ggmlb.testing.draw import Leaf, Program
 
 SMALLEST = {DType.F32: 1e-40, DType.BF16: 1e-40, DType.F16: 1e-6}
 """Numbers that are denormal in a type."""
@@ -114,5 +114,5 @@ def difference(
     return f"{wrong.size} zeros have another sign" if signs and wrong.size else ""
 
 
-def _shown(found: np.ndarray, right: np.ndarray, places: Sequence[int]) -> str:
+def _shown(found: np.ndarray, right: np.ndarray, places: np.ndarray) -> str:
     return ", ".join(f"{found[i]:.6g} for {right[i]:.6g}" for i in places[:3])

@@ -28,7 +28,8 @@ def operand(ctx: Context, text: str) -> Tensor:
             return ctx.permute(ctx.new_tensor(dtype, [ne[0], ne[2], ne[1], ne[3]]), 0, 2, 1, 3)
         case "G":
             wide = ctx.new_tensor(dtype, [ne[0] + 4 * dtype.block_size, *ne[1:]])
-            return ctx.view_4d(wide, *ne, *wide.nb[1:], 0)
+            (_, nb1, nb2, nb3), (ne0, ne1, ne2, ne3) = wide.nb, ne
+            return ctx.view_4d(wide, ne0, ne1, ne2, ne3, nb1, nb2, nb3, 0)
         case "W":
             return ctx.set_param(ctx.new_tensor(dtype, ne))
     return ctx.new_tensor(dtype, ne)

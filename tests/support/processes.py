@@ -34,7 +34,7 @@ def python(*args: str, cwd: Path | None = None, **env: str) -> subprocess.Comple
 
 def ggmlb_command(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m ggmlb`."""
-    return python("-m", "ggmlb", *args, **env)
+    return python("-m", "ggmlb", *args, cwd=None, **env)
 
 
 def start(code: str, **env: str) -> subprocess.Popen[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def uniform(n: int, seed: int) -> np.ndarray:
 
 def bell(n: int, seed: int) -> np.ndarray:
     """About normal, of variance 1."""
-    return sum(uniform(n, 100 * seed + i) for i in range(12)) - 6.0
+    return sum((uniform(n, 100 * seed + i) for i in range(12)), np.zeros(n)) - 6.0
 
 
 def samples(n: int = 256) -> dict[str, np.ndarray]:
@@ -81,10 +82,10 @@ def knows(dtype: DType) -> bool:
     """Whether the installed ggml has the type."""
     import ggml
 
-    return int(dtype) < ggml.GGML_TYPE_COUNT
+    return bool(int(dtype) < ggml.GGML_TYPE_COUNT)
 
 
-def _convert(function, source, target):
+def _convert(function: Any, source: np.ndarray, target: np.ndarray) -> np.ndarray:
     source = np.ascontiguousarray(source)
     floats = source if source.dtype == np.float32 else target
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -93,7 +94,7 @@ def _convert(function, source, target):
 
 
 if __name__ == "__main__":
-    written = {
+    written: dict[str, Any] = {
         d.name: np.stack([quantize_by_ggml(v, d) for v in samples().values()]) for d in WRITABLE if knows(d)
     }
     np.savez_compressed(PATH, **written)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 
 from ggmlb import Context, DType, Graph, SanitizerError, alloc_ctx_tensors
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Event
+from ggmlb.interface import BufferType, Event
 from ggmlb.testing.fake import FakeBackend, FakeDevice
 
 F32 = DType.F32
@@ -38,11 +38,11 @@ class Eager(FakeBackend):
 class OnHostMemory(FakeDevice):
     """A device that computes in the host's memory."""
 
-    def supports_buft(self, buft) -> bool:
+    def supports_buft(self, buft: BufferType) -> bool:
         return buft.is_host
 
 
-def placed(backend, *names: str, n: int = 8) -> list[Tensor]:
+def placed(backend: FakeBackend, *names: str, n: int = 8) -> list[Tensor]:
     ctx = Context()
     tensors = [ctx.new_tensor(F32, (n,), name=name) for name in names]
     buffer = alloc_ctx_tensors(ctx, backend)
@@ -54,12 +54,13 @@ def doubled(x: Tensor, name: str = "y") -> tuple[Graph, Tensor]:
     """A graph of one node, in memory of its own beside `x`."""
     ctx = Context()
     y = ctx.set_name(ctx.scale(x, 2.0), name)
+    assert x.buffer is not None
     alloc_ctx_tensors(ctx, x.buffer.buft)
     return Graph().build_forward_expand(y), y
 
 
 @contextmanager
-def forgotten(stream: FakeBackend) -> Iterator[None]:
+def forgotten(stream: Deaf | Eager) -> Iterator[None]:
     """Let nobody wait for the stream, if it is one that can be forgotten."""
     stream.computes = True
     try:
@@ -71,6 +72,6 @@ def forgotten(stream: FakeBackend) -> Iterator[None]:
 right = nullcontext
 
 
-def found(kind: str, *words: str):
+def found(kind: str, *words: str) -> AbstractContextManager[pytest.ExceptionInfo[SanitizerError]]:
     """Expect an error of that kind whose message has the words in this order."""
     return pytest.raises(SanitizerError, check=lambda e: e.kind == kind, match=".*".join(words))

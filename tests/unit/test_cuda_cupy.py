@@ -96,16 +96,12 @@ def played(file: str) -> Iterator[tuple[str, Any]]:
                     yield f"{module}.{node.name}.{part.name}", part.args
 
 
-HELPERS = {"cupy.cuda.raw"}
-"""What the played CuPy has for itself."""
-
-
 @pytest.mark.parametrize(
     "file", [str(p.relative_to(PLAYED)) for p in PLAYED.rglob("*.py") if p.name != "_host.py"]
 )
 def test_the_played_cupy_promises_nothing_that_cupy_has_not(file: str) -> None:
     for name, args in played(file):
-        if name in HELPERS or ("nccl" in name and not cupy.cuda.nccl.available):
+        if "nccl" in name and not cupy.cuda.nccl.available:
             continue
         thing: Any = cupy
         for part in name.split(".")[1:]:

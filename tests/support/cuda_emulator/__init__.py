@@ -215,7 +215,7 @@ class Memory:
                 values += [ctypes.c_void_p(array.ctypes.data), ctypes.c_int64(arg.offset)]
                 values += [*map(ctypes.c_int, arg.ne), *map(ctypes.c_int64, arg.nb)]
             else:
-                values.append(ctypes.c_int(arg) if param.kind == "int" else ctypes.c_float(arg))
+                values.append(ctypes.c_int(int(arg)) if param.kind == "int" else ctypes.c_float(arg))
         built = build(launch.kernel, launch.defines, launch.wg)
         built.run([ctypes.addressof(v) for v in values], launch.groups, spans, order)
 

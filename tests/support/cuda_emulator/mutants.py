@@ -70,7 +70,7 @@ class Mutant:
     def planted(self) -> Iterator[None]:
         """Have kernels built from this text."""
         source = sys.modules["ggmlb.backends.gpu.source"]
-        real: Callable[[str, str], str] = source._text  # type: ignore[attr-defined]
+        real: Callable[[str, str], str] = source._text
 
         def changed(package: str, file: str) -> str:
             if file == self.file and real(package, file) == real(self.package, self.file):

@@ -98,7 +98,7 @@ class Registration:
         """Put callbacks into a table: for each slot a function, and what it gives where it raises."""
         types = {field[0]: field[1] for field in table._fields_}
         for slot, (function, otherwise) in slots.items():
-            callback = types[slot](self._guarded(slot, function, otherwise))  # type: ignore[operator]
+            callback = types[slot](self._guarded(slot, function, otherwise))
             self._kept.append(callback)
             setattr(table, slot, callback)
 
@@ -205,7 +205,7 @@ class Registration:
     def _reader(self) -> Reader:
         def lookup(address: int) -> tuple[Buffer, int] | None:
             memory = self._memory.get(address)
-            return memory and (memory.buffer, memory.base)
+            return None if memory is None else (memory.buffer, memory.base)
 
         return Reader(self._ggml, lookup)
 

@@ -10,6 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+Answer = tuple[int, tuple[int, ...], bytes]
+"""Type, extents and bytes of an output."""
+
 
 class Refused(Exception):
     """ggml ended its process: an assertion of its own failed."""
@@ -26,7 +29,7 @@ class GgmlProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: Any = None
 
-    def compute(self, *request: Any) -> list[tuple[int, tuple[int, ...], bytes]]:
+    def compute(self, *request: Any) -> list[Answer]:
         """Return type, extents and bytes of each output.
 
         Raises:
@@ -38,7 +41,7 @@ class GgmlProcess:
         try:
             pickle.dump(request, process.stdin)
             process.stdin.flush()
-            answer = pickle.load(process.stdout)
+            answer: list[Answer] | str = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
             status = process.wait()
             self._errors.seek(0)

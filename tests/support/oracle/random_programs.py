@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ class Hypothesis:
     large = False
     plain = False
 
-    def __init__(self, draw: Callable[..., Any]) -> None:
+    def __init__(self, draw: st.DrawFn) -> None:
         self.draw = draw
 
     def integer(self, low: int, high: int) -> int:
@@ -40,7 +39,7 @@ class Hypothesis:
 
 
 @st.composite
-def programs(draw: Callable[..., Any], name: str) -> Program:
+def programs(draw: st.DrawFn, name: str) -> Program:
     """Programs of a family."""
     program = Program(Hypothesis(draw))
     FAMILIES[name](program)

@@ -12,6 +12,7 @@ import ctypes
 import os
 import pickle
 import sys
+from typing import Any
 
 import numpy as np
 from ggml import ggml
@@ -19,7 +20,7 @@ from ggml import ggml
 CONTEXT_NBYTES = 256 << 20
 
 
-def compute(leafs, steps, outputs):
+def compute(leafs: Any, steps: Any, outputs: list[str]) -> list[Any] | str:
     """Return type, extents and contiguous bytes of each output, or the name of what ggml lacks."""
     ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=CONTEXT_NBYTES, mem_buffer=None, no_alloc=False))
     try:
@@ -33,7 +34,7 @@ def compute(leafs, steps, outputs):
         for out, fn, args in steps:
             function = getattr(ggml, f"_ggml_{fn}", None) or getattr(ggml, f"ggml_{fn}", None)
             if function is None:
-                return fn
+                return str(fn)
             kinds = list(function.argtypes)
             in_context = [ctx] if kinds[0] is ctypes.c_void_p else []
             own = zip(args, kinds[len(in_context) :], strict=True)
@@ -49,7 +50,7 @@ def compute(leafs, steps, outputs):
         ggml.ggml_free(ctx)
 
 
-def _argument(arg, kind, tensors):
+def _argument(arg: Any, kind: Any, tensors: dict[str, Any]) -> Any:
     if isinstance(arg, str):
         return tensors[arg[1:]]
     if isinstance(arg, list):
@@ -57,7 +58,7 @@ def _argument(arg, kind, tensors):
     return arg
 
 
-def _read(tensor):
+def _read(tensor: Any) -> tuple[int, tuple[int, ...], bytes]:
     ne, nb = tuple(tensor.ne), tuple(tensor.nb)
     block, size = ggml.ggml_blck_size(tensor.type), ggml.ggml_type_size(tensor.type)
     shape = (*ne[:0:-1], ne[0] // block)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from cupy import cuda
-from cupy._host import HOST, Op, function_of
-from cupy.cuda import MemoryPointer, compiler, runtime
+from . import cuda
+from ._host import HOST, Op, function_of, raw
+from .cuda import MemoryPointer, compiler, runtime
 
 __version__ = "played"
 VisibleDeprecationWarning = np.exceptions.VisibleDeprecationWarning
@@ -35,7 +35,7 @@ class ndarray(NDArrayOperatorsMixin):
             span = item + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         memptr = memptr or cuda.alloc(span)
         self._memory = memptr.mem
-        self._values: Any = np.ndarray(shape, dtype, cuda.raw(memptr.ptr, span), 0, strides)
+        self._values: Any = np.ndarray(shape, dtype, raw(memptr.ptr, span), 0, strides)
 
     def _other(self, values: Any) -> Any:
         """Return an array of values, or a view that keeps the same memory."""
@@ -145,7 +145,7 @@ def from_dlpack(array: Any, *, device: Any = None, copy: bool | None = None) -> 
 
 
 def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ndarray:
-    values = np.arange(start, dtype=dtype) if stop is None else np.arange(start, stop, step, dtype)
+    values = np.arange(start, stop, step, dtype=dtype)
     made = ndarray(values.shape, values.dtype)
     made[...] = values
     return made

@@ -9,13 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import Defines, Kernel, source
 from ggmlb.backends.gpu.source import kernels
+from ggmlb.interface.data import Bytes
 from tests.support.host_driver import HostDriver
 from tests.support.host_streams import HostError, Op
 
-__all__ = ["FUNCTIONS", "HOST", "HostError", "Op", "function_of"]
+__all__ = ["FUNCTIONS", "HOST", "HostError", "Op", "function_of", "raw"]
 
 HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
 
@@ -39,6 +42,12 @@ def function_of(code: str, name: str) -> Any:
         assert wg == "WG"
         FUNCTIONS[handle] = kernel, tuple(defines), int(size)
     return SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
+
+
+def raw(address: int, nbytes: int) -> Bytes:
+    """View memory by its address."""
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(address) if nbytes else b""
+    return np.frombuffer(memory, np.uint8)
 
 
 class LibCuda:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from typing import Any
 
 import numpy as np
 
-from cupy._host import HOST
-from cupy.cuda import compiler, driver, memory, nccl, runtime
+from .._host import HOST
+from . import compiler, driver, memory, nccl, runtime
 
 __all__ = ["compiler", "driver", "memory", "nccl", "runtime"]
 
@@ -18,11 +17,6 @@ _local = threading.local()
 
 def is_available() -> bool:
     return True
-
-
-def raw(address: int, nbytes: int) -> Any:
-    """View memory by its address."""
-    return (ctypes.c_ubyte * nbytes).from_address(address) if nbytes else np.empty(0, np.uint8)
 
 
 class UnownedMemory:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-from cupy._host import FUNCTIONS, HOST, HostError
 from ggmlb.backends.gpu import Launch
+
+from .._host import FUNCTIONS, HOST, HostError
 
 END, BUFFER, SIZE = 0, 1, 2
 """CU_LAUNCH_PARAM_*."""

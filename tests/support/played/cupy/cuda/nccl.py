@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupy._host import HOST
 from ggmlb.core.dtypes import DType
+
+from .._host import HOST
 
 available = True
 

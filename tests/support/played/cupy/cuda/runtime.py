@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy._host import HOST, HostError
 from ggmlb.backends.cuda.driver import CopyKind, address_of
+
+from .._host import HOST, HostError, raw
 
 # Constants of CuPy's.
 hostAllocPortable = 1
@@ -110,12 +111,11 @@ def freeHost(ptr: int) -> None:
 
 
 def hostRegister(ptr: int, size: int, flags: int) -> None:
-    HOST._check("register")
-    HOST.registered.add(ptr)
+    HOST.register(raw(ptr, size))
 
 
 def hostUnregister(ptr: int) -> None:
-    HOST.registered.remove(ptr)
+    HOST.unregister(raw(ptr, 1))
 
 
 def streamCreateWithFlags(flags: int) -> int:
