@@ -33,9 +33,8 @@ from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.runtime.scheduler.assign import Assignment
-from ggmlb.runtime.scheduler.program import Program
+from ggmlb.runtime.scheduler.program import Program, Signature
 from ggmlb.runtime.scheduler.rules import Rules
-from ggmlb.runtime.scheduler.signature import Signature
 from ggmlb.testing.fake import FakeReg
 
 WIDTH, HEADS, N_KV = 64, 4, 32
@@ -251,7 +250,7 @@ def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int
         for _ in range(rounds):
             graph, again = model.graph(), model.graph()
             signature = part("read the graph", lambda g=graph: Signature(g, {}))
-            assignment = part("choose backends", lambda s=signature: Assignment(s, rules))
+            assignment = part("choose backends", lambda s=signature: Assignment(s, rules, {}))
             program = part("cut", lambda s=signature, a=assignment: Program(s, a, 1))
             with GraphAllocator(bufts, keep_inputs=True) as allocator:
                 part("plan and get memory", lambda p=program, a=allocator: p.allocate(a))

@@ -19,7 +19,7 @@ from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, tensor_copy
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.alloc.numbering import Numbering
+from ggmlb.runtime.indexed_graph import IndexedGraph
 
 
 class GraphCopy(Freeable):
@@ -64,7 +64,7 @@ class GraphCopy(Freeable):
 
 def _clones(graph: Graph) -> dict[Tensor, Tensor]:
     """Clone the tensors of a graph without data; nodes of other parts of the whole graph become leafs."""
-    clones = {tensor: tensor.reading((), None) for tensor in Numbering(graph).tensors}
+    clones = {tensor: tensor.reading((), None) for tensor in IndexedGraph(graph).tensors}
     for tensor, clone in clones.items():
         clone.op, clone.params, clone.buffer = Op.NONE, dict(tensor.params), None
         clone.view_src = None if tensor.view_src is None else clones[tensor.view_src]

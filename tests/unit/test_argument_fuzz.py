@@ -179,9 +179,9 @@ TRUSTING = {
 """Classes whose constructor believes what it is given, and why."""
 
 INNER = {
-    "alloc_topology", "begin", "check_holds", "check_range", "check_writable", "end", "enqueue", "exported",
+    "alloc_indexed", "begin", "check_holds", "check_range", "check_writable", "end", "enqueue", "exported",
     "is_contiguous", "move_pieces", "operand", "optional", "placed", "prepare", "reading",
-    "reserve_topology", "topology_size",
+    "reserve_indexed", "indexed_size",
 }  # fmt: skip
 """Methods that only ggmlb and its backends call, with what they have checked or made."""
 

@@ -4,7 +4,7 @@
     alloc_ctx_tensors    all tensors of a context, in buffers made for them   ggml_backend_alloc_ctx_tensors
     GraphAllocator       a graph's tensors, sharing memory over time          ggml_gallocr
 
-A graph is allocated in three steps: `topology` reads from it what a plan depends on, as lists of
+A graph is allocated in three steps: `IndexedGraph` reads from it what a plan depends on, as lists of
 numbers; `plan` finds a place for each number, in `arena`s that exist on paper only; `graph` makes the
 buffers and places the tensors. A plan is kept, so that the second time costs the first and last step.
 """

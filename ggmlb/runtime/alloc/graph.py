@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ggmlb.core.enums import TensorFlag
+from ggmlb.core.enums import BufferUsage, TensorFlag
 from ggmlb.core.errors import ArgumentError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
@@ -13,9 +13,8 @@ from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.runtime.alloc.memory import BufferIds, Memories
-from ggmlb.runtime.alloc.numbering import Numbering
 from ggmlb.runtime.alloc.plan import Plan, make_plan
-from ggmlb.runtime.alloc.topology import Topology
+from ggmlb.runtime.indexed_graph import IndexedGraph
 
 MAX_PLANS = 8
 """Plans that are kept: a program rarely alternates between more topologies."""
@@ -100,7 +99,7 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_reserve_n.
         """
         self.check_alive("reserve")
-        self.reserve_topology(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
+        self.reserve_indexed(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def reserve_n_size(
         self,
@@ -119,7 +118,7 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_reserve_n_size.
         """
         self.check_alive("reserve_n_size")
-        return self.topology_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
+        return self.indexed_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def get_buffer_size(self, buffer_id: int = 0) -> int:
         """Return what is allocated of a buffer type now [bytes].
@@ -153,8 +152,8 @@ class GraphAllocator(Freeable):
         Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
         """
         self.check_alive("alloc_graph")
-        topology, ids = self._read(graph, None, None)
-        self._alloc(topology, ids if len(self._memories.bufts) == 1 else None)
+        indexed, ids = self._read(graph, None, None)
+        self._alloc(indexed, ids if len(self._memories.bufts) == 1 else None)
 
     def alloc_graph_n(
         self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
@@ -168,29 +167,32 @@ class GraphAllocator(Freeable):
 
     def _read(
         self, graph: Graph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
-    ) -> tuple[Topology, BufferIds]:
-        numbering = Numbering(graph)
-        topology = Topology.read(numbering, self._memories.in_use())
+    ) -> tuple[IndexedGraph, BufferIds]:
+        chunks = self._memories.in_use()
+        # What lay in freed memory of an allocator is placed anew, too.
+        indexed = IndexedGraph(
+            graph, lambda b: b in chunks or (b.is_freed and b.usage is BufferUsage.COMPUTE)
+        )
         if node_ids is None and leaf_ids is None:
-            return topology, [0] * len(topology.tensors)
-        ids = _ids_by_number(graph, numbering, node_ids, leaf_ids)
+            return indexed, [0] * len(indexed.tensors)
+        ids = _ids_by_number(graph, indexed, node_ids, leaf_ids)
         n_bufts = len(self.bufts)
-        for i in topology.placeable():
+        for i in indexed.placeable():
             if not 0 <= ids[i] < n_bufts:
                 raise ArgumentError(
-                    f"the buffer id of {topology.tensors[i].describe()} is {ids[i]}, which is out of range; "
+                    f"the buffer id of {indexed.tensors[i].describe()} is {ids[i]}, which is out of range; "
                     f"there are {n_bufts} buffer types"
                 )
-        return topology, [i if 0 <= i < n_bufts else 0 for i in ids]
+        return indexed, [i if 0 <= i < n_bufts else 0 for i in ids]
 
-    def _alloc(self, topology: Topology, ids: BufferIds | None) -> None:
-        plan = self._find(topology, ids)
+    def _alloc(self, indexed: IndexedGraph, ids: BufferIds | None) -> None:
+        plan = self._find(indexed, ids)
         try:
             self._adopt(plan)
-            self._lay(topology.tensors, plan, *self._places(topology, plan))
+            self._lay(indexed.tensors, plan, *self._places(indexed, plan))
         except BaseException:
-            placeable = set(topology.placeable())
-            for i, (tensor, base) in enumerate(zip(topology.tensors, topology.bases, strict=True)):
+            placeable = set(indexed.placeable())
+            for i, (tensor, base) in enumerate(zip(indexed.tensors, indexed.bases, strict=True)):
                 if i in placeable or base in placeable:
                     tensor.buffer = None
             placement_clock.tick()
@@ -227,31 +229,31 @@ class GraphAllocator(Freeable):
 
     # -- by number, for the scheduler ----------------------------------------------------------
 
-    def reserve_topology(self, topology: Topology, ids: BufferIds) -> None:
+    def reserve_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> None:
         """Allocate what a topology needs, as `reserve_n`."""
         self.check_alive("reserve")
-        self._adopt(self._plan(topology, ids))
+        self._adopt(self._plan(indexed, ids))
 
-    def topology_size(self, topology: Topology, ids: BufferIds) -> list[int]:
+    def indexed_size(self, indexed: IndexedGraph, ids: BufferIds) -> list[int]:
         """Return what a topology needs, for each of `bufts` [bytes], as `reserve_n_size`."""
         self.check_alive("reserve_n_size")
-        return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(topology, ids).peaks])
+        return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(indexed, ids).peaks])
 
-    def alloc_topology(self, topology: Topology, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
+    def alloc_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
         """Allocate what a topology needs, as `alloc_graph_n`; return buffer and offset by number.
 
         No tensor is touched.
         """
         self.check_alive("alloc_graph")
-        plan = self._find(topology, ids)
+        plan = self._find(indexed, ids)
         self._adopt(plan)
-        return self._places(topology, plan)
+        return self._places(indexed, plan)
 
-    def _places(self, topology: Topology, plan: Plan) -> tuple[list[Buffer | None], list[int]]:
-        tensors, bases, chunks = topology.tensors, topology.bases, self._memories.chunks
+    def _places(self, indexed: IndexedGraph, plan: Plan) -> tuple[list[Buffer | None], list[int]]:
+        tensors, bases, chunks = indexed.tensors, indexed.bases, self._memories.chunks
         buffers: list[Buffer | None] = [None] * len(tensors)
         offsets = [0] * len(tensors)
-        for i in topology.outside:
+        for i in indexed.outside:
             buffers[i] = tensors[i].buffer
             offsets[i] = tensors[i].offset
         for i, m, c, offset in zip(plan.owned, plan.memories, plan.chunks, plan.offsets, strict=True):
@@ -265,29 +267,29 @@ class GraphAllocator(Freeable):
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def _find(self, topology: Topology, ids: BufferIds | None) -> Plan:
+    def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
         """Return a kept plan that suits the graph, or a new one; without `ids`, with those of one kept."""
         for plan in self._plans:
-            if plan.key == topology.key and (ids is None or plan.buffer_ids == ids):
+            if plan.key == indexed.key and (ids is None or plan.buffer_ids == ids):
                 ids = plan.buffer_ids
-                owned = [topology.tensors[i] for i in plan.owned]
-                if plan.suits(topology.tensors, self._memories.sizes(owned, plan.memories)):
+                owned = [indexed.tensors[i] for i in plan.owned]
+                if plan.suits(indexed.tensors, self._memories.sizes(owned, plan.memories)):
                     return plan
         if ids is None:
             raise GraphError(
-                f"alloc_graph: no graph of this topology ({len(topology.n_sources)} nodes) was reserved, so "
+                f"alloc_graph: no graph of this topology ({len(indexed.n_sources)} nodes) was reserved, so "
                 f"which of {len(self._memories.bufts)} kinds of memory each tensor belongs in is unknown; "
                 "call reserve_n first, or alloc_graph_n"
             )
-        return self._plan(topology, ids)
+        return self._plan(indexed, ids)
 
-    def _plan(self, topology: Topology, ids: BufferIds) -> Plan:
+    def _plan(self, indexed: IndexedGraph, ids: BufferIds) -> Plan:
         memories = self._memories
         where = memories.of_ids(ids)
-        sizes = memories.sizes(topology.tensors, where)
-        plan = make_plan(topology, ids, where, sizes, memories.limits, self._stays)
+        sizes = memories.sizes(indexed.tensors, where)
+        plan = make_plan(indexed, ids, where, sizes, memories.limits, self._stays)
         self.n_plans += 1
-        self._check_limits(topology.tensors, plan)
+        self._check_limits(indexed.tensors, plan)
         return plan
 
     def _adopt(self, plan: Plan) -> None:
@@ -337,7 +339,7 @@ class GraphAllocator(Freeable):
 
 
 def _ids_by_number(
-    graph: Graph, numbering: Numbering, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
+    graph: Graph, indexed: IndexedGraph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
 ) -> list[int]:
     """Return the caller's ids by number; what is not listed gets that of what needs it.
 
@@ -350,8 +352,8 @@ def _ids_by_number(
         if len(ids) != len(tensors):
             raise ArgumentError(f"{len(ids)} {what} buffer ids for {len(tensors)} {what}s; give one for each")
         listed += ids
-    by_number = listed[: numbering.n_distinct]
+    by_number = listed[: indexed.unlisted.start]
     if len(listed) > len(by_number):  # a tensor is listed twice: the first time counts
-        for number, i in zip(reversed(numbering.listed), reversed(listed), strict=True):
+        for number, i in zip(reversed(indexed.listed), reversed(listed), strict=True):
             by_number[number] = i
-    return by_number + [by_number[user] for user in numbering.users]
+    return by_number + [by_number[user] for user in indexed.users]

@@ -15,7 +15,7 @@ from ggmlb.runtime.alloc.arena import CHUNK_BITS, OFFSET_MASK, Arena
 
 if TYPE_CHECKING:
     from ggmlb.runtime.alloc.memory import BufferIds
-    from ggmlb.runtime.alloc.topology import Topology, TopologyKey
+    from ggmlb.runtime.indexed_graph import GraphKey, IndexedGraph
 
 _NONE = Op.NONE  # looked up once: it is asked of many
 
@@ -41,7 +41,7 @@ class Plan:
         peaks: For each memory, what each of its chunks must hold [bytes].
     """
 
-    key: TopologyKey
+    key: GraphKey
     buffer_ids: BufferIds
     owned: list[int]
     memories: list[int]
@@ -60,7 +60,7 @@ class Plan:
 
 
 def make_plan(
-    topology: Topology,
+    graph: IndexedGraph,
     buffer_ids: BufferIds,
     memories: Sequence[int],
     sizes: Sequence[int],
@@ -74,7 +74,7 @@ def make_plan(
     Outputs, and results that no node reads, keep theirs.
 
     Args:
-        topology: The graph.
+        graph: What is planned.
         buffer_ids: See `Plan`.
         memories: For each tensor, the memory that it belongs in.
         sizes: For each tensor, what it takes there, a multiple of the alignment [bytes].
@@ -86,9 +86,9 @@ def make_plan(
 
     Source: ggml_gallocr_alloc_graph_impl.
     """
-    tensors, sources, ops, outside = topology.tensors, topology.sources, topology.ops, topology.outside
-    n, n_leafs = len(tensors), topology.n_leafs
-    bases, flags, views, flagged = topology.bases, topology.flags, topology.views, topology.flagged
+    tensors, sources, ops, outside = graph.tensors, graph.sources, graph.ops, graph.outside
+    n, n_leafs = len(tensors), graph.n_leafs
+    bases, flags, views, flagged = graph.bases, graph.flags, graph.views, graph.flagged
 
     # By number, with one more item than tensors: an absent source has the number -1.
     roots = [*range(n), -1]
@@ -119,14 +119,14 @@ def make_plan(
     arenas = [Arena(limit) for limit in limits]
     addresses: dict[int, int] = {}
     early = [i for i in flagged if flags[i] & _PLACED_EARLY]
-    for i in (*topology.listed[:n_leafs], *topology.unlisted, *early):
+    for i in (*graph.listed[:n_leafs], *graph.unlisted, *early):
         if waiting[i]:
             waiting[i] = False
             addresses[i] = arenas[memories[i]].alloc(sizes[i])
 
     inplace: list[tuple[int, int]] = []
     end = 0
-    for node, n_reads in zip(topology.listed[n_leafs:], topology.n_sources, strict=True):
+    for node, n_reads in zip(graph.listed[n_leafs:], graph.n_sources, strict=True):
         start, end = end, end + n_reads
         if waiting[node]:
             waiting[node] = False
@@ -147,14 +147,14 @@ def make_plan(
                 addresses[node] = arenas[memory].alloc(size)
         for root in reads[start:end]:
             if waiting[root]:
-                _fail_order(topology, node, root)
+                _fail_order(graph, node, root)
             if last[root] < end:
                 last[root] = never
                 arenas[memories[root]].free(addresses[root], sizes[root])
 
     owned, placed = list(addresses), addresses.values()
     return Plan(
-        key=topology.key,
+        key=graph.key,
         buffer_ids=buffer_ids,
         owned=owned,
         memories=[memories[i] for i in owned],
@@ -167,8 +167,8 @@ def make_plan(
     )
 
 
-def _fail_order(topology: Topology, node: int, source: int) -> NoReturn:
+def _fail_order(graph: IndexedGraph, node: int, source: int) -> NoReturn:
     raise GraphError(
-        f"the graph lists {topology.tensors[node].describe()} before {topology.tensors[source].describe()}, "
+        f"the graph lists {graph.tensors[node].describe()} before {graph.tensors[source].describe()}, "
         "which it reads; build it with build_forward_expand, or list nodes after what they read"
     )

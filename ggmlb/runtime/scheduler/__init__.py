@@ -1,6 +1,5 @@
 """The scheduler: one graph, split over several devices, allocated and computed.
 
-signature.py  a graph as numbers: all that the following depends on
 assign.py     passes 1-4: which backend computes each node, and why
 split.py      pass 5: runs of nodes on one backend, and the tensors that must be copied to it
 image.py      what is allocated and planned in place of the user's tensors

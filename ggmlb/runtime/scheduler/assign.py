@@ -11,7 +11,7 @@ even if the user asked for another place (ggml then reads it there without a cop
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import BufferUsage, Op, TensorFlag
@@ -21,8 +21,8 @@ from ggmlb.interface import Buffer, BufferType
 from ggmlb.runtime.scheduler.rules import Cause
 
 if TYPE_CHECKING:
+    from ggmlb.runtime.indexed_graph import IndexedGraph
     from ggmlb.runtime.scheduler.rules import Rules
-    from ggmlb.runtime.scheduler.signature import Signature
 
 # The causes of many tensors, looked up once: before Python 3.12, that costs as much as ten other steps.
 _PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW
@@ -32,45 +32,46 @@ UNKNOWN = -1
 
 
 class Assignment:
-    """The backends of a graph's tensors, by their numbers in its signature.
+    """The backends of a graph's tensors, by number.
 
     Attributes:
         ids: Backend index of each tensor; 0 is the highest priority.
         causes: Why, of each tensor.
         foreign: Numbers of the tensors in memory that no backend here can use: they are read through copies.
+        requests: Backend index of the tensors whose backend the user asked for, by number.
         backends, bufts, separate: As the rules say.
-        roots: As the signature says.
+        roots: As the graph says.
 
     Raises:
         UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
     """
 
-    def __init__(self, signature: Signature, rules: Rules) -> None:
+    def __init__(self, graph: IndexedGraph, rules: Rules, requests: Mapping[int, int]) -> None:
         self.backends = backends = rules.backends
         self.bufts = rules.bufts
         self.separate = rules.separate
         self._op_offload = rules.op_offload
         self._strict = rules.strict
-        n = len(signature.tensors)
+        n = len(graph.tensors)
         self.ids: list[int] = []
         self.causes: list[Cause | None] = []
-        self.roots = signature.roots
-        self._signature = signature
-        self._tensors, self._computes = signature.tensors, signature.computes
-        self._bases, self._buffers, self._requests = signature.bases, signature.buffers, signature.requests
+        self.roots = graph.roots
+        self._graph = graph
+        self._tensors, self._computes = graph.tensors, graph.computes
+        self._bases, self._buffers, self.requests = graph.bases, graph.buffers, requests
         self._last = len(backends) - 1
         self._declines = [b.device.declines for b in backends]
         self._supported: list[list[bool | None]] = [[None] * n for _ in backends]
         self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
         self._holders: dict[int, tuple[int, ...]] = {}
 
-        work = signature.work
-        self._from_places(signature)
+        work = graph.work
+        self._from_places(graph)
         self._from_weights(work)
         self._expand(work)
         self._upgrade_or_best(work)
         self._keep_writers_home(work)
-        self._rest(signature.nodes, (*signature.listed[: signature.n_leafs], *signature.unlisted))
+        self._rest(graph.nodes, (*graph.listed[: graph.n_leafs], *graph.unlisted))
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -99,7 +100,7 @@ class Assignment:
 
     def _sources(self, node: int) -> list[int]:
         """Numbers of the sources that are there."""
-        return [s for s in self._signature.reads(node) if s >= 0]
+        return [s for s in self._graph.reads(node) if s >= 0]
 
     def readable(self, i: int, b: int) -> bool:
         """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
@@ -122,7 +123,7 @@ class Assignment:
 
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
-    def _from_places(self, signature: Signature) -> None:
+    def _from_places(self, graph: IndexedGraph) -> None:
         buffers = self._buffers
         owners = {buffer: self._owner_of_leafs(buffer) for buffer in {*buffers}}
         strange = {b for b in owners if b is not None and not self.holders(b.buft)}
@@ -131,14 +132,14 @@ class Assignment:
         )
         self.ids = ids = [owners[buffers[root]] for root in self.roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
-        for i, wanted in self._requests.items():
+        for i, wanted in self.requests.items():
             if self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
         for i, computes in enumerate(self._computes):
             if computes and causes[i] is _PLACED:
                 ids[i] = self._owner_of_result(i)
-        for i in signature.flagged:
-            if ids[i] < 0 and signature.flags[i] & TensorFlag.INPUT:
+        for i in graph.flagged:
+            if ids[i] < 0 and graph.flags[i] & TensorFlag.INPUT:
                 self._set(i, self._last, Cause.INPUT)
 
     def _honour(self, i: int, wanted: int) -> bool:
@@ -180,7 +181,7 @@ class Assignment:
 
     def _from_weights(self, work: list[int]) -> None:
         """Let ops run where their weights are; of several weights, the first decides."""
-        ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._signature.ops, Op.ROPE
+        ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._graph.ops, Op.ROPE
         weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
         # Who can use a buffer, and whether another may find its weights worth copying.
         homes: dict[Buffer | None, tuple[Sequence[int], bool]]
@@ -350,7 +351,7 @@ class Assignment:
                 self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, _VIEW)
                 if base >= 0 and ids[base] < 0:
                     self._set(base, ids[node], Cause.USED)
-        for node in self._requests:
+        for node in self.requests:
             base = bases[node]
             if base >= 0 and ids[node] != ids[base] and not self._computes[node]:
                 self._set(node, ids[base], _VIEW)  # whatever was asked for

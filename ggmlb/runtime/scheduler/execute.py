@@ -27,8 +27,8 @@ from ggmlb.runtime.scheduler.experts import ExpertCopies
 from ggmlb.runtime.scheduler.staging import Staging
 
 if TYPE_CHECKING:
+    from ggmlb.runtime.indexed_graph import IndexedGraph
     from ggmlb.runtime.scheduler.program import Program
-    from ggmlb.runtime.scheduler.signature import Signature
     from ggmlb.runtime.scheduler.split import Split, SplitInput
 
 EvalCallback = Callable[[Tensor, bool], bool]
@@ -184,7 +184,7 @@ class Executor:
             self._backends[first].synchronize()
 
 
-def _compute_watched(split: Split, signature: Signature, graph: Graph, callback: EvalCallback) -> Status:
+def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: EvalCallback) -> Status:
     """Compute up to each node that the callback wants, and show it.
 
     Views of other devices' tensors come first: what they show is there, and may be gone when the split ends.
@@ -192,8 +192,8 @@ def _compute_watched(split: Split, signature: Signature, graph: Graph, callback:
     backend = split.backend
     done = ready = 0
     for i in (*split.view_numbers, *split.ordered):
-        ready += signature.computes[i]
-        shown = signature.tensors[i]
+        ready += user.computes[i]
+        shown = user.tensors[i]
         if not callback(shown, True):
             continue
         if done < ready:

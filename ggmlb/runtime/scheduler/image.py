@@ -1,4 +1,4 @@
-"""Image: the tensors that are allocated, planned and computed in place of the user's.
+"""Image: the graph that is allocated, planned and computed in place of the user's.
 
 Each tensor of the user's that has no place of its own has a clone, and nodes read copies where they must. To
 the allocator all of them are numbers; tensors are made of them when a backend looks at them: to plan a
@@ -8,128 +8,113 @@ do; so do those of the next graph of the same topology.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ggmlb.core.enums import Op
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer
-from ggmlb.runtime.alloc.topology import Topology
+from ggmlb.runtime.indexed_graph import IndexedGraph
 from ggmlb.runtime.scheduler.assign import UNKNOWN
 
 if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.assign import Assignment
-    from ggmlb.runtime.scheduler.signature import Signature
     from ggmlb.runtime.scheduler.split import Cut, Split
 
 _NONE = Op.NONE  # looked up once: it is asked of every tensor
 
 
-class Image:
-    """A graph's image, by the numbers of its signature; copies, and marks of when they are made, follow.
+class Image(IndexedGraph):
+    """A graph, by the user's numbers; copies, and marks of when they are made, follow.
 
     Attributes:
-        signature: The graph; its tensors are another's of the same signature, once that is bound.
-        topology: What the allocator sees.
+        user: The user's graph; its tensors are another's of the same signature, once that is bound.
+        params: The ops' parameters, by number.
         ids: Index by number, of a backend, whose memory it lies in; behind the last, of the host's.
         buffers: Where each tensor lies, by number, once allocated.
         offsets: Offset of each in its buffer.
     """
 
-    def __init__(self, signature: Signature, assignment: Assignment, cut: Cut) -> None:
-        self.signature = signature
+    def __init__(
+        self, user: IndexedGraph, params: list[dict[str, Any]], assignment: Assignment, cut: Cut
+    ) -> None:
+        self.user = user
+        self.params = params
         last = len(assignment.backends) - 1
         self.ids = list(assignment.ids)
         if UNKNOWN in self.ids:
             self.ids = [last if b < 0 else b for b in self.ids]
         for i in cut.staged:
             self.ids[i] = last + 1
-        self.buffers: list[Buffer | None] = []
+        self.listed, self.n_leafs, self.unlisted, self.outside = (
+            user.listed, user.n_leafs, user.unlisted, user.outside
+        )  # fmt: skip
+        self.tensors, self.flags, self.bases = list(user.tensors), list(user.flags), list(user.bases)
+        self.sources, self.n_sources = list(user.sources), user.n_sources
+        self.buffers = []
         self.offsets: list[int] = []
-        self._tensors = list(signature.tensors)
-        self._flags = list(signature.flags)
-        self._bases = list(signature.bases)
         self._clones: dict[int, Tensor | None] = {-1: None}
         self._graph: Graph | None = None
-        self._leafs = list(signature.listed[: signature.n_leafs])
-        self._nodes: list[int] = []
+        leafs, nodes = list(user.listed[: user.n_leafs]), list[int]()
         for split in cut.splits:  # which know the image, but not the reverse: a cycle would outlive its time
             split.image = self
-            self._list(split)
-        self.topology = self._topology()
+            self._list(split, leafs, nodes)
+        more = range(len(user.tensors), len(self.tensors))
+        self.ops = user.ops + [_NONE] * len(more)
+        self.views = user.views + [i for i in more if self.bases[i] >= 0]
+        self.flagged = user.flagged + [i for i in more if self.flags[i]]
+        if nodes != [*user.nodes]:
+            self.listed, self.n_leafs = [*leafs, *nodes], len(leafs)
+            self.sources, self.n_sources = self._edges_of(nodes)
+            del self.spans
 
     # -- numbers -------------------------------------------------------------------------------
 
-    def _list(self, split: Split) -> None:
+    def _list(self, split: Split, leafs: list[int], nodes: list[int]) -> None:
         """List what a split copies and computes, in order; let its nodes read the copies."""
-        bases, nodes = self._bases, self._nodes
+        bases = self.bases
         nodes += split.view_numbers
         for item in split.inputs:
             item.image = self
             i = item.number
             copies = [self._add(copy, split.backend_id) for copy in item.copies]
             self._clones.update(zip(copies, item.copies, strict=True))
-            if len(copies) == 1:
-                nodes += copies
-            else:
-                self._leafs += copies
+            (nodes if len(copies) == 1 else leafs).extend(copies)
+            begins, ends = self.spans
             for reader in item.readers:
-                for edge in range(self._begins[reader], self._ends[reader]):
-                    if self._sources[edge] == i:
-                        self._sources[edge] = copies[0]
+                for edge in range(begins[reader], ends[reader]):
+                    if self.sources[edge] == i:
+                        self.sources[edge] = copies[0]
             # A view without an op: it only keeps the source from being reused before it is copied.
-            nodes.append(
-                self._add(self._tensors[i], self.ids[i], i if bases[i] < 0 else bases[i], [i], flags=0)
-            )
-        ordered = self._ordered(split)
+            base = i if bases[i] < 0 else bases[i]
+            nodes.append(self._add(self.tensors[i], self.ids[i], base, [i], flags=0))
+        ordered = self._ordered(split, [*leafs, *nodes])
         nodes += ordered
-        computes, n = self.signature.computes, len(self.signature.tensors)
+        computes, n = self.user.computes, len(self.user.tensors)
         split.ordered = [i for i in ordered if i < n]
         split.order = [i for i in split.ordered if computes[i]]
 
     def _add(
         self, tensor: Tensor, b: int, base: int = -1, reads: Sequence[int] = (), flags: int | None = None
     ) -> int:
-        number = len(self._tensors)
-        self._tensors.append(tensor)
-        self._flags.append(tensor.flags if flags is None else flags)
-        self._bases.append(base)
+        (begins, ends), number = self.spans, len(self.tensors)
+        self.tensors.append(tensor)
+        self.flags.append(tensor.flags if flags is None else flags)
+        self.bases.append(base)
         self.ids.append(b)
-        self._begins.append(len(self._sources))
-        self._sources += reads
-        self._ends.append(len(self._sources))
+        begins.append(len(self.sources))
+        self.sources += reads
+        ends.append(len(self.sources))
         return number
 
-    @cached_property
-    def _sources(self) -> list[int]:
-        """The numbers of all sources; what a node reads is a part of them."""
-        return list(self.signature.sources)
-
-    @cached_property
-    def _begins(self) -> list[int]:
-        """Where each node's part begins, by number; -1 for what is a leaf, its op notwithstanding."""
-        return list(self.signature.spans[0])
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        """Where each node's part ends, by number."""
-        return list(self.signature.spans[1])
-
-    def _reads(self, i: int) -> Sequence[int]:
-        """Return what a tensor reads: its base, if another graph computes it."""
-        begin = self._begins[i]
-        if begin >= 0:
-            return self._sources[begin : self._ends[i]]
-        return [self._bases[i]] if self._bases[i] >= 0 else []
-
-    def _ordered(self, split: Split) -> Sequence[int]:
+    def _ordered(self, split: Split, before: Sequence[int]) -> Sequence[int]:
         """Return a split's nodes in the order that its backend wants."""
         if type(split.backend).graph_optimize is Backend.graph_optimize:
             return split.numbers
+        self._make((*before, *split.numbers))
         graph = Graph()
-        graph.nodes = [self.clone(i) for i in split.numbers]
+        graph.nodes = self._made(split.numbers)
         split.backend.graph_optimize(graph)
         numbers = {clone: i for i, clone in self._clones.items()}
         for node in graph.nodes:
@@ -139,99 +124,61 @@ class Image:
                 self._clones[i] = node
         return [numbers[node] for node in graph.nodes]
 
-    def _topology(self) -> Topology:
-        signature, nodes = self.signature, self._nodes
-        sources, n_sources = signature.sources, signature.n_sources
-        if nodes != [*signature.nodes]:
-            sources, n_sources = self._edges_of(nodes)
-        extra = range(len(signature.tensors), len(self._tensors))
-        return Topology(
-            tensors=self._tensors,
-            listed=[*self._leafs, *nodes],
-            n_leafs=len(self._leafs),
-            unlisted=signature.unlisted,
-            sources=sources,
-            n_sources=n_sources,
-            bases=self._bases,
-            views=[*signature.views, *[i for i in extra if self._bases[i] >= 0]],
-            ops=signature.ops + [_NONE] * len(extra),
-            flags=self._flags,
-            flagged=[*signature.flagged, *[i for i in extra if self._flags[i]]],
-            outside=signature.outside,
-        )
-
     def _edges_of(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the sources of nodes, one node after another, and how many each has."""
-        begins, ends = self._begins, self._ends
+        begins, ends = self.spans
         sources: list[int] = []
         begin = end = 0
         for i in nodes:
             if begins[i] != end:  # else its part follows that of the node before
-                sources += self._sources[begin:end]
+                sources += self.sources[begin:end]
                 begin = begins[i]
             end = ends[i]
-        sources += self._sources[begin:end]
+        sources += self.sources[begin:end]
         return sources, [ends[i] - begins[i] for i in nodes]
 
     # -- tensors -------------------------------------------------------------------------------
 
     def clone(self, i: int) -> Tensor:
         """Return the clone of a tensor; a tensor of the user's that has a place is its own."""
-        found = self._clones.get(i)
-        return self._make(i) if found is None else found
+        self._make((i,))
+        return self._made((i,))[0]
 
-    def _clone_of(self, i: int) -> Tensor | None:
-        return None if i < 0 else self.clone(i)
-
-    def _make(self, i: int) -> Tensor:
-        signature, clones = self.signature, self._clones
-        base = self._bases[i]
-        if i >= len(signature.tensors):
-            clone = _view_of(self.clone(self._reads(i)[0]))
-        elif base < 0 and signature.ops[i] is _NONE and signature.buffers[i] is not None:
-            clone = signature.tensors[i]
-        else:
-            reads = self._reads(i)
-            try:
-                src, view_src = tuple([clones[s] for s in reads]), clones[base]
-            except KeyError:
-                src, view_src = tuple([self._clone_of(s) for s in reads]), self._clone_of(base)
-            clone = signature.tensors[i].reading(src, view_src)
-            clone.params = signature.params[i]
-            clone.flags = self._flags[i]
-            if self.buffers:
-                clone.buffer, clone.offset = self.buffers[i], self.offsets[i]
-        clones[i] = clone
-        return clone
-
-    def _make_all(self, numbers: Sequence[int]) -> None:
-        """Make what is not made yet, as `_make` does; nodes, which are many, without its calls."""
-        signature, clones, bases, flags = self.signature, self._clones, self._bases, self._flags
-        begins, ends, sources = self._begins, self._ends, self._sources
-        tensors, params, n = signature.tensors, signature.params, len(signature.tensors)
+    def _make(self, numbers: Iterable[int]) -> None:
+        """Make the clones that are not made yet."""
+        user, clones, bases, flags, params = self.user, self._clones, self.bases, self.flags, self.params
+        sources, (begins, ends) = self.sources, self.spans
+        tensors, ops, n = user.tensors, user.ops, len(user.tensors)
         buffers, offsets = self.buffers, self.offsets
         for i in numbers:
             if i in clones:
                 continue
-            begin = begins[i]
-            if begin < 0 or i >= n or not buffers:
-                self._make(i)
-                continue
+            base, begin = bases[i], begins[i]
+            # What another graph computes reads its base.
+            reads = sources[begin : ends[i]] if begin >= 0 else [base] if base >= 0 else []
             try:
-                src, view_src = tuple([clones[s] for s in sources[begin : ends[i]]]), clones[bases[i]]
+                src, view_src = tuple([clones[s] for s in reads]), clones[base]
             except KeyError:
-                self._make(i)
+                self._make((*reads, base))
+                src, view_src = tuple([clones[s] for s in reads]), clones[base]
+            if i >= n:
+                clone = _view_of(cast("Tensor", src[0]))
+            elif base < 0 and ops[i] is _NONE and user.buffers[i] is not None:
+                clones[i] = tensors[i]
                 continue
-            clone = clones[i] = tensors[i].reading(src, view_src)
-            clone.params, clone.flags = params[i], flags[i]
-            clone.buffer, clone.offset = buffers[i], offsets[i]
+            else:
+                clone = tensors[i].reading(src, view_src)
+                clone.params, clone.flags = params[i], flags[i]
+            if buffers:
+                clone.buffer, clone.offset = buffers[i], offsets[i]
+            clones[i] = clone
 
     @property
     def graph(self) -> Graph:
         """All clones, in the order of execution."""
         if self._graph is None:
-            self._make_all((*self._leafs, *self._nodes))
-            self._graph = Graph(self._made(self._nodes), self._made(self._leafs))
+            self._make(self.listed)
+            self._graph = Graph(self._made(self.nodes), self._made(self.listed[: self.n_leafs]))
         return self._graph
 
     def _made(self, numbers: Sequence[int]) -> list[Tensor]:
@@ -277,6 +224,7 @@ class Image:
 
     def set_params(self, params: list[dict[str, Any]]) -> None:
         """Give the clones changed parameters."""
+        self.params = params
         for i, changed in enumerate(params):
             clone = self._clones.get(i)
             if clone is not None and clone.params != changed:
@@ -284,8 +232,9 @@ class Image:
 
     def clones(self) -> list[Tensor]:
         """Return all tensors that were made for the image, copies included."""
-        self.graph  # noqa: B018
-        return [t for i, t in self._clones.items() if t is not None and t is not self._tensors[i]]
+        self._make(self.listed)
+        outside = set(self.outside)
+        return [t for i, t in self._clones.items() if t is not None and i not in outside]
 
 
 def _view_of(tensor: Tensor) -> Tensor:

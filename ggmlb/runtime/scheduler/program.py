@@ -1,28 +1,95 @@
-"""Program: a topology assigned, split, allocated and planned once, for all graphs that have it."""
+"""Program: a graph assigned, split, allocated and planned once, for all graphs of the same signature.
+
+A program that decodes builds a new graph for each token, of new tensors, which is the graph of the token
+before in all but identity. Two graphs of equal signatures are computed by the same `Program`.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING
+from math import copysign
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import GraphError
 from ggmlb.core.graph import Graph
+from ggmlb.core.placement import Zeros, placement_clock, zeros_of
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.runtime.alloc import GraphAllocator
+from ggmlb.runtime.indexed_graph import IndexedGraph
 from ggmlb.runtime.scheduler.assign import UNKNOWN, Assignment
 from ggmlb.runtime.scheduler.image import Image
 from ggmlb.runtime.scheduler.split import Cut
 
 if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.rules import Cause, Rules
-    from ggmlb.runtime.scheduler.signature import Signature
-
 
 MAX_PROGRAMS = 8
 """Topologies that are kept: a program rarely alternates between more."""
+
+
+class Signature(IndexedGraph):
+    """A graph with all that its split, its allocation and its plans depend on.
+
+    Reading a graph takes from its tensors the places that an allocator of compute memory gave them: that
+    memory is given out anew for each graph.
+
+    Attributes:
+        facts: Types, extents, strides, and offsets in viewed tensors, each by number.
+        params: The op's parameters, by number.
+        places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
+        requests: Backend index of the tensors whose backend the user asked for, by number.
+        zeros: The kept parameters that are zero, once compared.
+    """
+
+    def __init__(self, graph: Graph, user: Mapping[Tensor, int]) -> None:
+        super().__init__(graph, lambda b: b.usage is BufferUsage.COMPUTE)
+        tensors = self.tensors
+        if self.own:
+            for tensor, buffer in zip(tensors, self.buffers, strict=True):
+                if buffer is None:
+                    tensor.buffer = None
+            placement_clock.tick()
+        self.facts = (
+            [t.dtype for t in tensors],
+            [t.ne for t in tensors],
+            [t.nb for t in tensors],
+            [t.view_offs for t in tensors],
+        )
+        self.params = [t.params for t in tensors]
+        placed = [tensors[i] for i in self.outside]
+        where = [self.buffers[i] for i in self.outside]
+        self.places = (placed, where, [t.offset for t in placed], {b: b.usage for b in self.foreign})
+        self.requests = {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
+        self.zeros: Zeros | None = None
+
+    def keep(self) -> None:
+        """Hold on to the parameters as they are now, whatever becomes of the tensors."""
+        self.params = [p.copy() if p else p for p in self.params]
+        self.zeros = None
+
+    def matches(self, other: Signature) -> bool:
+        """Whether graphs of another signature are split, allocated and computed as the kept one is."""
+        return (
+            self.key == other.key
+            and self.facts == other.facts
+            and self.places == other.places
+            and self.requests == other.requests
+            and self.has_params(other.params)
+        )
+
+    def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
+        """Whether all parameters are equal to the kept ones, the signs of zeros included."""
+        try:
+            same = self.params == params
+        except ValueError:  # arrays in a custom function's data have no truth value
+            return False
+        if same and self.zeros is None:
+            self.zeros = zeros_of(self.params)
+        return same and all(copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros or ())
 
 
 class Programs:
@@ -50,7 +117,7 @@ class Programs:
         Raises:
             UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
         """
-        program = Program(signature, Assignment(signature, self._rules), self._n_copies)
+        program = Program(signature, Assignment(signature, self._rules, signature.requests), self._n_copies)
         self._kept.appendleft(program)
         return program
 
@@ -84,7 +151,7 @@ class Program:
         self._n_copies = n_copies
         cut = Cut(signature, assignment, n_copies)
         self.splits = cut.splits
-        self.image = Image(signature, assignment, cut)
+        self.image = Image(signature, signature.params, assignment, cut)
         self.forget_plans()
         self._owned: list[int] = []
         self.buffers: list[Buffer | None] = []
@@ -126,7 +193,7 @@ class Program:
         image = self.image
         if self.stamp == allocator.n_reallocs and allocator.keeps_places():
             return
-        buffers, offsets = allocator.alloc_topology(image.topology, image.ids)
+        buffers, offsets = allocator.alloc_indexed(image, image.ids)
         self.stamp = allocator.n_reallocs
         if image.place(buffers, offsets):
             self.forget_plans()

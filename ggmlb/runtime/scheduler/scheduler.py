@@ -17,10 +17,9 @@ from ggmlb.interface import Backend, BufferType
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
-from ggmlb.runtime.scheduler.program import Program, Programs
+from ggmlb.runtime.scheduler.program import Program, Programs, Signature
 from ggmlb.runtime.scheduler.report import Placement, placements, render
 from ggmlb.runtime.scheduler.rules import Rules
-from ggmlb.runtime.scheduler.signature import Signature
 
 if TYPE_CHECKING:
     from ggmlb.inspect.trace import Trace
@@ -293,7 +292,7 @@ class Scheduler(Freeable):
         self.split_graph(measure_graph)
         program = self._need_program()
         try:
-            self._allocator.reserve_topology(program.image.topology, program.image.ids)
+            self._allocator.reserve_indexed(program.image, program.image.ids)
         except BaseException:
             self._programs.clear()
             raise
@@ -311,7 +310,7 @@ class Scheduler(Freeable):
         self.split_graph(measure_graph)
         program = self._need_program()
         try:
-            sizes = self._allocator.topology_size(program.image.topology, program.image.ids)
+            sizes = self._allocator.indexed_size(program.image, program.image.ids)
         finally:
             self.reset()
         return list(sizes[: self.n_backends])

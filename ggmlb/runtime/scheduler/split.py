@@ -1,7 +1,7 @@
 """Pass 5: cut the graph into splits, and find the tensors that must be copied between devices.
 
 ggml rewrites the sources of the user's nodes to point at the copies. Here the user's graph stays as it
-is, and so do the numbers of its signature: a copy is one more number, which some nodes read instead.
+is, and so do the numbers of its tensors: a copy is one more number, which some nodes read instead.
 `image.py` makes tensors of the numbers.
 """
 
@@ -18,9 +18,9 @@ from ggmlb.interface import Backend, GraphPlan
 from ggmlb.runtime.scheduler.assign import UNKNOWN
 
 if TYPE_CHECKING:
+    from ggmlb.runtime.indexed_graph import IndexedGraph
     from ggmlb.runtime.scheduler.assign import Assignment
     from ggmlb.runtime.scheduler.image import Image
-    from ggmlb.runtime.scheduler.signature import Signature
 
 MAX_SPLIT_INPUTS = 30
 """A split with this many inputs is closed before the next node that needs another (as in ggml)."""
@@ -30,7 +30,7 @@ class SplitInput:
     """A tensor that is copied to a split's device before the split runs.
 
     Attributes:
-        number: The tensor's number in the signature.
+        number: The tensor's number in the graph.
         copies: The copies in the split's memory: several if the next computation may write one while this
             one still reads another.
         backend: The backend that owns the tensor.
@@ -66,7 +66,7 @@ class SplitInput:
     @property
     def tensor(self) -> Tensor:
         """The user's tensor."""
-        return self.image.signature.tensors[self.number]
+        return self.image.user.tensors[self.number]
 
     @property
     def src(self) -> Tensor:
@@ -148,12 +148,12 @@ class Split:
     @property
     def nodes(self) -> list[Tensor]:
         """The user's nodes that it computes, views of its own tensors included."""
-        return [self.image.signature.tensors[i] for i in self.numbers]
+        return [self.image.user.tensors[i] for i in self.numbers]
 
     @property
     def views(self) -> list[Tensor]:
         """The user's views of tensors of other devices, that nodes here read through copies."""
-        return [self.image.signature.tensors[i] for i in self.view_numbers]
+        return [self.image.user.tensors[i] for i in self.view_numbers]
 
     @property
     def graph(self) -> Graph:
@@ -179,23 +179,23 @@ class Cut:
         staged: Numbers of the inputs that lie in host memory, though a device owns them: it copies them.
     """
 
-    def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
+    def __init__(self, graph: IndexedGraph, assignment: Assignment, n_copies: int) -> None:
         self.splits: list[Split] = []
-        self._signature = signature
+        self._graph = graph
         self._assignment = assignment
         self._n_copies = n_copies
         # What each backend has copies of, by number.
         self._copied: list[dict[int, SplitInput]] = [{} for _ in assignment.backends]
-        flagged = [i for i in signature.flagged if signature.flags[i] & TensorFlag.INPUT]
-        self._inputs = {i for i in flagged if signature.bases[i] < 0}
+        flagged = [i for i in graph.flagged if graph.flags[i] & TensorFlag.INPUT]
+        self._inputs = {i for i in flagged if graph.bases[i] < 0}
         self.staged = self._find_staged()
         ids, backends = assignment.ids, assignment.backends
-        first = next((ids[i] for i in signature.work), len(backends) - 1)
+        first = next((ids[i] for i in graph.work), len(backends) - 1)
         self.splits.append(Split(backends[first], first))
         if len({*ids} - {UNKNOWN}) > 1 or assignment.foreign or self.staged:
             self._cut()
         else:  # nothing needs to move
-            self.splits[0].numbers = list(signature.nodes)
+            self.splits[0].numbers = list(graph.nodes)
             self.splits[0].reads_user_input = bool(self._inputs)
         self._order_shared_memory()
 
@@ -206,32 +206,32 @@ class Cut:
         must have read by then, or be waited for; what lies in host memory is queued as a snapshot. An input
         that the user placed there, or asked to have there, is read where it lies, as is one that nodes write.
         """
-        signature, assignment = self._signature, self._assignment
+        graph, assignment = self._graph, self._assignment
         last = len(assignment.backends) - 1
         if assignment.bufts[last].is_host or not assignment.backends[last].device.caps.async_:
             return set()
-        ids, ops, buffers = assignment.ids, signature.ops, signature.buffers
+        ids, ops, buffers = assignment.ids, graph.ops, graph.buffers
         unplaced = {i for i in self._inputs if ids[i] == last and ops[i] is Op.NONE and buffers[i] is None}
-        found = unplaced - signature.requests.keys()
+        found = unplaced - assignment.requests.keys()
         if found:
-            found -= {signature.bases[i] for i in signature.views if signature.computes[i]}
-            for node in signature.work:
-                also = SPECS[signature.ops[node]].also_written
-                found -= {assignment.roots[signature.reads(node)[i]] for i in also}
+            found -= {graph.bases[i] for i in graph.views if graph.computes[i]}
+            for node in graph.work:
+                also = SPECS[graph.ops[node]].also_written
+                found -= {assignment.roots[graph.reads(node)[i]] for i in also}
         return found
 
     def _cut(self) -> None:
-        signature, assignment = self._signature, self._assignment
+        graph, assignment = self._graph, self._assignment
         ids, backends = assignment.ids, assignment.backends
-        computes, bases, edges = signature.computes, signature.bases, signature.sources
-        begins, ends = signature.spans
-        inputs = self._inputs.union([i for i in signature.views if bases[i] in self._inputs])
+        computes, bases, edges = graph.computes, graph.bases, graph.sources
+        begins, ends = graph.spans
+        inputs = self._inputs.union([i for i in graph.views if bases[i] in self._inputs])
         # Where each tensor is at hand, by number: what the user writes is nowhere, nor what lies elsewhere.
         places = list(ids)
         for i in inputs | assignment.foreign:
             places[i] = UNKNOWN
         split = self.splits[0]
-        for node in signature.nodes:
+        for node in graph.nodes:
             b = ids[node]
             if not computes[node]:
                 (split.numbers if b == split.backend_id else split.view_numbers).append(node)
@@ -257,10 +257,10 @@ class Cut:
             split.numbers.append(node)
         weights = [i for s in self.splits for i in s.inputs if self._is_weight(assignment.roots[i.number])]
         if weights:
-            written = {bases[i] for i in signature.views if computes[i]}
+            written = {bases[i] for i in graph.views if computes[i]}
             for item in weights:
                 root = assignment.roots[item.number]
-                item.is_constant = signature.ops[root] is Op.NONE and root not in written
+                item.is_constant = graph.ops[root] is Op.NONE and root not in written
                 item.has_experts = item.is_constant and self._has_experts(item)
 
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
@@ -286,7 +286,7 @@ class Cut:
         return self._assignment.roots[src] in self.staged or not self._assignment.readable(src, b)
 
     def _add_input(self, split: Split, src: int, owner: int) -> None:
-        tensor = self._signature.tensors[src]
+        tensor = self._graph.tensors[src]
         name = f"{split.backend.name}#{tensor.name}"
         n = self._n_copies if self._is_sent(src, owner, split.backend_id) else 1
         copies = tuple([Tensor(tensor.dtype, tensor.ne, tensor.nb, name=name) for _ in range(n)])
@@ -299,7 +299,7 @@ class Cut:
         split.inputs.append(item)
 
     def _is_weight(self, i: int) -> bool:
-        buffer = self._signature.buffers[i]
+        buffer = self._graph.buffers[i]
         return buffer is not None and buffer.usage is BufferUsage.WEIGHTS
 
     def _is_sent(self, src: int, owner: int, b: int) -> bool:
@@ -308,20 +308,20 @@ class Cut:
         What comes from the host, or from the user, is queued on the device that reads it.
         """
         root = self._assignment.roots[src]
-        if self._signature.buffers[root] is not None or root in self._inputs:
+        if self._graph.buffers[root] is not None or root in self._inputs:
             return False
         both = (self._assignment.backends[owner], self._assignment.backends[b])
         return not self._assignment.bufts[owner].is_host and all(x.device.caps.events for x in both)
 
     def _has_experts(self, item: SplitInput) -> bool:
         """Whether a weight holds experts, in host memory, which one node reads by its ids."""
-        buffer = self._signature.buffers[item.number]
+        buffer = self._graph.buffers[item.number]
         if len(item.readers) > 1 or buffer is None or not buffer.is_host:
             return False
         (reader,) = item.readers
-        sources = self._signature.reads(reader)
+        sources = self._graph.reads(reader)
         is_first = sources[0] == item.number and item.number not in sources[1:]
-        return is_first and self._signature.ops[reader] is Op.MUL_MAT_ID
+        return is_first and self._graph.ops[reader] is Op.MUL_MAT_ID
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -342,15 +342,15 @@ class Cut:
 
     def _add_written(self, shared: list[list[bool]]) -> None:
         """Add the backends that keep apart, but touch memory of the user's that one of them writes."""
-        signature = self._signature
-        roots, buffers = signature.roots, signature.buffers
+        graph = self._graph
+        roots, buffers = graph.roots, graph.buffers
         touched: dict[int, set[int]] = {}
         written: set[int] = set()
         for split in self.splits:
             for node in split.numbers:
-                if not signature.computes[node]:
+                if not graph.computes[node]:
                     continue
-                for i in {roots[i] for i in (node, *signature.reads(node)) if i >= 0}:
+                for i in {roots[i] for i in (node, *graph.reads(node)) if i >= 0}:
                     if buffers[i] is not None:
                         touched.setdefault(i, set()).add(split.backend_id)
                 if buffers[roots[node]] is not None:
