@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.errors import ModelError, did_you_mean, shown
+from ggmlb.core.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from ggmlb.models.mapped_file import MappedFile
@@ -22,6 +22,9 @@ Value = bool | int | float | str | npt.NDArray[Any] | list[str]
 """A decoded value: arrays of numbers are read-only NumPy arrays, arrays of strings are lists."""
 
 T = TypeVar("T", bool, int, float, str)
+
+MAX_TEXT: Final = 1 << 27
+"""Longest string that is decoded [bytes]; the longest in use are tokenizers as JSON, of some 30 MB."""
 
 _U64 = Struct("<Q").unpack_from
 _NEEDED: Final = object()
@@ -88,7 +91,7 @@ class Metadata(Mapping[str, Value]):
     def __getitem__(self, key: str) -> Value:
         slot = self.slot(key)
         if slot.length is None:
-            return self._string(key, slot.offset)[0] if slot.kind is Kind.STRING else self._number(key, slot)
+            return self._string(key, slot.offset) if slot.kind is Kind.STRING else self._number(key, slot)
         if slot.kind is Kind.STRING:
             return self.texts(key)
         raw = self._file.data[slot.offset : slot.offset + slot.length * slot.kind.dtype.itemsize]
@@ -112,7 +115,7 @@ class Metadata(Mapping[str, Value]):
         try:
             return self._slots[key]
         except KeyError:
-            told = f"{self._file.path} has no metadata key {shown(str(key))!r}"
+            told = f"{self._file.path} has no metadata key {str(key)!r}"
             raise MissingError(told + did_you_mean(str(key), self._slots)) from None
 
     # -- values of a certain type --------------------------------------------------------------
@@ -183,7 +186,7 @@ class Metadata(Mapping[str, Value]):
 
     def error(self, key: str, found: str) -> ModelError:
         """Return the error about a value."""
-        return ModelError(f"{self._file.path}: metadata key {shown(key)!r}: {found}")
+        return ModelError(f"{self._file.path}: metadata key {key!r}: {found}")
 
     # -- decoding ------------------------------------------------------------------------------
 
@@ -204,14 +207,14 @@ class Metadata(Mapping[str, Value]):
         found: int | float = self._file.data[slot.offset : slot.offset + dtype.itemsize].view(dtype)[0].item()
         return bool(found) if slot.kind is Kind.BOOL else found
 
-    def _string(self, key: str, at: int) -> tuple[str, int]:
-        """Return a string, and where it ends."""
+    def _string(self, key: str, at: int) -> str:
         nbytes = _U64(self._file.view, at)[0]
-        raw = self._file.data[at + 8 : at + 8 + nbytes].tobytes()
-        if len(raw) < nbytes:
-            raise self.error(key, f"at byte {at}: the string has {nbytes:,} bytes, beyond the file's end")
+        if nbytes > MAX_TEXT:
+            raise self.error(
+                key, f"at byte {at}: a string of {nbytes:,} bytes; at most {MAX_TEXT:,} are read"
+            )
         try:
-            return raw.decode("utf-8"), at + 8 + nbytes
+            return str(self._file.view[at + 8 : at + 8 + nbytes], "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(key, f"at byte {at}: the string is not UTF-8: {error}") from None
 
@@ -224,5 +227,5 @@ class Metadata(Mapping[str, Value]):
                 at = start + read(data, at)[0]
                 found.append(str(data[start:at], "utf-8"))
         except UnicodeDecodeError as error:
-            raise self.error(key, f"at byte {at}: string {len(found)} is not UTF-8: {error}") from None
+            raise self.error(key, f"at byte {start}: string {len(found)} is not UTF-8: {error}") from None
         return found

@@ -5,6 +5,7 @@ Source: ggml's docs/gguf.md, version 3, and version 2, which differs in nothing 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from ggmlb.core.dtypes import DType, dequantize
 from ggmlb.core.errors import DTypeError, ModelError, did_you_mean, shown
 from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot
-from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile
+from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -32,6 +33,19 @@ MAX_NAME: Final = 1 << 16
 
 MAX_PARTS: Final = 1 << 10
 """Most files that a model is split into."""
+
+MAX_VALUES: Final = 1 << 16
+MAX_TENSORS: Final = 1 << 18
+MAX_STRINGS: Final = 1 << 24
+"""Most metadata values, tensors, and strings in arrays of a file: far more than models have, and few enough
+to be read in some seconds, whatever the size of the file."""
+
+MAX_STRINGS_NBYTES: Final = 1 << 30
+"""Most bytes of an array of strings."""
+
+MAX_ELEMENTS: Final = 1 << 56
+"""Elements that a tensor's extents may name, those that are 0 counted as 1: NumPy can shape fewer than
+2^63 bytes."""
 
 _U32 = Struct("<I").unpack_from
 _U64 = Struct("<Q").unpack_from
@@ -85,7 +99,8 @@ class GgufFile(Mapping[str, GgufTensor]):
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path).expanduser()
+        with failing(f"cannot open {path}", RuntimeError, cure="give its whole path"):  # no such home
+            self.path = Path(path).expanduser()
         first = _Part(MappedFile(self.path), 0)
         self.version, self.metadata, self.alignment = first.version, first.metadata, first.alignment
         self._parts = [first.file]
@@ -102,14 +117,25 @@ class GgufFile(Mapping[str, GgufTensor]):
                 f"{self.path}: split.count is {n_parts}, so its name must end in "
                 f"-00001-of-{n_parts:05}.gguf; keep the names under which the parts were made"
             )
-        if int(found[2]) != 1 or self.metadata.integer("split.no", 0, 0, MAX_PARTS) != 0:
+        if int(found[2]) != 1:
             raise ModelError(f"{self.path} is not the first part of its model; open the one with -00001-of-")
+        number = self.metadata.integer("split.no", 0, 0, MAX_PARTS)
+        if number != 0:
+            raise ModelError(f"{self.path}: split.no is {number}, but its name says 0; download it again")
         for i in range(1, n_parts):
             path = self.path.with_name(f"{found[1]}-{i + 1:05}-of-{n_parts:05}.gguf")
+            if not path.is_file():
+                raise ModelError(
+                    f"{self.path}: part {i + 1} of {n_parts} is missing: there is no file {path}; put all "
+                    "parts into one folder, under the names that they were made with"
+                )
             part = _Part(MappedFile(path), i)
-            number = part.metadata.integer("split.no", -1, -1, MAX_PARTS)
-            if number != i:
-                raise ModelError(f"{path}: split.no is {number}, but its name says {i}; download it again")
+            for key, right in (("split.no", i), ("split.count", n_parts)):
+                number = part.metadata.integer(key, -1, -1, MAX_PARTS)
+                if number != right:
+                    raise ModelError(
+                        f"{path}: {key} is {number}, but its name says {right}; download it again"
+                    )
             twice = next((name for name in part.tensors if name in self._tensors), None)
             if twice is not None:
                 raise ModelError(
@@ -128,7 +154,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         try:
             return self._tensors[name]
         except KeyError:
-            told = f"{self.path} has no tensor {shown(str(name))!r} among its {len(self)}"
+            told = f"{self.path} has no tensor {str(name)!r} among its {len(self)}"
             raise MissingError(told + did_you_mean(str(name), self._tensors)) from None
 
     def __contains__(self, name: object) -> bool:
@@ -186,17 +212,17 @@ class GgufFile(Mapping[str, GgufTensor]):
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(
-                f"{self.path} has no tensor {shown(name)!r} among its {len(self)}, which its architecture "
+                f"{self.path} has no tensor {name!r} among its {len(self)}, which its architecture "
                 "needs; download or convert the file again"
             )
         if _without_ones(tensor.shape) != _without_ones(shape):
             raise ModelError(
-                f"{self.path}: tensor {shown(name)!r} has shape {list(tensor.shape)}, but the metadata ask "
+                f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, but the metadata ask "
                 f"for {list(shape)}; convert the file again"
             )
         if not (tensor.dtype.is_quantized or tensor.dtype in FLOATS):
             raise ModelError(
-                f"{self.path}: tensor {shown(name)!r} has type {tensor.dtype.name}; weights are floating "
+                f"{self.path}: tensor {name!r} has type {tensor.dtype.name}; weights are floating "
                 "point or quantised"
             )
         file = self._parts[tensor.part]
@@ -208,8 +234,15 @@ class GgufFile(Mapping[str, GgufTensor]):
             part.check_unchanged()
 
     def __repr__(self) -> str:
-        arch = self.metadata.get("general.architecture", "no architecture")
-        return f"<GgufFile {self.path.name}: {arch}, {len(self)} tensors, {self.nbytes:,} bytes>"
+        return (
+            f"<GgufFile {shown(self.path.name)}: {self._kind()}, {len(self)} tensors, {self.nbytes:,} bytes>"
+        )
+
+    def _kind(self) -> str:
+        try:
+            return shown(self.metadata.text("general.architecture")[:64])
+        except ModelError:
+            return "no architecture"
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -237,8 +270,9 @@ class _Part:
             cure = "it is big-endian" if is_swapped else "versions 2 and 3 are read"
             raise ModelError(f"{file.path} is GGUF of version {self.version}: {cure}; convert it again")
         # The least that a value takes is its key's length, its kind and one byte; of a tensor, 24 bytes.
-        self._check_count("n_kv", n_values, 13)
-        self._check_count("n_tensors", n_tensors, 24)
+        self._check_count("n_kv", n_values, 13, MAX_VALUES)
+        self._check_count("n_tensors", n_tensors, 24, MAX_TENSORS)
+        self._n_strings = 0
         self.metadata = Metadata(file, self._slots(n_values))
         self.alignment = self.metadata.integer("general.alignment", DEFAULT_ALIGNMENT, 1, 1 << 30)
         if self.alignment & (self.alignment - 1):
@@ -252,9 +286,11 @@ class _Part:
             f"{self.file.path}: {self._where}, at byte {self._at}: {found}; copy or download the file again"
         )
 
-    def _check_count(self, name: str, count: int, least: int) -> None:
+    def _check_count(self, name: str, count: int, least: int, most: int) -> None:
         if count > (self._size - self._at) // least:
             raise self._error(f"{name} is {count:,}, more than {self._size:,} bytes can hold")
+        if count > most:
+            raise self._error(f"{name} is {count:,}; at most {most:,} are read")
 
     def _take(self, nbytes: int) -> int:
         """Step over some bytes; return where they begin."""
@@ -291,12 +327,13 @@ class _Part:
         for i in range(n_values):
             self._where = f"metadata value {i}"
             key = self._name(1)
-            self._where = f"metadata key {shown(key)!r}"
+            self._where = f"metadata key {key!r}"
             if key in slots:
                 raise self._error("the key is there twice")
             kind = self._kind()
             if kind is not Kind.ARRAY:
-                slots[key] = Slot(kind, self._step_over(kind, 1), None)
+                slots[key] = Slot(kind, self._at, None)
+                self._take(self._u64() if kind is Kind.STRING else kind.dtype.itemsize)
                 continue
             kind = self._kind()
             if kind is Kind.ARRAY:
@@ -315,7 +352,8 @@ class _Part:
         """Step over values; return where they begin."""
         if kind is not Kind.STRING:
             return self._take(count * kind.dtype.itemsize)
-        self._check_count("the number of strings", count, 8)
+        self._check_count("the number of strings", count, 8, MAX_STRINGS - self._n_strings)
+        self._n_strings += count
         start = at = self._at
         data, size, read = self._data, self._size - 8, _U64
         for _ in range(count):  # as short as can be: vocabularies have hundreds of thousands
@@ -325,6 +363,8 @@ class _Part:
         else:
             if at <= self._size:
                 self._at = at
+                if at - start > MAX_STRINGS_NBYTES:
+                    raise self._error(f"the strings take more than {MAX_STRINGS_NBYTES:,} bytes")
                 return start
         self._at = min(at, self._size)
         raise self._error(f"a string ends beyond the file, at byte {at:,} of {self._size:,}")
@@ -336,14 +376,14 @@ class _Part:
         for i in range(n_tensors):
             self._where = f"tensor {i}"
             name = self._name()
-            self._where = f"tensor {shown(name)!r}"
+            self._where = f"tensor {name!r}"
             if name in found:
                 raise self._error("the name is there twice")
             found[name] = self._read_tensor(name, number)
         start = self._at + -self._at % self.alignment
         end = 0
-        for tensor in sorted(found.values(), key=lambda t: t.offset):
-            self._where, self._at = f"tensor {shown(tensor.name)!r}", start + tensor.offset
+        for tensor in sorted(found.values(), key=lambda t: (t.offset, t.nbytes)):
+            self._where, self._at = f"tensor {tensor.name!r}", start + tensor.offset
             if tensor.offset % self.alignment:
                 raise self._error(
                     f"offset {tensor.offset:,} is no multiple of the alignment, {self.alignment}"
@@ -362,11 +402,8 @@ class _Part:
         if n_dims > MAX_DIMS:
             raise self._error(f"it has {n_dims} dimensions; at most {MAX_DIMS} are allowed")
         ne = tuple(self._u64() for _ in range(n_dims)) or (1,)
-        n_elements = 1
-        for n in ne:
-            n_elements *= n
-        if n_elements >= 1 << 62 or max(ne) >= 1 << 62:
-            raise self._error(f"extents {ne} have too many elements")
+        if math.prod(max(n, 1) for n in ne) > MAX_ELEMENTS:
+            raise self._error(f"extents {list(ne)} have more than {MAX_ELEMENTS:,} elements")
         type_number = self._u32()
         try:
             dtype = DType.parse(type_number)
@@ -378,5 +415,5 @@ class _Part:
             raise self._error(
                 f"rows of {ne[0]} elements are not whole {dtype.name} blocks of {dtype.block_size}"
             )
-        nbytes = n_elements // dtype.block_size * dtype.type_size
+        nbytes = math.prod(ne) // dtype.block_size * dtype.type_size
         return GgufTensor(name, dtype, ne, self._u64(), nbytes, number)
