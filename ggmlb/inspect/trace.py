@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.inspect.html import escape
 from ggmlb.inspect.timeline import timeline
-from ggmlb.interface import Backend, Command, GraphPlan, Queue, observe
+from ggmlb.interface import Backend, Command, GraphPlan, observe
 from ggmlb.interface.observe import Action, Observer
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Trace(Observer):
         self._open: dict[Action, tuple[int, int]] = {}
         self._threads: dict[int, str] = {}
         self._calls: list[tuple[str, int, int, int, dict[str, Any]]] = []
-        self._links: list[tuple[int, int, Queue, int]] = []
-        self._synchronous: dict[Queue, list[Command]] = {}
+        self._links: list[tuple[int, int, Backend, int]] = []
+        self._synchronous: dict[Backend, list[Command]] = {}
         self.events: list[dict[str, Any]] = []
         self.untimed: tuple[str, ...] = ()
 
@@ -85,7 +85,7 @@ class Trace(Observer):
         elif stream in self._synchronous and not action.failed:
             self._note_synchronous(action, stream, start, stop)
 
-    def _note_synchronous(self, action: Action, stream: Queue, start: int, stop: int) -> None:
+    def _note_synchronous(self, action: Action, stream: Backend, start: int, stop: int) -> None:
         """Record the work of a synchronous stream by the times of the call, without a backend hook."""
         if action.plan is not None or (action.transfers and action.done):
             name = self._name(action)
@@ -152,14 +152,14 @@ class Trace(Observer):
 
     # -- the format ----------------------------------------------------------------------------
 
-    def _as_events(self, done: dict[Queue, list[Command]]) -> list[dict[str, Any]]:
+    def _as_events(self, done: dict[Backend, list[Command]]) -> list[dict[str, Any]]:
         threads = {ident: i for i, ident in enumerate(self._threads)}
         events = [_meta("process_name", HOST, 0, "host"), _meta("process_sort_index", HOST, 0, HOST)]
         events += [_meta("thread_name", HOST, threads[i], name) for i, name in self._threads.items()]
         for name, thread, start, stop, details in self._calls:
             events.append(self._slice(name, HOST, threads[thread], start, stop, details))
         devices = list(dict.fromkeys(b.device for b in self._backends if b in done))
-        rows: dict[Queue, tuple[int, int]] = {}
+        rows: dict[Backend, tuple[int, int]] = {}
         for pid, device in enumerate(devices, HOST + 1):
             events.append(_meta("process_name", pid, 0, f"{device.name} ({device.description})"))
             events.append(_meta("process_sort_index", pid, 0, pid))

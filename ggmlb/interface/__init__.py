@@ -1,8 +1,7 @@
 """Abstract base classes of a backend (ggml-backend.h and ggml-backend-impl.h).
 
-    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies; its transfers are a `Storage`'s
-                           ├── Backend ── GraphPlan     a stream on the device, and work bound for it;
-                           │                            its transfers and events are a `Queue`'s
+    BackendReg ── Device ──┬── BufferType ── Buffer     where data lies
+                           ├── Backend ── GraphPlan     a stream on the device, and work bound for it
                            └── Event                    a point in a stream's work
 
 A buffer of host memory is a `HostBuffer`; several buffers as one are a `MultiBuffer`.
@@ -11,7 +10,7 @@ Public methods check their arguments and raise the errors, once for all backends
 underscored hooks: all abstract ones, and others where the default can be improved.
 """
 
-from ggmlb.interface.backend import Backend
+from ggmlb.interface.backend import Backend, Command
 from ggmlb.interface.buffer import Buffer
 from ggmlb.interface.buffer_type import BufferType
 from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, DeviceProps
@@ -19,9 +18,6 @@ from ggmlb.interface.event import Event
 from ggmlb.interface.host import HostBuffer, HostBufferType
 from ggmlb.interface.multi_buffer import MultiBuffer, PartedBuffer
 from ggmlb.interface.plan import GraphPlan
-from ggmlb.interface.queue import Queue
-from ggmlb.interface.storage import Storage
-from ggmlb.interface.timing import Command
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 
 __all__ = [
@@ -40,8 +36,6 @@ __all__ = [
     "HostBufferType",
     "MultiBuffer",
     "PartedBuffer",
-    "Queue",
-    "Storage",
     "tensor_alloc",
     "tensor_copy",
     "tensor_copy_async",

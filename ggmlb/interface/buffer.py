@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
-from ggmlb.core.errors import ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError, BackendError, BoundsError
+from ggmlb.core.lifetime import Freeable
 from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Ne, Tensor
-from ggmlb.interface.observe import QUIET, Access, Action, observers, reading
-from ggmlb.interface.storage import Storage, check_byte
+from ggmlb.interface.data import Bytes, Pieces, Source, as_bytes, first_bytes, whole_bytes, writable_bytes
+from ggmlb.interface.observe import QUIET, Access, Action, observers, reading, writing
 
 if TYPE_CHECKING:
+    from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer_type import BufferType
-    from ggmlb.interface.data import Bytes
 
 
-class Buffer(Storage):
+class Buffer(Freeable):
     """An allocation that holds tensors at byte offsets (ggml_backend_buffer).
 
-    It is a piece of memory with its facts; how bytes go in and come out is that of a `Storage`.
+    Its transfers are done when the call returns; those of a `Backend` are queued.
 
     Attributes:
         buft: Its buffer type.
         size: Bytes.
+        is_read_only: Whether it lies over a caller's memory that must not be written.
     """
+
+    is_read_only = False
 
     def __init__(self, buft: BufferType, size: int) -> None:
         self.buft = buft
@@ -109,6 +114,144 @@ class Buffer(Storage):
 
     # -- data ----------------------------------------------------------------------------------
 
+    def set_tensor(
+        self,
+        tensor: Tensor,
+        data: Source,
+        offset: int = 0,
+        size: int | None = None,
+    ) -> None:
+        """Write raw bytes into a tensor; `data` may be changed as soon as this returns.
+
+        Args:
+            tensor: A tensor in this buffer.
+            data: Its raw bytes, of any contiguous type.
+            offset: Where to begin in the tensor [bytes].
+            size: How much of `data` to write [bytes]; all of it by default.
+
+        Raises:
+            BoundsError: The bytes end beyond the tensor, or `data` is shorter than `size`.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_set.
+        """
+        raw = first_bytes("set_tensor", tensor, data, size)
+        offset, n = self.check_range(tensor, "set_tensor", offset, raw.size)
+        if n:
+            self.check_writable("set_tensor", tensor)
+            with Action("set_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
+                self._set_tensor(tensor, raw, offset)
+
+    def get_tensor(
+        self, tensor: Tensor, offset: int = 0, size: int | None = None, out: Bytes | None = None
+    ) -> Bytes:
+        """Return a copy of raw bytes of a tensor.
+
+        Args:
+            tensor: A tensor in this buffer.
+            offset: Where to begin in the tensor [bytes].
+            size: How much to read [bytes]; to the tensor's end by default, or as much as `out` takes.
+            out: Filled and returned, if given.
+
+        Raises:
+            ArgumentError: `out` is not a writable contiguous array.
+            BoundsError: The bytes end beyond the tensor, or are not as many as `out` has.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_get.
+        """
+        if out is not None:
+            out = writable_bytes("get_tensor", out)
+            size = out.size if size is None else size
+        offset, n = self.check_range(tensor, "get_tensor", offset, size)
+        if out is None:
+            try:
+                out = np.empty(n, np.uint8)
+            except MemoryError as error:
+                why = f"get_tensor on {tensor.describe()}: {error}; read it in parts"
+                raise AllocationError(why, asked=n) from None
+        elif out.size != n:
+            raise BoundsError(f"get_tensor on {tensor.describe()}: {n} bytes asked for, `out` has {out.size}")
+        if n:
+            with Action("get_tensor", None, [reading(tensor, offset, n)]) if observers else QUIET:
+                self._get_tensor(tensor, out, offset)
+        return out
+
+    def memset_tensor(self, tensor: Tensor, value: int, offset: int = 0, size: int | None = None) -> None:
+        """Set `size` bytes of a tensor to `value` (ggml_backend_tensor_memset).
+
+        Raises:
+            ArgumentError: `value` is not a byte.
+            BoundsError: The bytes end beyond the tensor.
+            FreedError: The buffer was freed.
+        """
+        offset, n = self.check_range(tensor, "memset_tensor", offset, size)
+        _check_byte("memset_tensor", value)
+        if n:
+            self.check_writable("memset_tensor", tensor)
+            with Action("memset_tensor", None, [writing(tensor, offset, n)]) if observers else QUIET:
+                self._memset_tensor(tensor, value, offset, n)
+
+    def set_tensor_2d(
+        self,
+        tensor: Tensor,
+        data: Source,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Write `n_copies` pieces of `size` bytes, `stride_data` apart, to places `stride_tensor` apart.
+
+        Raises:
+            BoundsError: A piece ends beyond the tensor or the data.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_set_2d.
+        """
+        pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
+        self.move_pieces("set_tensor_2d", writing, tensor, as_bytes(data), pieces, self._set_tensor_2d)
+
+    def get_tensor_2d(
+        self,
+        tensor: Tensor,
+        data: Bytes,
+        offset: int,
+        size: int,
+        n_copies: int,
+        stride_tensor: int,
+        stride_data: int,
+    ) -> None:
+        """Read `n_copies` pieces of `size` bytes, `stride_tensor` apart, into `data`, `stride_data` apart.
+
+        Raises:
+            ArgumentError: `data` is not a writable contiguous array.
+            BoundsError: A piece ends beyond the tensor or the data.
+            FreedError: The buffer was freed.
+
+        Source: ggml_backend_tensor_get_2d.
+        """
+        raw = writable_bytes("get_tensor_2d", data)
+        pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
+        self.move_pieces("get_tensor_2d", reading, tensor, raw, pieces, self._get_tensor_2d)
+
+    def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        """Copy `src`, in any buffer, to `dst` in this one, if the device can do so directly.
+
+        Returns:
+            Whether it was done; if not, the caller copies through host memory.
+
+        Source: ggml_backend_buffer_copy_tensor.
+        """
+        self.check_alive("cpy_tensor")
+        self.check_writable("cpy_tensor", dst)
+        if not observers:
+            return self._cpy_tensor(src, dst)
+        with Action("cpy_tensor", None, [reading(src), writing(dst)]) as action:
+            action.done = self._cpy_tensor(src, dst)
+        return action.done
+
     def tensor_copy(self, src: Tensor, dst: Tensor) -> None:
         """Copy a tensor in this buffer; see `ggmlb.tensor_copy` (ggml_backend_tensor_copy)."""
         from ggmlb.interface.transfer import tensor_copy
@@ -128,7 +271,7 @@ class Buffer(Storage):
             FreedError: The buffer was freed.
         """
         self.check_alive("clear")
-        check_byte("clear", value)
+        _check_byte("clear", value)
         if self.size:
             self.check_writable("clear")
             everything = [Access(self, 0, self.size, is_write=True, tensor=None)] if observers else []
@@ -185,11 +328,132 @@ class Buffer(Storage):
 
     # -- checks --------------------------------------------------------------------------------
 
+    def check_holds(self, tensor: Tensor, call: str) -> None:
+        """Refuse a call with a tensor that does not lie here: its offset means nothing in this memory.
+
+        Raises:
+            ArgumentError: It lies in another buffer, or in none.
+            FreedError: The buffer was freed.
+        """
+        self.check_alive(call)
+        if tensor.buffer is not self:
+            where = "no buffer yet" if tensor.buffer is None else f"another buffer, {tensor.buffer!r}"
+            raise ArgumentError(
+                f"{call} on {tensor.describe()}: the tensor lies in {where}; call its own methods, which "
+                "find its buffer"
+            )
+
+    def check_writable(self, call: str, tensor: Tensor | None = None) -> None:
+        """Refuse to write into a tensor, or all of the memory, where that is read-only.
+
+        Raises:
+            BackendError: It is.
+        """
+        if self.is_read_only:
+            what = f"write to {tensor.describe()}" if tensor is not None else "write"
+            raise BackendError(
+                f"{call} cannot {what}: {self!r} lies over read-only host memory; copy the data into "
+                "a buffer of your own first"
+            )
+
+    def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
+        """Return the offset and the number of bytes meant, after checking that they lie in the tensor.
+
+        Raises:
+            ArgumentError: They are no whole numbers, or the tensor lies elsewhere.
+            BoundsError: They do not.
+            FreedError: The buffer was freed.
+        """
+        self.check_holds(tensor, call)
+        if type(offset) is not int:
+            offset = whole_bytes(call, tensor, offset)
+        n = tensor.nbytes - offset if size is None else size
+        if type(n) is not int:
+            n = whole_bytes(call, tensor, n)
+        if offset < 0 or n < 0 or offset + n > tensor.nbytes:
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: bytes {offset} to {offset + n} asked for, "
+                f"but the tensor has {tensor.nbytes}"
+            )
+        return offset, n
+
+    def move_pieces(
+        self,
+        call: str,
+        access: Callable[[Tensor, int, int], Access],
+        tensor: Tensor,
+        data: Bytes,
+        pieces: Pieces,
+        hook: Callable[[Tensor, Bytes, Pieces], None],
+        stream: Backend | None = None,
+    ) -> None:
+        """Let `hook` do a strided transfer of a tensor in this buffer, at once or on a stream.
+
+        Args:
+            call: The public method, for errors and observers.
+            access: What it does with each piece of the tensor: `reading` or `writing`.
+            tensor: A tensor in this buffer.
+            data: The host's side, flat.
+            pieces: What is moved.
+            hook: Moves it; not called where there is nothing to move.
+            stream: Where it is queued; `None` if it is done when `hook` returns.
+
+        Raises:
+            ArgumentError: A number is no whole one, or the tensor lies elsewhere.
+            BoundsError: A piece ends beyond the tensor or the data.
+            FreedError: The buffer was freed.
+        """
+        self.check_holds(tensor, call)
+        pieces = Pieces(*(whole_bytes(call, tensor, number) for number in pieces))
+        if min(pieces) < 0:
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: offset, size, count and strides must not be negative"
+            )
+        if not pieces.n:
+            return
+        last = pieces.n - 1
+        self.check_range(tensor, call, pieces.offset, last * pieces.stride_tensor + pieces.size)
+        needed = last * pieces.stride_data + pieces.size
+        if needed > data.size:
+            raise BoundsError(
+                f"{call} on {tensor.describe()}: the data has {data.size} bytes, {needed} are needed"
+            )
+        if pieces.size:
+            if access is writing:
+                self.check_writable(call, tensor)
+            moved = [access(tensor, start, pieces.size) for start in pieces.starts()] if observers else []
+            used = None if stream is None else data
+            with Action(call, stream, moved, data=used) if observers else QUIET:
+                hook(tensor, data, pieces)
+
     @property
     def _title(self) -> str:
         return f"this {self.name} buffer of {self.size:,} bytes"
 
     # -- hooks ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        """Write `data` (flat, not empty) at `offset` in the tensor; done with `data` on return."""
+
+    @abstractmethod
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        """Fill `out` (flat, not empty) from `offset` in the tensor on."""
+
+    @abstractmethod
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        """Set `size` bytes from `offset` in the tensor on."""
+
+    def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
+        for piece, start in pieces.cut(data):
+            self._set_tensor(tensor, piece, start)
+
+    def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
+        for piece, start in pieces.cut(out):
+            self._get_tensor(tensor, piece, start)
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        return False
 
     @abstractmethod
     def _clear(self, value: int) -> None:
@@ -219,3 +483,9 @@ class Buffer(Storage):
     def __repr__(self) -> str:
         state = "freed" if self.is_freed else self.usage.value
         return f"<Buffer {self.name} {self.size:,} bytes, {state}>"
+
+
+def _check_byte(call: str, value: int) -> None:
+    """Raise an ArgumentError unless the value is a byte."""
+    if not 0 <= value <= 255:
+        raise ArgumentError(f"{call}: the value is {value!r}; give a byte, 0 to 255")

@@ -17,10 +17,10 @@ from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.interface.backend import Backend
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.event import Event
     from ggmlb.interface.plan import GraphPlan
-    from ggmlb.interface.queue import Queue
 
 
 class Access(NamedTuple):
@@ -51,9 +51,9 @@ class Action:
     """
 
     name: str
-    stream: Queue | None = None
+    stream: Backend | None = None
     transfers: Sequence[Access] = ()
-    source: Queue | None = None
+    source: Backend | None = None
     plan: GraphPlan | None = None
     event: Event | None = None
     buffer: Buffer | None = None

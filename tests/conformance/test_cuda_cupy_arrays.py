@@ -16,7 +16,7 @@ import ggmlb
 from ggmlb import Context
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.backends.cuda.device import CudaDevice
-from ggmlb.core.exchange import spanned_bytes
+from ggmlb.core.tensor import spanned_bytes
 from ggmlb.interface import registry
 from tests.support.gpus import host_driver
 

@@ -14,7 +14,7 @@ import pytest
 
 import ggmlb
 from ggmlb import Context, DType, Tensor
-from ggmlb.core.exchange import spanned, spanned_bytes
+from ggmlb.core.tensor import spanned, spanned_bytes
 
 Array = np.ndarray[Any, Any]
 

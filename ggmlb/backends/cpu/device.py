@@ -17,8 +17,7 @@ from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.rules import RULES
 from ggmlb.core.arguments import checked
 from ggmlb.core.enums import DeviceType
-from ggmlb.core.exchange import spanned
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.tensor import Tensor, spanned
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.interface.host import ALIGNMENT, MAPPED_ALIGNMENT, HostBuffer, HostBufferType

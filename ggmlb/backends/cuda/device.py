@@ -18,8 +18,7 @@ from ggmlb.backends.cuda.stream import CudaEvent, Stream
 from ggmlb.backends.gpu import Target
 from ggmlb.core.enums import DeviceType, Op
 from ggmlb.core.errors import BackendError, BackendUnavailable, readable_size
-from ggmlb.core.exchange import spanned_bytes
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.tensor import Tensor, spanned_bytes
 from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 from ggmlb.interface.data import host_bytes
 from ggmlb.parallel.row_split import SplitBufferType

@@ -30,7 +30,7 @@ from ggmlb.core import arguments
 from ggmlb.core.errors import SanitizerError
 from ggmlb.inspect.sanitizer.ranges import Clock, Ranges, Stamp
 from ggmlb.inspect.sanitizer.watches import Watches
-from ggmlb.interface import Buffer, Event, Queue, observe
+from ggmlb.interface import Backend, Buffer, Event, observe
 from ggmlb.interface.observe import Access, Action, Observer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Sanitizer(Observer):
         self._unwritten = unwritten
         self._lock = threading.RLock()
         self._host = _Stream(HOST, "the host", waits=True)
-        self._streams: weakref.WeakKeyDictionary[Queue, _Stream] = weakref.WeakKeyDictionary()
+        self._streams: weakref.WeakKeyDictionary[Backend, _Stream] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(HOST + 1)
         self._events: weakref.WeakKeyDictionary[Event, Clock] = weakref.WeakKeyDictionary()
         self._watches = Watches()
@@ -129,7 +129,7 @@ class Sanitizer(Observer):
             if action.name == "alloc_buffer" and action.buffer is not None:
                 self._fresh.add(action.buffer)
 
-    def _stream(self, backend: Queue | None) -> _Stream:
+    def _stream(self, backend: Backend | None) -> _Stream:
         if backend is None:
             return self._host
         stream = self._streams.get(backend)
