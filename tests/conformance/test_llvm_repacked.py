@@ -15,12 +15,13 @@ from ggmlb import Context, DType, Graph, GraphAllocator, alloc_ctx_tensors
 from ggmlb.backends.llvm import backend_reg
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen import host
-from ggmlb.backends.llvm.kernels.interleaved import FIELDS
+from ggmlb.backends.llvm.codegen.simd import SIZES
+from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.core.tensor import Tensor
 
 DEVICE = backend_reg().devices[0]
 REPACKED = backend_reg().get_proc_address("dev_get_extra_bufts")(DEVICE)[0]
-TYPES = [DType[name.upper()] for name in FIELDS]
+TYPES = [DType[name.upper()] for name in (*SIZES, *FORMS)]
 LEVELS = [level.name for level in host.levels_here()]
 K, M = 512, 48
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +231,14 @@ def test_blocks_are_written_as_ggml_does(lib: Library, dtype: str) -> None:
 
 
 def test_kernels_on_disk_are_of_all_sources(simd_name: str) -> None:
-    """Every module of the backends that an emitter can reach is in the digest that names the files."""
+    """Every module of backends and blocks that an emitter can reach is in the digest that names the files."""
     root, files = Path(ggmlb.__file__).parents[1], source_files()
     assert {Path(emit.__file__) for emit in (simd, convert)} <= set(files)
     for path in files[:-1]:  # the last holds constants
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ggmlb.backends."):
+            if isinstance(node, ast.ImportFrom) and re.match(
+                r"ggmlb\.(backends|core\.quants)\.", node.module or ""
+            ):
                 at = root.joinpath(*node.module.split("."))
                 used = [at / f"{a.name}.py" for a in node.names] if at.is_dir() else [at.with_suffix(".py")]
                 assert set(used) <= set(files), f"{path.name} imports from {node.module}"

@@ -10,6 +10,10 @@ from functools import cache
 from importlib import resources
 from typing import Final, Literal
 
+import numpy as np
+
+from ggmlb.core import quants
+from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendBroken
 
 Language = Literal["opencl", "cuda"]
@@ -17,6 +21,9 @@ ParamKind = Literal["tensor", "int", "float"]
 
 PORTABLE: Final = "ggmlb.backends.gpu.kernels"
 """The package of the portable texts. A backend's own texts stand in a package of its own."""
+
+BLOCKS: Final = "blocks.h"
+"""The header that is made of the types' records; see `_blocks`."""
 
 _INCLUDE = re.compile(r'^\s*#include "([\w.]+)"\s*$', re.MULTILINE)
 _KERNEL = re.compile(r"^KERNEL (\w+)\(((?:[^()]|\(\w+\))*)\)", re.MULTILINE)
@@ -143,7 +150,30 @@ def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
 
 
 @cache
+def _blocks() -> str:
+    """Return what kernels know of blocks.
+
+    For each type T: `GROUPS_T` of eight elements in a block (eight plain elements make one), its `BYTES_T`,
+    where its fields begin, as `QS_T` [bytes]; what codes mean: `LEVELS_T`, or four to a word `LEVEL_WORDS_T`.
+    """
+    lines = []
+    for dtype in DType:
+        name, n = dtype.name.lower(), max(8, dtype.block_size)
+        codec = quants.by_name(dtype.name) if dtype.is_quantized else None
+        facts = {"groups": n // 8, "bytes": n // dtype.block_size * dtype.type_size}
+        facts |= codec.offsets if codec else {}
+        lines.append(f"enum {{ {', '.join(f'{k.upper()}_{name} = {v}' for k, v in facts.items())} }};")
+        if codec and codec.levels:
+            words = np.array(codec.levels, "i1").view("<u4")
+            lines.append(f"#define LEVELS_{name} {', '.join(map(str, codec.levels))}")
+            lines.append(f"#define LEVEL_WORDS_{name} {', '.join(f'{word:#x}u' for word in words)}")
+    return "\n".join([*lines, ""])
+
+
+@cache
 def _text(package: str, file: str) -> str:
+    if file == BLOCKS:
+        return _blocks()
     path = resources.files(package) / file
     if package != PORTABLE and not path.is_file():
         path = resources.files(PORTABLE) / file

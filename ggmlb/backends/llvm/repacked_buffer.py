@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
-from ggmlb.backends.llvm.kernels.interleaved import BITS, FIELDS, ROWS
+from ggmlb.backends.llvm.codegen.simd import SIZES
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.interleaved import BITS, ROWS, fields_of
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
@@ -79,7 +81,8 @@ class RepackedBuffer(PackedBuffer, HostBuffer):
 
 def is_packed(tensor: Tensor) -> bool:
     """Whether this memory keeps a weight in strips."""
-    return tensor.dtype.name.lower() in FIELDS and tensor.ne[1] % ROWS == 0 and tensor.is_contiguous()
+    name = tensor.dtype.name.lower()
+    return (name in FORMS or name in SIZES) and tensor.ne[1] % ROWS == 0 and tensor.is_contiguous()
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -111,7 +114,7 @@ def _parts(rows: Bytes, strips: Bytes, dtype: DType, k: int) -> list[tuple[Any, 
     by_row = rows.reshape(-1, ROWS, n_blocks, dtype.type_size)
     by_strip = strips.reshape(len(by_row), -1)
     found = []
-    for field in FIELDS[dtype.name.lower()]:
+    for field in fields_of(dtype.name.lower()):
         start, size = ROWS * n_blocks * field.offset, ROWS * field.nbytes
         place = by_strip[:, start : start + n_blocks * size].reshape(len(by_row), n_blocks, size)
         found.append((by_row[..., field.offset : field.offset + field.nbytes], place, field))

@@ -33,11 +33,18 @@ class Codec:
         read: `read(values, blocks)` fills float32 `(n_blocks, block_size)`.
         write: `write(blocks, columns)` fills the blocks from float32 `(block_size, n_blocks)`, two blocks
             or more; may overwrite `columns`. `None` where ggml needs an importance matrix.
+        levels: What codes of 4 bits stand for, if that is not their number.
     """
 
     layout: np.dtype[Any]
     read: Callable[[Floats, Blocks], None]
     write: Callable[[Blocks, Floats], None] | None = None
+    levels: tuple[int, ...] = ()
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where in a block each field begins [bytes]."""
+        return {name: field[1] for name, field in (self.layout.fields or {}).items()}
 
 
 def runs(k: int, width: int) -> tuple[str, int]:

@@ -92,5 +92,5 @@ def _read_nvfp4(values: Floats, blocks: Blocks) -> None:
     expand(values, look_up(_PAIRS, blockwise(codes)), _UE4M3[blocks["d"]])
 
 
-MXFP4 = Codec(layout(e="u1", qs=runs(1, 16)), _read_mxfp4, _write_mxfp4)
-NVFP4 = Codec(layout(d=("u1", 4), qs=runs(4, 8)), _read_nvfp4, _write_nvfp4)
+MXFP4 = Codec(layout(e="u1", qs=runs(1, 16)), _read_mxfp4, _write_mxfp4, _LEVELS)
+NVFP4 = Codec(layout(d=("u1", 4), qs=runs(4, 8)), _read_nvfp4, _write_nvfp4, _LEVELS)

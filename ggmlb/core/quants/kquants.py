@@ -23,6 +23,11 @@ from ggmlb.core.quants.search import TINY, fit_affine, fit_signed, fit_signed_by
 # -- reading ---------------------------------------------------------------------------------------------
 
 
+def _factors(blocks: Blocks) -> Floats:
+    """The factors of scales and of minimums, `(2, n_blocks, 1)`."""
+    return np.stack([f32(blocks["d"]), f32(blocks["dmin"])])[:, :, None]
+
+
 def _six_bit_pairs(blocks: Blocks) -> tuple[Floats, Floats]:
     """The scales and the minimums of the 8 runs of Q4_K and Q5_K, each `(n_blocks, 8)`.
 
@@ -36,13 +41,13 @@ def _six_bit_pairs(blocks: Blocks) -> tuple[Floats, Floats]:
     codes[:, :, 1] &= np.uint32(0x0F0F0F0F)
     codes[:, :, 1] |= (words[:2] >> np.uint32(2)) & np.uint32(0x30303030)
     scales = f32(codes.view(np.uint8))
-    scales *= f32(blocks["dm"].T)[:, :, None]
+    scales *= _factors(blocks)
     return scales[0], scales[1]
 
 
 def _read_q2_k(values: Floats, blocks: Blocks) -> None:
-    packed = planes(blocks["scales"])[0]
-    d, dmin = f32(blocks["dm"].T)[:, :, None]
+    packed = blocks["scales"]
+    d, dmin = _factors(blocks)
     codes = split(planes(blocks["qs"]), 2).reshape(8, -1, 32)
     expand(values, blockwise(codes), (packed & 15) * d, (packed >> 4) * dmin)
 
@@ -120,12 +125,12 @@ def _affine(
 ) -> tuple[Bytes, Bytes, Bytes]:
     """Quantise scales and minimums to codes up to `top`, then the values to codes up to `most`.
 
-    Fills `dm`; returns the codes of the scales, of the minimums and of the values.
+    Fills `d` and `dmin`; returns the codes of the scales, of the minimums and of the values.
     """
     d, scale_codes = _shared(scales, top)
     dmin, minimum_codes = _shared(minimums, top)
-    blocks["dm"] = np.stack([d, dmin], -1)
-    d, dmin = f32(blocks["dm"]).T  # as rounded to float16
+    blocks["d"], blocks["dmin"] = d, dmin
+    d, dmin = f32(blocks["d"]), f32(blocks["dmin"])  # as rounded to float16
     shifted = x + per_run(dmin * minimum_codes)
     return scale_codes, minimum_codes, _codes(shifted, d * scale_codes, 0, most, searched)
 
@@ -194,10 +199,10 @@ def _write_q6_k(blocks: Blocks, columns: Floats) -> None:
     put(blocks, "qh", pack((codes >> np.uint8(4)).reshape(2, 4, 32, -1), 2))
 
 
-Q2_K = Codec(layout(scales=runs(1, 16), qs=runs(2, 32), dm=("<f2", 2)), _read_q2_k, _write_q2_k)
+Q2_K = Codec(layout(scales=("u1", 16), qs=runs(2, 32), d="<f2", dmin="<f2"), _read_q2_k, _write_q2_k)
 Q3_K = Codec(layout(hmask=runs(1, 32), qs=runs(2, 32), scales=("<u4", 3), d="<f2"), _read_q3_k, _write_q3_k)
-Q4_K = Codec(layout(dm=("<f2", 2), scales=("<u4", 3), qs=runs(4, 32)), _read_q4_k, _write_q4_k)
+Q4_K = Codec(layout(d="<f2", dmin="<f2", scales=("<u4", 3), qs=runs(4, 32)), _read_q4_k, _write_q4_k)
 Q5_K = Codec(
-    layout(dm=("<f2", 2), scales=("<u4", 3), qh=runs(1, 32), qs=runs(4, 32)), _read_q5_k, _write_q5_k
+    layout(d="<f2", dmin="<f2", scales=("<u4", 3), qh=runs(1, 32), qs=runs(4, 32)), _read_q5_k, _write_q5_k
 )
 Q6_K = Codec(layout(ql=runs(4, 32), qh=runs(2, 32), scales=("i1", 16), d="<f2"), _read_q6_k, _write_q6_k)

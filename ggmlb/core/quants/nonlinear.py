@@ -116,7 +116,10 @@ def _read_iq4_xs(values: Floats, blocks: Blocks) -> None:
     expand(values, look_up(_PAIRS, blockwise(codes)), scales)
 
 
-IQ4_NL = Codec(layout(d="<f2", qs=runs(1, 16)), _read_iq4_nl, _write_iq4_nl)
+IQ4_NL = Codec(layout(d="<f2", qs=runs(1, 16)), _read_iq4_nl, _write_iq4_nl, _LEVELS)
 IQ4_XS = Codec(
-    layout(d="<f2", scales_h=runs(1, 2), scales_l=runs(1, 4), qs=runs(8, 16)), _read_iq4_xs, _write_iq4_xs
+    layout(d="<f2", scales_h=runs(1, 2), scales_l=runs(1, 4), qs=runs(8, 16)),
+    _read_iq4_xs,
+    _write_iq4_xs,
+    _LEVELS,
 )

@@ -50,8 +50,8 @@ DEVICE_FN void lookup(const uint *table, uint w, int *low, int *high)
     *low = (int)__byte_perm(v[0], v[1], 0x6420u);
     *high = (int)__byte_perm(v[0], v[1], 0x7531u);
 }
-#define TABLE_IQ4NL const uint table[4] = {0xbfad9881u, 0xf6eaddcfu, 0x26190d01u, 0x71594535u};
-#define TABLE_E2M1  const uint table[4] = {0x03020100u, 0x0c080604u, 0xfdfeff00u, 0xf4f8fafcu};
+#define TABLE_IQ4NL const uint table[4] = {LEVEL_WORDS_iq4_nl};
+#define TABLE_E2M1  const uint table[4] = {LEVEL_WORDS_mxfp4};
 
 /* 16 bytes of nibbles: the first half of the piece in the low ones */
 #define NIBBLE_HALVES(offset) \
@@ -85,40 +85,40 @@ enum { SHIFT_q4_0 = 8, SHIFT_q4_1 = 0, SHIFT_q5_0 = 16, SHIFT_q5_1 = 0, SHIFT_q8
 #define dp4a_q6_k   __dp4a
 #define dp4a_iq4_xs __dp4a
 
-INTEGERS(q4_0)   { NIBBLE_HALVES(2) }
-INTEGERS(q4_1)   { NIBBLE_HALVES(4) }
-INTEGERS(q5_0)   { NIBBLE_HALVES(6) ADD_FIFTH_BITS(2) }
-INTEGERS(q5_1)   { NIBBLE_HALVES(8) ADD_FIFTH_BITS(4) }
-INTEGERS(q8_0)   { words_at<8>(tile, at + 2, q); }
-INTEGERS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, 2) }
-INTEGERS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, 1) }
-INTEGERS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, 8 + 16*i) }
+INTEGERS(q4_0)   { NIBBLE_HALVES(QS_q4_0) }
+INTEGERS(q4_1)   { NIBBLE_HALVES(QS_q4_1) }
+INTEGERS(q5_0)   { NIBBLE_HALVES(QS_q5_0) ADD_FIFTH_BITS(QH_q5_0) }
+INTEGERS(q5_1)   { NIBBLE_HALVES(QS_q5_1) ADD_FIFTH_BITS(QH_q5_1) }
+INTEGERS(q8_0)   { words_at<8>(tile, at + QS_q8_0, q); }
+INTEGERS(iq4_nl) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_nl) }
+INTEGERS(mxfp4)  { TABLE_HALVES(TABLE_E2M1, QS_mxfp4) }
+INTEGERS(iq4_xs) { TABLE_HALVES(TABLE_IQ4NL, QS_iq4_xs + 16*i) }
 INTEGERS(q2_k)                         /* 1, 4, 16 or 64 times as large: d makes up for it */
 {
-    words_at<8>(tile, at + 16 + 32*(i >> 2), q);
+    words_at<8>(tile, at + QS_q2_k + 32*(i >> 2), q);
     EACH_WORD(8) q[j] &= 0x03030303 << 2*(i & 3);
 }
 INTEGERS(q3_k)
 {
-    BITS_OF_32(32 + 32*(i >> 2), 2*(i & 3), 0x03030303)
+    BITS_OF_32(QS_q3_k + 32*(i >> 2), 2*(i & 3), 0x03030303)
     int w[8];
-    words_at<8>(tile, at, w, i);
+    words_at<8>(tile, at + HMASK_q3_k, w, i);
     EACH_WORD(8) q[j] |= (w[j] & 0x01010101) << 2;
 }
 INTEGERS(q4_k)                         /* every other piece 16 times as large: d makes up for it */
 {
-    words_at<8>(tile, at + 16 + 32*(i >> 1), q);
+    words_at<8>(tile, at + QS_q4_k + 32*(i >> 1), q);
     EACH_WORD(8) q[j] &= 0x0f0f0f0f << 4*(i & 1);
 }
 INTEGERS(q5_k)
 {
-    BITS_OF_32(48 + 32*(i >> 1), 4*(i & 1), 0x0f0f0f0f)
-    ADD_BITS_OF_32(16, i - 4, 0x10101010)
+    BITS_OF_32(QS_q5_k + 32*(i >> 1), 4*(i & 1), 0x0f0f0f0f)
+    ADD_BITS_OF_32(QH_q5_k, i - 4, 0x10101010)
 }
 INTEGERS(q6_k)
 {
-    BITS_OF_32(64*(i >> 2) + 32*(i & 1), 4*(i >> 1 & 1), 0x0f0f0f0f)
-    ADD_BITS_OF_32(128 + 32*(i >> 2), 2*(i & 3) - 4, 0x30303030)
+    BITS_OF_32(QL_q6_k + 64*(i >> 2) + 32*(i & 1), 4*(i >> 1 & 1), 0x0f0f0f0f)
+    ADD_BITS_OF_32(QH_q6_k + 32*(i >> 2), 2*(i & 3) - 4, 0x30303030)
 }
 
 DEVICE_FN uint pair_at(const uint *tile, int at) { return *(const ushort *)((const char *)tile + at); }
@@ -144,39 +144,39 @@ ONE_SCALE(mxfp4)
 SCALES(iq4_xs)
 {
     int w[2];
-    words_at<2>(tile, at, w);
+    words_at<2>(tile, at + D_iq4_xs, w);
     d[0] = half_to_float_((ushort)w[0]);
     scale[0] = scale[1] = ((w[1] >> 4*i & 15) | (w[0] >> (16 + 2*i) & 3) << 4) - 32;
 }
 /* a byte for each half */
 SCALES(q2_k)
 {
-    const uint s = pair_at(tile, at + 2*i);
-    d[0] = half_at(tile, at + 80)*AS_FLOAT((uint)(127 - 2*(i & 3)) << 23);
-    d[1] = half_at(tile, at + 82);
+    const uint s = pair_at(tile, at + SCALES_q2_k + 2*i);
+    d[0] = half_at(tile, at + D_q2_k)*AS_FLOAT((uint)(127 - 2*(i & 3)) << 23);
+    d[1] = half_at(tile, at + DMIN_q2_k);
     EACH_HALF { scale[h] = (int)(s >> 8*h & 15u); least[h] = (int)(s >> (8*h + 4) & 15u); }
 }
 SCALES(q3_k)
 {
-    const uint low = pair_at(tile, at + 96 + 2*(i & 3)) >> 4*(i >> 2) & 0x0f0fu;
-    const uint s = low | (pair_at(tile, at + 104 + 2*(i & 1)) >> 2*(i >> 1) & 0x0303u) << 4;
-    d[0] = half_at(tile, at + 108);
+    const uint low = pair_at(tile, at + SCALES_q3_k + 2*(i & 3)) >> 4*(i >> 2) & 0x0f0fu;
+    const uint s = low | (pair_at(tile, at + SCALES_q3_k + 8 + 2*(i & 1)) >> 2*(i >> 1) & 0x0303u) << 4;
+    d[0] = half_at(tile, at + D_q3_k);
     EACH_HALF scale[h] = (int)(s >> 8*h & 63u) - 32;
 }
 SCALES(q6_k)
 {
-    const uint s = pair_at(tile, at + 192 + 2*i);
-    d[0] = half_at(tile, at + 208);
+    const uint s = pair_at(tile, at + SCALES_q6_k + 2*i);
+    d[0] = half_at(tile, at + D_q6_k);
     scale[0] = (int)(i8_t)s;
     scale[1] = (int)(i8_t)(s >> 8);
 }
-/* six bits each for a scale and a minimum: those of the last four pieces in two places */
+/* d, dmin, then six bits each for a scale and a minimum: those of the last four pieces in two places */
 DEVICE_FN void scales_of_six(const uint *tile, int at, int i, float *d, int *scale, int *least)
 {
     const bool whole = i < 4;
     const int shift = 8*(i & 3), low = whole ? 63 : 15, high = whole ? 0 : 48;
     int w[4];
-    words_at<4>(tile, at, w);
+    words_at<4>(tile, at + D_q4_k, w);
     d[0] = half_to_float_((ushort)w[0]);
     d[1] = half_to_float_((ushort)((uint)w[0] >> 16));
     scale[0] = scale[1] = ((whole ? w[1] : w[3]) >> shift & low) | (w[1] >> (shift + 2) & high);

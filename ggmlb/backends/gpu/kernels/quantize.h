@@ -3,9 +3,9 @@
 #define FROM f32
 #endif
 #define X_(j) CAT(ld_, FROM)(row_a + (32*(i64_t)i + (j))*step)
-#define QUANTIZE_(T, size) \
+#define QUANTIZE_(T) \
     DEVICE_FN void quantize_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *row_d, i64_t i) \
-    { GLOBAL char *d = row_d + i*(size); quantize_block_##T(row_a, step, d, i); }
+    { GLOBAL char *d = row_d + i*BYTES_##T; quantize_block_##T(row_a, step, d, i); }
 #define BLOCK_FN_(T) DEVICE_FN void quantize_block_##T(CGLOBAL char *row_a, i64_t step, GLOBAL char *d, i64_t i)
 #define ST_BYTE(p, v) (*(GLOBAL uchar *)(p) = (uchar)(v))
 
@@ -47,15 +47,15 @@ PACK_FN_(pack_fifth_bits)
 BLOCK_FN_(q4_0)
 {
     const float scale = extreme32(row_a, step, i)/-8.0f;
-    st_f16(d, scale);
-    pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 8.5f, 15, d + 2);
+    st_f16(d + D_q4_0, scale);
+    pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 8.5f, 15, d + QS_q4_0);
 }
 BLOCK_FN_(q5_0)
 {
     const float scale = extreme32(row_a, step, i)/-16.0f;
-    st_f16(d, scale);
-    pack_fifth_bits(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + 2);
-    pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + 6);
+    st_f16(d + D_q5_0, scale);
+    pack_fifth_bits(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + QH_q5_0);
+    pack_nibbles(row_a, step, i, 0.0f, inverse(scale), 16.5f, 31, d + QS_q5_0);
 }
 #define MOST_FLOAT_ 3.40282347e38f
 /* least element and step of 2^bits levels, stored first */
@@ -64,8 +64,8 @@ DEVICE_FN float range32(CGLOBAL char *row_a, i64_t step, i64_t i, GLOBAL char *d
     float least = MOST_FLOAT_, most = -MOST_FLOAT_;
     for (int j = 0; j < 32; j++) { const float x = X_(j); least = x < least ? x : least; most = x > most ? x : most; }
     const float scale = (most - least)/top;
-    st_f16(d, scale);
-    st_f16(d + 2, least);
+    st_f16(d + D_q4_1, scale);
+    st_f16(d + M_q4_1, least);
     *low = least;
     return scale;
 }
@@ -73,20 +73,20 @@ BLOCK_FN_(q4_1)
 {
     float low;
     const float scale = range32(row_a, step, i, d, 15.0f, &low);
-    pack_nibbles(row_a, step, i, low, inverse(scale), 0.5f, 15, d + 4);
+    pack_nibbles(row_a, step, i, low, inverse(scale), 0.5f, 15, d + QS_q4_1);
 }
 BLOCK_FN_(q5_1)
 {
     float low;
     const float scale = range32(row_a, step, i, d, 31.0f, &low);
-    pack_fifth_bits(row_a, step, i, low, inverse(scale), 0.5f, 31, d + 4);
-    pack_nibbles(row_a, step, i, low, inverse(scale), 0.5f, 31, d + 8);
+    pack_fifth_bits(row_a, step, i, low, inverse(scale), 0.5f, 31, d + QH_q5_1);
+    pack_nibbles(row_a, step, i, low, inverse(scale), 0.5f, 31, d + QS_q5_1);
 }
 BLOCK_FN_(q8_0)
 {
     const float scale = FABS(extreme32(row_a, step, i))/127.0f, up = inverse(scale);
-    st_f16(d, scale);
-    for (int j = 0; j < 32; j++) st_i8(d + 2 + j, whole_in_range(ROUND(X_(j)*up), -129.0f, 128.0f));
+    st_f16(d + D_q8_0, scale);
+    for (int j = 0; j < 32; j++) st_i8(d + QS_q8_0 + j, whole_in_range(ROUND(X_(j)*up), -129.0f, 128.0f));
 }
 /* The codes are of the nearest levels, the upper of two that are as near, under the scale that takes the largest element
    to the first level; the scale that is stored fits them best, squares counting as weights, added up in order. */
@@ -105,12 +105,12 @@ BLOCK_FN_(iq4_nl)
         xq += PRODUCT(w, x);
         qq += PRODUCT(w, q);
     }
-    st_f16(d, qq > 0.0f && !(FABS(extreme) < 1e-15f) ? xq/qq : 0.0f);
-    for (int j = 0; j < 16; j++) ST_BYTE(d + 2 + j, nearest_iq4nl(X_(j)*up) | nearest_iq4nl(X_(j + 16)*up) << 4);
+    st_f16(d + D_iq4_nl, qq > 0.0f && !(FABS(extreme) < 1e-15f) ? xq/qq : 0.0f);
+    for (int j = 0; j < 16; j++) ST_BYTE(d + QS_iq4_nl + j, nearest_iq4nl(X_(j)*up) | nearest_iq4nl(X_(j + 16)*up) << 4);
 }
-QUANTIZE_(iq4_nl, 18)
-QUANTIZE_(q4_0, 18)
-QUANTIZE_(q4_1, 20)
-QUANTIZE_(q5_0, 22)
-QUANTIZE_(q5_1, 24)
-QUANTIZE_(q8_0, 34)
+QUANTIZE_(iq4_nl)
+QUANTIZE_(q4_0)
+QUANTIZE_(q4_1)
+QUANTIZE_(q5_0)
+QUANTIZE_(q5_1)
+QUANTIZE_(q8_0)

@@ -19,6 +19,7 @@ from llvmlite import binding, ir
 from ggmlb.backends.common import formulas
 from ggmlb.backends.llvm.codegen import host
 from ggmlb.backends.llvm.codegen.emit import Kernel
+from ggmlb.core import dtypes, quants
 from ggmlb.core.errors import BackendError
 from ggmlb.system import disk_cache, env
 from ggmlb.system.progress import Task
@@ -102,10 +103,11 @@ def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, 
 
 
 def source_files() -> list[Path]:
-    """The modules that kernels depend on: their emitters, what these write with, and shared constants."""
+    """The modules that kernels depend on: emitters, what these write with, blocks, and shared constants."""
     room = Path(__file__).parents[1]
-    files = [path for folder in ("codegen", "kernels") for path in sorted((room / folder).glob("*.py"))]
-    return [*files, Path(formulas.__file__)]
+    folders = room / "codegen", room / "kernels", Path(quants.__file__).parent
+    files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    return [*files, Path(dtypes.__file__), Path(formulas.__file__)]
 
 
 @cache

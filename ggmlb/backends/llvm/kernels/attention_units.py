@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, tanh, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.core import quants
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -75,11 +76,12 @@ def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
     scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, block))
     assert scale is not None
     if dtype == "q8_0":
-        return k.load(vec(I8, n), block + 2 + (i & 31)).sext(I32).to_float() * scale
+        first = block + quants.by_name("Q8_0").offsets["qs"]
+        return k.load(vec(I8, n), first + (i & 31)).sext(I32).to_float() * scale
     (run,) = form.codes(k, block)
     codes: Value = run.shuffle(range(n))
-    for first in range(n, 32, n):
-        codes = k.select((i & 31).equals(first), run.shuffle(range(first, first + n)), codes)
+    for j in range(n, 32, n):
+        codes = k.select((i & 31).equals(j), run.shuffle(range(j, j + n)), codes)
     wide = codes.sext(I32) if form.offset is None else codes.zext(I32) - form.offset
     value = wide.to_float() * scale
     return value if least is None else value + least

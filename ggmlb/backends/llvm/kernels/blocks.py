@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, like, vec
 from ggmlb.backends.llvm.kernels.interleaved import Interleaved, Words
+from ggmlb.core import quants
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
 
 _B32 = vec(I8, 32)
+
+Fields = dict[str, int]
+"""Where in a block each field begins [bytes]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,22 @@ def _fifth(k: Kernel, address: Any) -> Any:
     return k.select(bits, k.const(_B32, 16), 0)
 
 
-def _d(k: Kernel, p: Value) -> tuple[Value, None]:
-    return _one(k, _half(k, p)), None
+def _few_bits(at: Fields, k: Kernel, p: Any) -> list[Any]:
+    """Codes of four bits, or of five."""
+    q = _nibbles(k, p + at["qs"])
+    return [q | _fifth(k, p + at["qh"]) if "qh" in at else q]
 
 
-def _dm(k: Kernel, p: Value) -> tuple[Value, Value]:
-    return _one(k, _half(k, p)), _one(k, _half(k, p + 2))
+def _eight_bits(at: Fields, k: Kernel, p: Any) -> list[Any]:
+    return [_bytes(k, p + at["qs"])]
+
+
+def _d(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
+    return _one(k, _half(k, p + at["d"])), None
+
+
+def _dm(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    return _one(k, _half(k, p + at["d"])), _one(k, _half(k, p + at["m"]))
 
 
 def _shifted(k: Kernel, both: Value, shifts: tuple[int, int], mask: int) -> Value:
@@ -111,14 +126,14 @@ def _words(k: Kernel, words: list[Value]) -> Value:
     return packed.bits(vec(I8, 4 * len(words)))
 
 
-def _six_bit_pairs(k: Kernel, p: Value) -> tuple[Value, Value]:
-    w = [k.load(I32, p + 4 + 4 * i) for i in range(3)]
+def _six_bit_pairs(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    w = [k.load(I32, p + at["scales"] + 4 * i) for i in range(3)]
     low = [word & 0x3F3F3F3F for word in w[:2]]
     high = [
         ((w[2] >> shift) & 0x0F0F0F0F) | ((word >> 2) & 0x30303030)
         for shift, word in zip((0, 4), w[:2], strict=True)
     ]
-    d, dmin = _half(k, p), _half(k, p + 2)
+    d, dmin = _half(k, p + at["d"]), _half(k, p + at["dmin"])
     scales, minimums = (
         _words(k, [low[i], high[i]]).zext(I32).to_float() * factor.splat(8)
         for i, factor in enumerate((d, -dmin))
@@ -126,31 +141,31 @@ def _six_bit_pairs(k: Kernel, p: Value) -> tuple[Value, Value]:
     return scales, minimums
 
 
-def _q4_k(k: Kernel, p: Any) -> list[Any]:
+def _q4_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     runs = []
     for i in range(4):
-        q = _bytes(k, p + 16 + 32 * i)
+        q = _bytes(k, p + at["qs"] + 32 * i)
         runs += [q & 15, q >> 4]
     return runs
 
 
-def _q4_k_pairs(k: Kernel, p: Value) -> list[Value]:
-    return [_shifted(k, _twice(k, p + 16 + 32 * i), (0, 4), 15) for i in range(4)]
+def _q4_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
+    return [_shifted(k, _twice(k, p + at["qs"] + 32 * i), (0, 4), 15) for i in range(4)]
 
 
-def _q5_k_pairs(k: Kernel, p: Value) -> list[Value]:
-    high = _twice(k, p + 16)
+def _q5_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
+    high = _twice(k, p + at["qh"])
     pairs = []
     for i in range(4):
-        q = _shifted(k, _twice(k, p + 48 + 32 * i), (0, 4), 15)
+        q = _shifted(k, _twice(k, p + at["qs"] + 32 * i), (0, 4), 15)
         pairs.append(q | (_shifted(k, high, (2 * i, 2 * i + 1), 1) << 4))
     return pairs
 
 
-def _q5_k(k: Kernel, p: Any) -> list[Any]:
-    runs, high = [], _bytes(k, p + 16)
+def _q5_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+    runs, high = [], _bytes(k, p + at["qh"])
     for i in range(8):
-        q = _bytes(k, p + 48 + 32 * (i // 2))
+        q = _bytes(k, p + at["qs"] + 32 * (i // 2))
         q = q >> 4 if i % 2 else q & 15
         bit = (high << (4 - i)) if i < 4 else (high >> (i - 4))
         runs.append(q | (bit & 16))
@@ -160,25 +175,25 @@ def _q5_k(k: Kernel, p: Any) -> list[Any]:
 # -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
 
 
-def _q2_k(k: Kernel, p: Any) -> list[Any]:
-    halves = [_bytes(k, p + 16 + 32 * i) for i in range(2)]
+def _q2_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+    halves = [_bytes(k, p + at["qs"] + 32 * i) for i in range(2)]
     return [(q >> 2 * j) & 3 for q in halves for j in range(4)]
 
 
-def _q2_k_pairs(k: Kernel, p: Value) -> list[Value]:
-    halves = [_twice(k, p + 16 + 32 * i) for i in range(2)]
+def _q2_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
+    halves = [_twice(k, p + at["qs"] + 32 * i) for i in range(2)]
     return [_shifted(k, q, (s, s + 2), 3) for q in halves for s in (0, 4)]
 
 
-def _q2_k_scales(k: Kernel, p: Value) -> tuple[Value, Value]:
-    packed = _bytes(k, p, 16)
-    d, dmin = _half(k, p + 80), _half(k, p + 82)
+def _q2_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    packed = _bytes(k, p + at["scales"], 16)
+    d, dmin = _half(k, p + at["d"]), _half(k, p + at["dmin"])
     scales = (packed & 15).zext(I32).to_float() * d.splat(16)
     return scales, (packed >> 4).zext(I32).to_float() * (-dmin).splat(16)
 
 
-def _q3_k(k: Kernel, p: Any) -> list[Any]:
-    high, halves = _bytes(k, p), [_bytes(k, p + 32 + 32 * i) for i in range(2)]
+def _q3_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
+    high, halves = _bytes(k, p + at["hmask"]), [_bytes(k, p + at["qs"] + 32 * i) for i in range(2)]
     runs = []
     for i in range(8):
         bit = high << (2 - i) if i < 2 else high >> (i - 2)
@@ -186,8 +201,8 @@ def _q3_k(k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q3_k_pairs(k: Kernel, p: Value) -> list[Value]:
-    high, halves = _twice(k, p), [_twice(k, p + 32 + 32 * i) for i in range(2)]
+def _q3_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
+    high, halves = _twice(k, p + at["hmask"]), [_twice(k, p + at["qs"] + 32 * i) for i in range(2)]
     pairs = []
     for i in range(4):
         q = _shifted(k, halves[i // 2], (4 * (i % 2), 4 * (i % 2) + 2), 3)
@@ -195,19 +210,19 @@ def _q3_k_pairs(k: Kernel, p: Value) -> list[Value]:
     return pairs
 
 
-def _q3_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
-    w = [k.load(I32, p + 96 + 4 * i) for i in range(3)]
+def _q3_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
+    w = [k.load(I32, p + at["scales"] + 4 * i) for i in range(3)]
     words = [
         ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
     ]
-    return (_words(k, words).zext(I32) - 32).to_float() * _half(k, p + 108).splat(16), None
+    return (_words(k, words).zext(I32) - 32).to_float() * _half(k, p + at["d"]).splat(16), None
 
 
-def _q6_k(k: Kernel, p: Any) -> list[Any]:
+def _q6_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     runs = []
     for half in range(2):
-        low = [_bytes(k, p + 64 * half + 32 * i) for i in range(2)]
-        high = _bytes(k, p + 128 + 32 * half)
+        low = [_bytes(k, p + at["ql"] + 64 * half + 32 * i) for i in range(2)]
+        high = _bytes(k, p + at["qh"] + 32 * half)
         for j in range(4):
             q = low[j % 2] & 15 if j < 2 else low[j % 2] >> 4
             bits = high << (4 - 2 * j) if j < 3 else high >> 2
@@ -215,47 +230,51 @@ def _q6_k(k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q6_k_pairs(k: Kernel, p: Value) -> list[Value]:
+def _q6_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
     pairs = []
     for half in range(2):
-        low, high = _bytes(k, p + 64 * half, 64), _twice(k, p + 128 + 32 * half)
+        low = _bytes(k, p + at["ql"] + 64 * half, 64)
+        high = _twice(k, p + at["qh"] + 32 * half)
         for i in range(2):
             q = low >> 4 if i else low & 15
             pairs.append(q | (_shifted(k, high, (4 * i, 4 * i + 2), 3) << 4))
     return pairs
 
 
-def _q6_k_scales(k: Kernel, p: Value) -> tuple[Value, None]:
-    return _bytes(k, p + 192, 16).sext(I32).to_float() * _half(k, p + 208).splat(16), None
+def _q6_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
+    scales = _bytes(k, p + at["scales"], 16).sext(I32).to_float()
+    return scales * _half(k, p + at["d"]).splat(16), None
 
 
 # -- codes that stand for uneven levels -------------------------------------------------------------
 
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = quants.by_name("IQ4_NL").levels
 """The levels of iq4_nl and iq4_xs."""
 
-_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+def _uneven(table: Sequence[int], at: Fields, k: Kernel, p: Any) -> list[Any]:
+    return [_levels(k, table, _nibbles(k, p + at["qs"]))]
 
 
-def _iq4_xs(k: Kernel, p: Any) -> list[Any]:
-    return [_levels(k, IQ4, _nibbles(k, p + 8 + 16 * i)) for i in range(8)]
+def _iq4_xs(at: Fields, k: Kernel, p: Any) -> list[Any]:
+    return [_levels(k, IQ4, _nibbles(k, p + at["qs"] + 16 * i)) for i in range(8)]
 
 
-def _iq4_xs_pairs(k: Kernel, p: Value) -> list[Value]:
+def _iq4_xs_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
     pairs = []
     for i in range(4):
-        q = _bytes(k, p + 8 + 32 * i)
+        q = _bytes(k, p + at["qs"] + 32 * i)
         spread = q.shuffle([*range(16), *range(16), *range(16, 32), *range(16, 32)])
         steps = k.table(vec(I16, 32), ([0] * 8 + [4] * 8) * 2)
         pairs.append(look_up(k, IQ4, (spread.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & 15))
     return pairs
 
 
-def _iq4_xs_scales(k: Kernel, p: Value) -> tuple[Value, None]:
+def _iq4_xs_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
     steps = k.table(vec(I32, 8), range(0, 32, 4))
-    low = (k.load(I32, p + 4).splat(8) >> steps) & 15
-    high = (k.load(I16, p + 2).zext(I32).splat(8) >> k.table(vec(I32, 8), range(0, 16, 2))) & 3
-    return ((low | (high << 4)) - 32).to_float() * _half(k, p).splat(8), None
+    low = (k.load(I32, p + at["scales_l"]).splat(8) >> steps) & 15
+    high = (k.load(I16, p + at["scales_h"]).zext(I32).splat(8) >> k.table(vec(I32, 8), range(0, 16, 2))) & 3
+    return ((low | (high << 4)) - 32).to_float() * _half(k, p + at["d"]).splat(8), None
 
 
 def mxfp4_scale(k: Kernel, e: Value) -> Value:
@@ -265,25 +284,35 @@ def mxfp4_scale(k: Kernel, e: Value) -> Value:
     return bits.bits(like(e.type, F32))
 
 
-def _mxfp4_scale(k: Kernel, p: Value) -> tuple[Value, None]:
-    return _one(k, mxfp4_scale(k, k.load(I8, p).zext(I32))), None
+def _mxfp4_scale(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
+    return _one(k, mxfp4_scale(k, k.load(I8, p + at["e"]).zext(I32))), None
 
 
-FORMS: dict[str, Form] = {
-    "q4_0": Form(32, 18, 32, 8, False, lambda k, p: [_nibbles(k, p + 2)], _d),
-    "q4_1": Form(32, 20, 32, 0, True, lambda k, p: [_nibbles(k, p + 4)], _dm),
-    "q5_0": Form(32, 22, 32, 16, False, lambda k, p: [_nibbles(k, p + 6) | _fifth(k, p + 2)], _d),
-    "q5_1": Form(32, 24, 32, 0, True, lambda k, p: [_nibbles(k, p + 8) | _fifth(k, p + 4)], _dm),
-    "q8_0": Form(32, 34, 32, None, False, lambda k, p: [_bytes(k, p + 2)], _d, wide=True),
-    "q2_k": Form(256, 84, 16, 0, True, _q2_k, _q2_k_scales, _q2_k_pairs),
-    "q3_k": Form(256, 110, 16, 4, False, _q3_k, _q3_k_scales, _q3_k_pairs),
-    "q4_k": Form(256, 144, 32, 0, True, _q4_k, _six_bit_pairs, _q4_k_pairs),
-    "q5_k": Form(256, 176, 32, 0, True, _q5_k, _six_bit_pairs, _q5_k_pairs),
-    "q6_k": Form(256, 210, 16, 32, False, _q6_k, _q6_k_scales, _q6_k_pairs),
-    "iq4_nl": Form(32, 18, 32, None, False, lambda k, p: [_levels(k, IQ4, _nibbles(k, p + 2))], _d),
-    "iq4_xs": Form(256, 136, 32, None, False, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
-    "mxfp4": Form(
-        32, 17, 32, None, False, lambda k, p: [_levels(k, _MXFP4, _nibbles(k, p + 1))], _mxfp4_scale
-    ),
-}
+def _form(
+    name: str, group: int, offset: int | None, codes: Any, scales: Any, pairs: Any = None, wide: bool = False
+) -> tuple[str, Form]:
+    dtype, at = DType[name.upper()], quants.by_name(name.upper()).offsets
+    has_min = "m" in at or "dmin" in at
+    pairs = partial(pairs, at) if pairs else None
+    sizes = dtype.block_size, dtype.type_size, group
+    return name, Form(*sizes, offset, has_min, partial(codes, at), partial(scales, at), pairs, wide)
+
+
+FORMS: dict[str, Form] = dict(
+    [
+        _form("q4_0", 32, 8, _few_bits, _d),
+        _form("q4_1", 32, 0, _few_bits, _dm),
+        _form("q5_0", 32, 16, _few_bits, _d),
+        _form("q5_1", 32, 0, _few_bits, _dm),
+        _form("q8_0", 32, None, _eight_bits, _d, wide=True),
+        _form("q2_k", 16, 0, _q2_k, _q2_k_scales, _q2_k_pairs),
+        _form("q3_k", 16, 4, _q3_k, _q3_k_scales, _q3_k_pairs),
+        _form("q4_k", 32, 0, _q4_k, _six_bit_pairs, _q4_k_pairs),
+        _form("q5_k", 32, 0, _q5_k, _six_bit_pairs, _q5_k_pairs),
+        _form("q6_k", 16, 32, _q6_k, _q6_k_scales, _q6_k_pairs),
+        _form("iq4_nl", 32, None, partial(_uneven, IQ4), _d),
+        _form("iq4_xs", 32, None, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
+        _form("mxfp4", 32, None, partial(_uneven, quants.by_name("MXFP4").levels), _mxfp4_scale),
+    ]
+)
 """By the type's name."""

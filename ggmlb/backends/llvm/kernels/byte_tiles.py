@@ -11,7 +11,7 @@ from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels import amx
 from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import AHEAD, FIELDS, ROWS, Interleaved, lanes, prefetch
+from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS, Interleaved, fields_of, lanes, prefetch
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
@@ -107,7 +107,7 @@ def _pack_bytes(
 
 def _codes_in_place(dtype: str) -> int | None:
     """Where the codes of a strip lie as in a tile of signed bytes: the offset of their field."""
-    fields = (f.offset for f in FIELDS[dtype] if f.nbytes == FORMS[dtype].block)
+    fields = (f.offset for f in fields_of(dtype) if f.nbytes == FORMS[dtype].block)
     return next(fields, None) if FORMS[dtype].offset is None else None
 
 
@@ -118,11 +118,11 @@ def _unpack_strip(
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
-    fields = [f for f in FIELDS[dtype] if f.offset != in_place]
+    fields = [f for f in fields_of(dtype) if f.offset != in_place]
     with k.loop(0, n_blocks) as block:
         prefetch(k, fields, (base, n_blocks, block))
         for first in range(0, ROWS, lanes(k.level)):
-            at = Interleaved(k, FIELDS[dtype], base, n_blocks, block, first)
+            at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
             to = packed.codes + block * (form.block * ROWS) + 4 * first
             words = [word for run in form.codes(k, at) for word in run.values] if in_place is None else []
             for i, word in enumerate(words):

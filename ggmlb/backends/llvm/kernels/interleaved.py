@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from ggmlb.backends.llvm.codegen.simd import SIZES
 from ggmlb.backends.llvm.codegen.value import I1, I8, I16, I32, I64, Value, vec
+from ggmlb.core import quants
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -31,43 +34,32 @@ class Field(NamedTuple):
     """A part of a type's block.
 
     Attributes:
+        name: As the type's record has it.
         offset: Where it begins [bytes].
         nbytes: How long it is.
         unit: Bytes of a row that stay together; or `BITS`.
     """
 
+    name: str
     offset: int
     nbytes: int
     unit: int
 
 
-def _fields(*parts: tuple[int, int]) -> tuple[Field, ...]:
-    found, offset = [], 0
-    for nbytes, unit in parts:
-        found.append(Field(offset, nbytes, unit))
-        offset += nbytes
+@cache
+def fields_of(dtype: str) -> tuple[Field, ...]:
+    """The fields of a type, all of a block in order: one of floats, or those of its record.
+
+    What stays together are numbers as the record has them, of codes four neighbours.
+    """
+    if dtype in SIZES:
+        return (Field("", 0, SIZES[dtype], SIZES[dtype]),)
+    codec, found = quants.by_name(dtype.upper()), []
+    for name, offset in codec.offsets.items():
+        type_ = codec.layout[name]
+        unit = BITS if dtype in ("q5_0", "q5_1") and name == "qh" else min(4, type_.base.itemsize)
+        found.append(Field(name, offset, type_.itemsize, unit))
     return tuple(found)
-
-
-FIELDS: dict[str, tuple[Field, ...]] = {
-    "f32": _fields((4, 4)),
-    "f16": _fields((2, 2)),
-    "bf16": _fields((2, 2)),
-    "q4_0": _fields((2, 2), (16, 4)),
-    "q4_1": _fields((2, 2), (2, 2), (16, 4)),
-    "q5_0": _fields((2, 2), (4, BITS), (16, 4)),
-    "q5_1": _fields((2, 2), (2, 2), (4, BITS), (16, 4)),
-    "q8_0": _fields((2, 2), (32, 4)),
-    "q2_k": _fields((16, 1), (64, 4), (2, 2), (2, 2)),
-    "q3_k": _fields((32, 4), (64, 4), (12, 4), (2, 2)),
-    "q4_k": _fields((2, 2), (2, 2), (12, 4), (128, 4)),
-    "q5_k": _fields((2, 2), (2, 2), (12, 4), (32, 4), (128, 4)),
-    "q6_k": _fields((128, 4), (64, 4), (16, 1), (2, 2)),
-    "iq4_nl": _fields((2, 2), (16, 4)),
-    "iq4_xs": _fields((2, 2), (2, 2), (4, 4), (128, 4)),
-    "mxfp4": _fields((1, 1), (16, 4)),
-}
-"""The fields of types that are kept in strips, by the type's name: all of a block, in order."""
 
 
 def lanes(level: Level) -> int:
@@ -135,6 +127,10 @@ class Interleaved:
 
     def __add__(self, n: int) -> Interleaved:
         return replace(self, offset=self.offset + n)
+
+    def __getitem__(self, field: str) -> Interleaved:
+        """Where a field is."""
+        return self + next(f.offset for f in self.fields if f.name == field)
 
     def _address(self) -> tuple[Value, int]:
         """Where the field has it, and the field's unit."""

@@ -12,7 +12,7 @@ from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.activations import HIGH, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import AHEAD, FIELDS, ROWS, Interleaved, lanes, prefetch
+from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS, Interleaved, fields_of, lanes, prefetch
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
 
@@ -76,9 +76,9 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     base = place.a + strip * (place.a_nb1 * ROWS)
     activations = [parts(column, place.k, FORMS[dtype].wide) for column in columns]
     with k.loop(0, n_blocks) as block:
-        prefetch(k, FIELDS[dtype], (base, n_blocks, block))
+        prefetch(k, fields_of(dtype), (base, n_blocks, block))
         for first, line in zip(vectors(k), sums, strict=True):
-            at = Interleaved(k, FIELDS[dtype], base, n_blocks, block, first)
+            at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
             scales, minimums = SCALES[dtype](at)
             for i, words in enumerate(form.codes(k, at)):
                 run = block * (form.block // 32) + i

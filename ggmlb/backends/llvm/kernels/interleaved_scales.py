@@ -20,8 +20,8 @@ def _half(p: Interleaved) -> Value:
     return from_half(p.k, p.each())
 
 
-def _words(p: Interleaved, n: int) -> list[Value]:
-    return [(p + 4 * i).each() for i in range(n)]
+def _words(field: Interleaved, n: int) -> list[Value]:
+    return [(field + 4 * i).each() for i in range(n)]
 
 
 def _bytes(words: list[Value]) -> list[Value]:
@@ -30,16 +30,16 @@ def _bytes(words: list[Value]) -> list[Value]:
 
 
 def _d(p: Interleaved) -> Scales:
-    return [_half(p)], None
+    return [_half(p["d"])], None
 
 
 def _dm(p: Interleaved) -> Scales:
-    return [_half(p)], [_half(p + 2)]
+    return [_half(p["d"])], [_half(p["m"])]
 
 
 def _six_bit_pairs(p: Interleaved) -> Scales:
-    w = _words(p + 4, 3)
-    d, less = _half(p), -_half(p + 2)
+    w = _words(p["scales"], 3)
+    d, less = _half(p["d"]), -_half(p["dmin"])
     scales, minimums = (
         [byte.to_float() * factor for byte in _bytes([low & 0x3F3F3F3F, high])]
         for low, high, factor in (
@@ -51,13 +51,13 @@ def _six_bit_pairs(p: Interleaved) -> Scales:
 
 
 def _q2_k(p: Interleaved) -> Scales:
-    d, less = _half(p + 80), -_half(p + 82)
-    packed = [(p + i).each().zext(I32) for i in range(16)]
+    d, less = _half(p["d"]), -_half(p["dmin"])
+    packed = [(p["scales"] + i).each().zext(I32) for i in range(16)]
     return [(x & 15).to_float() * d for x in packed], [(x >> 4).to_float() * less for x in packed]
 
 
 def _q3_k(p: Interleaved) -> Scales:
-    w, d = _words(p + 96, 3), _half(p + 108)
+    w, d = _words(p["scales"], 3), _half(p["d"])
     words = [
         ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
     ]
@@ -65,12 +65,12 @@ def _q3_k(p: Interleaved) -> Scales:
 
 
 def _q6_k(p: Interleaved) -> Scales:
-    d = _half(p + 208)
-    return [(p + (192 + i)).each().sext(I32).to_float() * d for i in range(16)], None
+    d = _half(p["d"])
+    return [(p["scales"] + i).each().sext(I32).to_float() * d for i in range(16)], None
 
 
 def _iq4_xs(p: Interleaved) -> Scales:
-    d, high, low = _half(p), (p + 2).each().zext(I32), (p + 4).each()
+    d, high, low = _half(p["d"]), p["scales_h"].each().zext(I32), p["scales_l"].each()
     found = []
     for i in range(8):
         code = ((low >> 4 * i) & 15) | (((high >> 2 * i) & 3) << 4)
@@ -79,7 +79,7 @@ def _iq4_xs(p: Interleaved) -> Scales:
 
 
 def _mxfp4(p: Interleaved) -> Scales:
-    return [mxfp4_scale(p.k, p.each().zext(I32))], None
+    return [mxfp4_scale(p.k, p["e"].each().zext(I32))], None
 
 
 SCALES: dict[str, Callable[[Interleaved], Scales]] = {

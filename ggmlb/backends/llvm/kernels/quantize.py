@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import fold, greatest, look_up, to_half
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels.blocks import IQ4
+from ggmlb.backends.llvm.kernels.blocks import IQ4, Fields
+from ggmlb.core import quants
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -58,49 +59,44 @@ def _total_in_order(x: Value) -> Value:
     return total
 
 
-def _put_nibbles(k: Kernel, codes: Value, at: Value) -> None:
+def _put_codes(at: Fields, k: Kernel, codes: Value, p: Value) -> None:
+    """Store codes of four bits, or of five."""
+    if "qh" in at:
+        k.store(((codes & 16) > 0).bits(I32), p + at["qh"])
     low, high = (codes & 15).split()
-    k.store(low | (high << 4), at)
+    k.store(low | (high << 4), p + at["qs"])
 
 
-def _put_fifth(k: Kernel, codes: Value, at: Value) -> None:
-    k.store(((codes & 16) > 0).bits(I32), at)
-
-
-def _q8_0(k: Kernel, x: Value, at: Value) -> None:
+def _q8_0(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     d = _magnitude(k, x) / 127.0
-    k.store(to_half(k, d), at)
+    k.store(to_half(k, d), p + at["d"])
     codes = k.generic("round", x * _inverse(k, d))
     is_code = k.generic("fabs", codes) < 129.0
-    k.store(k.select(is_code, codes, 0.0).to_int().trunc(I8), at + 2)
+    k.store(k.select(is_code, codes, 0.0).to_int().trunc(I8), p + at["qs"])
 
 
-def _symmetric(bits: int, k: Kernel, x: Value, at: Value) -> None:
-    """q4_0 and q5_0: the value that is farthest from 0 has the lowest code."""
-    half = 1 << (bits - 1)
+def _symmetric(at: Fields, k: Kernel, x: Value, p: Value) -> None:
+    """q4_0 and q5_0, with a fifth bit: the value that is farthest from 0 has the lowest code."""
+    half = 16 if "qh" in at else 8
     d = _largest(k, x) / float(-half)
     codes = _codes(k, x.times(_inverse(k, d)) + (half + 0.5), 2 * half - 1)
-    k.store(to_half(k, d), at)
-    if bits == 5:
-        _put_fifth(k, codes, at + 2)
-    _put_nibbles(k, codes, at + (6 if bits == 5 else 2))
+    k.store(to_half(k, d), p + at["d"])
+    _put_codes(at, k, codes, p)
 
 
-def _from_least(bits: int, k: Kernel, x: Value, at: Value) -> None:
+def _from_least(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     """q4_1 and q5_1: codes count from the least value on."""
-    most, end = (1 << bits) - 1, k.const(x.type, MOST_FLOAT)
+    most, end = 31 if "qh" in at else 15, k.const(x.type, MOST_FLOAT)
     least = fold(k, k.select(x < end, x, end), k.minimum)
     least = k.select(least.equals(0.0), _first(k, x, x.equals(0.0)), least)
     d = (greatest(k, k.select(x > -end, x, -end)) - least) / float(most) + 0.0  # of zeros +0
     codes = _codes(k, (x - least.splat(32)).times(_inverse(k, d)) + 0.5, most)
-    k.store(to_half(k, d), at)
-    k.store(to_half(k, least), at + 2)
-    if bits == 5:
-        _put_fifth(k, codes, at + 4)
-    _put_nibbles(k, codes, at + (8 if bits == 5 else 4))
+    k.store(to_half(k, d), p + at["d"])
+    k.store(to_half(k, least), p + at["m"])
+    _put_codes(at, k, codes, p)
 
 
-def _iq4_nl(k: Kernel, x: Value, at: Value) -> None:
+def _iq4_nl(at: Fields, k: Kernel, x: Value, p: Value) -> None:
     """Each value gets the nearest level; then the scale that fits best, large values counting more."""
     largest = _largest(k, x)
     d = largest / float(IQ4[0])
@@ -113,16 +109,15 @@ def _iq4_nl(k: Kernel, x: Value, at: Value) -> None:
     weighed = x.times(x).times(levels)
     squares = _total_in_order(weighed.times(levels))
     fitting = k.select(squares > 0.0, _total_in_order(weighed.times(x)) / squares, 0.0)
-    k.store(to_half(k, k.select(k.generic("fabs", largest) < 1e-15, k.const(F32, 0), fitting)), at)
-    _put_nibbles(k, codes, at + 2)
+    k.store(to_half(k, k.select(k.generic("fabs", largest) < 1e-15, k.const(F32, 0), fitting)), p + at["d"])
+    _put_codes(at, k, codes, p)
 
 
 WRITERS: dict[str, Callable[[Kernel, Value, Value], None]] = {
-    "q4_0": partial(_symmetric, 4),
-    "q4_1": partial(_from_least, 4),
-    "q5_0": partial(_symmetric, 5),
-    "q5_1": partial(_from_least, 5),
-    "q8_0": _q8_0,
-    "iq4_nl": _iq4_nl,
-}
+    name: partial(write, quants.by_name(name.upper()).offsets)
+    for name, write in (
+        ("q4_0", _symmetric), ("q4_1", _from_least), ("q5_0", _symmetric), ("q5_1", _from_least),
+        ("q8_0", _q8_0), ("iq4_nl", _iq4_nl),
+    )
+}  # fmt: skip
 """By the type's name: write a block of 32 floats at an address."""
