@@ -50,7 +50,7 @@ class Turns:
 
         Raises:
             GraphError: Whoever has the turn waits for this call, as far as can be told.
-            BackendError: Python is ending, in another thread.
+            SystemExit: Python is exiting, in another thread.
         """
         within = _thread.within
         if not within and _thread.helps is not None:

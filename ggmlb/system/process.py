@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 from collections.abc import Callable
 from operator import index
 from threading import Thread, get_ident
@@ -77,34 +76,26 @@ class ProcessState:
         self.n_forks = 0
         self.ending_in = 0
         self.busy: list[Callable[[], bool]] = []
-        self._refused: set[int] = set()
         after_fork(self._note_fork)
         atexit.register(self._end)
 
     def check_goes_on(self, call: str) -> None:
-        """Raise if this is a daemon thread and Python is exiting.
+        """End this thread if it is a daemon and Python is exiting; nothing is printed.
 
         Raises:
-            BackendError: Python is exiting, in another thread.
+            SystemExit: Python is exiting, in another thread.
         """
         if self.ending_in and self.ending_in != get_ident():
-            self._refused.add(get_ident())
-            raise BackendError(f"{call}: Python is exiting and does not wait for this thread; join it before")
+            raise SystemExit(f"{call}: Python is exiting and does not wait for this thread; join it before")
 
     def _note_fork(self) -> None:
         self.n_forks += 1
 
     def _end(self) -> None:
         self.ending_in = get_ident()
-        tell, threading.excepthook = threading.excepthook, lambda args: self._tell(args, tell)
         deadline = monotonic() + PATIENCE_S
         while any(is_busy() for is_busy in self.busy) and monotonic() < deadline:
             sleep(0.0005)
-
-    def _tell(self, args: threading.ExceptHookArgs, tell: Callable[[threading.ExceptHookArgs], Any]) -> None:
-        """Exception hook: do not report the refusal of a daemon thread at exit."""
-        if args.thread is None or args.thread.ident not in self._refused:
-            tell(args)
 
 
 process_state: Final = ProcessState()
@@ -130,7 +121,8 @@ class LibraryGuard:
         """Raise in a forked process, and in a daemon thread at exit.
 
         Raises:
-            BackendError: The process was forked after the library was first used, or is exiting.
+            BackendError: The process was forked after the library was first used.
+            SystemExit: Python is exiting, in another thread.
         """
         if self._n_forks != process_state.n_forks:
             raise BackendError(
@@ -144,7 +136,7 @@ class LibraryGuard:
         self._inside.append(get_ident())  # before one looks whether Python is ending, which then looks here
         try:
             self.check(call)
-        except BackendError:
+        except BaseException:
             self.leave()
             raise
 

@@ -62,7 +62,7 @@ def compute():
     try:
         while True:
             streams[0].graph_compute(work[0][2])
-    except BackendError as error:
+    except SystemExit as error:    # which ends the thread, silently
         said.append(str(error))
 thread = threading.Thread(target=compute, daemon=True)
 def ask():     # registered before ggmlb's, and so called after it
