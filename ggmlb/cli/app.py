@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ggmlb.cli import bench, compare, demo, devices, embed, ops, plain, test
+from ggmlb.cli import bench, compare, demo, devices, embed, generate, ops, plain, test
 from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
@@ -23,6 +23,7 @@ app.command()(ops.ops)
 app.command()(test.test)
 app.command()(bench.bench)
 app.command()(compare.compare)
+app.command()(generate.generate)
 app.command()(embed.embed)
 app.command()(demo.demo)
 

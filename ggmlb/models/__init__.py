@@ -12,5 +12,15 @@ the rest.
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.embedder import BertEmbedder
 from ggmlb.models.folder import ModelFolder, default_model_dir
+from ggmlb.models.text import Generation, Options, TextModel
 
-__all__ = ["BertConfig", "BertEmbedder", "BertGraph", "ModelFolder", "default_model_dir"]
+__all__ = [
+    "BertConfig",
+    "BertEmbedder",
+    "BertGraph",
+    "Generation",
+    "ModelFolder",
+    "Options",
+    "TextModel",
+    "default_model_dir",
+]

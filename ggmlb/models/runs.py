@@ -68,6 +68,10 @@ class Runs(Generic[Key, Built]):
         """The sizes of the runs that are kept."""
         return list(self._runs)
 
+    def values(self) -> list[Run[Built]]:
+        """The runs that are kept."""
+        return list(self._runs.values())
+
     def get(self, key: Key, build: Callable[[], Built]) -> Run[Built]:
         """Return the run of these sizes: one that is kept, or a new one.
 

@@ -1,0 +1,156 @@
+"""`ggmlb generate`: text from a GGUF model, streamed or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ggmlb.cli import plain
+from ggmlb.cli.options import DevicesOption, LayersOption, device_names, layers_by_device
+from ggmlb.core.errors import ArgumentError, shown
+
+if TYPE_CHECKING:
+    from ggmlb.models import Generation, TextModel
+
+GgufOption = Annotated[Path, typer.Option("--model", "-m", metavar="FILE", help="The model, a GGUF file.")]
+GpuLayersOption = Annotated[
+    int | None,
+    typer.Option("--gpu-layers", "-ngl", help="So many of the last layers on the first device.", min=0),
+]
+ContextOption = Annotated[
+    int | None, typer.Option("--ctx", "-c", help="Tokens that are kept; by default at most 4096.", min=1)
+]
+KvOption = Annotated[str, typer.Option("--kv-type", help="Type of keys and values: f16, q8_0, q4_0, f32.")]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override",
+        "-ot",
+        metavar="REGEX=DEVICE",
+        help="Where weights lie whose names a pattern finds, as 'exps=CPU'. May be given several times.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", "-t", help="Threads on processors; all by default.", min=1)
+]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of the random numbers.")]
+
+
+def open_model(
+    model: Path,
+    devices: str | None,
+    layers_on: list[str] | None,
+    gpu_layers: int | None,
+    ctx: int | None,
+    kv_type: str,
+    override: list[str] | None,
+    threads: int | None,
+) -> TextModel:
+    """Open a model as the options say.
+
+    Raises:
+        Error: As `TextModel`.
+        ArgumentError: An option is not as its help says.
+    """
+    from ggmlb.models import TextModel
+
+    overrides = {}
+    for option in override or ():
+        pattern, equals, device = option.rpartition("=")
+        if not (pattern and equals and device):
+            raise ArgumentError(f"--override {option}: give REGEX=DEVICE, as 'exps=CPU'")
+        overrides[pattern] = device
+    names = None if devices is None else device_names(devices)
+    return TextModel(model, names, layers_by_device(layers_on), gpu_layers, ctx, kv_type, overrides, threads)
+
+
+def generate(
+    model: GgufOption,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to go on with.")] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option("--prompt-tokens", metavar="1,2,3", help="The same as token numbers.")
+    ] = None,
+    chat: Annotated[
+        str | None, typer.Option("--chat", metavar="TEXT", help="A question, in the model's chat template.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens.", min=0)] = 128,
+    temperature: TemperatureOption = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", help="Sample from so many; 0: all.")] = 40,
+    top_p: Annotated[float, typer.Option("--top-p", help="Sample from this probability together.")] = 0.95,
+    min_p: Annotated[float, typer.Option("--min-p", help="Least share of the likeliest's odds.")] = 0.05,
+    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="Above 1: repeat less.")] = 1.0,
+    seed: SeedOption = 0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="A text that ends it; several.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
+    logprobs: Annotated[int, typer.Option("--logprobs", help="Log-probabilities of so many.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
+    devices: DevicesOption = None,
+    layers_on: LayersOption = None,
+    gpu_layers: GpuLayersOption = None,
+    ctx: ContextOption = None,
+    kv_type: KvOption = "f16",
+    override: OverrideOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Generate text with a GGUF model, on any devices.
+
+    Examples:
+      ggmlb generate -m model.gguf -p "Once upon a time"
+      ggmlb generate -m model.gguf --chat "Why is the sky blue?" --temperature 0
+      ggmlb generate -m model.gguf -p "1 + 1 =" -d OpenCL0,CPU --gpu-layers 10 --json
+    """
+    if sum(given is not None for given in (prompt, prompt_tokens, chat)) != 1:
+        raise ArgumentError("give one of --prompt, --prompt-tokens and --chat")
+    asked: Any = prompt
+    if prompt_tokens is not None:
+        asked = _numbers(prompt_tokens)
+    elif chat is not None:
+        asked = [{"role": "user", "content": chat}]
+    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads) as opened:
+        result = opened.generate(
+            asked,
+            on_token=None if as_json else _write,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
+            stop=stop or (),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        plain.echo(json.dumps(_as_json(opened, result)) if as_json else "")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"--prompt-tokens {text}: give numbers, as 1,2,3") from None
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(shown(piece))
+    sys.stdout.flush()
+
+
+def _as_json(model: TextModel, result: Generation) -> dict[str, Any]:
+    return {
+        "prompt_tokens": result.prompt_tokens,
+        "tokens": result.tokens,
+        "text": result.text,
+        "logprobs": [{"id": ids, "logprob": logs} for ids, logs in result.logprobs],
+        "stopped_by": result.stopped_by,
+        "timings": {
+            "load_s": model.load_seconds,
+            "prompt_tokens_per_s": result.prompt_tokens_per_second,
+            "generated_tokens_per_s": result.tokens_per_second,
+        },
+    }

@@ -1,0 +1,126 @@
+"""Decoder: batches of tokens of any sequences in, logits out, by graphs that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, Scheduler, Tensor
+from ggmlb.models.runs import Runs
+from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.graph import TextGraph
+from ggmlb.models.text.memory import FREE, SPARE, KvMemory
+
+N_BATCH = 512
+"""Most tokens that are computed together."""
+
+N_OUT = 64
+"""Most tokens of a batch whose logits are computed."""
+
+Floats = npt.NDArray[np.float32]
+Sizes = tuple[int, int, int]
+"""Of a graph: tokens, tokens whose logits are computed, cells that are looked at."""
+
+
+class Token(NamedTuple):
+    """A token of a batch.
+
+    Attributes:
+        id: Its number in the vocabulary.
+        sequence: The number of its sequence, 0 or more.
+        position: Its place in the sequence, from 0.
+        wants_logits: Whether the logits after it are asked for.
+    """
+
+    id: int
+    sequence: int
+    position: int
+    wants_logits: bool = False
+
+
+class Decoder:
+    """Computes batches of tokens, and keeps their keys and values.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names that the graph uses.
+        memory: Of keys and values.
+        backends: Streams, highest priority first.
+    """
+
+    def __init__(
+        self, config: TextConfig, weights: Mapping[str, Tensor], memory: KvMemory, backends: Sequence[Backend]
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._memory = memory
+        self._runs: Runs[Sizes, TextGraph] = Runs(backends)
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
+        return None if self._runs.last is None else self._runs.last.scheduler
+
+    def decode(self, batch: Sequence[Token]) -> Floats:
+        """Compute a batch, and keep its keys and values.
+
+        Args:
+            batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits, and one at least.
+
+        Returns:
+            Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
+
+        Raises:
+            AllocationError: Too few cells are free; nothing was computed.
+        """
+        run = self._compute(batch)
+        n_out = sum(token.wants_logits for token in batch)
+        return run.logits.to_numpy().reshape(-1, self._config.n_vocab)[:n_out]
+
+    def hidden(self, batch: Sequence[Token]) -> Floats:
+        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
+        run = self._compute(batch)
+        n_out = sum(token.wants_logits for token in batch)
+        return run.hidden.to_numpy().reshape(-1, self._config.n_embd)[:n_out]
+
+    def _compute(self, batch: Sequence[Token]) -> TextGraph:
+        n = len(batch)
+        memory, config = self._memory, self._config
+        wanted = [i for i, token in enumerate(batch) if token.wants_logits]
+        n_tokens = _padded_tokens(n)
+        ids, sequences, positions = np.zeros((3, n_tokens), np.int32)
+        sequences[n:] = FREE
+        ids[:n], sequences[:n], positions[:n] = np.array([token[:3] for token in batch], np.int32).T
+        cells = np.empty(n_tokens, np.int64)
+        cells[:n] = memory.find_cells(n)
+        cells[n:] = memory.n_cells + np.arange(n_tokens - n)
+        memory.occupy(cells[:n], sequences[:n], positions[:n])
+        n_kv = min(_padded_cells(memory.n_used), memory.n_cells)
+        n_out = n_tokens if len(wanted) == n_tokens else min(_padded_tokens(len(wanted)), n_tokens)
+        sizes = (n_tokens, n_out, n_kv)
+        run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
+        chosen = np.zeros(n_out, np.int32)
+        chosen[: len(wanted)] = wanted
+        windows = (0, config.window) if config.window else (0,)
+        masks = [memory.mask(sequences, positions, n_kv, window) for window in windows]
+        run.built.set_inputs(ids, positions, cells, masks, chosen)
+        run.compute()
+        return run.built
+
+    def free(self) -> None:
+        """Free the memory of the graphs."""
+        self._runs.free()
+
+
+def _padded_tokens(n: int) -> int:
+    """The size of the graph for `n` tokens: few sizes, so that one serves many batches."""
+    return 1 << (n - 1).bit_length() if n <= SPARE else -(-n // SPARE) * SPARE
+
+
+def _padded_cells(n: int) -> int:
+    """The number of cells that a graph looks at when `n` are in use."""
+    step = 32 if n <= 256 else 64 if n <= 1024 else 256
+    return -(-n // step) * step

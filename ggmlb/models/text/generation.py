@@ -1,0 +1,201 @@
+"""Generation: sequences that take turns in batches, and the text that comes of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
+from ggmlb.models.text.memory import KvMemory
+from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
+
+if TYPE_CHECKING:
+    from ggmlb.models.gguf.vocabulary import Detokenizer
+
+
+@dataclass
+class Generation:
+    """What was generated after a prompt.
+
+    Attributes:
+        prompt_tokens: The prompt's tokens.
+        tokens: Those generated; a token that ends the text is not among them.
+        text: What they say, up to a text of `stop`.
+        logprobs: If asked for, for each generated token the likeliest ones, best first, with the natural
+            logarithms of their probabilities before sampling.
+        stopped_by: `"length"`: the most tokens, or no more room; `"end"`: the model ended the text;
+            `"stop"`: a text of `stop`; empty while it goes on.
+        prompt_seconds: Time to the first logits [s].
+        seconds: Time from there to the end [s].
+    """
+
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    stopped_by: str = ""
+    prompt_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Tokens of the prompt by the time to the first logits; 0 where no time was taken."""
+        return len(self.prompt_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first by the time that they took; 0 where there are none."""
+        return (len(self.tokens) - 1) / self.seconds if self.seconds and self.tokens else 0.0
+
+
+class Request:
+    """A sequence that is at work.
+
+    Args:
+        sequence: Its number in the memory.
+        prompt: Its first tokens.
+        n_kept: Tokens of the prompt whose keys and values are in the memory already.
+        options: What is asked.
+        ends: Tokens that end the text.
+        detokenizer: Makes text of tokens.
+
+    Attributes:
+        result: What there is so far.
+        tokens: Prompt and generated tokens.
+        n_done: Tokens whose keys and values are kept.
+    """
+
+    def __init__(
+        self,
+        sequence: int,
+        prompt: Sequence[int],
+        n_kept: int,
+        options: Options,
+        ends: frozenset[int],
+        detokenizer: Detokenizer,
+    ) -> None:
+        self.sequence = sequence
+        self.options = options
+        self.result = Generation(list(prompt))
+        self.tokens = list(prompt)
+        self.n_done = n_kept
+        self._sampler = Sampler(options)
+        self._ends = ends
+        self._detokenizer = detokenizer
+        self._held = ""
+        self._n_taken = 0
+        self._times = [0.0, 0.0]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is generated."""
+        return bool(self.result.stopped_by)
+
+    def next_tokens(self, n_most: int) -> list[Token]:
+        """Return the tokens that are to be computed next, of which the last may want logits."""
+        if not self._times[0]:
+            self._times[0] = perf_counter()
+        end = min(len(self.tokens), self.n_done + n_most)
+        found = [
+            Token(self.tokens[i], self.sequence, i, i == len(self.tokens) - 1)
+            for i in range(self.n_done, end)
+        ]
+        self.n_done = end
+        return found
+
+    def accept(self, logits: Floats) -> None:
+        """Choose the next token, and end the generation where that is due."""
+        options, result = self.options, self.result
+        if not result.tokens:
+            self._times[1] = perf_counter()
+            result.prompt_seconds = self._times[1] - self._times[0]
+        if not options.max_tokens:
+            self._end("length")
+            return
+        token = self._sampler(logits, self.tokens)
+        if token in self._ends:
+            self._end("end")
+            return
+        if options.logprobs:
+            result.logprobs.append(log_probabilities(logits, options.logprobs))
+        self.tokens.append(token)
+        result.tokens.append(token)
+        self._add_text(self._detokenizer.add(token))
+        if not self.is_done and len(result.tokens) >= options.max_tokens:
+            self._end("length")
+
+    def take(self) -> str:
+        """Return the text that came since the last call; what may begin a stop text is held back."""
+        end = len(self.result.text)
+        piece = self.result.text[self._n_taken : end]
+        self._n_taken = end
+        return piece
+
+    def _end(self, why: str) -> None:
+        if why != "stop":
+            self._add_text(self._detokenizer.flush())
+            self.result.text += self._held
+        self.result.stopped_by = self.result.stopped_by or why
+        self.result.seconds = perf_counter() - self._times[1]
+
+    def _add_text(self, piece: str) -> None:
+        self._held += piece
+        found = [at for stop in self.options.stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.result.text += self._held[: min(found)]
+            self._held = ""
+            self._end("stop")
+            return
+        n_held = max((_overlap(self._held, stop) for stop in self.options.stop), default=0)
+        keep = len(self._held) - n_held
+        self.result.text += self._held[:keep]
+        self._held = self._held[keep:]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of a text that a stop text begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def run(decoder: Decoder, memory: KvMemory, requests: Iterable[Request]) -> Iterator[Request]:
+    """Compute requests together, a token of each in a batch, and prompts in what room is left.
+
+    A request waits until the memory has room for all that it may need.
+
+    Args:
+        decoder: Computes batches.
+        memory: Where keys and values are kept.
+        requests: What to compute; the cells of one that is done are freed.
+
+    Yields:
+        A request that has one more token, or is done.
+    """
+    waiting = deque(requests)
+    active: list[Request] = []
+    while waiting or active:
+        room = memory.n_cells - sum(_n_most(r) for r in active)
+        while waiting and len(active) < N_OUT and (not active or _n_most(waiting[0]) <= room):
+            room -= _n_most(waiting[0])
+            active.append(waiting.popleft())
+        batch: list[Token] = []
+        asking = []
+        for request in sorted(active, key=lambda r: len(r.tokens) - r.n_done):  # those that generate first
+            tokens = request.next_tokens(N_BATCH - len(batch))
+            batch += tokens
+            if tokens and tokens[-1].wants_logits:
+                asking.append(request)
+        logits = decoder.decode(batch)
+        for request, row in zip(asking, logits, strict=True):
+            request.accept(row)
+            if request.is_done:
+                active.remove(request)
+                memory.remove(request.sequence)
+            yield request
+
+
+def _n_most(request: Request) -> int:
+    """Cells that a request may need at most."""
+    return len(request.result.prompt_tokens) + request.options.max_tokens

@@ -1,0 +1,222 @@
+"""TextGraph: the graph of one step of a language model, from tokens to logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Context, DType, Graph, Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.config import Rope, TextConfig
+    from ggmlb.models.text.memory import KvMemory
+
+MIN_EXPERT_SUM = 2.0**-14
+"""Least sum of the shares of the chosen experts: the least normal f16, as in llama.cpp."""
+
+
+class TextGraph:
+    """The graph for `n_tokens` tokens that see `n_kv` cells of the memory of keys and values.
+
+    Positions, cells and masks are inputs: one graph serves every step of its sizes.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names of the file.
+        memory: Keys and values of each layer.
+        n_tokens: Tokens of a step, those that fill up included.
+        n_out: Tokens whose logits are computed.
+        n_kv: Cells that are looked at, from the first.
+
+    Attributes:
+        graph: What to compute.
+        ids: Input: token numbers, i32 `[n_tokens]`.
+        positions: Input: positions in their sequences, i32 `[n_tokens]`.
+        cells: Input: where keys and values are kept, i64 `[n_tokens]`.
+        mask: Input: what is added to attention scores, 0 or -inf, f16 `[n_kv, n_tokens]`.
+        window_mask: Input: the same for layers with a window; `None` where there are none.
+        chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are.
+        logits: Output: f32 `[n_vocab, n_out]`.
+        hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: KvMemory,
+        n_tokens: int,
+        n_out: int,
+        n_kv: int,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._n_tokens = n_tokens
+        self._n_kv = n_kv
+        is_long = memory.n_cells > config.rope.n_ctx_orig
+        self._factors = weights.get("rope_freqs.weight") or weights.get(
+            "rope_factors_long.weight" if is_long else "rope_factors_short.weight"
+        )
+        self._ctx = ctx = Context()
+        self.ids = self._input("ids", DType.I32, n_tokens)
+        self.positions = self._input("positions", DType.I32, n_tokens)
+        self.cells = self._input("cells", DType.I64, n_tokens)
+        self.mask = self._input("mask", DType.F16, n_kv, n_tokens)
+        self.window_mask = self._input("window_mask", DType.F16, n_kv, n_tokens) if config.window else None
+        self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
+        x = ctx.get_rows(weights["token_embd.weight"], self.ids)
+        if config.arch.scales_embeddings:
+            x = ctx.scale(x, math.sqrt(config.n_embd))
+        for layer in range(config.n_layer):
+            x = self._layer(layer, x, memory, is_last=layer == config.n_layer - 1)
+            x.name = f"hidden_{layer + 1}"
+        self.hidden = ctx.set_output(self._norm("output_norm.weight", x))
+        self.hidden.name = "hidden"
+        logits = ctx.mul_mat(weights["output.weight"], self.hidden)
+        if config.final_softcap:
+            cap = config.final_softcap
+            logits = ctx.scale(ctx.tanh(ctx.scale(logits, 1 / cap)), cap)
+        self.logits = ctx.set_output(logits)
+        self.logits.name = "logits"
+        self.graph = Graph().build_forward_expand(self.logits)
+
+    def set_inputs(
+        self,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        cells: npt.NDArray[np.int64],
+        masks: Sequence[npt.NDArray[np.float16]],
+        chosen: npt.NDArray[np.int32],
+    ) -> None:
+        """Write the inputs; `masks` are that for all tokens and, if the model has windows, that for these."""
+        self.ids.set(ids)
+        self.positions.set(positions)
+        self.cells.set(cells)
+        self.mask.set(masks[0])
+        if self.window_mask is not None:
+            self.window_mask.set(masks[1])
+        if self.chosen is not None:
+            self.chosen.set(chosen)
+
+    # Hidden states are `[n_embd, n_tokens]` throughout; of the last layer, `[n_embd, n_out]`.
+
+    def _input(self, name: str, dtype: DType, *ne: int) -> Tensor:
+        return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return self._ctx.mul(self._ctx.rms_norm(x, self._config.eps), self._weights[name])
+
+    def _norm_if(self, name: str, x: Tensor) -> Tensor:
+        return self._norm(name, x) if name in self._weights else x
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
+        bias = self._weights.get(name + ".bias")
+        return y if bias is None else self._ctx.add(y, bias)
+
+    def _layer(self, layer: int, x: Tensor, memory: KvMemory, is_last: bool) -> Tensor:
+        ctx, at = self._ctx, f"blk.{layer}."
+        seen = self._attend(layer, self._norm(at + "attn_norm.weight", x), memory)
+        if is_last and self.chosen is not None:  # what comes after is for the chosen tokens alone
+            seen, x = ctx.get_rows(seen, self.chosen), ctx.get_rows(x, self.chosen)
+        mixed = self._linear(at + "attn_output", seen)
+        x = ctx.add(self._norm_if(at + "post_attention_norm.weight", mixed), x)
+        y = self._norm(at + "ffn_norm.weight", x)
+        y = self._feed_forward(at, y) if self._config.experts is None else self._experts(at, y)
+        return ctx.add(self._norm_if(at + "post_ffw_norm.weight", y), x)
+
+    def _attend(self, layer: int, x: Tensor, memory: KvMemory) -> Tensor:
+        """Keep keys and values of the tokens, and mix the values of the cells that each token sees."""
+        ctx, c, at = self._ctx, self._config, f"blk.{layer}."
+        is_local = c.sees_window(layer)
+        mask, rope = (self.window_mask, c.rope_window) if is_local else (self.mask, c.rope)
+        query, key, value = self._projections(at, x)
+        query = self._rotate(self._norm_if(at + "attn_q_norm.weight", query), rope)
+        key = self._rotate(self._norm_if(at + "attn_k_norm.weight", key), rope)
+        keys = memory.keys[layer]
+        values = memory.values[layer]
+        kept_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], self._n_tokens), self.cells)
+        kept_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], self._n_tokens), self.cells)
+        mixed = ctx.flash_attn_ext(
+            ctx.permute(query, 0, 2, 1, 3),
+            self._heads(kept_keys, c.n_key),
+            self._heads(kept_values, c.n_value),
+            mask,
+            c.attn_scale,
+            0.0,
+            c.attn_softcap,
+        )
+        return ctx.reshape_2d(mixed, c.n_value * c.n_head, self._n_tokens)
+
+    def _projections(self, at: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as `[n_key or n_value, heads, n_tokens]`."""
+        ctx, c, n = self._ctx, self._config, self._n_tokens
+        sizes = ((c.n_key, c.n_head), (c.n_key, c.n_head_kv), (c.n_value, c.n_head_kv))
+        if at + "attn_qkv.weight" not in self._weights:
+            q, k, v = (
+                ctx.reshape_3d(self._linear(f"{at}attn_{part}", x), *size, n)
+                for part, size in zip("qkv", sizes, strict=True)
+            )
+            return q, k, v
+        fused = self._linear(at + "attn_qkv", x)
+        row, element = fused.nb[1], fused.nb[0]
+        starts = (0, c.n_key * c.n_head, c.n_key * (c.n_head + c.n_head_kv))
+        q, k, v = (
+            ctx.view_3d(fused, *size, n, size[0] * element, row, start * element)
+            for size, start in zip(sizes, starts, strict=True)
+        )
+        return q, k, ctx.cont(v)
+
+    def _rotate(self, x: Tensor, rope: Rope) -> Tensor:
+        return self._ctx.rope_ext(
+            x, self.positions, self._factors, rope.n_dims, rope.mode, rope.n_ctx_orig,
+            rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor, 32.0, 1.0,
+        )  # fmt: skip
+
+    def _heads(self, kept: Tensor, n: int) -> Tensor:
+        """View the first cells as `[n, n_kv, n_head_kv]`."""
+        heads, row = self._config.n_head_kv, kept.nb[1]
+        return self._ctx.permute(self._ctx.view_3d(kept, n, heads, self._n_kv, row // heads, row), 0, 2, 1, 3)
+
+    def _activate(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        """The activation of the gate times the other half; without `up`, of a product that holds both."""
+        ctx, is_geglu = self._ctx, self._config.arch.activation == "geglu"
+        if up is None:
+            return ctx.geglu(gate) if is_geglu else ctx.swiglu(gate)
+        return ctx.geglu_split(gate, up) if is_geglu else ctx.swiglu_split(gate, up)
+
+    def _feed_forward(self, at: str, x: Tensor) -> Tensor:
+        if at + "ffn_gate.weight" in self._weights:
+            y = self._activate(self._linear(at + "ffn_gate", x), self._linear(at + "ffn_up", x))
+        else:
+            y = self._activate(self._linear(at + "ffn_up", x), None)
+        return self._linear(at + "ffn_down", y)
+
+    def _experts(self, at: str, x: Tensor) -> Tensor:
+        """Each token's `n_used` best experts, weighted by their shares, which sum to 1."""
+        ctx, w, experts = self._ctx, self._weights, self._config.experts
+        assert experts is not None
+        n_embd, n = x.ne[0], x.ne[1]
+        shares = ctx.soft_max(ctx.mul_mat(w[at + "ffn_gate_inp.weight"], x))
+        chosen = ctx.top_k(shares, experts.n_used)
+        weights = ctx.get_rows(ctx.reshape_3d(shares, 1, experts.n, n), chosen)
+        weights = ctx.reshape_2d(weights, experts.n_used, n)
+        total = ctx.clamp(ctx.sum_rows(weights), MIN_EXPERT_SUM, math.inf)
+        weights = ctx.reshape_3d(ctx.div(weights, total), 1, experts.n_used, n)
+        rows = ctx.reshape_3d(x, n_embd, 1, n)
+        gate = ctx.mul_mat_id(w[at + "ffn_gate_exps.weight"], rows, chosen)
+        up = ctx.mul_mat_id(w[at + "ffn_up_exps.weight"], rows, chosen)
+        down = ctx.mul_mat_id(w[at + "ffn_down_exps.weight"], self._activate(gate, up), chosen)
+        weighted = ctx.mul(down, weights)
+        parts = [
+            ctx.view_2d(weighted, n_embd, n, weighted.nb[2], i * weighted.nb[1])
+            for i in range(experts.n_used)
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = ctx.add(total, part)
+        return total if experts.n_used > 1 else ctx.cont(total)

@@ -1,0 +1,132 @@
+"""KvMemory: keys and values of earlier tokens, in cells that sequences share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors
+from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.models.text.config import TextConfig
+
+FREE = -1
+"""The sequence number of a cell that holds nothing."""
+
+SPARE = 32
+"""Cells after the last, for tokens that fill up a batch; nothing reads them."""
+
+
+class KvMemory:
+    """Keys and values of `n_cells` tokens for each layer, on the device of the layer.
+
+    A cell holds one token of one sequence, at one position. Any cell may serve any sequence.
+
+    Args:
+        config: The model's sizes.
+        homes: A stream for each layer, on the device whose memory holds the layer's cells.
+        n_cells: Tokens of all sequences together.
+        dtype: Type of keys and values: f16, q8_0, q4_0 or f32.
+
+    Attributes:
+        keys: For each layer, `[n_key * n_head_kv, n_cells + SPARE]`.
+        values: For each layer, `[n_value * n_head_kv, n_cells + SPARE]`.
+        n_cells: Tokens that fit.
+
+    Raises:
+        ArgumentError: The type's blocks do not divide a head.
+        AllocationError: A device lacks room.
+    """
+
+    def __init__(self, config: TextConfig, homes: Sequence[Backend], n_cells: int, dtype: DType) -> None:
+        for n in (config.n_key, config.n_value):
+            if n % dtype.block_size:
+                raise ArgumentError(
+                    f"kv_type {dtype.name.lower()} has blocks of {dtype.block_size} elements; a head of this "
+                    f"model has {n}: take f16"
+                )
+        self.n_cells = n_cells
+        self.sequence = np.full(n_cells, FREE, np.int32)
+        self.position = np.zeros(n_cells, np.int32)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        contexts: dict[int, tuple[Context, Backend]] = {}
+        for layer, home in enumerate(homes):
+            ctx, _ = contexts.setdefault(id(home), (Context(), home))
+            for kind, n, tensors in (("k", config.n_key, self.keys), ("v", config.n_value, self.values)):
+                ne = (n * config.n_head_kv, n_cells + SPARE)
+                tensors.append(ctx.new_tensor(dtype, ne, f"cache_{kind}.{layer}"))
+        with ExitStack() as buffers:
+            for ctx, home in contexts.values():
+                buffer = buffers.enter_context(alloc_ctx_tensors(ctx, home))
+                buffer.clear(0)  # a masked value still is multiplied by 0: it must not be NaN
+            self._buffers = buffers.pop_all()
+        self.nbytes = sum(t.nbytes for t in (*self.keys, *self.values))
+
+    # -- cells ---------------------------------------------------------------------------------
+
+    def find_cells(self, n: int) -> npt.NDArray[np.int64]:
+        """Return `n` free cells, the first ones that there are.
+
+        Raises:
+            AllocationError: There are not so many.
+        """
+        free = np.flatnonzero(self.sequence == FREE)[:n]
+        if free.size < n:
+            raise AllocationError(
+                f"{n} tokens need cells of the memory of keys and values, but {free.size} of {self.n_cells} "
+                "are free: end other sequences, or give the model a larger n_ctx"
+            )
+        return free
+
+    def occupy(
+        self, cells: npt.NDArray[np.int64], sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> None:
+        """Give cells to tokens."""
+        self.sequence[cells] = sequences
+        self.position[cells] = positions
+
+    def remove(self, sequence: int, start: int = 0) -> None:
+        """Free the cells of a sequence from a position on."""
+        self.sequence[(self.sequence == sequence) & (self.position >= start)] = FREE
+
+    @property
+    def n_used(self) -> int:
+        """Number of cells up to the last that holds a token."""
+        held = np.flatnonzero(self.sequence != FREE)
+        return int(held[-1]) + 1 if held.size else 0
+
+    def mask(
+        self,
+        sequences: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        n_kv: int,
+        window: int = 0,
+    ) -> npt.NDArray[np.float16]:
+        """Return what is added to attention scores: 0 where a token sees a cell, -inf elsewhere.
+
+        Args:
+            sequences: Of each token; `FREE` for one that fills up, which sees every cell.
+            positions: Of each token in its sequence.
+            n_kv: Cells that are looked at.
+            window: Tokens that are seen, the token itself included; 0: all earlier ones.
+
+        Returns:
+            Shape `(n_tokens, n_kv)`.
+        """
+        cells, at = self.sequence[:n_kv], self.position[:n_kv]
+        hidden = (cells != sequences[:, None]) | (at > positions[:, None])
+        if window:
+            hidden |= at <= positions[:, None] - window
+        hidden[sequences == FREE] = False
+        return np.where(hidden, np.float16(-np.inf), np.float16(0))
+
+    def clear(self) -> None:
+        """Free all cells."""
+        self.sequence[:] = FREE
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._buffers.close()

@@ -1,0 +1,358 @@
+"""TextModel: a GGUF language model on the devices that one asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from os import PathLike
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ggmlb import Backend, BufferType, DType, Scheduler, SplitState, Tensor
+from ggmlb.core.errors import ArgumentError, FreedError, did_you_mean
+from ggmlb.models.devices import device_names, memory_overrides, open_device
+from ggmlb.models.gguf import GgufFile
+from ggmlb.models.gguf.vocabulary import Vocabulary
+from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.decoder import N_OUT, Decoder, Floats, Token
+from ggmlb.models.text.generation import Generation, Request, run
+from ggmlb.models.text.memory import KvMemory
+from ggmlb.models.text.sampling import Options
+from ggmlb.models.text.weights import Layout
+from ggmlb.models.weights import Source, Weights
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+N_CTX = 4096
+"""Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
+
+LEAST_LENGTH = 1e-12
+"""Least length that an embedding is divided by."""
+
+Message = Mapping[str, str]
+"""A message of a chat: `{"role": "user", "content": "Hello"}`."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token numbers, or the messages of a chat."""
+
+
+class TextModel:
+    """Generates text with a GGUF model.
+
+    The weights of each layer lie in the memory of its device, and each layer runs where its weights are. A
+    context manager: leaving it frees the devices. One thread at a time may use it. On the CPU, embeddings and
+    what is not packed are used where they lie in the file: leave that as it is meanwhile.
+
+    Args:
+        path: The GGUF file; of a model that is split, the first.
+        devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one takes what no other
+            runs. By default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU.
+        layers_on: The layers on each device, as `{"OpenCL0": "0-9"}`; see `assign_layers`.
+        gpu_layers: In place of `layers_on`: so many of the last layers, and the output, lie on the first
+            device, the others on the second.
+        n_ctx: Tokens of all sequences together whose keys and values are kept; by default what the model was
+            trained for, at most 4096.
+        kv_type: Type of keys and values: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`.
+        override_tensors: Other memory for some weights, by regular expression: `{"exps": "CPU"}` keeps
+            experts on the CPU.
+        threads: Threads that compute on processors; all by default.
+
+    Attributes:
+        config: The model's sizes.
+        file: The GGUF file.
+        homes: The device of each layer, and of the `"embeddings"`.
+        n_ctx: Tokens that the memory of keys and values holds.
+        load_seconds: Time that loading took [s].
+
+    Raises:
+        ModelError: The file is missing, corrupt, or of an architecture that is not known.
+        RegistryError: No device has one of the names.
+        ArgumentError: A device is named twice, there is no such layer, or an override is none.
+        DTypeError: `kv_type` is no type.
+        AllocationError: A device lacks room.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        devices: Sequence[str] | None = None,
+        layers_on: Mapping[str, Layers] | None = None,
+        gpu_layers: int | None = None,
+        n_ctx: int | None = None,
+        kv_type: DType | str = DType.F16,
+        override_tensors: Mapping[str, str | BufferType] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        start = perf_counter()
+        self.file = GgufFile(path)
+        self.config = config = TextConfig.from_file(self.file)
+        layout = Layout(self.file, config)
+        names = device_names(devices, list(layers_on or ()))
+        self.homes = assign_layers(_layers_on(config, names, layers_on, gpu_layers), names, config.n_layer)
+        self.n_ctx = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
+        if self.n_ctx < 1:
+            raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
+        self.is_freed = False
+        self._n_sequences = 0
+        with ExitStack() as resources:
+            opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
+            self._backends = tuple(opened.values())
+            if threads is not None:
+                _set_threads(self._backends, threads)
+            self._placer = Weights(self.file, None, memory_overrides(override_tensors, opened))
+            resources.callback(self._placer.free)
+            weights: dict[str, Tensor] = {}
+            for name, backend in opened.items():
+                weights |= self._placer.place(self._sources(layout, name), backend)
+            layer_homes = [opened[self.homes[i]] for i in range(config.n_layer)]
+            self._memory = KvMemory(config, layer_homes, self.n_ctx, DType.parse(kv_type))
+            resources.callback(self._memory.free)
+            self._decoder = Decoder(config, weights, self._memory, self._backends)
+            resources.callback(self._decoder.free)
+            self._resources = resources.pop_all()
+        self.load_seconds = perf_counter() - start
+
+    def _sources(self, layout: Layout, device: str) -> dict[str, Source]:
+        """What lies on a device; the output lies with the last layer."""
+        sources: dict[str, Source] = {}
+        for layer, found in enumerate(layout.layers):
+            if self.homes[layer] == device:
+                sources |= found
+        if self.homes[EMBEDDINGS] == device:
+            sources |= layout.embeddings | layout.factors
+        if self.homes[self.config.n_layer - 1] == device:
+            sources |= layout.output
+        return sources
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The streams in use, highest priority first."""
+        return self._backends
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the last step, to see its splits and placement; `None` before the first."""
+        return self._decoder.scheduler
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Texts to tokens and back.
+
+        Raises:
+            ModelError: The file's vocabulary is damaged, or of a kind that is not known.
+        """
+        return Vocabulary(self.file.metadata)
+
+    def __repr__(self) -> str:
+        return f"<TextModel {self.file.path.name}: {self.config.name}, {self.config.n_layer} layers>"
+
+    # -- tokens and logits ---------------------------------------------------------------------
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a text (with those that the model wants around it), or of a chat.
+
+        Raises:
+            ArgumentError: The prompt is empty, no prompt, or has a token that the vocabulary lacks.
+            ModelError: It is a chat, and the file has no template for one.
+        """
+        if isinstance(prompt, str):
+            tokens = self.vocabulary.encode(prompt)
+        else:
+            tokens = [token for token in prompt if not isinstance(token, Mapping)]
+        n_vocab = self.config.n_vocab
+        for token in tokens:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, (int, np.integer))
+                or not 0 <= token < n_vocab
+            ):
+                raise ArgumentError(f"the prompt has the token {token!r}; tokens are 0 to {n_vocab - 1}")
+        if not tokens:
+            raise ArgumentError("the prompt is empty; give a text, or at least one token")
+        return tokens
+
+    def logits(self, prompt: Prompt) -> Floats:
+        """Return the logits after each token of a prompt, shape `(n_tokens, n_vocab)`.
+
+        Raises:
+            ArgumentError: The prompt is empty or does not fit `n_ctx`.
+            FreedError: The model was closed.
+        """
+        return self._each(prompt, self._decoder.decode)
+
+    def embed(self, prompt: Prompt) -> Floats:
+        """Return the mean of a prompt's normalised hidden states, divided by its length, shape `(n_embd,)`.
+
+        Raises:
+            ArgumentError: The prompt is empty or does not fit `n_ctx`.
+            FreedError: The model was closed.
+        """
+        mean: Floats = self._each(prompt, self._decoder.hidden).mean(axis=0)
+        mean /= max(float(np.linalg.norm(mean)), LEAST_LENGTH)
+        return mean
+
+    def _each(self, prompt: Prompt, compute: Callable[[list[Token]], Floats]) -> Floats:
+        """Compute something after each token of a prompt."""
+        self._check("logits")
+        tokens = self.tokens_of(prompt)
+        self._check_fits(tokens)
+        sequence = self._new_sequence()
+        try:
+            parts = []
+            for start in range(0, len(tokens), N_OUT):
+                part = tokens[start : start + N_OUT]
+                parts.append(compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)]))
+            return np.concatenate(parts)
+        finally:
+            self._memory.remove(sequence)
+
+    # -- generation ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        options: Options | None = None,
+        on_token: Callable[[str], object] | None = None,
+        **changes: Any,
+    ) -> Generation:
+        """Generate text after a prompt; the same arguments give the same text.
+
+        Example: `model.generate("Once upon a time", max_tokens=64, temperature=0).text`
+
+        Args:
+            prompt: A text, token numbers, or the messages of a chat (`{"role": ..., "content": ...}`).
+            options: What is asked; see `Options`.
+            on_token: Told each piece of text, of whole characters, as it is there.
+            changes: Single options by name: `max_tokens`, `temperature`, `seed`, `stop` and so on.
+
+        Raises:
+            ArgumentError: The prompt is empty or does not fit `n_ctx`, or an option is none or out of range.
+            ModelError: The prompt is a chat, and the file has no template; or the file was changed.
+            FreedError: The model was closed.
+        """
+        request = self._request(prompt, _options(options, changes))
+        for _ in self._run([request]):
+            if on_token is not None and (piece := request.take()):
+                on_token(piece)
+        return request.result
+
+    def stream(self, prompt: Prompt, options: Options | None = None, **changes: Any) -> Iterator[str]:
+        """Yield the text of `generate` piece by piece, each of whole characters.
+
+        Raises:
+            Error: As `generate`.
+        """
+        request = self._request(prompt, _options(options, changes))
+        for _ in self._run([request]):
+            if piece := request.take():
+                yield piece
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], options: Options | None = None, **changes: Any
+    ) -> list[Generation]:
+        """Generate text after each of several prompts, as many together as the memory has room for.
+
+        Raises:
+            Error: As `generate`.
+        """
+        asked = _options(options, changes)
+        requests = [self._request(prompt, asked) for prompt in prompts]
+        for _ in self._run(requests):
+            pass
+        return [request.result for request in requests]
+
+    def _request(self, prompt: Prompt, options: Options) -> Request:
+        self._check("generate")
+        tokens = self.tokens_of(prompt)
+        self._check_fits(tokens)
+        options = replace(options, max_tokens=min(options.max_tokens, self.n_ctx + 1 - len(tokens)))
+        ends: frozenset[int] = frozenset() if options.ignore_eos else self.vocabulary.end_tokens
+        return Request(self._new_sequence(), tokens, 0, options, ends, self.vocabulary.stream())
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
+        try:
+            yield from run(self._decoder, self._memory, requests)
+        finally:
+            for request in requests:
+                self._memory.remove(request.sequence)
+
+    def _new_sequence(self) -> int:
+        self._n_sequences += 1
+        return self._n_sequences
+
+    def _check(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this model was closed")
+        self._placer.check_mapped()
+
+    def _check_fits(self, tokens: Sequence[int]) -> None:
+        if len(tokens) > self.n_ctx:
+            raise ArgumentError(
+                f"the prompt has {len(tokens)} tokens, but n_ctx is {self.n_ctx}; cut it, or open the model "
+                "with a larger n_ctx"
+            )
+
+    # -- end -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free all memory and the streams; closing again does nothing."""
+        self.is_freed = True
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _options(options: Options | None, changes: Mapping[str, Any]) -> Options:
+    unknown = [name for name in changes if name not in Options.__dataclass_fields__]
+    if unknown:
+        raise ArgumentError(
+            f"{unknown[0]} is no option{did_you_mean(unknown[0], Options.__dataclass_fields__)}"
+        )
+    return replace(options or Options(), **changes)
+
+
+def _layers_on(
+    config: TextConfig,
+    names: Sequence[str],
+    layers_on: Mapping[str, Layers] | None,
+    gpu_layers: int | None,
+) -> Mapping[str, Layers] | None:
+    """Which layers lie on which device, by either of two ways to ask."""
+    if gpu_layers is None:
+        return layers_on
+    if layers_on is not None:
+        raise ArgumentError("gpu_layers and layers_on were both given; give one of them")
+    if gpu_layers < 0:
+        raise ArgumentError(f"gpu_layers is {gpu_layers}; give 0 or more")
+    if len(names) == 1:
+        return None
+    first = max(0, config.n_layer - gpu_layers)
+    return {names[0]: range(first, config.n_layer), names[1]: range(first)}
+
+
+def _no_shards(weight: Tensor, n_devices: int) -> SplitState:
+    raise ArgumentError(
+        f"a text model shares no layer among {n_devices} devices; give whole layers to each, by layers_on"
+    )
+
+
+def _set_threads(backends: Sequence[Backend], n: int) -> None:
+    for backend in backends:
+        set_n_threads = backend.device.reg.get_proc_address("set_n_threads")
+        if set_n_threads is not None:
+            set_n_threads(backend, n)

@@ -1,0 +1,144 @@
+"""Sampling: which token comes next, from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ArgumentError
+
+Floats = npt.NDArray[np.float32]
+
+LogitsProcessor = Callable[[Sequence[int], Floats], Floats]
+"""`processor(tokens, logits)`: the logits to sample from, given the tokens so far, prompt included."""
+
+LIKELY = 24.0
+"""How far below the best logit a token is looked at first; beyond, its probability is under 4e-11 of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is asked of a generation; the steps of sampling are taken in this order, as in llama.cpp.
+
+    Attributes:
+        max_tokens: Most tokens to generate.
+        logits_processor: `processor(tokens, logits)` returns the logits to sample from.
+        repeat_penalty: Logits of recent tokens are divided by this if positive, else multiplied.
+        repeat_last: Recent tokens: so many of the last ones.
+        top_k: So many of the likeliest are kept; 0: all.
+        top_p: The likeliest are kept that have this probability together.
+        min_p: Those are kept that have at least this share of the likeliest one's probability.
+        temperature: Logits are divided by this; 0: the likeliest token is taken.
+        seed: Of the random numbers.
+        stop: Texts that end the generation; they are not part of the result.
+        ignore_eos: Go on after the model's end of text.
+        logprobs: For each token, keep the log-probabilities of so many likeliest ones.
+
+    Raises:
+        ArgumentError: A number is out of range, or a stop text is empty.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last: int = 64
+    seed: int = 0
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    logprobs: int = 0
+    logits_processor: LogitsProcessor | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_tokens", 0, 1 << 40), ("temperature", 0, 1e6), ("top_k", 0, 1 << 31), ("top_p", 0, 1),
+            ("min_p", 0, 1), ("repeat_penalty", 1e-6, 1e6), ("repeat_last", 0, 1 << 31),
+            ("seed", 0, (1 << 64) - 1), ("logprobs", 0, 1 << 31),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not least <= value <= most:
+                raise ArgumentError(f"{name} is {value!r}; give {least} to {most}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ArgumentError(f"stop is {self.stop!r}; give a list of texts, none of them empty")
+
+
+class Sampler:
+    """Chooses the tokens of one sequence.
+
+    Args:
+        options: How.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._random = np.random.Generator(np.random.PCG64(options.seed))
+
+    def __call__(self, logits: Floats, tokens: Sequence[int]) -> int:
+        """Return the next token.
+
+        Args:
+            logits: Of all tokens of the vocabulary; not changed.
+            tokens: Those so far.
+
+        Raises:
+            ArgumentError: The processor returned something else than as many logits.
+        """
+        s = self._options
+        if s.logits_processor is not None:
+            logits = _processed(s.logits_processor, logits, tokens)
+        if s.repeat_penalty != 1 and s.repeat_last:
+            recent = np.unique(np.asarray(tokens[-s.repeat_last :], np.int64))
+            logits = logits.copy()
+            found = logits[recent]
+            logits[recent] = np.where(found > 0, found / s.repeat_penalty, found * s.repeat_penalty)
+        if s.temperature == 0 or s.top_k == 1:
+            return int(logits.argmax())
+        ids, kept = _likeliest(logits, s.top_k)
+        kept = kept - kept[0]
+        odds = np.exp(kept.astype(np.float64))
+        if s.top_p < 1:
+            before = np.cumsum(odds) - odds
+            n = max(1, int(np.count_nonzero(before < s.top_p * odds.sum())))
+            ids, kept, odds = ids[:n], kept[:n], odds[:n]
+        if s.min_p > 0:
+            n = max(1, int(np.count_nonzero(odds >= s.min_p)))
+            ids, kept = ids[:n], kept[:n]
+        sums = np.cumsum(np.exp(kept.astype(np.float64) / s.temperature))
+        drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], "right"))
+        return int(ids[min(drawn, ids.size - 1)])
+
+
+def _processed(processor: LogitsProcessor, logits: Floats, tokens: Sequence[int]) -> Floats:
+    found = np.asarray(processor(tokens, logits.copy()), np.float32)
+    if found.shape != logits.shape:
+        raise ArgumentError(
+            f"logits_processor returned an array of shape {found.shape}; it must return {logits.shape}"
+        )
+    return found
+
+
+def _likeliest(logits: Floats, k: int) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return the `k` likeliest tokens (0: all), best first, equal ones by number, and their logits."""
+    ids = np.flatnonzero(logits >= logits.max() - LIKELY) if k else np.arange(logits.size)
+    if k and ids.size < k:
+        ids = np.arange(logits.size)
+    found = logits[ids]
+    if k and ids.size > 4 * k:
+        least = np.partition(found, ids.size - k)[ids.size - k]
+        ids = ids[found >= least]
+        found = logits[ids]
+    order = np.argsort(-found, kind="stable")[: k or None]
+    return ids[order], found[order]
+
+
+def log_probabilities(logits: Floats, n: int) -> tuple[list[int], list[float]]:
+    """Return the `n` likeliest tokens, best first, with the natural logarithms of their probabilities."""
+    ids, found = _likeliest(logits, n)
+    most = float(found[0])
+    total = most + float(np.log(np.exp(logits.astype(np.float64) - most).sum()))
+    return ids.tolist(), (found.astype(np.float64) - total).tolist()

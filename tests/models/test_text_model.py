@@ -1,0 +1,112 @@
+"""Text models: random ones of every architecture, on every device here, beside the CPU in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import ArgumentError, FreedError, ModelError
+from ggmlb.models import Options, TextModel
+from tests.support.text_models import KINDS, N_VOCAB, write_text_model
+
+PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
+ATTENTION = [kind for kind in KINDS if kind != "mamba"]
+DEVICES = [d.name for d in ggmlb.devices() if d.name != "CPU"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def write(kind: str = "llama", dtype: str = "f32") -> Path:
+        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype)
+
+    return write
+
+
+def log_probs(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_step_by_step_is_as_all_at_once(models: Callable[..., Path], kind: str) -> None:
+    """Keys and values that are kept, masks, windows and padding change nothing."""
+    with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
+        whole = model.logits(PROMPT)
+        forced = iter(PROMPT[6:])
+
+        def force(tokens: object, logits: np.ndarray) -> np.ndarray:
+            steps.append(logits)
+            return np.where(np.arange(N_VOCAB) == next(forced), 1, 0).astype(np.float32)
+
+        steps: list[np.ndarray] = []
+        model.generate(
+            PROMPT[:6], max_tokens=len(PROMPT) - 6, temperature=0, logits_processor=force, ignore_eos=True
+        )
+    assert np.abs(log_probs(np.array(steps)) - log_probs(whole[5:-1])).max() < 2e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> None:
+    with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    with TextModel(models(kind), [device, "CPU"], layers_on={device: "1-2"}, n_ctx=64) as model:
+        found = log_probs(model.logits(PROMPT))
+        assert model.scheduler is not None and model.scheduler.n_splits >= 1
+    assert np.abs(found - expected).max() < 2e-2
+
+
+def test_the_same_seed_gives_the_same_text(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        first = model.generate(PROMPT, max_tokens=12, seed=7, temperature=1.5, top_k=0, top_p=1, min_p=0)
+        again = model.generate(PROMPT, max_tokens=12, seed=7, temperature=1.5, top_k=0, top_p=1, min_p=0)
+        other = model.generate(PROMPT, max_tokens=12, seed=8, temperature=1.5, top_k=0, top_p=1, min_p=0)
+    assert first.tokens == again.tokens != other.tokens
+
+
+def test_sequences_that_take_turns_do_not_see_each_other(models: Callable[..., Path]) -> None:
+    prompts = [PROMPT, PROMPT[:3], PROMPT[5:9], PROMPT[2:14], [5]]
+    options = Options(max_tokens=9, temperature=0, ignore_eos=True, logprobs=3)
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        alone = [model.generate(prompt, options) for prompt in prompts]
+        together = model.generate_many(prompts, options)
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        assert np.allclose([p for _, p in one.logprobs], [p for _, p in other.logprobs], atol=2e-3)
+
+
+def test_options_that_are_wrong(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=32) as model:
+        for prompt, says in (
+            (([]), "the prompt is empty"),
+            ([N_VOCAB], "tokens are 0 to"),
+            ([1] * 33, "n_ctx is 32"),
+        ):
+            with pytest.raises(ArgumentError, match=says):
+                model.generate(prompt)
+        with pytest.raises(ArgumentError, match=r"temprature is no option.*temperature"):
+            model.generate([1], temprature=0)
+        with pytest.raises(ArgumentError, match="top_p is 2"):
+            model.generate([1], top_p=2)
+        assert len(model.generate([1] * 30, max_tokens=100, ignore_eos=True).tokens) == 3  # all that fits
+        assert model.generate([1], max_tokens=0).tokens == []
+    with pytest.raises(FreedError):
+        model.generate([1])
+
+
+def test_an_unknown_architecture_names_those_that_are_known(
+    tmp_path: Path, models: Callable[..., Path]
+) -> None:
+    raw = models().read_bytes().replace(b"llama", b"lamma")
+    (tmp_path / "m.gguf").write_bytes(raw)
+    with pytest.raises(ModelError, match=r"'lamma' is not known.*llama.*qwen3"):
+        TextModel(tmp_path / "m.gguf")

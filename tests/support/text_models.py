@@ -1,0 +1,159 @@
+"""Small random language models as GGUF files, one for each architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ggmlb import DType, quantize
+from tests.support.gguf_files import FLOAT32, Typed, write_gguf
+
+N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_KEY, N_VOCAB = 256, 512, 4, 2, 64, 320
+N_INNER, N_STATE, N_DT, N_CONV = 512, 16, 16, 4
+N_EXPERT, N_USED = 4, 2
+
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "llama-linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    "llama-yarn": {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+    },
+    "llama-factors": {},
+    "llama-experts": {"expert_count": N_EXPERT, "expert_used_count": N_USED},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3moe": {
+        "expert_count": N_EXPERT, "expert_used_count": N_USED, "expert_feed_forward_length": N_FF,
+    },
+    "gemma2": {
+        "attention.sliding_window": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {"attention.sliding_window": 8, "rope.freq_base": 1e6},
+    "phi3": {},
+    "mamba": {
+        "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
+        "ssm.time_step_rank": N_DT,
+    },
+}  # fmt: skip
+"""Metadata beyond the sizes of each kind of model; a kind is an architecture and a variant of it."""
+
+
+def vocabulary() -> dict[str, Any]:
+    """A vocabulary with byte fallback (SPM), of letters and some special tokens."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    tokens += ["\u2581", *map(chr, range(97, 123)), *(f"\u2581{c}" for c in "abcdefghijklmnopqrstuvwxyz")]
+    tokens += [f"[{i}]" for i in range(N_VOCAB - len(tokens))]
+    types = [2, 3, 3, *[6] * 256, *[1] * (N_VOCAB - 259)]
+    scores = [0.0, 0.0, 0.0, *[0.0] * 256, *[-float(i) for i in range(N_VOCAB - 259)]]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def write_text_model(
+    path: Path, kind: str = "llama", dtype: str = "f32", n_layer: int = 0, seed: int = 0, tied: bool = False
+) -> Path:
+    """Write a small random model; return its path.
+
+    Args:
+        path: Where.
+        kind: Of `KINDS`.
+        dtype: Type of matrices.
+        n_layer: Layers; by default 3, or as many as a period of windows needs.
+        seed: Of the weights.
+        tied: The output has no matrix of its own.
+    """
+    arch, _, variant = kind.partition("-")
+    n_layer = n_layer or (7 if arch == "gemma3" else 3)
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, Any] = {}
+
+    def vector(name: str, *shape: int, around: float = 0.0) -> None:
+        tensors[name] = (around + 0.1 * rng.standard_normal(shape)).astype(np.float32)
+
+    def matrix(name: str, n_out: int, n_in: int, n: int = 0, scale: float = 1.0) -> None:
+        shape = (n, n_out, n_in) if n else (n_out, n_in)
+        values = (scale * rng.standard_normal(shape) / np.sqrt(n_in)).astype(np.float32)
+        kept = DType.parse(dtype)
+        tensors[name] = (quantize(values, kept), kept, shape[::-1])
+
+    def norm(name: str, n: int = N_EMBD) -> None:
+        vector(name, n, around=1.0)
+
+    matrix("token_embd.weight", N_VOCAB, N_EMBD, scale=2.0 if arch.startswith("gemma") else 8.0)
+    norm("output_norm.weight")
+    if not tied and not arch.startswith("gemma"):
+        matrix("output.weight", N_VOCAB, N_EMBD, scale=2.0)
+    if variant == "factors":
+        tensors["rope_freqs.weight"] = np.linspace(1, 8, N_KEY // 2, dtype=np.float32)
+    n_q, n_kv = N_HEAD * N_KEY, N_HEAD_KV * N_KEY
+    for i in range(n_layer):
+        at = f"blk.{i}."
+        norm(at + "attn_norm.weight")
+        if arch == "mamba":
+            matrix(at + "ssm_in.weight", 2 * N_INNER, N_EMBD)
+            vector(at + "ssm_conv1d.weight", N_INNER, N_CONV)
+            vector(at + "ssm_conv1d.bias", N_INNER)
+            matrix(at + "ssm_x.weight", N_DT + 2 * N_STATE, N_INNER)
+            tensors[at + "ssm_dt.weight"] = rng.standard_normal((N_INNER, N_DT)).astype(np.float32)
+            vector(at + "ssm_dt.bias", N_INNER)
+            tensors[at + "ssm_a"] = -np.exp(rng.standard_normal((N_INNER, N_STATE))).astype(np.float32)
+            vector(at + "ssm_d", N_INNER, around=1.0)
+            matrix(at + "ssm_out.weight", N_EMBD, N_INNER)
+            continue
+        if arch == "phi3":
+            matrix(at + "attn_qkv.weight", n_q + 2 * n_kv, N_EMBD)
+        else:
+            for part, n in (("q", n_q), ("k", n_kv), ("v", n_kv)):
+                matrix(f"{at}attn_{part}.weight", n, N_EMBD)
+                if arch == "qwen2":
+                    vector(f"{at}attn_{part}.bias", n)
+        matrix(at + "attn_output.weight", N_EMBD, n_q)
+        if arch in ("qwen3", "qwen3moe", "gemma3"):
+            norm(at + "attn_q_norm.weight", N_KEY)
+            norm(at + "attn_k_norm.weight", N_KEY)
+        if arch.startswith("gemma"):
+            norm(at + "post_attention_norm.weight")
+            norm(at + "post_ffw_norm.weight")
+        norm(at + "ffn_norm.weight")
+        if variant == "experts" or arch == "qwen3moe":
+            tensors[at + "ffn_gate_inp.weight"] = rng.standard_normal((N_EXPERT, N_EMBD)).astype(np.float32)
+            matrix(at + "ffn_gate_exps.weight", N_FF, N_EMBD, N_EXPERT)
+            matrix(at + "ffn_up_exps.weight", N_FF, N_EMBD, N_EXPERT)
+            matrix(at + "ffn_down_exps.weight", N_EMBD, N_FF, N_EXPERT)
+            continue
+        if arch == "phi3":
+            matrix(at + "ffn_up.weight", 2 * N_FF, N_EMBD)
+        else:
+            matrix(at + "ffn_gate.weight", N_FF, N_EMBD)
+            matrix(at + "ffn_up.weight", N_FF, N_EMBD)
+        matrix(at + "ffn_down.weight", N_EMBD, N_FF)
+    is_recurrent = arch == "mamba"
+    sizes: dict[str, Any] = {
+        "context_length": 128, "embedding_length": N_EMBD, "block_count": n_layer,
+        "feed_forward_length": 0 if is_recurrent else N_FF,
+        "attention.head_count": 0 if is_recurrent else N_HEAD,
+        "attention.layer_norm_rms_epsilon": Typed(FLOAT32, 1e-5),
+    }  # fmt: skip
+    if not is_recurrent:
+        sizes |= {
+            "attention.head_count_kv": N_HEAD_KV, "attention.key_length": N_KEY,
+            "attention.value_length": N_KEY, "rope.dimension_count": N_KEY, "vocab_size": N_VOCAB,
+        }  # fmt: skip
+    metadata = {
+        "general.architecture": arch,
+        "general.name": "random",
+        **{f"{arch}.{key}": value for key, value in (sizes | dict(KINDS[kind])).items()},
+        **vocabulary(),
+    }
+    return write_gguf(path, metadata, tensors)
