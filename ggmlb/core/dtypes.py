@@ -1,6 +1,6 @@
 """Tensor types (`enum ggml_type`), their traits, and conversion to and from float32.
 
-`ggmlb.core.quants` holds the block formats; each is imported at its first use.
+`ggmlb.core.quants` holds the block formats.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ggmlb.core import quants
 from ggmlb.core.arguments import checked, real_numbers
 from ggmlb.core.errors import DTypeError, ShapeError, did_you_mean
+from ggmlb.core.quants import fp4, grids, kquants, nonlinear, simple, ternary
 from ggmlb.core.quants.codec import Codec
 
 
@@ -25,56 +26,60 @@ class DType(IntEnum):
         block_size: Elements per block (1 for plain types).
         type_size: Bytes per block.
         is_quantized: Whether elements share blocks (ggml_is_quantized).
+        codec: How blocks are laid out, read and written; quantised types only have it.
     """
 
     block_size: int
     type_size: int
     is_quantized: bool
+    codec: Codec
 
-    def __new__(cls, value: int, block_size: int, type_size: int) -> DType:
-        """Create a member from ggml's number and traits."""
+    def __new__(cls, value: int, block_size: int, record: Codec | int) -> DType:
+        """Create a member from ggml's number, its block size, and its codec or size [bytes]."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.block_size = block_size
-        member.type_size = type_size
-        member.is_quantized = block_size > 1
+        member.is_quantized = isinstance(record, Codec)
+        if isinstance(record, Codec):
+            member.codec, record = record, record.layout.itemsize
+        member.type_size = record
         return member
 
     F32 = 0, 1, 4
     F16 = 1, 1, 2
-    Q4_0 = 2, 32, 18
-    Q4_1 = 3, 32, 20
-    Q5_0 = 6, 32, 22
-    Q5_1 = 7, 32, 24
-    Q8_0 = 8, 32, 34
-    Q8_1 = 9, 32, 36
-    Q2_K = 10, 256, 84
-    Q3_K = 11, 256, 110
-    Q4_K = 12, 256, 144
-    Q5_K = 13, 256, 176
-    Q6_K = 14, 256, 210
-    Q8_K = 15, 256, 292
-    IQ2_XXS = 16, 256, 66
-    IQ2_XS = 17, 256, 74
-    IQ3_XXS = 18, 256, 98
-    IQ1_S = 19, 256, 50
-    IQ4_NL = 20, 32, 18
-    IQ3_S = 21, 256, 110
-    IQ2_S = 22, 256, 82
-    IQ4_XS = 23, 256, 136
+    Q4_0 = 2, 32, simple.Q4_0
+    Q4_1 = 3, 32, simple.Q4_1
+    Q5_0 = 6, 32, simple.Q5_0
+    Q5_1 = 7, 32, simple.Q5_1
+    Q8_0 = 8, 32, simple.Q8_0
+    Q8_1 = 9, 32, simple.Q8_1
+    Q2_K = 10, 256, kquants.Q2_K
+    Q3_K = 11, 256, kquants.Q3_K
+    Q4_K = 12, 256, kquants.Q4_K
+    Q5_K = 13, 256, kquants.Q5_K
+    Q6_K = 14, 256, kquants.Q6_K
+    Q8_K = 15, 256, simple.Q8_K
+    IQ2_XXS = 16, 256, grids.IQ2_XXS
+    IQ2_XS = 17, 256, grids.IQ2_XS
+    IQ3_XXS = 18, 256, grids.IQ3_XXS
+    IQ1_S = 19, 256, grids.IQ1_S
+    IQ4_NL = 20, 32, nonlinear.IQ4_NL
+    IQ3_S = 21, 256, grids.IQ3_S
+    IQ2_S = 22, 256, grids.IQ2_S
+    IQ4_XS = 23, 256, nonlinear.IQ4_XS
     I8 = 24, 1, 1
     I16 = 25, 1, 2
     I32 = 26, 1, 4
     I64 = 27, 1, 8
     F64 = 28, 1, 8
-    IQ1_M = 29, 256, 56
+    IQ1_M = 29, 256, grids.IQ1_M
     BF16 = 30, 1, 2
-    TQ1_0 = 34, 256, 54
-    TQ2_0 = 35, 256, 66
-    MXFP4 = 39, 32, 17
-    NVFP4 = 40, 64, 36
-    Q1_0 = 41, 128, 18
-    Q2_0 = 42, 64, 18
+    TQ1_0 = 34, 256, ternary.TQ1_0
+    TQ2_0 = 35, 256, ternary.TQ2_0
+    MXFP4 = 39, 32, fp4.MXFP4
+    NVFP4 = 40, 64, fp4.NVFP4
+    Q1_0 = 41, 128, simple.Q1_0
+    Q2_0 = 42, 64, simple.Q2_0
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -124,11 +129,6 @@ class DType(IntEnum):
 _BY_NAME = dict(DType.__members__)
 _BY_NUMBER = {int(member): member for member in DType}
 
-_PLAIN = {
-    DType.F32: "f4", DType.F16: "f2", DType.F64: "f8",
-    DType.I8: "i1", DType.I16: "i2", DType.I32: "i4", DType.I64: "i8",
-}  # fmt: skip
-
 
 @cache
 def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
@@ -137,7 +137,7 @@ def _numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
         bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return bfloat16
-    return np.dtype(_PLAIN.get(dtype, "u1"))
+    return np.dtype("u1" if dtype.is_quantized else f"{dtype.name[0].lower()}{dtype.type_size}")
 
 
 def _as_numpy(value: npt.DTypeLike | None) -> np.dtype[Any] | None:
@@ -150,22 +150,11 @@ def _as_numpy(value: npt.DTypeLike | None) -> np.dtype[Any] | None:
         return None
 
 
-@cache
-def _codec(dtype: DType) -> Codec:
-    return quants.by_name(dtype.name)
-
-
-def can_dequantize(dtype: DType | int | str) -> bool:
-    """Whether `dequantize` reads the type; true for every type."""
-    dtype = DType.parse(dtype)
-    return not dtype.is_quantized or dtype.name in quants.NAMES
-
-
 @checked
 def can_quantize(dtype: DType | int | str) -> bool:
     """Whether `quantize` writes the type: all but IQ1, IQ2 and IQ3, as ggml's CPU backend does."""
     dtype = DType.parse(dtype)
-    return not dtype.is_quantized or _codec(dtype).write is not None
+    return not dtype.is_quantized or dtype.codec.write is not None
 
 
 @checked
@@ -222,7 +211,7 @@ def dequantize_into(
         raise ShapeError(f"dequantize_into fills contiguous arrays; this one has strides {out.strides}")
     rows = np.ascontiguousarray(blocks)
     if dtype.is_quantized:
-        quants.read(_codec(dtype), out, rows)
+        quants.read(dtype.codec, out, rows)
     else:
         np.copyto(out, rows.view(dtype.numpy), casting="unsafe")
 
@@ -255,5 +244,5 @@ def quantize(values: npt.ArrayLike, dtype: DType | int | str) -> npt.NDArray[np.
         writable = ", ".join(d.name for d in DType if d.is_quantized and can_quantize(d))
         raise DTypeError(f"{dtype.name} cannot be written without an importance matrix; use {writable}")
     blocks = np.empty((*array.shape[:-1], row_size), np.uint8)
-    quants.write(_codec(dtype), blocks, array)
+    quants.write(dtype.codec, blocks, array)
     return blocks

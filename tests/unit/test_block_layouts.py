@@ -1,4 +1,4 @@
-"""Where a block's fields lie is told once, by `quants.Codec.layout`; kernels take it from there."""
+"""Where a block's fields lie is told once, by `DType.codec.layout`; kernels take it from there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import ggmlb.backends
 from ggmlb import DType
 from ggmlb.backends.gpu.source import BLOCKS, _text
-from ggmlb.core import quants
 
 BACKENDS = Path(ggmlb.backends.__file__).parent
 WITH_BLOCKS = [
@@ -26,7 +25,7 @@ def test_kernels_are_told_each_field(dtype: DType) -> None:
     told = {field: int(at) for field, at in re.findall(rf"\b([A-Z0-9_]+)_{name} = (\d+)", text)}
     assert told.pop("GROUPS") * 8 == dtype.block_size
     assert told.pop("BYTES") == dtype.type_size
-    layout = quants.by_name(dtype.name).layout
+    layout = dtype.codec.layout
     assert told == {field.upper(): layout.fields[field][1] for field in layout.names}
 
 

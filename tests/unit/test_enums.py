@@ -226,7 +226,6 @@ ARGUMENTS: dict[str, Argument] = {
     "Context.new_tensor_4d.dtype": argument(DType, made(lambda c, v: c.new_tensor_4d(v, 256, 1, 1, 1))),
     "Tensor.dtype": argument(DType, lambda v: Tensor(v, (256, 1, 1, 1)).dtype),
     "Tensor.op": argument(Op, lambda v: Tensor(DType.F32, (1, 1, 1, 1), op=v).op),
-    "can_dequantize.dtype": argument(DType, dtypes.can_dequantize),
     "can_quantize.dtype": argument(DType, dtypes.can_quantize),
     "dequantize.dtype": argument(DType, as_values, *PLAIN),
     "dequantize_into.dtype": argument(DType, filled, *PLAIN),

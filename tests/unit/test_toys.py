@@ -209,9 +209,8 @@ with ggmlb.init_by_name("CPU") as cpu, ggmlb.alloc_ctx_tensors(ctx, cpu):
 
 
 def test_a_new_type(tree: Tree) -> None:
-    tree.replace("ggmlb/core/dtypes.py", "\n    Q2_0 = ", "\n    Q8_TOY = 99, 16, 18\n    Q2_0 = ")
+    tree.replace("ggmlb/core/dtypes.py", "\n    Q2_0 = ", "\n    Q8_TOY = 99, 16, simple.Q8_TOY\n    Q2_0 = ")
     tree.append("ggmlb/core/quants/simple.py", CODEC)
-    tree.replace("ggmlb/core/quants/__init__.py", '"simple": "', '"simple": "Q8_TOY ')
     tree.run("-c", TYPE_PROGRAM)
     assert passed(tree, "CPU", "--ops", "mul_mat,get_rows,cpy", "--pattern", "q8_toy") == {"test", "support"}
     tree.check("A new type")

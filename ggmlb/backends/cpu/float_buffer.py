@@ -14,7 +14,7 @@ import numpy as np
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
-from ggmlb.core.errors import BackendError, BoundsError, DTypeError, ShapeError
+from ggmlb.core.errors import BackendError, BoundsError, ShapeError
 from ggmlb.core.tensor import Ne, Tensor, same_layout
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes
@@ -65,10 +65,6 @@ class FloatBuffer(HostBuffer):
         return DType.F32, (4 * m, 4, 4 * k * m, 4 * k * m * n2)
 
     def _init_tensor(self, tensor: Tensor) -> None:
-        if not dtypes.can_dequantize(tensor.dtype):
-            raise DTypeError(
-                f"{tensor.describe()}: {self.name} memory cannot hold it, its type cannot be read"
-            )
         if not tensor.is_contiguous() or tensor.view_offs:
             raise ShapeError(
                 f"{tensor.describe()}: {self.name} memory holds whole contiguous weights only, "

@@ -12,7 +12,6 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ggmlb.core import quants
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendBroken
 
@@ -159,7 +158,7 @@ def _blocks() -> str:
     lines = []
     for dtype in DType:
         name, n = dtype.name.lower(), max(8, dtype.block_size)
-        codec = quants.by_name(dtype.name) if dtype.is_quantized else None
+        codec = dtype.codec if dtype.is_quantized else None
         facts = {"groups": n // 8, "bytes": n // dtype.block_size * dtype.type_size}
         facts |= codec.offsets if codec else {}
         lines.append(f"enum {{ {', '.join(f'{k.upper()}_{name} = {v}' for k, v in facts.items())} }};")

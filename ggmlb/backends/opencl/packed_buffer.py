@@ -14,7 +14,6 @@ import numpy as np
 from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.weight_memory import PRODUCTS, misplaced, weight_in
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
-from ggmlb.core import quants
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 READERS: Final = PRODUCTS | {Op.GET_ROWS}
 """Ops that read a weight, their first operand, from here."""
 
-SCALE_SIZES: Final = {dtype: quants.by_name(dtype.name).offsets["qs"] for dtype in (DType.Q4_0, DType.Q8_0)}
+SCALE_SIZES: Final = {dtype: dtype.codec.offsets["qs"] for dtype in (DType.Q4_0, DType.Q8_0)}
 """The types that are packed, and the bytes before a block's elements."""
 
 GROUP: Final = 8

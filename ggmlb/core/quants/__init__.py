@@ -6,8 +6,6 @@ quantisers (`quantize_row_*_ref`, which use no importance matrix).
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,31 +13,11 @@ import numpy as np
 if TYPE_CHECKING:
     from ggmlb.core.quants.codec import Bytes, Codec, Floats
 
-__all__ = ["NAMES", "by_name", "read", "write"]
-
-_MODULES = {
-    "simple": "Q1_0 Q2_0 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_1 Q8_K",
-    "kquants": "Q2_K Q3_K Q4_K Q5_K Q6_K",
-    "nonlinear": "IQ4_NL IQ4_XS",
-    "fp4": "MXFP4 NVFP4",
-    "ternary": "TQ1_0 TQ2_0",
-    "grids": "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S",
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-NAMES = frozenset(_HOME)
-"""The quantised types."""
+__all__ = ["read", "write"]
 
 _READ_VALUES = 1 << 17
 _WRITE_VALUES = 1 << 16
 """Values to convert per call: scratch stays in the cache, and the cost of calls is small."""
-
-
-@cache
-def by_name(name: str) -> Codec:
-    """Return the codec of a type of `NAMES`."""
-    found: Codec = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return found
 
 
 def read(codec: Codec, values: Floats, rows: Bytes) -> None:

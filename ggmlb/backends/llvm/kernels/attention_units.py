@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, tanh, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.core import quants
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -76,7 +76,7 @@ def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
     scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, block))
     assert scale is not None
     if dtype == "q8_0":
-        first = block + quants.by_name("Q8_0").offsets["qs"]
+        first = block + DType.Q8_0.codec.offsets["qs"]
         return k.load(vec(I8, n), first + (i & 31)).sext(I32).to_float() * scale
     (run,) = form.codes(k, block)
     codes: Value = run.shuffle(range(n))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, like, vec
 from ggmlb.backends.llvm.kernels.interleaved import Interleaved, Words
-from ggmlb.core import quants
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ def _q6_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
 
 # -- codes that stand for uneven levels -------------------------------------------------------------
 
-IQ4 = quants.by_name("IQ4_NL").levels
+IQ4 = DType.IQ4_NL.codec.levels
 """The levels of iq4_nl and iq4_xs."""
 
 
@@ -291,7 +290,8 @@ def _mxfp4_scale(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
 def _form(
     name: str, group: int, offset: int | None, codes: Any, scales: Any, pairs: Any = None, wide: bool = False
 ) -> tuple[str, Form]:
-    dtype, at = DType[name.upper()], quants.by_name(name.upper()).offsets
+    dtype = DType.parse(name)
+    at = dtype.codec.offsets
     has_min = "m" in at or "dmin" in at
     pairs = partial(pairs, at) if pairs else None
     sizes = dtype.block_size, dtype.type_size, group
@@ -312,7 +312,7 @@ FORMS: dict[str, Form] = dict(
         _form("q6_k", 16, 32, _q6_k, _q6_k_scales, _q6_k_pairs),
         _form("iq4_nl", 32, None, partial(_uneven, IQ4), _d),
         _form("iq4_xs", 32, None, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
-        _form("mxfp4", 32, None, partial(_uneven, quants.by_name("MXFP4").levels), _mxfp4_scale),
+        _form("mxfp4", 32, None, partial(_uneven, DType.MXFP4.codec.levels), _mxfp4_scale),
     ]
 )
 """By the type's name."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES
 from ggmlb.backends.llvm.codegen.value import I1, I8, I16, I32, I64, Value, vec
-from ggmlb.core import quants
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -54,7 +54,7 @@ def fields_of(dtype: str) -> tuple[Field, ...]:
     """
     if dtype in SIZES:
         return (Field("", 0, SIZES[dtype], SIZES[dtype]),)
-    codec, found = quants.by_name(dtype.upper()), []
+    codec, found = DType.parse(dtype).codec, []
     for name, offset in codec.offsets.items():
         type_ = codec.layout[name]
         unit = BITS if dtype in ("q5_0", "q5_1") and name == "qh" else min(4, type_.base.itemsize)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.llvm.codegen.simd import fold, greatest, look_up, to_half
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import IQ4, Fields
-from ggmlb.core import quants
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -114,7 +114,7 @@ def _iq4_nl(at: Fields, k: Kernel, x: Value, p: Value) -> None:
 
 
 WRITERS: dict[str, Callable[[Kernel, Value, Value], None]] = {
-    name: partial(write, quants.by_name(name.upper()).offsets)
+    name: partial(write, DType.parse(name).codec.offsets)
     for name, write in (
         ("q4_0", _symmetric), ("q4_1", _from_least), ("q5_0", _symmetric), ("q5_1", _from_least),
         ("q8_0", _q8_0), ("iq4_nl", _iq4_nl),
