@@ -32,9 +32,8 @@ from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler,
 from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.scheduler.assign import Assignment
+from ggmlb.runtime.scheduler.assign import Assignment, Rules
 from ggmlb.runtime.scheduler.program import Program, Signature
-from ggmlb.runtime.scheduler.rules import Rules
 from ggmlb.testing.fake import FakeReg
 
 WIDTH, HEADS, N_KV = 64, 4, 32

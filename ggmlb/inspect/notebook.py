@@ -22,7 +22,7 @@ from ggmlb.inspect.html import Picture, bar, card, escape, pre, table
 from ggmlb.inspect.sanitizer import start_sanitizer
 from ggmlb.inspect.trace import Trace
 from ggmlb.interface import Buffer, Device, DeviceProps, GraphPlan
-from ggmlb.interface.registry.device_list import DeviceList
+from ggmlb.interface.registry.catalogue import DeviceList
 from ggmlb.runtime.scheduler import Scheduler
 
 __all__ = ["register", "start_sanitizer", "to_dot", "to_svg", "trace"]

@@ -11,12 +11,11 @@ underscored hooks: all abstract ones, and others where the default can be improv
 """
 
 from ggmlb.interface.backend import Backend, Command
-from ggmlb.interface.buffer import Buffer
+from ggmlb.interface.buffer import Buffer, MultiBuffer, PartedBuffer
 from ggmlb.interface.buffer_type import BufferType
 from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, DeviceProps
 from ggmlb.interface.event import Event
 from ggmlb.interface.host import HostBuffer, HostBufferType
-from ggmlb.interface.multi_buffer import MultiBuffer, PartedBuffer
 from ggmlb.interface.plan import GraphPlan
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 

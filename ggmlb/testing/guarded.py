@@ -15,7 +15,7 @@ from ggmlb.core.enums import NO_OPS
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType, tensor_alloc, view_init
-from ggmlb.runtime.alloc.linear import padded
+from ggmlb.runtime.alloc.context import padded
 
 if TYPE_CHECKING:
     from ggmlb.testing.programs import Built

@@ -243,3 +243,15 @@ def check_type(device: Device) -> None:
 
 def _device_order(device: Device) -> tuple[int, int, str]:
     return _TYPE_ORDER.index(device.type), -device.reg.priority, device.reg.name.casefold()
+
+
+class DeviceList(list[Device]):
+    """List of devices, best first; notebooks show a table of them and of the unavailable backends.
+
+    Attributes:
+        unavailable: Backends that cannot be used, with reasons.
+    """
+
+    def __init__(self, devices: Iterable[Device], unavailable: Iterable[Unavailable] = ()) -> None:
+        super().__init__(devices)
+        self.unavailable = tuple(unavailable)

@@ -15,8 +15,7 @@ from ggmlb.core.errors import BackendBroken, BackendUnavailable, Error, Registry
 from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg, whole_imports
-from ggmlb.interface.registry.catalogue import Catalogue, check_type
-from ggmlb.interface.registry.device_list import DeviceList
+from ggmlb.interface.registry.catalogue import Catalogue, DeviceList, check_type
 
 if TYPE_CHECKING:
     from ggmlb.interface.registry.candidate import Candidate

@@ -5,13 +5,18 @@
     GraphAllocator       a graph's tensors, sharing memory over time          ggml_gallocr
 
 A graph is allocated in three steps: `IndexedGraph` reads from it what a plan depends on, as lists of
-numbers; `plan` finds a place for each number, in `arena`s that exist on paper only; `graph` makes the
+numbers; `plan` finds a place for each number, in `Arena`s that exist on paper only; `graph` makes the
 buffers and places the tensors. A plan is kept, so that the second time costs the first and last step.
 """
 
-from ggmlb.runtime.alloc.context import alloc_ctx_tensors, alloc_ctx_tensors_size, alloc_tensors, override_for
+from ggmlb.runtime.alloc.context import (
+    TensorAllocator,
+    alloc_ctx_tensors,
+    alloc_ctx_tensors_size,
+    alloc_tensors,
+    override_for,
+)
 from ggmlb.runtime.alloc.graph import GraphAllocator
-from ggmlb.runtime.alloc.linear import TensorAllocator
 
 __all__ = [
     "GraphAllocator",

@@ -1,4 +1,4 @@
-"""alloc_ctx_tensors: buffers for all tensors of a context."""
+"""Tensors placed one after another: in a buffer, and in buffers made for all tensors of a context."""
 
 from __future__ import annotations
 
@@ -6,12 +6,60 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ggmlb.core.arguments import checked
+from ggmlb.core.arguments import checked, checked_methods
 from ggmlb.core.context import Context
-from ggmlb.core.errors import ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, view_init
-from ggmlb.runtime.alloc.linear import TensorAllocator, padded
+from ggmlb.interface import Backend, Buffer, BufferType, MultiBuffer, tensor_alloc, view_init
+
+
+def padded(nbytes: int, alignment: int) -> int:
+    """Return `nbytes` rounded up to a multiple of `alignment` [bytes]."""
+    return nbytes + -nbytes % alignment
+
+
+@checked_methods
+class TensorAllocator:
+    """Places tensors in a buffer in the order of the calls, never to be taken back (ggml_tallocr).
+
+    Attributes:
+        buffer: Where it places them.
+        used: Bytes given out so far, with what alignment costs.
+    """
+
+    __slots__ = ("buffer", "used")
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.used = 0
+
+    def alloc(self, tensor: Tensor) -> None:
+        """Place a tensor after those placed before.
+
+        Args:
+            tensor: Neither a view nor placed before.
+
+        Raises:
+            AllocationError: The rest of the buffer is too small; carries `asked`, `free`, `total` [bytes].
+            ArgumentError: The tensor is a view, or placed already.
+            FreedError: The buffer was freed.
+
+        Source: ggml_tallocr_alloc.
+        """
+        buffer = self.buffer
+        size = padded(buffer.alloc_size(tensor), buffer.alignment)
+        if self.used + size > buffer.size:
+            free = buffer.size - self.used
+            raise AllocationError(
+                f"no room for {tensor.describe()} in a {buffer.name} buffer: it takes {size:,} bytes, "
+                f"{free:,} of {buffer.size:,} are left; allocate a larger buffer "
+                "(alloc_ctx_tensors_size says how large)",
+                asked=size,
+                free=free,
+                total=buffer.size,
+            )
+        tensor_alloc(buffer, tensor, self.used)
+        self.used += size
 
 
 @checked

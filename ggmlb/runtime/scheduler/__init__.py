@@ -6,11 +6,11 @@ image.py      what is allocated and planned in place of the user's tensors
 program.py    all of it, kept for the next graph of the same signature
 execute.py    the copies and plans of each split, in an order that no copy can race
 scheduler.py  the Scheduler: what a user calls
-shown.py      pictures, traces, and (report.py) where each node landed and why
+report.py     where each node landed and why
 """
 
+from ggmlb.runtime.scheduler.assign import Cause
 from ggmlb.runtime.scheduler.report import Placement
-from ggmlb.runtime.scheduler.rules import Cause
 from ggmlb.runtime.scheduler.scheduler import Scheduler
 from ggmlb.runtime.scheduler.split import Split, SplitInput
 

@@ -12,17 +12,58 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import BufferUsage, Op, TensorFlag
 from ggmlb.core.errors import GraphError, UnsupportedOpError
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Buffer, BufferType
-from ggmlb.runtime.scheduler.rules import Cause
+from ggmlb.interface import Backend, Buffer, BufferType
 
 if TYPE_CHECKING:
     from ggmlb.runtime.indexed_graph import IndexedGraph
-    from ggmlb.runtime.scheduler.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a scheduler assigns by.
+
+    Attributes:
+        backends: In order of priority, highest first.
+        bufts: The memory each computes in.
+        op_offload: Whether a device may take a node whose weight lies in host memory.
+        strict: Whether a request that cannot be granted is an error.
+        separate: Whether streams of one device compute in memory of their own each, so that one need not
+            wait for another.
+    """
+
+    backends: Sequence[Backend]
+    bufts: Sequence[BufferType]
+    op_offload: bool = True
+    strict: bool = False
+    separate: bool = False
+
+
+class Cause(str, Enum):
+    """Why a tensor was given to a backend, with the pass that decided it."""
+
+    USER = "set by the user"
+    PLACED = "lies in the backend's memory"
+    VIEW = "lies in the memory of its source"
+    INPUT = "graph input: last backend"
+    WEIGHT = "runs where its weight is"
+    OFFLOAD = "offloaded: worth copying its weight"
+    NEIGHBOUR = "follows the nodes around it"
+    BEST = "most operands already there"
+    UPGRADE = "same memory, higher priority"
+    WRITES = "writes into memory that lies there"
+    USED = "read by a node there"
+    FIRST = "first backend that can run it"
+
+    def __str__(self) -> str:
+        return self.value
+
 
 # The causes of many tensors, looked up once: before Python 3.12, that costs as much as ten other steps.
 _PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW

@@ -14,19 +14,25 @@ A backend that works in another's memory waits for what that one was given befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from ggmlb.core.enums import Status, TensorFlag
-from ggmlb.core.errors import Error
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.enums import DeviceType, Status, TensorFlag
+from ggmlb.core.errors import BackendError, Error
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Event, tensor_copy_async
-from ggmlb.runtime.scheduler.experts import ExpertCopies
-from ggmlb.runtime.scheduler.staging import Staging
 
 if TYPE_CHECKING:
+    from ggmlb.interface import Buffer, BufferType
+    from ggmlb.interface.data import Bytes
     from ggmlb.runtime.indexed_graph import IndexedGraph
     from ggmlb.runtime.scheduler.program import Program
     from ggmlb.runtime.scheduler.split import Split, SplitInput
@@ -205,3 +211,131 @@ def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: E
         if not callback(shown, False):
             return Status.ABORTED
     return backend.graph_compute(graph.view(done, len(graph))) if done < len(graph) else Status.SUCCESS
+
+
+MOST_LOCKED: Final = 256 << 20
+"""Bytes that are locked for a stream; what is on its way beyond that lies in ordinary memory."""
+
+LEAST_BLOCK: Final = 4096
+"""Bytes of the smallest block."""
+
+
+class Staging:
+    """Snapshots of host memory on their way to a device, in host memory that the device reads by itself.
+
+    What a queued upload reads must stay as it is, while whoever computed it may overwrite it at once. So the
+    scheduler copies it first; out of page-locked memory, the transfer then needs no other copy and no thread.
+    A block of that memory serves again once nobody holds an array in it. Devices that compute in the host's
+    memory have no use for it, and get arrays of NumPy's.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        device = backend.device
+        is_apart = device.type is DeviceType.GPU and device.caps.host_buffer
+        self._memory: BufferType | None = device.host_buffer_type if is_apart else None
+        self._free: defaultdict[int, deque[Buffer]] = defaultdict(deque)
+        self._nbytes = 0
+
+    def snapshot(self, src: Tensor) -> Bytes:
+        """Return a copy of a tensor's bytes, whose memory serves again when the array is gone."""
+        size = max(LEAST_BLOCK, 1 << (src.nbytes - 1).bit_length())
+        buffer, block = src.buffer, self._take(size)
+        if block is None or buffer is None:
+            return src.get()
+        # An owner of its own, as views of a NumPy array hold its base, and not the array.
+        memory: Any = (ctypes.c_ubyte * src.nbytes).from_address(block.base.ctypes.data)
+        weakref.finalize(memory, self._free[size].append, block).atexit = False
+        array: Bytes = np.frombuffer(memory, np.uint8)
+        return buffer.get_tensor(src, out=array)
+
+    def _take(self, size: int) -> Buffer | None:
+        if self._memory is None:
+            return None
+        try:
+            return self._free[size].popleft()
+        except IndexError:
+            pass
+        if self._nbytes + size > MOST_LOCKED:
+            return None
+        try:
+            block = self._memory.alloc_buffer(size)
+        except Error:
+            return None
+        self._nbytes += size
+        return block
+
+
+class ExpertCopies:
+    """Copies only those experts of a weight that the tokens at hand use, during one computation.
+
+    Ids that several weights are read by are looked at once.
+
+    Args:
+        splits: The splits that are computed.
+        c: Which copies of their inputs they read.
+
+    Source: the copies of ggml_backend_sched_compute_splits for GGML_OP_MUL_MAT_ID.
+    """
+
+    def __init__(self, splits: Sequence[Split], c: int) -> None:
+        self._splits = splits
+        self._c = c
+        self._used: dict[Tensor, npt.NDArray[np.intp]] = {}
+
+    def copy(self, item: SplitInput, split: Split) -> bool:
+        """Queue copies of the experts in use, those that lie side by side in one.
+
+        The other experts of the copy keep whatever lies there: no id leads to them.
+
+        Returns:
+            Whether it was done; not if an expert's bytes are not side by side.
+
+        Raises:
+            BackendError: An id is not that of an expert.
+        """
+        src, node = item.src, item.experts
+        assert node is not None
+        ids = node.operand(2)
+        n_experts, size = src.ne[2], src.nb[2]
+        if src.ne[3] != 1 or size * n_experts != src.nbytes or src.buffer is None:
+            return False
+        used = self._used.get(ids)
+        if used is None:
+            used = self._used[ids] = self._find_used(ids, n_experts, node, split)
+        data = src.buffer.base[src.offset : src.offset + src.nbytes]
+        for first, last in _runs(used):
+            start, end = first * size, (last + 1) * size
+            split.backend.set_tensor_async(item.copy, data[start:end], start)
+        return True
+
+    def _find_used(self, ids: Tensor, n_experts: int, node: Tensor, split: Split) -> npt.NDArray[np.intp]:
+        """Return the numbers of the experts in use, in order; waits for what computes the ids."""
+        where, backend, is_staged = ids, split.backend, False
+        for other in self._splits:
+            for item in other.inputs:
+                if ids not in item.copies:
+                    continue
+                if item.is_staged or other is split:  # it may not have been copied yet
+                    where, backend, is_staged = item.src, item.backend, item.is_staged
+                elif len(item.copies) > 1:
+                    where = item.copies[self._c]
+        if not is_staged:
+            backend.synchronize()
+        used: npt.NDArray[np.intp] = np.unique(where.to_numpy())
+        if used.size and not 0 <= used[0] <= used[-1] < n_experts:
+            bad = used[-1] if used[0] >= 0 else used[0]
+            raise BackendError(
+                f"{node.describe()}: {ids.describe()} holds {bad}, but there are {n_experts} experts; ids "
+                f"must be 0 to {n_experts - 1}"
+            )
+        return used
+
+
+def _runs(numbers: npt.NDArray[np.intp]) -> Iterator[tuple[int, int]]:
+    """Yield first and last of each run of consecutive numbers."""
+    if numbers.size:
+        breaks = np.flatnonzero(np.diff(numbers) > 1)
+        firsts = (numbers[0], *numbers[breaks + 1])
+        lasts = (*numbers[breaks], numbers[-1])
+        for first, last in zip(firsts, lasts, strict=True):
+            yield int(first), int(last)

@@ -25,7 +25,7 @@ from ggmlb.runtime.scheduler.image import Image
 from ggmlb.runtime.scheduler.split import Cut
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.scheduler.rules import Cause, Rules
+    from ggmlb.runtime.scheduler.assign import Cause, Rules
 
 MAX_PROGRAMS = 8
 """Topologies that are kept: a program rarely alternates between more."""

@@ -10,8 +10,8 @@ from ggmlb.core.errors import readable_size
 from ggmlb.core.graph import Graph
 
 if TYPE_CHECKING:
+    from ggmlb.runtime.scheduler.assign import Cause
     from ggmlb.runtime.scheduler.program import Program
-    from ggmlb.runtime.scheduler.rules import Cause
     from ggmlb.runtime.scheduler.split import Split
 
 

@@ -16,10 +16,10 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BufferType
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
+from ggmlb.runtime.scheduler.assign import Rules
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
 from ggmlb.runtime.scheduler.program import Program, Programs, Signature
 from ggmlb.runtime.scheduler.report import Placement, placements, render
-from ggmlb.runtime.scheduler.rules import Rules
 
 if TYPE_CHECKING:
     from ggmlb.inspect.trace import Trace

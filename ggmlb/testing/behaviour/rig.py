@@ -17,7 +17,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, Device, PartedBuffer, tensor_alloc
 from ggmlb.interface.registry import device_by_name
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.alloc.linear import padded
+from ggmlb.runtime.alloc.context import padded
 
 Floats = npt.NDArray[np.float32]
 
