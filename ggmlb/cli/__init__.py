@@ -1,10 +1,10 @@
 """The `ggmlb` command: devices, ops, test, bench, compare, embed, demo.
 
-A command is a module of this package with one function, added to the list in `app.py`. At its top a
-command module imports only `typer`, `ggmlb.core.errors`, `ggmlb.cli.frame` and `ggmlb.cli.plain`; what it
-works with is imported when it runs, so that `--help` is quick and shows even where an extra is missing.
+Each command is a module with one function, listed in `app.py`. At module level it imports only `typer`,
+`ggmlb.core.errors`, `ggmlb.cli.frame` and `ggmlb.cli.plain`, and everything else in the function, so that
+`--help` is fast and works without the extras.
 
-Exit status: 0 done; 1 one of our errors, told in one line (`--debug` shows the traceback); 2 wrong usage.
+Exit status: 0 done; 1 a ggmlb error, printed in one line (`--debug` shows the traceback); 2 wrong usage.
 """
 
 from __future__ import annotations

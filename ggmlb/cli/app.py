@@ -1,4 +1,4 @@
-"""The list of commands, and what happens to an error that one of them raises."""
+"""The list of commands, and their error handling."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def ggmlb(
     """One compute graph over many devices: ggml's backend layer for Python.
 
     Examples:
-      ggmlb devices                          what there is to compute on
-      ggmlb test -d OpenCL0                  whether a device computes right
-      ggmlb bench                            what devices reach
-      ggmlb compare -d CPU,OpenCL0 model.py:build   where two devices differ
+      ggmlb devices                          list the devices
+      ggmlb test -d OpenCL0                  test a device against the CPU
+      ggmlb bench                            measure devices
+      ggmlb compare -d CPU,OpenCL0 model.py:build   find the first node that differs
     """
 
 
 def run(args: Sequence[str]) -> int:
-    """Run one command and return the exit status; our errors become one line on stderr."""
+    """Run one command and return the exit status; ggmlb's errors become one line on stderr."""
     debug = "--debug" in args
     command: Any = typer.main.get_command(app)
     try:

@@ -1,4 +1,4 @@
-"""`ggmlb bench`: what devices reach, side by side."""
+"""`ggmlb bench`: measured speed of devices, side by side."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False) -> None:
     """Measure devices: memory, transfers, products, and the cost of a small op.
 
-    Products are those of a language model: 512 columns as for a prompt, one as
-    for each token, told in bytes of weights read. 'ggmlb test --mode perf'
-    measures each op.
+    Products are those of a language model: 512 columns for a prompt, and one
+    column for each token, in bytes of weights read. 'ggmlb test --mode perf' measures each op.
 
     Examples:
       ggmlb bench
@@ -62,7 +61,7 @@ def _print_table(measured: Sequence[tuple[Device, Sequence[Figure]]]) -> None:
 
     from ggmlb.cli.tables import three_digits
 
-    table = Table(title="What devices reach", title_justify="left")
+    table = Table(title="Measured speed of devices", title_justify="left")
     table.add_column("Measured", no_wrap=True)
     table.add_column("Unit", no_wrap=True)
     for device, _ in measured:

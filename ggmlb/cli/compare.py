@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ggmlb.testing.programs import Case
 
 LIMIT = 1e-5
-"""NMSE from which on a node differs, unless a golden program allows more: rounding stays far below."""
+"""NMSE above which a node differs, far above rounding errors; a golden program may allow more."""
 
 RIGHT = ("#", "NMSE", "Max error", "Nodes", "Worst NMSE")
 """Columns of numbers."""
@@ -37,13 +37,13 @@ RIGHT = ("#", "NMSE", "Max error", "Nodes", "Worst NMSE")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Something to compare.
+    """A program to compare.
 
     Attributes:
         name: For the table.
-        limit: The NMSE that it allows.
+        limit: The allowed NMSE.
         graph: Its graph, unplaced tensors included.
-        fill: Writes the inputs, once all is placed.
+        fill: Writes the inputs of the placed graph.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What became of a program: its nodes, or why it was not computed."""
+    """The result of a program: its nodes, or why it was not computed."""
 
     program: str
     nodes: list[Difference]
@@ -82,21 +82,21 @@ def compare(
             "--devices",
             "-d",
             metavar="A,B",
-            help="The two devices; A's values count.",
+            help="The two devices; A is the reference.",
             autocompletion=complete_devices,
         ),
     ],
     pattern: Annotated[
         str,
-        typer.Option("--pattern", "-p", metavar="REGEX", help="Only golden programs whose id has this."),
+        typer.Option("--pattern", "-p", metavar="REGEX", help="Only golden programs whose id contains this."),
     ] = "",
     nmse: Annotated[
         float | None,
-        typer.Option(help=f"Error above which a node differs; {LIMIT:g}, or what the program allows."),
+        typer.Option(help=f"Error above which a node differs; by default {LIMIT:g} or the program's own."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute a program on two devices, node by node, and show where they differ first.
+    """Compute a program on two devices, node by node, and show the first difference.
 
     The status is 1 if they differ. Leafs without values get random numbers, integers 0.
 
@@ -163,7 +163,7 @@ def _programs(text: str, pattern: str) -> Iterable[Program]:
             raise ArgumentError(f"--pattern {pattern}: {error}") from None
         cases = [case for case in load_cases(path) if wanted.search(case.id)]
         if not cases:
-            raise ArgumentError(f"compare: no program in {text} has an id that holds {pattern!r}")
+            raise ArgumentError(f"compare: no program in {text} has an id that contains {pattern!r}")
         return map(_golden, cases)
     return [_own(text)]
 
@@ -180,7 +180,7 @@ def _golden(case: Case) -> Program:
 
 
 def _own(text: str) -> Program:
-    """Return the program that a function of the user's makes."""
+    """Return the program built by a user's function."""
     from ggmlb import Graph
 
     where, _, name = text.rpartition(":") if ":" in text else (text, "", "graph")

@@ -1,4 +1,4 @@
-"""`ggmlb demo`: a small semantic search, computed on several devices, that tells what happens where."""
+"""`ggmlb demo`: a small semantic search on several devices, with its placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ggmlb devices`: what there is to compute on, and why something is not there."""
+"""`ggmlb devices`: the devices, and why backends are unavailable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ggmlb embed`: texts from a JSON file to embeddings in a .npy file."""
+"""`ggmlb embed`: embeddings of the texts in a JSON file, written to a .npy file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def embed(
     model: ModelOption = None,
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
-    batch: Annotated[int, typer.Option("--batch", help="Most texts computed together.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    batch: Annotated[int, typer.Option("--batch", help="Most texts in a batch.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON.")] = False,
 ) -> None:
-    """Compute sentence embeddings: a JSON list of texts in, a float32 array of unit vectors out.
+    """Compute sentence embeddings of a JSON list of texts, as a float32 array of unit vectors.
 
     Examples:
       ggmlb embed --input texts.json --output vectors.npy
@@ -37,7 +37,7 @@ def embed(
     """
     texts = read_texts(input_file)
     if not output_file.parent.is_dir():
-        raise ArgumentError(f"there is no folder {output_file.parent}; make it, or give another --output")
+        raise ArgumentError(f"there is no folder {output_file.parent}; create it, or give another --output")
     import numpy as np
 
     from ggmlb.models import BertEmbedder

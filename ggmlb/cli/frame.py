@@ -1,7 +1,7 @@
-"""What the commands share: where and how they print.
+"""Consoles and progress bars of the commands.
 
-Names and messages come from files, drivers and other packages: what a terminal would obey in them is shown by
-its code (`shown`). Tables and styled text go through a `console`, all other text through `plain.echo`.
+Names and messages come from files, drivers and other packages: their control characters are escaped
+(`shown`). Tables and styled text go through a `console`, other text through `plain.echo`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _UNLIMITED = 10_000
-"""Columns of a console that is no terminal: a pipe or a file must get whole lines."""
+"""Columns of a console that is not a terminal: lines to a pipe or file are not wrapped."""
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -27,7 +27,7 @@ def console(stream: TextIO | None = None) -> Console:
     from rich.segment import Segment
 
     class SafeConsole(Console):
-        """Styles are rich's to write; the text is somebody's, and rich leaves escapes in it as they are."""
+        """Console that escapes control characters in text, which rich does not."""
 
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -1,4 +1,4 @@
-"""`ggmlb ops`: which op runs on which device, for which types, as `supports_op` says."""
+"""`ggmlb ops`: the ops and types that each device supports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ops(
         Path | None, typer.Option(help="Write the table to a Markdown file, one device of each backend.")
     ] = None,
 ) -> None:
-    """Show which op runs where: for each device, the types of the op's main operand that it takes.
+    """Show the supported types of each op's main operand, for each device.
 
     Examples:
       ggmlb ops -d CPU,OpenCL0
@@ -57,7 +57,7 @@ def _names(types: Sequence[object]) -> list[str]:
 def _print_table(devices: Sequence[Device]) -> None:
     from rich.table import Table
 
-    table = Table(title="Types of the main operand that each device takes", title_justify="left")
+    table = Table(title="Supported types of the main operand", title_justify="left")
     table.add_column("Op", style="bold", no_wrap=True)
     for device in devices:
         table.add_column(device.name)
@@ -73,7 +73,7 @@ def _rows(devices: Sequence[Device]) -> list[tuple[str, list[str]]]:
 
 
 def as_markdown(devices: Sequence[Device]) -> str:
-    """Return the page `docs/ops.md`: the table, and what its words mean."""
+    """Return the page `docs/ops.md`: the table and its abbreviations."""
     from ggmlb.testing.claims import TYPE_FAMILIES
 
     names = [device.reg.name for device in devices]

@@ -1,4 +1,4 @@
-"""Options that several commands have: which model, which devices, which layers where."""
+"""Options of several commands: model, devices, and layers by device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ggmlb.testing.names import device_names as device_names
 
 
 def complete_devices(incomplete: str) -> list[str]:
-    """Return what a list of devices may go on with, for the shell."""
+    """Complete a list of devices, for the shell."""
     import ggmlb
 
     before, comma, last = incomplete.rpartition(",")
@@ -21,7 +21,7 @@ def complete_devices(incomplete: str) -> list[str]:
 
 
 def complete_ops(incomplete: str) -> list[str]:
-    """Return what a list of ops may go on with, for the shell."""
+    """Complete a list of ops, for the shell."""
     from ggmlb.testing.run import MODES, known_ops
 
     before, comma, last = incomplete.rpartition(",")
@@ -29,14 +29,14 @@ def complete_ops(incomplete: str) -> list[str]:
     return [before + comma + name for name in known if name.startswith(last.lower())]
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SomeDevicesOption = Annotated[
     str | None,
     typer.Option(
         "--devices",
         "-d",
         metavar="NAME,NAME,...",
-        help="Which devices; all by default.",
+        help="Devices; all by default.",
         autocompletion=complete_devices,
     ),
 ]
@@ -47,7 +47,7 @@ DevicesOption = Annotated[
         "-d",
         autocompletion=complete_devices,
         metavar="NAME,NAME,...",
-        help="Devices, highest priority first; the last takes what no other runs. "
+        help="Devices, highest priority first; the last runs the remaining ops. "
         "By default the best device and the CPU.",
     ),
 ]
@@ -56,7 +56,7 @@ LayersOption = Annotated[
     typer.Option(
         "--layers-on",
         metavar="NAME=RANGE",
-        help="Layers whose weights lie on a device, as OpenCL0=0-2 or CPU=3,5; also 'all' and 'embeddings'. "
+        help="Layers whose weights are on a device, as OpenCL0=0-2 or CPU=3,5; also 'all' and 'embeddings'. "
         "May be given several times.",
     ),
 ]
@@ -67,7 +67,7 @@ ModelOption = Annotated[
 
 
 def layers_by_device(options: list[str] | None) -> dict[str, list[str]] | None:
-    """Return what `["OpenCL0=0-2", "CPU=3-5"]` says, by device; `None` if nothing was said.
+    """Parse `["OpenCL0=0-2", "CPU=3-5"]` into layers by device; `None` if not given.
 
     Raises:
         ArgumentError: An option is not `NAME=RANGE`.

@@ -1,4 +1,4 @@
-"""What the demo searches, and what it asks when nobody is there to ask."""
+"""Passages and example questions of the demo."""
 
 from __future__ import annotations
 

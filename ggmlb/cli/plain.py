@@ -1,4 +1,4 @@
-"""`ggmlb devices` without the packages of the command line: what there is, and what to install for more."""
+"""`ggmlb devices` without the command line's packages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Found = tuple[str, "DeviceProps"]
 
 
 def echo(text: str, stream: TextIO | None = None) -> None:
-    """Print lines that no terminal obeys, on standard output by default."""
+    """Print lines with escaped control characters, by default on standard output."""
     print(shown(text), file=stream)
 
 
 def drop_output() -> None:
-    """Let the interpreter not meet again, when it ends, a standard output that cannot be written."""
+    """Redirect a broken standard output to null, so that Python does not flush it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:
-    """Return the devices, and the backends that cannot be used."""
+    """Return the devices and the unavailable backends."""
     import ggmlb
 
     return [
@@ -38,7 +38,7 @@ def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:
 
 
 def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
-    """Return the devices for programs."""
+    """Return the devices and unavailable backends as JSON."""
     devices: list[dict[str, Any]] = [
         {
             "name": props.name,
@@ -57,19 +57,19 @@ def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
 
 
 def memory(props: DeviceProps) -> str:
-    """Return free and total memory as a person reads them."""
+    """Format free and total memory."""
     if not props.memory_total:
         return "unknown"
     return f"{readable_size(props.memory_free)} / {readable_size(props.memory_total)}"
 
 
 def reason(missing: Unavailable) -> str:
-    """Return what is wrong with a backend, after its name."""
+    """Return the reason why a backend is unavailable, to follow its name."""
     return f" {'is not available' if missing.kind == 'absent' else 'is broken'}: {missing.reason}"
 
 
 def devices(args: Sequence[str]) -> None:
-    """Print the devices as `ggmlb devices` does, in plain lines; `--json` for programs."""
+    """Print the devices like `ggmlb devices`, in plain lines or with `--json`."""
     found, missing = devices_and_reasons()
     if "--json" in args:
         echo(as_json(found, missing))

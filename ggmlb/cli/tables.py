@@ -1,4 +1,4 @@
-"""The kit's results as tables, for people."""
+"""Tables of the kit's results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ STYLES = {
     Outcome.XPASSED: "bold red",
 }
 WIDE = 120
-"""Columns of a terminal that has room for operands."""
+"""Least columns of a terminal to show operands."""
 N_REASONS = 8
-"""Reasons for skipping that are shown."""
+"""Most reasons for skipping shown."""
 
 
 def print_results(out: Console, results: Sequence[Result], verbose: bool = False) -> None:
-    """Print results: per family, what failed with its reason, and one line that sums up."""
+    """Print results per family, failures with their reasons, and a summary line."""
     for (device, mode), group in groupby(results, lambda r: (r.device, r.mode)):
         cases = list(group)
         if mode == "perf":
@@ -83,7 +83,7 @@ def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
     from rich.table import Table
 
     is_wide = out.width >= WIDE
-    # On 80 columns there is no room for lines between cells: a name is folded there, and never a figure.
+    # 80 columns have no room for lines between cells; names may wrap, figures may not.
     table = Table(
         title=f"{device}, mode perf",
         title_justify="left",
@@ -156,12 +156,12 @@ def _print_sum(out: Console, device: str, mode: str, cases: Sequence[Result]) ->
 
 
 def microseconds(seconds: float) -> str:
-    """Return a time as a person reads it: `"12.3 us"`, `"4.56 ms"`."""
+    """Format a time [s] with a unit: `"12.3 us"`, `"4.56 ms"`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def three_digits(value: float) -> str:
-    """Return a figure with three significant digits: `"0.123"`, `"45.6"`, `"1,234"`."""
+    """Format a figure with three significant digits: `"0.123"`, `"45.6"`, `"1,234"`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

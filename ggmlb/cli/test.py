@@ -1,4 +1,4 @@
-"""`ggmlb test`: the conformance kit, for a person or for a CI runner."""
+"""`ggmlb test`: the conformance kit on the command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Mode(str, Enum):
-    """What is looked at."""
+    """What is tested."""
 
     test = "test"
     support = "support"
@@ -44,7 +44,7 @@ class Mode(str, Enum):
 
 
 class Format(str, Enum):
-    """How the results are written."""
+    """Format of the results."""
 
     table = "table"
     json = "json"
@@ -74,7 +74,7 @@ def test(
         ),
     ] = None,
     pattern: Annotated[
-        str, typer.Option("--pattern", "-p", metavar="REGEX", help="Only cases whose id holds this.")
+        str, typer.Option("--pattern", "-p", metavar="REGEX", help="Only cases whose id contains this.")
     ] = "",
     mode: Annotated[
         Mode,
@@ -83,13 +83,13 @@ def test(
             "behaviour: order, copies, buffers, plans; all: these four; it says how long they will take."
         ),
     ] = Mode.test,
-    format: Annotated[Format, typer.Option("--format", help="How to write the results.")] = Format.table,
+    format: Annotated[Format, typer.Option("--format", help="Format of the results.")] = Format.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the results to a file.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Processes that share the work; not for perf.")
+        int, typer.Option("--jobs", "-j", min=1, help="Number of processes; perf always uses one.")
     ] = 1,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Most cases of an op; 0 for all. The first differ most.")
@@ -99,17 +99,17 @@ def test(
         typer.Option("--xfail", metavar="FILE", help="Cases known to fail: 'REGEX # reason' in each line."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every case in the table.")] = False,
-    only_list: Annotated[bool, typer.Option("--list", help="Show the ids, and run none.")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="List the ids without running.")] = False,
 ) -> None:
     """Test devices against the CPU: values, memory, support, behaviour and speed.
 
     Exit status:
-      0  something ran, and nothing failed
+      0 at least one case ran, and none failed
       1  something failed
       2  wrong usage
       4  no backend has a device of that name
-      5  nothing ran, as where the device is not there
-      130, 143  stopped by Ctrl-C or SIGTERM; reports hold what was done
+      5 nothing ran, for example without the device
+      130, 143 stopped by Ctrl-C or SIGTERM; reports have the results so far
 
     Examples:
       ggmlb test -d CUDA0
@@ -164,8 +164,8 @@ def _devices(wanted: str | None) -> list[str]:
     """Return the names of the devices to test.
 
     Raises:
-        ArgumentError: The list is empty, or no list of names.
-        RegistryError, BackendUnavailable: One is not there, or there is none but the CPU and none was named.
+        ArgumentError: The list is empty or invalid. RegistryError, BackendUnavailable: A device is
+            missing, or none was named and there is only the CPU.
     """
     import ggmlb
     from ggmlb.testing.devices import device_named
@@ -186,7 +186,7 @@ def _devices(wanted: str | None) -> list[str]:
 
 
 def _tell_time(work: Sequence[Task], names: Sequence[str], jobs: int) -> None:
-    """Say on standard error how much there is to do, and how long that will take."""
+    """Print on standard error the number of cases and the estimated time."""
     from ggmlb.testing.forecast import forecast
 
     n = Counter[str]()
@@ -201,10 +201,10 @@ def _tell_time(work: Sequence[Task], names: Sequence[str], jobs: int) -> None:
 def _run(
     work: Sequence[Task], jobs: int, xfail: Path | None, about: About, file: BinaryIO | None
 ) -> tuple[list[Result], About, int]:
-    """Run tasks, and write a JUnit report meanwhile if there is a file for it.
+    """Run tasks, and write a JUnit report during the run if a file is given.
 
     Returns:
-        The results in the order of the tasks; what reports say of the run; the signal that stopped it, or 0.
+        The results in the order of the tasks; the facts for reports; the signal that stopped the run, or 0.
     """
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.junit import JunitReport
@@ -238,9 +238,10 @@ def _run(
 
 
 class _Stops:
-    """Ctrl-C, and SIGTERM by which CI systems stop a job, as KeyboardInterrupt with the signal's number.
+    """Context manager that turns Ctrl-C and SIGTERM into KeyboardInterrupt with the signal's number.
 
-    A context manager; a signal that the process ignores, as a shell's background jobs do, stays ignored.
+    CI systems stop a job by SIGTERM. A signal that the process ignores (as background jobs of a shell do)
+    stays ignored.
     """
 
     def __enter__(self) -> _Stops:
@@ -257,7 +258,7 @@ class _Stops:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let a block come to its end before it is stopped."""
+        """Delay signals until the end of a block."""
         self._is_held = True
         try:
             yield
@@ -274,7 +275,7 @@ class _Stops:
 
 @contextmanager
 def _junit_file(output: Path | None) -> Iterator[BinaryIO | None]:
-    """Open the file that a report is written to as results come; `None` where it is a pipe or a terminal."""
+    """Open the file for an incremental report; `None` if it is a pipe or a terminal."""
     if output is not None:
         with open(output, "wb") if output.is_file() else nullcontext() as file:
             yield file
@@ -321,7 +322,7 @@ def _write(
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Word the failure to write a report, as on a full disk."""
+    """Context manager that words failures to write a report, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -336,13 +337,13 @@ def _opened(path: Path, mode: str = "w") -> TextIO:
 
 
 def _status(results: Sequence[Result], names: Sequence[str], modes: Sequence[str]) -> int:
-    """Return the exit status, and say on standard error where nothing ran."""
+    """Return the exit status, and print on standard error if nothing ran."""
     from ggmlb.testing.results import NOTHING_RAN, OK, exit_status
 
     status = exit_status(results)
     if status == NOTHING_RAN:
         why = f"{', '.join(names)} supports none of the {len(results)} cases" if results else ""
-        why = why or "no case is of these ops and holds the pattern"
+        why = why or "no case is of these ops and contains the pattern"
         console(sys.stderr).print(f"ggmlb: nothing ran: {why}", markup=False)
         return status
     for mode in modes:

@@ -1,12 +1,12 @@
-"""Models as graphs on the public API: what a program that uses ggmlb looks like.
+"""Models built on the public API; also examples of programs that use ggmlb.
 
     from ggmlb.models import BertEmbedder
 
     with BertEmbedder(devices=["OpenCL0", "CPU"], layers_on={"OpenCL0": "0-2"}) as embedder:
         embeddings = embedder.embed(["A text.", "Another one."])
 
-The weights of layers 0 to 2 lie on the first device, those of the others on the second; the scheduler does
-the rest.
+The weights of layers 0 to 2 are on the first device, the others on the second; the scheduler runs each layer
+where its weights are.
 """
 
 from ggmlb.models.bert import BertConfig, BertGraph

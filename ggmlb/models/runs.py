@@ -1,4 +1,4 @@
-"""Runs: graphs that are split, allocated and planned once, and kept to be computed again."""
+"""Runs: cached graphs, split, allocated and planned once, and computed repeatedly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Generic, Protocol, TypeVar
 from ggmlb import Backend, Graph, Scheduler
 
 NBYTES = 1 << 30
-"""Device memory that kept graphs may take [bytes]; beyond it, the one that was not used for longest goes."""
+"""Limit of the device memory of cached graphs [bytes]; beyond it, the least recently used is freed."""
 
 
 class HasGraph(Protocol):
-    """What builds a graph, with its inputs and outputs as attributes."""
+    """A graph with its inputs and outputs as attributes."""
 
     graph: Graph
 
@@ -23,12 +23,12 @@ Built = TypeVar("Built", bound=HasGraph)
 
 
 class Run(Generic[Built]):
-    """A graph that is allocated by a scheduler of its own.
+    """A graph allocated by its own scheduler.
 
     Attributes:
         built: The graph with its inputs and outputs.
-        scheduler: Who computes it.
-        nbytes: Device memory that it takes [bytes].
+        scheduler: The scheduler that computes it.
+        nbytes: Its device memory [bytes].
     """
 
     def __init__(self, built: Built, backends: Sequence[Backend]) -> None:
@@ -42,18 +42,18 @@ class Run(Generic[Built]):
         self.nbytes = sum(self.scheduler.buffer_size(b) for b in backends)
 
     def compute(self) -> None:
-        """Compute the graph with the inputs that were set, and wait for it."""
+        """Compute the graph with the current inputs, and wait for it."""
         self.scheduler.graph_compute(self.built.graph)
 
 
 class Runs(Generic[Key, Built]):
-    """Runs by their sizes.
+    """Cache of runs by their sizes.
 
     Args:
         backends: Streams, highest priority first.
 
     Attributes:
-        last: The run that was asked for last; `None` before the first.
+        last: The run returned last; `None` before the first.
     """
 
     def __init__(self, backends: Sequence[Backend]) -> None:
@@ -65,7 +65,7 @@ class Runs(Generic[Key, Built]):
         return len(self._runs)
 
     def keys(self) -> list[Key]:
-        """The sizes of the runs that are kept."""
+        """The sizes of the cached runs."""
         return list(self._runs)
 
     def values(self) -> list[Run[Built]]:
@@ -73,7 +73,7 @@ class Runs(Generic[Key, Built]):
         return list(self._runs.values())
 
     def get(self, key: Key, build: Callable[[], Built]) -> Run[Built]:
-        """Return the run of these sizes: one that is kept, or a new one.
+        """Return the run of these sizes, cached or new.
 
         Raises:
             AllocationError: A device lacks room.

@@ -1,4 +1,4 @@
-"""TensorFile: the tensors of a safetensors file, read where they lie in the mapped file."""
+"""TensorFile: the tensors of a safetensors file, read from the mapped file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
 
 class Entry(NamedTuple):
-    """What the header says of one tensor.
+    """The header entry of a tensor.
 
     Attributes:
-        dtype: The name that the file gives its type, as `F32`.
+        dtype: The file's name of its type, such as `F32`.
         shape: NumPy order.
-        offset: Of its first byte in `TensorFile.data` [bytes].
+        offset: Offset of its first byte in `TensorFile.data` [bytes].
         nbytes: Its size [bytes].
     """
 
@@ -32,14 +32,14 @@ class Entry(NamedTuple):
 
 
 class TensorFile(Mapping[str, Entry]):
-    """A safetensors file, mapped into memory: a tensor is read from disk when its values are used.
+    """A safetensors file, mapped into memory: tensors are read from disk when used.
 
     Attributes:
         path: The file.
         data: The bytes of all tensors, as a read-only map of the file.
 
     Raises:
-        ModelError: The file is missing, cut short or corrupt, cannot be read, or is changed while it is
+        ModelError: The file is missing, truncated or corrupt, cannot be read, or changes while it is
             opened; or `safetensors` is not installed.
     """
 
@@ -66,14 +66,14 @@ class TensorFile(Mapping[str, Entry]):
         return len(self._entries)
 
     def check_unchanged(self) -> None:
-        """Raise a ModelError if the file was cut, extended or overwritten since it was opened."""
+        """Raise a ModelError if the file was truncated, extended or overwritten since it was opened."""
         self._file.check_unchanged()
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
-        """Return what the header says of a weight that a model needs.
+        """Return the header entry of a required weight.
 
         Raises:
-            ModelError: There is no such tensor, or it has another shape, or a type that is none of `FLOATS`.
+            ModelError: There is no such tensor, or it has another shape, or a type not in `FLOATS`.
         """
         found = self._entries.get(name)
         if found is None:
@@ -113,7 +113,7 @@ class TensorFile(Mapping[str, Entry]):
             ) from None
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor's values as they lie in the file: a read-only array, nothing copied.
+        """Return a tensor's values in the file as a read-only array, not copied.
 
         Raises:
             ModelError: ggml has no such type.
@@ -124,7 +124,7 @@ class TensorFile(Mapping[str, Entry]):
 
 
 def _check_header(path: Path, fd: int) -> None:
-    """Let `safetensors` check the file from end to end."""
+    """Let `safetensors` check the whole file."""
     try:
         from safetensors import safe_open
     except ImportError:

@@ -1,4 +1,4 @@
-"""Texts to token numbers, and to batches that waste little on padding."""
+"""Tokenizer, and batches of texts with little padding."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ggmlb.models.mapped_file import failing
 Tokens = npt.NDArray[np.int32]
 
 Shape = tuple[int, int]
-"""Of a batch: padded length and number of texts."""
+"""Shape of a batch: padded length and number of texts."""
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of texts per batch that are used: few, so that the graphs of earlier batches serve again."""
+"""Allowed numbers of texts per batch: few, so that graphs of earlier batches are reused."""
 
 LENGTH_STEP = 4
 """Padded lengths are multiples of this, for the same reason."""
 
 BATCH_OVERHEAD = 24
-"""What one more batch costs, in tokens' worth of computation."""
+"""Cost of an additional batch, in computed tokens."""
 
 NEW_SHAPE = 1.125
-"""How much more a batch of a shape without a plan costs; the rest of the plan is paid by later batches."""
+"""Additional cost of a batch shape without a plan; later batches share the rest of the plan's cost."""
 
 
 _OF_THE_MODEL = "use the tokenizer.json that came with the model"
@@ -39,8 +39,8 @@ class Tokenizer:
 
     Args:
         path: A `tokenizer.json`.
-        n_max: Longest sequence; what is longer is cut, the special tokens counted.
-        n_vocab: Tokens that the model has embeddings for.
+        n_max: Longest sequence including special tokens; longer ones are truncated.
+        n_vocab: Number of the model's token embeddings.
 
     Raises:
         ModelError: The file is not a tokenizer, or one of another model, or `tokenizers` is not installed.
@@ -71,8 +71,8 @@ class Tokenizer:
         """Return the token numbers of each text, with the model's special tokens.
 
         Raises:
-            ModelError: The tokenizer fails, as for lack of a special token, or gives no tokens, too many, or
-                one that the model has no embedding for.
+            ModelError: The tokenizer fails (for example, without a special token), or returns no tokens,
+                too many, or one without an embedding.
         """
         with failing(f"{self._path} fails on a text", cure=_OF_THE_MODEL):
             encoded = self._tokenizer.encode_batch_fast(list(texts))
@@ -89,11 +89,11 @@ class Tokenizer:
 
 
 class Batch(NamedTuple):
-    """Texts that are computed together.
+    """A batch of texts.
 
     Attributes:
-        members: Numbers of the texts.
-        n_tokens: Length to which each is padded.
+        members: Indices of the texts.
+        n_tokens: Padded length of each.
     """
 
     members: npt.NDArray[np.intp]
@@ -103,16 +103,16 @@ class Batch(NamedTuple):
 def plan_batches(
     lengths: Sequence[int], most: int, n_max: int, planned: Collection[Shape] = ()
 ) -> list[Batch]:
-    """Group texts of similar length so that padding, batches and new plans cost least together.
+    """Group texts by length into batches of least total cost of padding, batches and new plans.
 
-    Texts are sorted by length and cut into runs. Which cuts are best is found from the front: the
-    least cost of the first `i` texts is that of the first `i - k`, plus a batch of the next `k`.
+    Texts are sorted by length and cut into runs by dynamic programming: the least cost of the first `i`
+    texts is that of the first `i - k` plus a batch of the next `k`, minimised over `k`.
 
     Args:
         lengths: Tokens of each text.
         most: Most texts in a batch.
-        n_max: Longest sequence that the model takes.
-        planned: Shapes of earlier batches, whose graphs and plans are kept.
+        n_max: Longest sequence of the model.
+        planned: Shapes with cached graphs and plans.
 
     Returns:
         The batches, longest texts last.
@@ -120,7 +120,7 @@ def plan_batches(
 
     @cache
     def batch_cost(size: int, longest: int) -> tuple[float, int]:
-        """The cost of a batch, and the length to which it is padded."""
+        """Return the cost and the padded length of a batch."""
         new = min(padded(longest), n_max)
         fits = [(float(size * n), n) for n, n_texts in planned if n_texts == size and n >= longest]
         return min([*fits, (size * new * NEW_SHAPE, new)])
@@ -141,5 +141,5 @@ def plan_batches(
 
 
 def padded(length: int) -> int:
-    """Return the least length that is used, not below that given."""
+    """Return the padded length of a sequence."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP

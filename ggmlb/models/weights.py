@@ -1,4 +1,4 @@
-"""Weights: from a model's file into the memory of the devices that will use them."""
+"""Weights of a model, loaded from its file into devices' memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ggmlb.models.mapped_file import Extent
 
 SLICE: Final = 1 << 22
-"""Bytes that are copied or converted at a time."""
+"""Bytes copied or converted at a time."""
 
 GROUP: Final = 64
-"""Rows of which a slice has a multiple: memory that packs rows keeps up to so many together."""
+"""Slices have a multiple of this many rows, because memory may interleave groups of rows."""
 
 
 class WeightFile(Protocol):
-    """What `Weights` needs of a file: `TensorFile` and `GgufFile` have it."""
+    """Protocol of a model's file, implemented by `TensorFile` and `GgufFile`."""
 
     @property
     def path(self) -> Path:
@@ -44,17 +44,17 @@ class WeightFile(Protocol):
         """
 
     def check_unchanged(self) -> None:
-        """Raise a ModelError if the file was cut, extended or overwritten since it was opened."""
+        """Raise a ModelError if the file was truncated, extended or overwritten since it was opened."""
 
 
 class Source(NamedTuple):
-    """Where a weight comes from.
+    """The source of a weight.
 
     Attributes:
         names: Tensors of the file; several are stacked, one below the other.
-        shape: Of each of them, NumPy order.
+        shape: Shape of each of them, NumPy order.
         is_matrix: Whether it may be stored in another type than float32.
-        is_multiplied: Whether products read it, and nothing else.
+        is_multiplied: Whether only products read it.
     """
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Source(NamedTuple):
 
 
 class Weights:
-    """The weights of a model, in the memory of one or more devices; frees that memory with `free`.
+    """The weights of a model in the memory of one or more devices; freed by `free`.
 
     Args:
         file: The model's file, as a `TensorFile` or `GgufFile`.
@@ -86,7 +86,7 @@ class Weights:
         self._placed: dict[str, Extent] = {}
 
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
-        """Place weights in a device's memory; what can be used as it lies in the file is not copied.
+        """Place weights in a device's memory; the mapped file is used in place where possible.
 
         Operands of products go into the first extra buffer type that the device has for weights, where their
         products are faster from it (`BufferType.suits`); and where they take no more memory in it, if they
@@ -95,12 +95,12 @@ class Weights:
         memory in use stays near the size of the weights.
 
         Args:
-            sources: What to place, by the names that the tensors get.
+            sources: Sources of the weights, by tensor names.
             backend: A stream on the device.
 
         Raises:
-            AllocationError: A device lacks room; nothing stays placed.
-            ArgumentError: An override is no regular expression.
+            AllocationError: A device lacks room; no weight is placed.
+            ArgumentError: An override is not a regular expression.
             ModelError: The file lacks a tensor, has it in another shape or a type that no weight has, or was
                 changed since it was opened; or a weight is stacked of tensors of several quantised types.
         """
@@ -138,12 +138,12 @@ class Weights:
         return tensors
 
     def check_mapped(self) -> None:
-        """Raise a ModelError if weights are used where they lie in the file, and that was changed."""
+        """Raise a ModelError if weights are in the mapped file and it was changed."""
         if self._is_mapped:
             self._file.check_unchanged()
 
     def error_in_values(self, found: str) -> ModelError:
-        """Return the error about a result that is not finite, or of no length: which weight is to blame."""
+        """Return the error about a result that is not finite or 0, naming the weight with NaN or infinity."""
         for name, extent in self._placed.items():
             if not all(np.isfinite(_values(rows, extent.dtype)).all() for rows in _slices(extent)):
                 return ModelError(
@@ -183,7 +183,7 @@ class Weights:
         return fast.suits(tensor) and (may_grow or fast.alloc_size(tensor) <= tensor.nbytes)
 
     def _map(self, ctx: Context, extents: Mapping[str, list[Extent]], backend: Backend) -> list[Buffer]:
-        """Place what the device can use inside the mapped file or files; return a buffer for each."""
+        """Place the weights that the device can use in the mapped file or files; return a buffer for each."""
         caps = backend.device.caps
         if not (caps.buffer_from_host_ptr and caps.mmap_support):
             return []
@@ -220,7 +220,7 @@ def _fill(tensor: Tensor, parts: list[Extent]) -> None:
 
 
 def _slices(extent: Extent) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the rows of a tensor, some at a time; give their pages back when the next are asked for."""
+    """Yield slices of a tensor's rows; release a slice's pages before the next."""
     rows = extent.rows()
     step = max(SLICE // max(rows.shape[1], 1) // GROUP, 1) * GROUP
     for start in range(0, len(rows), step):

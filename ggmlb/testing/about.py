@@ -1,4 +1,4 @@
-"""Where and on what a run of the kit took place: what a reader of its report needs to know later."""
+"""About: machine, versions and devices of a run, for its report."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ggmlb.core.errors import one_line
 from ggmlb.interface import BackendReg, Device
 
 DRIVER = "driver_version"
-"""What `BackendReg.get_proc_address` may give: a function of a device that tells its driver and version."""
+"""Optional function of `BackendReg.get_proc_address`: a device's driver and version."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The circumstances of a run.
+    """The machine, software and devices of a run.
 
     Attributes:
         hostname: The machine's name.
         software: Versions, by name: of ggmlb with its revision, of Python and of the system.
         devices: Facts of each device, by its name: `description`, `driver`, `backend`, ...
-        unfinished: How far the run came, if it was stopped.
+        unfinished: The progress of a run that was stopped.
     """
 
     hostname: str = ""
@@ -38,7 +38,7 @@ class About:
 
     @classmethod
     def here(cls, devices: Iterable[Device] = ()) -> About:
-        """Return those of this machine, and of devices."""
+        """Return the facts of this machine and of devices."""
         software = {
             "version": ggmlb.__version__,
             "revision": revision(),
@@ -48,17 +48,17 @@ class About:
         return cls(platform.node(), software, {device.name: facts_of(device) for device in devices})
 
     def of(self, device: str) -> dict[str, str]:
-        """Return all that is known of runs on a device."""
+        """Return the facts of runs on one device."""
         return {**self.software, **self.devices.get(device, {})}
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """All facts, for JSON."""
         stopped = {"unfinished": self.unfinished} if self.unfinished else {}
         return {"hostname": self.hostname, **self.software, **stopped, "devices": self.devices}
 
 
 def facts_of(device: Device) -> dict[str, str]:
-    """Return what a device and its backend say of themselves."""
+    """Return the facts of a device and its backend."""
     reg = device.reg
     return {
         "device": device.name,
@@ -71,13 +71,13 @@ def facts_of(device: Device) -> dict[str, str]:
 
 
 def _answer(reg: BackendReg, name: str, of: object) -> Any:
-    """Return what an optional function of a backend says, `None` where there is none."""
+    """Return the result of an optional function of a backend; `None` if there is none."""
     ask = reg.get_proc_address(name)
     return None if ask is None else ask(of)
 
 
 def _told(ask: Callable[[], Any]) -> str:
-    """Return an answer as text; a backend of any author may fail to give one, and is tested all the same."""
+    """Return an answer as text; a failure of the backend becomes text too, so that it can still be tested."""
     try:
         return str(ask() or "")
     except Exception as error:
@@ -86,7 +86,7 @@ def _told(ask: Callable[[], Any]) -> str:
 
 @cache
 def revision() -> str:
-    """Return ggmlb's commit, as pip or git know it; `"unknown"` where neither does."""
+    """Return ggmlb's commit from pip or git; `"unknown"` if neither has it."""
     try:
         origin = json.loads(metadata.distribution("ggmlb").read_text("direct_url.json") or "{}")
         if commit := origin.get("vcs_info", {}).get("commit_id"):
@@ -105,7 +105,7 @@ def revision() -> str:
 
 @cache
 def _version_of(module: str) -> str:
-    """Return the version of the package that a module comes in; empty if it is in none."""
+    """Return the version of a module's package; empty if it is in none."""
     package = module.partition(".")[0]
     if package == "ggmlb":
         return ggmlb.__version__

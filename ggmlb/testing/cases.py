@@ -1,11 +1,11 @@
-"""The kit's table of cases: every family of the ops' records, gone through by its choices.
+"""The kit's table of cases, drawn from the families in the ops' records.
 
-Every alternative is drawn, in few programs, and always the same ones.
+Few programs cover every alternative of every choice, and they are always the same.
 
-The first program of a family is its plainest: at each choice the first alternative, on small matrices. The
-last ones differ from it in one choice each, so that a device which computes little more than the plain
-program is tested in all of that. Between them, choices are mixed: taken least-used first, so that each type,
-layout, mode and flag comes up at least `TIMES` times, with sizes in a cycle: odd ones, ones, empty, large.
+A family's first program is its plainest: the first alternative of each choice, on small matrices. The
+last ones differ from it in one choice each, for devices that compute little more than the plain program.
+The others mix choices, least-used first, so that each type, layout, mode and flag occurs at least `TIMES`
+times, with sizes in a cycle: odd, ones, empty, large.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ggmlb.testing.draw import Choices, Program
 FAMILIES: Final[dict[str, Family]] = {
     name: draw for spec in SPECS.values() for name, draw in spec.cases.items()
 }
-"""What draws the rest of a program, by the name of the op or of a group of them."""
+"""Functions that draw programs, by the name of the family."""
 
 NOT_OF_GGML: Final = frozenset(name for spec in SPECS.values() if not spec.of_ggml for name in spec.cases)
-"""Families whose programs only Python can compute."""
+"""Families whose programs only Python computes, not ggml."""
 
 TIMES = 2
-"""How often each alternative is drawn, at least."""
+"""Least number of times that each alternative is drawn."""
 LEAST, MOST = 12, 150
-"""Programs of a family."""
+"""Most mixed programs of a family."""
 ROW = 1000
 """About the length of a long row."""
 
 
 class Size(Enum):
-    """How large the tensors of a program are."""
+    """Size class of a program's tensors."""
 
     ODD = "odd"
     ONE = "one"
@@ -61,10 +61,10 @@ class KitCase:
     Attributes:
         family: The name of its family.
         id: Op, types, shapes and layouts: `"mul_mat(q4_0[64,17],f32[64,5].padded)"`; unique.
-        ops: Names by which it can be chosen: of the function and of the op.
-        program: What to compute.
+        ops: Names that select it: of the function and of the op.
+        program: The program to compute.
         op: The op of its result, as `Tensor.op_desc` names it.
-        memory: The kind of memory in which the op's first operand lies; the device's own if empty.
+        memory: The buffer type of the op's first operand; the device's own if empty.
     """
 
     family: str
@@ -75,16 +75,16 @@ class KitCase:
     memory: str = ""
 
     def within(self, memory: str) -> KitCase:
-        """Return the same case with the op's first operand, a weight, in another kind of memory."""
+        """Return the same case with the op's first operand, a weight, in another buffer type."""
         return replace(self, id=f"{self.id} in {memory}", memory=memory)
 
 
 class Plain:
-    """Choices of a family's plainest program, or of one that differs from it in one choice.
+    """Choices of a family's plainest program, or of a program that differs from it in one.
 
     Args:
-        seed: Where random numbers start.
-        other: The place of the choice that differs, and its alternative.
+        seed: Seed of random numbers.
+        other: Index and alternative of the choice that differs.
     """
 
     beyond = True
@@ -97,10 +97,10 @@ class Plain:
         self.alternatives: list[int] = []
 
     def integer(self, low: int, high: int) -> int:
-        """A random number of the upper half, where extents are seldom 1.
+        """Return a random number of the upper half, so that extents are seldom 1.
 
         Raises:
-            ArgumentError: There is none: extents before it leave no room.
+            ArgumentError: The interval is empty.
         """
         _check_range(low, high)
         return int(self.random.integers((low + high + 1) // 2, high, endpoint=True))
@@ -116,7 +116,7 @@ class Plain:
         return choice if place == len(self.alternatives) - 1 else 0
 
     def order(self, items: Sequence[int]) -> Sequence[int]:
-        """The next order after the given one."""
+        """Return the next order after the given one."""
         return [*items[1:], *items[:1]]
 
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
@@ -130,8 +130,8 @@ class Covering:
 
     Args:
         size: How large its tensors are.
-        seed: Where random numbers start.
-        used: How often each alternative was drawn, by (place in the program, number of alternatives).
+        seed: Seed of random numbers.
+        used: Count of each drawn alternative, by (index in the program, number of alternatives).
     """
 
     beyond = True
@@ -148,7 +148,7 @@ class Covering:
         """A random number; the lowest in small programs.
 
         Raises:
-            ArgumentError: There is none: extents before it leave no room.
+            ArgumentError: The interval is empty.
         """
         _check_range(low, high)
         if self.size is Size.ONE and high < 1000:
@@ -160,7 +160,7 @@ class Covering:
         return float(np.float32(self.random.uniform(low, high)))
 
     def pick(self, n: int) -> int:
-        """The alternative that was drawn least often here, one of them at random."""
+        """Return the least often drawn alternative here, at random among equals."""
         used = self.used.setdefault((self.n_picks, n), Counter())
         self.n_picks += 1
         fewest = min(used[i] for i in range(n))
@@ -193,7 +193,7 @@ def _check_range(low: int, high: int) -> None:
 
 @cache
 def cases_of(family: str) -> tuple[KitCase, ...]:
-    """Return the programs that cover a family, the plainest first."""
+    """Return the cases of a family, the plainest first."""
     first = Plain(_seed(family, "plain"))
     drawn = [_case(family, first), *_mixed(family), *_one_choice_away(family, first.alternatives)]
     found: dict[str, KitCase] = {}
@@ -204,7 +204,7 @@ def cases_of(family: str) -> tuple[KitCase, ...]:
 
 
 def _mixed(family: str) -> Iterator[KitCase | None]:
-    """Yield programs until each alternative was drawn."""
+    """Yield programs until each alternative was drawn often enough."""
     used: dict[tuple[int, int], Counter[int]] = {}
     for number in range(MOST):
         case = _case(family, Covering(CYCLE[number % len(CYCLE)], _seed(family, str(number)), used))
@@ -215,14 +215,14 @@ def _mixed(family: str) -> Iterator[KitCase | None]:
 
 
 def _one_choice_away(family: str, alternatives: Sequence[int]) -> Iterator[KitCase | None]:
-    """Yield programs that differ in one choice from the plainest, which had these numbers of alternatives."""
+    """Yield programs that differ in one choice from the plainest, given its numbers of alternatives."""
     for place, n in enumerate(alternatives):
         for other in range(1, n):
             yield _case(family, Plain(_seed(family, "plain"), (place, other)))
 
 
 def _case(family: str, choices: Choices) -> KitCase | None:
-    """Draw a program; `None` if its extents do not go together."""
+    """Draw a program; `None` if its extents do not match."""
     program = Program(choices)
     try:
         FAMILIES[family](program)

@@ -1,4 +1,4 @@
-"""Which ops a device claims, for which types, and of which of them a run computed no case."""
+"""Ops and types that a device claims, and the claims that a run did not test."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MODES = ("test", "support")
 SAMPLES: Final[dict[str, Sample]] = {
     name: make for spec in SPECS.values() for name, make in spec.samples.items()
 }
-"""A small node of every op, by the name that the table of `ggmlb ops` shows."""
+"""A small node of every op, by its name in the table of `ggmlb ops`."""
 
 TYPES: Final = tuple(t for t in DType if t not in (DType.Q8_1, DType.Q8_K))
-"""Types of the table; Q8_1 and Q8_K are only ggml's scratch."""
+"""Types of the table, without Q8_1 and Q8_K, which are ggml's scratch types."""
 
 TYPE_FAMILIES: Final[dict[str, frozenset[DType]]] = {
     "all types": frozenset(TYPES),
@@ -39,7 +39,7 @@ TYPE_FAMILIES: Final[dict[str, frozenset[DType]]] = {
 
 
 def sample(name: str, dtype: DType) -> Tensor | None:
-    """Return the node, or `None` if the op takes no main operand of that type."""
+    """Return a small node of an op, or `None` if it takes no main operand of that type."""
     try:
         return SAMPLES[name](Context(), dtype)
     except (DTypeError, ShapeError):
@@ -53,7 +53,7 @@ def supported_types(device: Device, name: str) -> list[DType]:
 
 
 def brief(types: Iterable[DType]) -> str:
-    """Return the types in words: families whole where they are whole, else one by one."""
+    """Return the types as text, with complete families abbreviated."""
     left = list(types)
     words = []
     for word, family in TYPE_FAMILIES.items():
@@ -64,14 +64,14 @@ def brief(types: Iterable[DType]) -> str:
 
 
 def claims_not_run(device: Device, results: Iterable[Result], *, whole: bool = False) -> list[str]:
-    """Return the ops that the device claims for some type and that had cases in a run, none of them computed.
+    """Return the ops that the device claims and that had cases in a run, none of them computed.
 
-    They are claimed in a form that the kit has no case of, or by mistake: the run says nothing about them.
+    Such claims are untested: either no case has the claimed form, or the claim is wrong.
 
     Args:
         device: The device.
-        results: Those of the run.
-        whole: The run was of all ops: those without any case count too.
+        results: The results of the run.
+        whole: Whether the run included all ops, so that ops without any case count too.
     """
     tried = {op for name in SAMPLES if (op := _op_of_sample(name))} if whole else set()
     computed: set[str] = set()

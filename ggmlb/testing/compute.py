@@ -1,4 +1,4 @@
-"""Modes `test` and `support`: a device computes the cases, and the CPU backend says what is right."""
+"""Modes `test` and `support`: a device computes the cases, with the CPU backend as reference."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 RUNS = ("", "computed a second time", "computed a third time")
-"""A plan may be run by steps first, then be captured, then replayed."""
+"""Runs of a plan, which may be run by steps, then captured, then replayed."""
 
 
 class Bench(Freeable):
-    """A device under test beside the reference. A context manager: leaving it frees both.
+    """A device under test and the reference. A context manager, which frees both on exit.
 
     Args:
         device: The device under test.
-        reference: What is right; the CPU by default.
+        reference: The reference device; the CPU by default.
     """
 
     def __init__(self, device: Device, reference: Device | None = None) -> None:
@@ -54,7 +54,7 @@ class Bench(Freeable):
         )
 
     def support(self, case: KitCase) -> Result:
-        """Ask whether the device computes a case, and see whether that is true."""
+        """Check the device's claim about a case by computing it."""
         start = perf_counter()
         outcome, reason, claimed = self._support(case)
         took, facts = perf_counter() - start, {"supported": claimed}
@@ -107,7 +107,7 @@ class Bench(Freeable):
         return (Outcome.FAILED if wrong else Outcome.PASSED), wrong, nmse
 
     def _in_place(self, expected: Case, memory: GuardedMemory) -> str:
-        """Say what is wrong where the result lies in an operand's place, as an allocator may lay it."""
+        """Return faults of the result when an allocator places it in an operand's memory."""
         for i in lenders(expected.build().graph.nodes[-1]):
             built = expected.build()
             node = built.graph.nodes[-1]
@@ -117,7 +117,7 @@ class Bench(Freeable):
             image.upload()
             wrong, _ = _compute(self.stream, image)
             if wrong:
-                return f"its result lies where src{i} does: {wrong}"
+                return f"its result in the place of src{i}: {wrong}"
         return ""
 
     # -- support -------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Bench(Freeable):
             return failed, f"cannot be placed: it raised {one_line(error)}", before is None
         after = refusal(self.device, built)
         if after != before and not case.memory:
-            return failed, "the answer changes once the tensors lie in a buffer", before is None
+            return failed, "the answer changes once the tensors are in a buffer", before is None
         before = after
         try:
             _run(self.stream, image)
@@ -161,7 +161,7 @@ class Bench(Freeable):
         return Outcome.PASSED, "", True
 
     def _placed(self, case: KitCase, built: Built) -> tuple[Image | None, str]:
-        """Place a program; memory for weights may refuse one, and say why."""
+        """Place a program, or return why the memory for weights refuses it."""
         if not case.memory:
             return self._memory.place(built), ""
         try:
@@ -171,7 +171,7 @@ class Bench(Freeable):
 
 
 def lenders(node: Tensor) -> list[int]:
-    """Return which of a node's operands may lend their memory to its result, and are tensors of their own."""
+    """Return the operands whose memory a node's result may reuse, and that are not views."""
     n = SPECS[node.op].inplace if node.view_src is None and not node.is_empty else 0
     roots = [None if s is None else s.view_src or s for s in node.src]
     return [
@@ -205,7 +205,7 @@ def _inconsistency(device: Device, stream: Backend, built: Built) -> str:
 
 
 def _expected(reference: Backend, memory: Memory, case: KitCase) -> Case:
-    """Compute the case on the reference, and return it with the outputs that a device must give."""
+    """Return the case with the outputs that the reference computes."""
     built = case.program.case(case.id).build()
     image = memory.place(built)
     image.upload()
@@ -224,7 +224,7 @@ def _run(stream: Backend, image: Image) -> None:
 
 
 def _compute(stream: Backend, image: Image) -> tuple[str, float | None]:
-    """Return what is wrong after a computation, and the largest error."""
+    """Compute a program; return its faults, and the largest error."""
     _run(stream, image)
     verdicts = image.built.compare()
     nmse = max((v.nmse for v in verdicts.values() if v.nmse is not None), default=None)

@@ -1,4 +1,4 @@
-"""Devices under test by name, and the kinds of memory that they have for weights."""
+"""Devices under test by name, and their buffer types for weights."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _META = re.compile(r"Meta\((.*)\)", re.IGNORECASE)
 
 
 class UnknownDeviceError(RegistryError):
-    """A name that belongs to no backend, as a mistyped one; a card that is absent is another error."""
+    """A name of no backend (mistyped); an absent card is another error."""
 
 
 def device_named(name: str) -> Device:
     """Return a device by its name; `Meta(A,B)`, or `A+B`, is a meta device of simple ones.
 
-    Such a device deals its weights out by `sharded_by_chance`.
+    A meta device shards its weights by `sharded_by_chance`.
 
     Raises:
         ArgumentError: A meta device of more than 16 devices, or of none.
-        BackendError: The backend of a device cannot be used.
-        RegistryError: A backend of that name has no such device.
-        UnknownDeviceError: No backend is named so.
+        BackendError: A device's backend cannot be used.
+        RegistryError: The backend of that name has no such device.
+        UnknownDeviceError: No backend has the name.
     """
     meta = _META.fullmatch(name.strip())
     parts = device_names(meta[1]) if meta else [part.strip() for part in name.split("+")]
@@ -51,15 +51,15 @@ def _simple(name: str) -> Device:
             raise
         names = [*(device.name for device in devices()), *(f"{of}0" for of in absent)]
         raise UnknownDeviceError(
-            f"there is no device {name!r}, and no backend of that name ('ggmlb devices' lists what there is)"
+            f"there is no device {name!r}, and no backend of that name ('ggmlb devices' lists them)"
             f"{did_you_mean(name, names)}"
         ) from None
 
 
 def sharded_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitState:
-    """Return a way to deal a tensor out: along any dimension, in parts of any extent, none included.
+    """Return a random split state of a tensor: any dimension, parts of any extent, also 0.
 
-    The same for tensors of the same name, type and extents, on every machine.
+    It is the same for tensors of the same name, type and extents on every machine.
     """
     draw = random.Random(f"{seed} {tensor.name} {tensor.dtype.name} {tensor.ne} {n_devices}")
     axes = [i for i in range(4) if tensor.ne[i] > 1]
@@ -74,9 +74,9 @@ def sharded_by_chance(tensor: Tensor, n_devices: int, seed: str = "") -> SplitSt
 
 
 def weight_memories(device: Device) -> list[BufferType]:
-    """Return the kinds of memory that a device has for weights beside its own.
+    """Return the buffer types of a device for weights, other than its own.
 
-    They are its extra buffer types, and memory that splits a matrix's rows over the devices of its backend.
+    These are its extra buffer types, and the split buffer type of its backend.
     """
     reg = device.reg
     extra, split = reg.get_proc_address("dev_get_extra_bufts"), reg.get_proc_address("split_buffer_type")

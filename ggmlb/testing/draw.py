@@ -1,7 +1,7 @@
-"""Drawing programs: a few leafs, the steps that lay them out in memory, and the op in question.
+"""Drawing of programs: some leafs, steps that lay them out in memory, and the tested op.
 
-A family is a function that draws such a program; it stands beside its op in `ggmlb.core.ops`. What decides
-is a `Choices`: the kit's goes through every choice (`cases.py`), hypothesis's draws at random and shrinks.
+A family is a function that draws such programs, in the op's module of `ggmlb.core.ops`. A `Choices`
+object decides: the kit's covers every choice (`cases.py`), hypothesis's draws at random and shrinks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Number: TypeAlias = float
 Truth: TypeAlias = bool
 
 Output = tuple[int, "tuple[int, ...]", bytes]
-"""Type, extents and bytes of a result, as the reference computed it."""
+"""Type, extents and bytes of a result of the reference."""
 
 
 class Choices(Protocol):
-    """What decides where a family leaves a choice."""
+    """Decides the choices of a family."""
 
     beyond: bool
-    """Whether types and layouts may be chosen that ggml's own CPU backend does not take."""
+    """Whether types and layouts that ggml's CPU backend does not support are allowed."""
     large: bool
-    """Whether the program may take as long as a model's op, for edges of tiles."""
+    """Whether the program may be as large as a model's op, for edges of tiles."""
     plain: bool
-    """Whether the program is the plainest of its family: nothing is repeated, batched, padded or skipped."""
+    """Whether the program is the plainest of its family: without repeats, batches, padding or strides."""
 
     def integer(self, low: int, high: int) -> int:
         """Return a number from `low` to `high`."""
@@ -58,7 +58,7 @@ class Choices(Protocol):
 
 @dataclass
 class Leaf:
-    """A leaf and what makes its values; quantising them takes long, so they are made when asked for."""
+    """A leaf and a generator of its values, called on demand because quantising is slow."""
 
     name: str
     dtype: DType
@@ -82,11 +82,11 @@ class Program:
     """A program under construction; tensors are named `"$name"`.
 
     Attributes:
-        choices: What decides.
-        nmse: The error that is allowed; 0 asks for equality.
-        rule: How to compare, as in golden programs.
+        choices: Decides the choices.
+        nmse: The allowed error; 0 demands equality.
+        rule: Rule of comparison, as in golden programs.
         outputs: Names of the tensors to compare.
-        texts: What each tensor is, for people: `"f16[40, 3].padded"`.
+        texts: Description of each tensor: `"f16[40, 3].padded"`.
     """
 
     choices: Choices
@@ -104,7 +104,7 @@ class Program:
     # -- numbers -------------------------------------------------------------------------------
 
     def int(self, low: Integer, high: Integer) -> Integer:
-        """A number from `low` to `high`."""
+        """Return a number from `low` to `high`."""
         return self.choices.integer(low, high)
 
     def extra(self, low: Integer, high: Integer) -> Integer:
@@ -112,31 +112,31 @@ class Program:
         return low if self.choices.plain else self.int(low, high)
 
     def float(self, low: Number, high: Number) -> Number:
-        """A float32 from `low` to `high`."""
+        """Return a float32 from `low` to `high`."""
         return self.choices.number(np.float32(low).item(), np.float32(high).item())
 
     def bool(self) -> Truth:
-        """Yes or no, no first."""
+        """Return a truth value; the first alternative is False."""
         return Truth(self.choices.pick(2))
 
     def one_of(self, *choices: Any, beyond: tuple[Any, ...] = ()) -> Any:
-        """One of the choices, or of those that ggml's CPU backend does not take."""
+        """Return one of the choices, or of those `beyond` ggml's CPU backend."""
         if self.choices.beyond:
             choices += beyond
         return choices[self.choices.pick(len(choices))] if len(choices) > 1 else choices[0]
 
     def extent(self, high: Integer, large: Integer) -> Integer:
-        """An extent up to `high`, or up to `large` in large programs."""
+        """Return an extent up to `high`, or up to `large` in large programs."""
         return self.int(1, large if self.choices.large else high)
 
     def ne(self, *highest: Integer) -> Extents:
-        """Four extents, each up to the number given; 1 where none is given; now and then some more."""
+        """Return four extents, each up to the given number (by default 1), sometimes larger."""
         return (*self.choices.extents(highest or (70, 6, 4, 3)), 1, 1, 1)[:4]
 
     # -- tensors -------------------------------------------------------------------------------
 
     def leaf(self, dtype: DType, ne: Extents, data: Any = None, low: Number = -1, high: Number = 1) -> str:
-        """A leaf with given or random values."""
+        """Create a leaf with given or random values."""
         ne = (*ne, 1, 1, 1)[:4]
         number = len(self.leafs)
 
@@ -158,7 +158,7 @@ class Program:
         beyond: tuple[str, ...] = (),
         **values: Any,
     ) -> str:
-        """A tensor of that type and shape, in one of the ways to lie in memory."""
+        """Create a tensor of that type and shape, in one of the memory layouts."""
         ne = (*ne, 1, 1, 1)[:4]
         if dtype.block_size > 1:
             beyond = tuple(x for x in beyond if x != PERMUTED)  # a row of blocks is never torn apart
@@ -175,7 +175,7 @@ class Program:
         return tensor
 
     def mask(self, dtype: DType, ne: Extents) -> str:
-        """Random values, in every other mask with -inf in some places; the first of a row is finite."""
+        """Create a mask of random values, half of the masks with some -inf, but not at the start of a row."""
         ne = (*ne, 1, 1, 1)[:4]
         values = self.random.uniform(-1, 1, ne[::-1]).astype(np.float32)
         if self.bool():
@@ -183,7 +183,7 @@ class Program:
         return self.leaf(dtype, ne, values)
 
     def _window(self, dtype: DType, ne: Extents, n_dims: Integer, values: Any) -> str:
-        """A window on a tensor that is larger along the first dimensions."""
+        """Create a window of a tensor that is larger along the first dimensions."""
         block = dtype.block_size
         more = [self.int(0, 2) * block, *(self.int(0, 2) for _ in range(n_dims - 1)), 0, 0, 0][:4]
         start = [self.int(0, m // block) * block if i == 0 else self.int(0, m) for i, m in enumerate(more)]
@@ -212,23 +212,23 @@ class Program:
         return result
 
     def compare(self, *tensors: str) -> None:
-        """Compare tensors too."""
+        """Add tensors to compare."""
         self.outputs += [t[1:] for t in tensors]
 
     # -- uses ----------------------------------------------------------------------------------
 
     @property
     def text(self) -> str:
-        """The program in short: what is computed of which types, shapes and layouts."""
+        """Return a short text of the program: op, types, shapes and layouts."""
         return self.texts[self.outputs[0]]
 
     @property
     def fn(self) -> str:
-        """The function that gives the first output."""
+        """Return the function that computes the first output."""
         return next(step.fn for step in self.steps if step.out == self.outputs[0])
 
     def request(self) -> tuple[Any, ...]:
-        """What `GgmlProcess.compute` takes."""
+        """Return the argument of `GgmlProcess.compute`."""
         return (
             [(x.name, int(x.dtype), x.ne, x.data) for x in self.leafs],
             [(s.out, s.fn, tuple(_c_value(a) for a in s.args)) for s in self.steps],
@@ -236,7 +236,7 @@ class Program:
         )
 
     def case(self, label: str = "", expected: Sequence[Output] = ()) -> Case:
-        """The program with the outputs that a reference gave, or with none."""
+        """Return the program as a case, with expected outputs if given."""
         results = dict(zip(self.outputs, expected, strict=bool(expected)))
         archive: Any = SimpleNamespace(members=_Members(self.leafs, results))
         return Case(
@@ -273,7 +273,7 @@ class Program:
 
 
 class _Members:
-    """The bytes of leafs and outputs by name; those of leafs are made when asked for."""
+    """The bytes of leafs and outputs by name; leafs are generated on demand."""
 
     def __init__(self, leafs: Sequence[Leaf], outputs: dict[str, Output]) -> None:
         self._leafs = {f"leaf.{leaf.name}": leaf for leaf in leafs}
@@ -285,7 +285,7 @@ class _Members:
 
 
 def _random_blocks(dtype: DType, ne: Extents) -> npt.NDArray[np.uint8]:
-    """Return blocks of a type that is only read: any bits, with a scale that gives values of about 1."""
+    """Return blocks of a type without a writer: random bits, with a scale for values of about 1."""
     n = math.prod(ne) // dtype.block_size
     blocks = np.random.default_rng((int(dtype), n)).integers(0, 256, (n, dtype.type_size), np.uint8)
     if dtype is DType.IQ1_M:  # the scale is spread over the high bits of the last four words
@@ -298,7 +298,7 @@ def _random_blocks(dtype: DType, ne: Extents) -> npt.NDArray[np.uint8]:
 
 
 def shape_text(dtype: DType, ne: Sequence[int]) -> str:
-    """Return `"f16[40,3]"`: extents up to the last that is not 1."""
+    """Return type and extents, without trailing ones: `"f16[40,3]"`."""
     n = max((i for i, extent in enumerate(ne) if extent != 1), default=0)
     return f"{dtype.name.lower()}[{','.join(str(e) for e in ne[: n + 1])}]"
 

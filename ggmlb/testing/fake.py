@@ -1,9 +1,9 @@
-"""Fake devices: NumPy posing as several GPUs, made to show what a real GPU hides.
+"""Fake devices: several GPUs simulated with NumPy, which expose errors that a real GPU hides.
 
-Each fake device has memory of its own, poisoned (NaN) when allocated, and a queue that runs only when
-something waits for it. A forgotten wait reads NaN, a forgotten copy is an error, and what a device
-supports, how much memory it has and which of its calls fail is the test's choice. They test the
-scheduler and the allocators; they never stand in for a real device in a claim.
+Each fake device has its own memory, poisoned (NaN) when allocated, and a queue that runs only when
+something waits for it. A missing wait reads NaN, and a missing copy raises. The test chooses supported
+ops, memory size and failing calls. They test the scheduler and the allocators, and are no evidence about
+real devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Declines = Callable[[Tensor], "str | None"]
 
 
 class FakeReg(BackendReg):
-    """Some fake devices, as a backend.
+    """The registration of fake devices.
 
     Attributes:
         calls: Every transfer, computation and wait of the devices, in the order in which they ran.
@@ -65,12 +65,12 @@ class FakeDevice(Device):
     """A fake GPU.
 
     Attributes:
-        used: Bytes allocated now.
-        capacity: Bytes in all.
-        n_buffers: Buffers allocated and not freed.
+        used: Allocated memory [bytes].
+        capacity: Total memory [bytes].
+        n_buffers: Number of buffers not freed.
     """
 
-    description = "NumPy posing as a GPU"
+    description = "a GPU simulated with NumPy"
 
     def __init__(self, reg: FakeReg, index: int, declines: Declines | None, capacity: int) -> None:
         self._reg = reg
@@ -88,7 +88,7 @@ class FakeDevice(Device):
 
     @property
     def type(self) -> DeviceType:
-        """As the registration says."""
+        """Its kind, chosen by the registration."""
         return self._reg.device_type
 
     @property
@@ -108,7 +108,7 @@ class FakeDevice(Device):
 
     @property
     def buffer_type(self) -> FakeBufferType:
-        """Memory of this device alone."""
+        """Memory of this device only."""
         return self._buft
 
     def init_backend(self, params: Mapping[str, Any] | None = None) -> FakeBackend:
@@ -117,7 +117,7 @@ class FakeDevice(Device):
         return FakeBackend(self)
 
     def declines(self, op: Tensor) -> str | None:
-        """As the test says, else as NumPy can."""
+        """Return the test's reason, else the CPU's."""
         why = self._declines(op) if self._declines is not None else None
         return why if why is not None else RULES.declines(op)
 
@@ -160,7 +160,7 @@ class FakeBackend(Backend):
     """A queue of work that runs only when something waits for it.
 
     Attributes:
-        n_queued: Pieces of work queued so far.
+        n_queued: Number of pieces of work queued so far.
     """
 
     guid = "ggmlb-fake"
@@ -185,7 +185,7 @@ class FakeBackend(Backend):
         self.n_queued += 1
 
     def run_until(self, n: int) -> None:
-        """Run the queue until `n` pieces of work in all have been taken from it."""
+        """Run the queue until `n` pieces of work have been started in total."""
         while self._queue and self.n_queued - len(self._queue) < n:
             self._queue.popleft()()
 
@@ -257,7 +257,7 @@ class FakeBackend(Backend):
 
 
 class FakeEvent(Event):
-    """A count of a queue's work."""
+    """An event: a position in a queue's work."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""How long a run will take, from a few of its cases."""
+"""Estimate of a run's duration from a few of its cases."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing import Final
 from ggmlb.testing.run import Runner, Task, worker_processes
 
 N_TRIED: Final = 8
-"""Cases of a device and mode that are tried."""
+"""Number of cases tried for each device and mode."""
 TRIAL_S: Final = 4.0
-"""Time after which no more of them are tried [s]."""
+"""Time after which no more cases are tried [s]."""
 
 
 def forecast_s(work: Sequence[Task], jobs: int = 1) -> float:
-    """Try a few cases of each device and mode, and return how long all will take [s].
+    """Try a few cases of each device and mode, and return the estimated duration of all [s].
 
-    It is an estimate: cases differ, and the more so the emptier the caches of compiled kernels are. What a
-    case finds is left for the run to tell.
+    Cases differ, more so if compiled kernels are not cached. Results of the tried cases are ignored.
 
     Args:
         work: The tasks.
-        jobs: Processes that will share them, all but mode `perf`.
+        jobs: Number of processes, for all modes except `perf`.
     """
     groups: dict[tuple[str, str], list[Task]] = defaultdict(list)
     for task in work:
@@ -49,18 +48,18 @@ def forecast_s(work: Sequence[Task], jobs: int = 1) -> float:
 
 
 def forecast(work: Sequence[Task], jobs: int = 1) -> str:
-    """Return how long a run will take, as a person reads it; tried in another process if the run has some."""
+    """Return the estimated duration as text; cases are tried in another process if the run uses several."""
     if jobs <= 1:
         return about_minutes(forecast_s(work))
     try:
         with worker_processes(1) as pool:
             return about_minutes(pool.submit(forecast_s, work, jobs).result())
     except BrokenProcessPool:
-        return "a time that cannot be told, for a case that was tried ended its process"
+        return "unknown, because a tried case ended its process"
 
 
 def _trials(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Yield some cases, evenly spread over the tasks, as tasks of one case."""
+    """Yield some cases, evenly distributed over the tasks, as tasks of one case."""
     cases = [(task, i) for task in tasks for i in task.ids]
     step = max(1, len(cases) // N_TRIED)
     for task, name in cases[step // 2 :: step][:N_TRIED]:
@@ -68,7 +67,7 @@ def _trials(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def about_minutes(seconds: float) -> str:
-    """Return a time for people: `"less than a minute"`, `"about 12 minutes"`, `"about 2.5 hours"`."""
+    """Format a duration: `"less than a minute"`, `"about 12 minutes"`, `"about 2.5 hours"`."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return "less than a minute"

@@ -1,4 +1,4 @@
-"""Results as text for programs: JSON, CSV and JUnit XML. The table for people is the command's own."""
+"""Results as JSON, CSV and JUnit XML; `ggmlb.cli.tables` prints the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ggmlb.testing.junit import as_junit
 from ggmlb.testing.results import Result, counts
 
 COLUMNS: Final = ("mode", "device", "family", "id", "outcome", "reason", "nmse", "time_s")
-"""Of CSV; a mode's own figures follow."""
+"""Columns of CSV, followed by the mode's own figures."""
 
 
 def as_json(results: Sequence[Result], about: About | None = None) -> str:
@@ -25,7 +25,7 @@ def as_json(results: Sequence[Result], about: About | None = None) -> str:
 
 
 def as_csv(results: Sequence[Result], about: About | None = None) -> str:
-    """Return a line of names, and a line for each result; there is no place for more."""
+    """Return a line of names, and a line for each result; `about` is omitted."""
     facts = list(dict.fromkeys(name for result in results for name in result.facts))
     out = io.StringIO()
     writer = csv.DictWriter(out, [*COLUMNS, *facts], lineterminator="\n")
@@ -35,7 +35,7 @@ def as_csv(results: Sequence[Result], about: About | None = None) -> str:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    """Replace what JSON does not have: NaN and infinities become text."""
+    """Replace NaN and infinities, which JSON lacks, by text."""
     return {k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in record.items()}
 
 

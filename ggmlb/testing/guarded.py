@@ -1,4 +1,4 @@
-"""Programs among guard bytes: no byte may be left unwritten, and none written beside the results."""
+"""Programs placed between guard bytes, to find unwritten results and stray writes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ggmlb.testing.programs import Built
 
 GUARD = 256
-"""Bytes before and after each tensor, at least."""
+"""Least number of guard bytes before and after each tensor."""
 
 
 def poison(size: int) -> npt.NDArray[np.uint8]:
-    """Return bytes that are NaN in every float type, wherever one begins, and tell where they belong.
+    """Return bytes that are NaN in every float type at every alignment, and that differ by position.
 
     Each pair is 0xFFF1 to 0xFFFF: a NaN of half precision, of bfloat16, and at the head of longer types.
     """
@@ -35,7 +35,7 @@ def poison(size: int) -> npt.NDArray[np.uint8]:
 
 
 class Held(NamedTuple):
-    """Where a tensor lies in a buffer: its first byte, and how many."""
+    """The byte range of a tensor in a buffer."""
 
     tensor: Tensor
     start: int
@@ -43,15 +43,15 @@ class Held(NamedTuple):
 
 
 class Watch:
-    """A buffer, or the beginning of one, whose bytes are compared before and after a computation.
+    """A buffer (or its beginning) whose bytes are compared before and after a computation.
 
     Args:
         buffer: The buffer.
-        size: Bytes of it that the program uses.
-        held: What lies there.
+        size: Bytes used by the program.
+        held: The tensors in it.
 
     Attributes:
-        written: Which bytes the computation may change.
+        written: Mask of bytes that the computation may change.
     """
 
     def __init__(self, buffer: Buffer, size: int, held: Iterable[Held]) -> None:
@@ -62,15 +62,15 @@ class Watch:
         self.written = np.zeros(size, np.bool_)
 
     def poison(self) -> None:
-        """Fill all memory with what is no number."""
+        """Fill all memory with NaN."""
         self._whole.set(poison(self._whole.nbytes))
 
     def remember(self) -> None:
-        """Take what is there for what must stay."""
+        """Remember the current bytes."""
         self._before = self._whole.get()
 
     def trespass(self) -> str:
-        """Say which byte was changed that the computation does not own; empty if none was."""
+        """Describe a stray write since `remember`; empty if there was none."""
         changed = np.flatnonzero((self._whole.get() != self._before) & ~self.written)
         return self._whose(int(changed[0]), changed.size) if changed.size else ""
 
@@ -80,7 +80,7 @@ class Watch:
                 what = "an input" if t.op in NO_OPS else "a gap of the result"
                 return f"{n} bytes were changed in {what}: {t.describe()}, from its byte {place - start} on"
         if not self._held:
-            return f"{n} bytes were changed in memory that holds nothing"
+            return f"{n} bytes were changed in unused memory"
         nearest = min(self._held, key=lambda h: min(abs(place - h.start), abs(place - h.start - h.nbytes)))
         if place < nearest.start:
             where = f"{nearest.start - place} bytes before the start of"
@@ -94,8 +94,8 @@ class Image:
     """A program in memory.
 
     Attributes:
-        watches: The memory that is watched.
-        kept: Weights in memory of another kind, which must read as they were written.
+        watches: The watched memory.
+        kept: Weights in another buffer type, which must not change.
     """
 
     built: Built
@@ -111,38 +111,38 @@ class Image:
             watch.remember()
 
     def trespass(self) -> str:
-        """Say which bytes were changed that the computation does not own; empty if none were."""
+        """Describe a stray write; empty if there was none."""
         for watch in self.watches:
             if told := watch.trespass():
                 return told
         for leaf in self.built.case.leafs:
             tensor = self.built.tensors[leaf.name]
             if tensor in self.kept and not np.array_equal(read_back(tensor, leaf.data), leaf.data):
-                return f"a weight does not read as it was written: {tensor.describe()}"
+                return f"a weight was changed: {tensor.describe()}"
         return ""
 
     @property
     def keeps_inputs(self) -> bool:
-        """Whether the program writes into none of its inputs, so that it can be computed again."""
+        """Whether the program writes to none of its inputs, so that it can be repeated."""
         leafs = {self.built.tensors[leaf.name] for leaf in self.built.case.leafs}
         return not any((t.view_src or t) in leafs for t in results(self.built))
 
 
 class Memory(Protocol):
-    """Where programs are placed, one after the other."""
+    """Memory for programs, one at a time."""
 
     def place(self, built: Built) -> Image:
         """Place a program; `Image.upload` writes its inputs."""
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class GuardedMemory:
-    """A buffer in which one program after the other is placed.
+    """A guarded buffer for programs, one at a time.
 
     Args:
-        buft: Of which type.
+        buft: The buffer type.
     """
 
     def __init__(self, buft: BufferType) -> None:
@@ -150,11 +150,11 @@ class GuardedMemory:
         self._buffer: Buffer | None = None
 
     def place(self, built: Built, shared: tuple[Tensor, Tensor] | None = None) -> Image:
-        """Place what lies nowhere yet of a program; `Image.upload` writes its inputs.
+        """Place the unplaced tensors of a program; `Image.upload` writes its inputs.
 
         Args:
             built: The program.
-            shared: A node, and the operand in whose place its result lies, as an allocator may decide.
+            shared: A node, and the operand whose memory its result reuses.
         """
         roots = [t for t in built.ctx.tensors if t.view_src is None and not t.buffer]
         held, buffer, end = self.lay([t for t in roots if shared is None or t is not shared[0]])
@@ -171,7 +171,7 @@ class GuardedMemory:
         return Image(built, [watch])
 
     def lay(self, roots: list[Tensor]) -> tuple[list[Held], Buffer, int]:
-        """Place tensors with guards around them; return where, the buffer, and the bytes of it in use."""
+        """Place tensors with guards around them; return their places, the buffer, and its bytes in use."""
         step = self._buft.alignment
         held, end = [], padded(GUARD, step)
         for tensor in roots:
@@ -183,7 +183,7 @@ class GuardedMemory:
         return held, buffer, end
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._buffer is not None and not self._buffer.is_freed:
             self._buffer.free()
         self._buffer = None
@@ -196,7 +196,7 @@ class GuardedMemory:
 
 
 def read_back(tensor: Tensor, otherwise: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return a weight's bytes; `otherwise` where its memory keeps values, and says that it has no bytes."""
+    """Return a weight's bytes; `otherwise` if its memory does not keep them."""
     try:
         return tensor.get()
     except BackendError:

@@ -1,4 +1,4 @@
-"""JUnit XML, as CI systems read it, written as results come: the file is whole after each of them."""
+"""Incremental JUnit XML for CI systems: the file is complete after each result."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _TAIL: Final = "</testsuites>\n"
 
 
 class JunitReport:
-    """A report in a file: a suite for each device and mode, a case for each result.
+    """A JUnit report: a suite for each device and mode, a case for each result.
 
-    What a run has found is in the file at once, so that its end, whatever the cause, loses nothing. Until
-    `close`, the report ends with a suite `ggmlb.unfinished` that counts as an error: a run that was stopped
-    is no green one. An expected failure counts as skipped, and an expected failure that passes as failed.
+    Each result is written at once, so that none is lost if the run ends early. Until `close`, the report
+    ends with a suite `ggmlb.unfinished` that counts as an error. An expected failure counts as skipped,
+    an unexpected pass as failed.
 
     Args:
-        out: Where it is written, from the present place on. It must be seekable.
-        about: What the suites tell of machine and devices.
+        out: Seekable output, written from the current position on.
+        about: Machine and devices, for the suites' properties.
         total: Cases of the run; 0 if unknown.
     """
 
@@ -63,7 +63,7 @@ class JunitReport:
             self._rewrite(suite)
 
     def close(self) -> None:
-        """Say that the run is complete. The file is left open."""
+        """Mark the run as complete. The file stays open."""
         self._write(self._end_of_suites, _TAIL.encode())
         self._out.truncate(self._end_of_suites + len(_TAIL.encode()))
         self._out.seek(0, io.SEEK_END)
@@ -78,7 +78,7 @@ class JunitReport:
         self._write(place, text + self._end())
 
     def _end(self) -> bytes:
-        """What follows the suites while the run goes on."""
+        """The text after the suites during the run."""
         of = f" of {self._total}" if self._total else ""
         why = self._about.unfinished or f"the run was stopped: {self._n}{of} cases were done"
         return (
@@ -99,7 +99,7 @@ class _Suite:
     """The cases of a device and a mode.
 
     Attributes:
-        start: Where it begins in the file [bytes].
+        start: Offset in the file [bytes].
     """
 
     tail = b"  </testsuite>\n"
@@ -119,18 +119,18 @@ class _Suite:
 
     @property
     def head(self) -> bytes:
-        """Its first line, of the same length however many cases there are."""
+        """The first line, of fixed length for any number of cases."""
         counts = " ".join(f'{name}="{n}"' for name, n in self._counts.items())
         counts += f' time="{self._time_s:.6f}"'
         return f"  <testsuite {self._facts} {counts:<100}>\n".encode()
 
     @property
     def text(self) -> bytes:
-        """All of it."""
+        """The suite as XML."""
         return b"".join((self.head, *self._body, self.tail))
 
     def add(self, result: Result) -> bytes:
-        """Take a result, and return its case."""
+        """Add a result; return its case as XML."""
         self._counts["tests"] += 1
         self._counts["failures"] += result.outcome.is_bad
         self._counts["skipped"] += not result.outcome.is_bad and result.outcome is not Outcome.PASSED
@@ -142,7 +142,7 @@ class _Suite:
 
 
 def as_junit(results: Sequence[Result], about: About | None = None) -> str:
-    """Return the report of results that are all known."""
+    """Return the report of a complete run."""
     out, about = io.BytesIO(), about or About.here()
     report = JunitReport(out, about)
     for result in results:

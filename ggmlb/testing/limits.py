@@ -1,4 +1,4 @@
-"""The errors that a device may make where it differs from the reference for a good reason."""
+"""Allowed errors of a device, where it may differ from the reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from ggmlb.testing.draw import Program
 
 DEFAULT: Final = 1e-7
-"""Normalised mean squared error of an op that computes in float32 (ggml's default); families say more."""
+"""Allowed normalised mean squared error of an op in float32 (ggml's default); families may allow more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """An error that is allowed, and why."""
+    """An allowed error and its reason."""
 
     nmse: float
     reason: str
@@ -36,20 +36,20 @@ LIMITS: Final[dict[str, Limit]] = {
         ("conv_3d", "conv_3d_direct", "conv_transpose_1d", "conv_transpose_2d_p0"), Limit(5e-4, _HALF)
     ),
 }
-"""By the function that computes the result, if an operand of it is of a short float type or of blocks."""
+"""Limits by function, if an operand has a short float or a quantised type."""
 
 
 EXACT: Final = (DType.F32, DType.I32, DType.I64)
-"""Types that lose nothing in such an op; the integers are indices."""
+"""Types without rounding in such ops; the integers are indices."""
 
 CHOSEN_SCALES: Final = {
     DType.IQ4_NL: Limit(5e-3, "the search for a block's scale is the device's own; its error is 5e-3 at best")
 }
-"""By the type that a result is rounded to."""
+"""Limits by the type of the result."""
 
 
 def limit(program: Program) -> float:
-    """Return the error that is allowed to the program; 0 asks for equality."""
+    """Return the allowed error of a program; 0 demands equality."""
     if program.rule == "dequant":
         rounded = [CHOSEN_SCALES[leaf.dtype].nmse for leaf in program.leafs if leaf.dtype in CHOSEN_SCALES]
         return max([program.nmse, *rounded])

@@ -1,4 +1,4 @@
-"""Memory for tests of the allocators: host memory whose limits and failures the test chooses."""
+"""Memory for tests of the allocators: host memory with chosen limits and failures."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ggmlb.interface import BackendReg, Buffer, BufferType, Device
 from ggmlb.interface.host import HostBuffer, HostBufferType
 
 POISON = 0xFF
-"""Fills fresh memory: NaN in every float type, -1 in every integer type."""
+"""Byte that fills new memory: NaN in every float type, -1 in every integer type."""
 
 
 class TestMemory(HostBufferType):
-    """Host memory of a test's choice, poisoned when allocated.
+    """Host memory with chosen limits, poisoned when allocated.
 
     Args:
-        name: Of the buffer type.
-        alignment: Of tensors [bytes].
+        name: Name of the buffer type.
+        alignment: Alignment of tensors [bytes].
         max_size: Largest buffer [bytes].
         capacity: Bytes in all.
 
     Attributes:
         used: Bytes allocated now.
         n_buffers: Buffers allocated and not freed.
-        n_calls: Allocations tried so far.
-        fail_at: The allocation that fails, counted as `n_calls`; -1 for none.
+        n_calls: Number of allocations tried so far.
+        fail_at: The allocation that fails, by `n_calls`; -1 for none.
     """
 
     __test__ = False  # pytest: this is no test case
@@ -65,7 +65,7 @@ class TestMemory(HostBufferType):
 
 
 class TestBuffer(HostBuffer):
-    """NumPy memory, poisoned."""
+    """A poisoned buffer of NumPy memory."""
 
     __test__ = False
     buft: TestMemory
@@ -80,7 +80,7 @@ class TestBuffer(HostBuffer):
 
 
 class _MemoryDevice(Device):
-    """The device of a `TestMemory`: it says how much is free."""
+    """The device of a `TestMemory`, which reports free memory."""
 
     description = "memory for tests"
     type = DeviceType.CPU

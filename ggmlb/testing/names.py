@@ -1,4 +1,4 @@
-"""Lists of names, as users write them."""
+"""Parsing of users' lists of names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import re
 
 
 def device_names(text: str) -> list[str]:
-    """Return the names in a list: `"CPU, Meta(OpenCL0,OpenCL1)"` has two."""
+    """Split a list of device names: `"CPU, Meta(OpenCL0,OpenCL1)"` has two."""
     parts = re.split(r",(?![^(]*\))", text)
     return [part.strip() for part in parts if part.strip()]

@@ -1,9 +1,9 @@
-"""Mode `perf`: time, bandwidth and rate of ops, beside what the device's own memory and products reach.
+"""Mode `perf`: time, bandwidth and rate of ops, compared with the device's measured peaks.
 
-Sizes are those of a language model's layer on a GPU, and a quarter of that along an edge on a CPU; weights
-of products of one column are twice as wide and four times as high, so that caches do not hold them. An op's
-limit is the time that its bytes take at the copy's bandwidth, or its arithmetic at the product's rate,
-whichever is longer.
+Sizes are those of a language model's layer on a GPU, and a quarter of that along each edge on a CPU.
+Weights of products with one column are twice as wide and four times as high, to exceed caches. An op's
+limit is the longer of the time of its bytes at the copy's bandwidth and of its arithmetic at the
+product's rate.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from ggmlb.testing.results import Outcome, Result
 F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 
 BATCH_S: Final = 0.05
-"""Time that one measurement takes, at least [s]."""
+"""Least time of one measurement [s]."""
 BATCHES: Final = 5
-"""Measurements, of which the median counts."""
+"""Number of measurements; the median is the result."""
 BUDGET_S: Final = 3.0
 """An op that takes longer is measured once."""
 PRODUCTS: Final = (F32, F16, DType.Q8_0, DType.Q4_0)
-"""Types of weights, the fastest of whose products is a limit: short integers may beat floats."""
+"""Types of weights; the fastest product is the limit, as short integers may be faster than floats."""
 PATTERN_ROWS: Final = 16
-"""Rows of different values in a leaf; larger ones repeat them, because quantising takes long."""
+"""Distinct rows of a leaf; larger leafs repeat them, because quantising is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class PerfCase:
     """An op of a given size.
 
     Attributes:
-        op: Its function, by the name that it has in mode `test`.
-        id: Op, types, and what sets it apart; its sizes depend on the device.
-        build: Makes the op's node from a context and a scale: 4 on GPUs, 1 on CPUs.
-        memory: Where the op's first operand lies: a kind of memory for weights, or the device's own if empty.
+        op: Its function, by its name in mode `test`.
+        id: Op, types and distinguishing parameters; sizes depend on the device.
+        build: Builds the op's node from a context and a scale: 4 on GPUs, 1 on CPUs.
+        memory: The buffer type of the op's first operand; the device's own if empty.
     """
 
     op: str
@@ -71,11 +71,11 @@ class PerfCase:
 
     @property
     def ops(self) -> frozenset[str]:
-        """The names by which it can be chosen: those of the same op in mode `test`."""
+        """The names that select it: those of the same op in mode `test`."""
         return _names(self)[1]
 
     def within(self, memory: str) -> PerfCase:
-        """Return the same case with the op's first operand, a weight, in another kind of memory."""
+        """Return the same case with the op's first operand, a weight, in another buffer type."""
         return replace(self, id=f"{self.id} in {memory}", memory=memory)
 
 
@@ -91,11 +91,11 @@ def _names(case: PerfCase) -> tuple[str, frozenset[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device reaches at best.
+    """Measured peak rates of a device.
 
     Attributes:
-        copy_gb_s: Bytes read and written by a copy in its memory [GB/s].
-        product_gflop_s: A square product, by the type of its weights [GFLOP/s].
+        copy_gb_s: Bandwidth of a copy in its memory, reads plus writes [GB/s].
+        product_gflop_s: Rate of a square product, by the type of its weights [GFLOP/s].
     """
 
     copy_gb_s: float
@@ -110,11 +110,11 @@ class Rates:
 CASES: Final = tuple(
     PerfCase(p.fn, f"{p.fn}({p.text})", p.build) for spec in SPECS.values() for p in spec.perf
 )
-"""The sizes of the ops' records, in the order of the table."""
+"""The timed cases of the ops' records, in the order of the table."""
 
 
 def scale_of(device: Device) -> int:
-    """Return the scale of a device's cases."""
+    """Return the scale of a device's cases: 4 on GPUs, 1 on CPUs."""
     return 4 if device.type in (DeviceType.GPU, DeviceType.IGPU) else 1
 
 
@@ -152,7 +152,7 @@ def measure(device: Device, case: PerfCase, rates: Rates) -> Result:
 
 
 def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[float | None, str]:
-    """Return the time of a node whose weight may lie elsewhere [s], or why it cannot be measured."""
+    """Return the time of a node [s], or why it cannot be measured; `memory` is its weight's buffer type."""
     with ExitStack() as stack:
         if memory:
             (buft,) = (b for b in weight_memories(device) if b.name == memory)
@@ -165,7 +165,7 @@ def _time(device: Device, ctx: Context, node: Tensor, memory: str) -> tuple[floa
 
 
 def measure_rates(device: Device) -> Rates:
-    """Measure the copy and the products that other ops are held against."""
+    """Measure the peak rates of copies and products."""
     scale = scale_of(device)
     ctx = Context()
     n = (1 << 22) * scale * scale
@@ -188,7 +188,7 @@ def time_or_none(device: Device, ctx: Context, node: Tensor) -> float | None:
 
 
 def time_node(device: Device, ctx: Context, *nodes: Tensor) -> float:
-    """Return the time of a computation of the nodes, once the plan is made [s]: the median of some."""
+    """Return the median time of computing the planned nodes [s]."""
     with device.init_backend() as stream, alloc_ctx_tensors(ctx, stream) as buffer:
         buffer.clear(0)
         for tensor in ctx.tensors:
@@ -217,7 +217,7 @@ def _pattern(dtype: DType, n: int) -> bytes:
 
 
 def _data(dtype: DType, ne: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return values of a leaf: a few random rows, again and again; indices are rows or experts in turn."""
+    """Return values of a leaf: a few random rows, repeated; indices cycle through rows or experts."""
     n = math.prod(ne)
     if dtype in (I32, I64):
         return (np.arange(n) % 16).astype(dtype.numpy).view(np.uint8)
@@ -226,7 +226,7 @@ def _data(dtype: DType, ne: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint
 
 
 def moved_nbytes(node: Tensor) -> int:
-    """Return the bytes that the op must read and write at least."""
+    """Return the least bytes that the op must read and write."""
     written = node.nbytes
     if node.op in (Op.SET_ROWS, Op.CPY):
         source = node.operand(0)
@@ -243,7 +243,7 @@ def moved_nbytes(node: Tensor) -> int:
 
 
 def flops(node: Tensor) -> int:
-    """Return the multiplications and additions of a product; 0 for other ops, which memory limits."""
+    """Return the multiplications and additions of a product; 0 for other ops, limited by memory."""
     a, b = ((*node.src, None, None))[:2]
     if a is None or b is None:
         return 0

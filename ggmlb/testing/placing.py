@@ -1,4 +1,4 @@
-"""Where a device's programs lie: in its memory, sharded over several devices, or with weights elsewhere."""
+"""Placement of programs: in a device's memory, sharded, or with weights in another buffer type."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def memory_of(buft: BufferType) -> Memory:
-    """Return memory of a device's own type for programs."""
-    return DealtMemory(buft) if isinstance(buft, MetaBufferType) else GuardedMemory(buft)
+    """Return memory for programs in a device's own buffer type."""
+    return ShardedMemory(buft) if isinstance(buft, MetaBufferType) else GuardedMemory(buft)
 
 
-class DealtMemory:
-    """Memory of a meta device: inputs are sharded as weights are, and each device's part is watched.
+class ShardedMemory:
+    """Memory of a meta device: inputs are sharded like weights, and each device's part is watched.
 
     Args:
-        buft: The meta device's.
+        buft: The meta device's buffer type.
     """
 
     def __init__(self, buft: MetaBufferType) -> None:
@@ -64,7 +64,7 @@ class DealtMemory:
 def _watched(
     buffer: Buffer, size: int | None, roots: Iterable[Tensor], written: set[Tensor]
 ) -> Iterable[Watch]:
-    """Watch each device's part of a buffer, of which the first `size` bytes are used, or all."""
+    """Watch each device's part of a buffer: its first `size` bytes, or all."""
     assert isinstance(buffer, MetaBuffer)
     here = [(t, buffer.slices(t)) for t in roots if t.buffer is buffer]
     for j, part in enumerate(buffer.parts):
@@ -78,11 +78,11 @@ def _watched(
 
 
 class WeightMemory:
-    """Memory of a kind that a device has for weights, beside its own for all the rest of a program.
+    """Memory of one buffer type for the weight, and of the device's own for the rest of a program.
 
     Args:
-        buft: For the first operand of the last op.
-        rest: For all other tensors.
+        buft: Buffer type of the first operand of the last op.
+        rest: Memory of all other tensors.
     """
 
     def __init__(self, buft: BufferType, rest: Memory) -> None:
@@ -94,7 +94,7 @@ class WeightMemory:
         """Place a program; `Image.upload` writes its inputs.
 
         Raises:
-            Error: The memory does not take the weight: `ArgumentError`, `DTypeError`, `ShapeError`.
+            Error: The memory refuses the weight: `ArgumentError`, `DTypeError`, `ShapeError`.
         """
         self._free_weight()
         node = built.graph.nodes[-1]
@@ -104,7 +104,7 @@ class WeightMemory:
         return image
 
     def free(self) -> None:
-        """Give the weight's memory back; the rest belongs to others."""
+        """Free the weight's memory; the rest has another owner."""
         self._free_weight()
 
     def _free_weight(self) -> None:
@@ -114,17 +114,17 @@ class WeightMemory:
 
 
 def weight_of(node: Tensor) -> Tensor:
-    """Return the first operand of an op, or what it is a view of."""
+    """Return the first operand of an op, or its view source."""
     operand = node.operand(0)
     return operand.view_src or operand
 
 
 def alloc_weight(node: Tensor, buft: BufferType) -> Buffer:
-    """Place the weight of an op, and nothing else.
+    """Place only the weight of an op.
 
     Raises:
-        AllocationError: There is no room.
-        Error: The memory does not take the weight: `ArgumentError`, `DTypeError`, `ShapeError`.
+        AllocationError: The device lacks room.
+        Error: The memory refuses the weight: `ArgumentError`, `DTypeError`, `ShapeError`.
     """
     buffer = alloc_tensors([weight_of(node)], buft)
     buffer.usage = BufferUsage.WEIGHTS

@@ -1,9 +1,9 @@
-"""The pytest plugin: the conformance kit as tests, one for each case.
+"""pytest plugin: the conformance kit, with one test for each case.
 
     pytest --pyargs ggmlb.testing --ggmlb-device CUDA0
     pytest --pyargs ggmlb.testing --ggmlb-device CUDA0 --ggmlb-mode behaviour -k plan
 
-Installing ggmlb registers it. It does nothing until pytest is told to collect `ggmlb.testing`.
+Installing ggmlb registers it. It has no effect unless pytest collects `ggmlb.testing`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MODES = "test,support,behaviour"
 FACTS = ("mode", "device", "family", "case")
-"""Which case a test is; properties of its report, after `ggmlb_`."""
+"""Properties of a test's report, prefixed with `ggmlb_`, that identify the case."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,12 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ggmlb-require",
         action="store_true",
-        help="fail, instead of skipping, where a device is not there",
+        help="fail, instead of skip, if a device is missing",
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of every case that the options choose."""
+    """Generate a test for every case that the options select."""
     if "ggmlb_case" not in metafunc.fixturenames:
         return
     from ggmlb.testing.devices import UnknownDeviceError
@@ -78,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def ggmlb_runner() -> Iterator[Runner]:
-    """Run cases; keeps a stream on each device for the session."""
+    """Session fixture that runs cases, with one stream on each device."""
     from ggmlb.testing.run import Runner
 
     with Runner() as runner:
@@ -87,7 +87,7 @@ def ggmlb_runner() -> Iterator[Runner]:
 
 @pytest.fixture(scope="session")
 def ggmlb_xfails(pytestconfig: pytest.Config) -> Callable[[str], ExpectedFailures]:
-    """What gives the list of known failures of a device, by its name."""
+    """Session fixture: function from a device's name to its list of known failures."""
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.xfail import ExpectedFailures
 
@@ -101,14 +101,14 @@ def run_case(
     case: tuple[Task, str],
     properties: list[tuple[str, object]],
 ) -> Result:
-    """Run one case and turn its outcome into pytest's.
+    """Run one case and convert its outcome to pytest's.
 
     Args:
-        runner: Runs it.
+        runner: Runs the case.
         xfails: Known failures, by the device's name.
-        case: The case, with the task that holds it.
-        properties: `Item.user_properties`, which get the device and figures. Not by `record_property`: that
-            warns with `--junitxml`, and a project may make warnings errors.
+        case: The case and its task.
+        properties: `Item.user_properties`, extended by the device and figures. (`record_property` warns
+            with `--junitxml`, which a project may turn into an error.)
     """
     from dataclasses import replace
 
@@ -129,7 +129,7 @@ def run_case(
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say which ops a device claims of which no case was computed."""
+    """Report the ops that a device claims but of which no case was computed."""
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import device_named
     from ggmlb.testing.results import Outcome, Result

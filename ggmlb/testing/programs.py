@@ -1,8 +1,8 @@
 """Golden programs: small ggml programs with inputs and the outputs that ggml computed.
 
 A folder holds `<family>.jsonl`, a case per line, and `<family>.npz` with the bytes of all leafs and outputs
-(`tests/golden/README.md` tells the format). A program is data: the names of its steps are methods of
-`Context`, so any backend can build, compute and compare it:
+(`tests/golden/README.md` tells the format). A program is data: its steps are calls of `Context` methods,
+so any backend can build, compute and compare it:
 
     for case in load_cases("tests/golden/programs"):
         built = case.build()
@@ -45,12 +45,12 @@ CONSTANTS: dict[str, type[IntEnum]] = {
     "PREC_": enums.Prec,
     "HINT_": enums.Hint,
 }
-"""Which enum a constant of ggml.h belongs to, by its prefix."""
+"""Enum of a constant of ggml.h, by its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an output is what ggml computed; `nmse` is None where no error was measured."""
+    """Comparison of an output with ggml's; `nmse` is None if no error was measured."""
 
     ok: bool
     nmse: float | None
@@ -58,7 +58,7 @@ class Verdict:
 
 
 class Archive:
-    """The bytes of a family's leafs and outputs; read when first asked for."""
+    """The bytes of a family's leafs and outputs, read on first access."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,9 +100,9 @@ class Case:
     """A program with its inputs and expected outputs.
 
     Attributes:
-        family: The file it comes from: `norm`, `mul_mat`, ...
+        family: The name of its file: `norm`, `mul_mat`, ...
         op: Label for grouping: an op's name, `UNARY_x`, `GLU_x` or `PROGRAM_x`.
-        nmse: The normalised mean squared error that is allowed; 0 asks for equality.
+        nmse: The allowed normalised mean squared error; 0 demands equality.
         rule: `dequant`, `gather`, `gather_sorted`, or empty for the plain comparison.
     """
 
@@ -116,14 +116,14 @@ class Case:
     rule: str = ""
 
     def build(self, ctx: Context | None = None, leafs: Context | None = None) -> Built:
-        """Make the program's tensors and a graph that computes its steps in their order.
+        """Create the program's tensors, and a graph that computes its steps in order.
 
-        Leafs are marked as inputs, and outputs, with the tensors that they are views of, as outputs, so that
-        an allocator keeps all of them.
+        Leafs are marked as inputs, and outputs (with their view sources) as outputs, so that an allocator
+        keeps them.
 
         Args:
-            ctx: Where nodes are made; a new one by default.
-            leafs: Where leafs are made; `ctx` by default. Another one can be placed apart, as weights.
+            ctx: The context of nodes; by default a new one.
+            leafs: The context of leafs, by default `ctx`; another one can be placed separately, as weights.
 
         Raises:
             ArgumentError: A step calls an unknown function, or names an unknown tensor or constant.
@@ -145,7 +145,7 @@ class Case:
             tensor = ctx.set_output(tensors[output.name])
             if tensor.view_src is not None:
                 ctx.set_output(tensor.view_src)
-        # Only now, because a void function may have given a source to the node of an earlier step.
+        # Last, because a void function may have added a source to the node of an earlier step.
         return Built(self, ctx, Graph().build_forward_expand(*results), tensors)
 
     def _call(self, ctx: Context, step: Step, tensors: dict[str, Tensor]) -> Tensor:
@@ -160,7 +160,7 @@ class Case:
         return result
 
     def output(self, name: str) -> Spec:
-        """Return what is expected of an output.
+        """Return the expected output of that name.
 
         Raises:
             ArgumentError: The case has no such output.
@@ -185,7 +185,7 @@ class Built:
     tensors: dict[str, Tensor]
 
     def upload(self) -> None:
-        """Write the inputs into the leafs, which must be placed."""
+        """Write the inputs into the placed leafs."""
         for leaf in self.case.leafs:
             self.tensors[leaf.name].set(leaf.data)
 
@@ -200,7 +200,7 @@ def load_cases(path: str | Path) -> list[Case]:
     """Return the cases of a family's file, or of all families in a folder, in the order of their names.
 
     Raises:
-        ArgumentError: The folder holds no program, the file is missing, or a line is no case.
+        ArgumentError: The folder holds no program, the file is missing, or a line is not a case.
     """
     path = Path(path)
     files = [path] if path.is_file() else sorted(path.glob("*.jsonl"))
@@ -258,7 +258,7 @@ def _constant(name: str) -> IntEnum:
 
 
 def compare(case: Case, name: str, out: Tensor) -> Verdict:
-    """Return whether a computed output is what ggml computed, by the case's rule and tolerance.
+    """Compare a computed output with ggml's, by the case's rule and tolerance.
 
     Raises:
         ArgumentError: The case has no such output.
@@ -319,7 +319,7 @@ def _verdict_equal(out: npt.NDArray[Any], ref: npt.NDArray[Any], what: str) -> V
 
 
 def _compare_gathered(case: Case, spec: Spec, data: npt.NDArray[np.uint8]) -> Verdict:
-    """Compare the values that indices choose, row by row, from the first argument of the step."""
+    """Compare the values selected by indices, per row, from the first argument of the step."""
     step = next(s for s in case.steps if s.out == spec.name)
     source = next((leaf for leaf in case.leafs if f"${leaf.name}" == step.args[0]), None)
     if source is None:

@@ -1,4 +1,4 @@
-"""What a check found: one record for each case, device and mode."""
+"""Result, the record of one case on one device in one mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Outcome(str, Enum):
-    """How a case ended; all but `FAILED` and `XPASSED` are good."""
+    """Outcome of a case; `FAILED` and `XPASSED` fail the run."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -20,12 +20,12 @@ class Outcome(str, Enum):
 
     @property
     def is_bad(self) -> bool:
-        """Whether a run with such a case fails."""
+        """Whether it fails the run."""
         return self in (Outcome.FAILED, Outcome.XPASSED)
 
     @property
     def ran(self) -> bool:
-        """Whether the device did something."""
+        """Whether the device computed something."""
         return self is not Outcome.SKIPPED
 
 
@@ -36,13 +36,13 @@ class Result:
     Attributes:
         mode: `test`, `support`, `perf` or `behaviour`.
         device: The device's name.
-        family: The op or group of ops, or the kind of behaviour.
+        family: The op or group of ops, or the group of behaviour checks.
         id: The case, unique within mode and device.
-        outcome: How it ended.
-        reason: Why, unless it passed.
-        nmse: The largest error of an output, where one was measured.
-        time_s: Time that the case took [s]; in mode `perf`, one computation of the op.
-        facts: Figures of the mode, by name.
+        outcome: The outcome.
+        reason: The reason, unless it passed.
+        nmse: The largest error of an output, if measured.
+        time_s: Time of the case [s]; in mode `perf`, of one computation of the op.
+        facts: Other figures of the mode, by name.
     """
 
     mode: str
@@ -60,20 +60,20 @@ class Result:
         return replace(self, outcome=outcome, reason=reason)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, for JSON; facts beside the others."""
+        """All fields and facts, for JSON."""
         fields = asdict(self)
         facts = fields.pop("facts")
         return {**fields, "outcome": self.outcome.value, **facts}
 
 
 def counts(results: Iterable[Result]) -> dict[Outcome, int]:
-    """Return how many cases ended in each way."""
+    """Count the results by outcome."""
     found = Counter(result.outcome for result in results)
     return {outcome: found[outcome] for outcome in Outcome}
 
 
 OK, SOME_FAILED, UNKNOWN_DEVICE, NOTHING_RAN = 0, 1, 4, 5
-"""Exit statuses; 1 and 5 are pytest's, and so is 4, for what it cannot make sense of."""
+"""Exit statuses; 1, 4 (usage error) and 5 have pytest's meaning."""
 
 
 def exit_status(results: Iterable[Result]) -> int:

@@ -1,4 +1,4 @@
-"""Running the kit: which cases, on which devices, in how many processes."""
+"""Runner of the kit: selection of cases and devices, worker processes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 MODES: Final = ("test", "support", "perf", "behaviour")
 ALL: Final = ("behaviour", "test", "support", "perf")
-"""All modes in the order of one run: wrong values often come from wrong behaviour."""
+"""All modes, in the order of a run: behaviour first, a common cause of wrong values."""
 
 WITH_WEIGHTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
-"""Families whose first operand is tried in every kind of memory that a device has for weights, but in mode
-`behaviour`; not all such memory takes part in each, but none may lie about it."""
+"""Families whose first operand is also placed in every buffer type for weights, by modes with values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class Selection:
 
     Attributes:
         mode: One of `MODES`.
-        ops: Ops, functions or families by name, in any case; all if empty.
-        pattern: Regular expression that the id must hold.
-        limit: Most cases of a family; the first of a family differ most. 0 for no limit.
+        ops: Names of ops, functions or families, in any case; all if empty.
+        pattern: Regular expression to find in the id.
+        limit: Most cases of a family, of which the first differ most; 0 for no limit.
     """
 
     mode: str = "test"
@@ -55,7 +54,7 @@ class Selection:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ArgumentError(f"{self.pattern!r} is no regular expression: {error}") from error
+            raise ArgumentError(f"{self.pattern!r} is not a regular expression: {error}") from error
         known = known_ops(self.mode)
         for op in self.ops:
             if op.lower() not in known:
@@ -66,7 +65,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The cases of one family on one device: what one process runs at a time.
+    """The cases of one family on one device: the unit of work of a process.
 
     Attributes:
         memory: Where the op's first operand lies: a kind of memory for weights, or the device's own if empty.
@@ -80,7 +79,7 @@ class Task:
 
 
 def tasks(device: Device, selection: Selection) -> list[Task]:
-    """Return what a selection means on a device, in the table's order."""
+    """Return the tasks of a selection on a device, in the table's order."""
     found = []
     with_weights = WITH_WEIGHTS if selection.mode != "behaviour" else ()
     memories = [buft.name for buft in weight_memories(device)] if with_weights else []
@@ -97,10 +96,10 @@ def tasks(device: Device, selection: Selection) -> list[Task]:
 
 
 def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: int) -> list[Selection]:
-    """Return a selection for each mode, of those ops that are names there.
+    """Return a selection for each mode, with the ops that it knows.
 
     Raises:
-        ArgumentError: There is no such mode; an op is none in any of the modes; the pattern is wrong.
+        ArgumentError: There is no such mode, no mode knows an op, or the pattern is invalid.
     """
     known = {mode: known_ops(mode) for mode in modes}
     everywhere = set().union(*known.values())
@@ -117,7 +116,7 @@ def selections(modes: Sequence[str], ops: Sequence[str], pattern: str, limit: in
 
 
 def names_of(mode: str, family: str, memory: str = "") -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the ids of a family, each with the names of ops by which it can be chosen."""
+    """Yield the ids of a family, each with the names of ops that select it."""
     if mode == "behaviour":
         yield from ((name, frozenset({name})) for name in CHECKS[family])
     else:
@@ -134,7 +133,7 @@ def _perf_cases(family: str, memory: str) -> Iterator[perf.PerfCase]:
 
 
 def known_ops(mode: str) -> set[str]:
-    """Return the names of ops by which cases of a mode can be chosen.
+    """Return the names of ops that select cases of a mode.
 
     Raises:
         ArgumentError: There is no such mode.
@@ -146,7 +145,7 @@ def known_ops(mode: str) -> set[str]:
 
 
 def _names(mode: str) -> dict[str, set[str]]:
-    """Return the names by which cases can be chosen, by family."""
+    """Return the names that select cases, by family."""
     families = {"behaviour": list(CHECKS), "perf": list(dict.fromkeys(c.family for c in perf.CASES))}
     return {
         family: {family.lower()}.union(*(of for _, of in names_of(mode, family)))
@@ -159,10 +158,10 @@ def _wanted(selection: Selection, names: set[str]) -> bool:
 
 
 class Runner:
-    """Runs tasks on devices; keeps a stream on each. A context manager: leaving it frees them.
+    """Runs tasks on devices, with a stream on each. A context manager, which frees them on exit.
 
     Args:
-        devices: Devices by name that the registry does not know, as a test's own.
+        devices: Devices by name that are not in the registry (a test's own).
     """
 
     def __init__(self, devices: Iterable[Device] = ()) -> None:
@@ -196,7 +195,7 @@ class Runner:
         return self._devices[name]
 
     def rates(self, device: Device) -> perf.Rates:
-        """Return what a device reaches at best, beside which mode `perf` holds ops; measured once."""
+        """Return the peak rates of a device for mode `perf`, measured once."""
         if device.name not in self._rates:
             self._rates[device.name] = perf.measure_rates(device)
         return self._rates[device.name]
@@ -224,7 +223,7 @@ def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
 
     Args:
         work: The tasks.
-        jobs: Processes that share them, each with streams of its own: a crash ends one family, not the run.
+        jobs: Number of processes, each with its own streams: a crash ends one family, not the run.
     """
     waiting: dict[int, list[Result]] = {i: [] for i in range(len(work))}
     for i, result in run_as_done(work, jobs):
@@ -237,10 +236,10 @@ def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:
 
 
 def run_as_done(work: Sequence[Task], jobs: int = 1) -> Iterator[tuple[int, Result]]:
-    """Yield each result as soon as it is known, with the number of its task.
+    """Yield each result as soon as it is known, with the index of its task.
 
-    Tasks of mode `perf` are never shared: they come last, and nothing else computes beside them. Where the
-    caller stops, or an exception ends it, processes that still compute are ended.
+    Tasks of mode `perf` run last, in one process, with nothing beside them. If the caller stops or
+    raises, running worker processes are ended.
 
     Args:
         work: The tasks.
@@ -277,13 +276,13 @@ def _in_processes(left: dict[int, Task], jobs: int) -> Iterator[tuple[int, Resul
                     yield from ((i, result) for result in _crashed(left.pop(i)))
                 alone = jobs == 1 or not alone
     if of is not None and jobs > 1 and alone:
-        why = f"a worker process ended while {jobs} shared the work, and none did alone: too little memory?"
+        why = f"a worker process ended while {jobs} ran, but none when run alone: too little memory?"
         yield last, Result(of.mode, of.device, "processes", "worker processes", Outcome.FAILED, why)
 
 
 @contextmanager
 def worker_processes(n: int) -> Iterator[ProcessPoolExecutor]:
-    """Give processes that compute; they are ended at once where an exception leaves the block."""
+    """Context manager of worker processes, which are ended immediately if an exception leaves the block."""
     others = set(active_children())
     pool = ProcessPoolExecutor(n, get_context("spawn"), _leave_interrupts_to_parent)
     try:
@@ -295,7 +294,7 @@ def worker_processes(n: int) -> Iterator[ProcessPoolExecutor]:
             worker.terminate()
         for worker in workers:
             worker.join()
-            # The pool's own thread joins it too: where that was told of the end, it has yet to note it.
+            # The pool's own thread joins it too, and may not have noted the end yet.
             for _ in range(1000):
                 if not worker.is_alive():
                     break
@@ -322,6 +321,6 @@ def _in_process(task: Task) -> list[Result]:
 
 
 def _crashed(task: Task) -> Iterator[Result]:
-    why = "the worker process ended while the cases of this family ran, alone: a crash in the backend?"
+    why = "the worker process ended while it ran only this family: a crash in the backend?"
     for name in task.ids:
         yield Result(task.mode, task.device, task.family, name, Outcome.FAILED, why)

@@ -1,7 +1,6 @@
-"""What a device reaches, in a page: memory, transfers, products, and the cost of a small op.
+"""Summary of a device's speed: memory, transfers, products, and the cost of a small op.
 
-These are the figures by which one chooses a device and sees that a driver is set up well; mode `perf`
-measures each op.
+They serve to choose a device and to check a driver's setup; mode `perf` measures each op.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ F32 = DType.F32
 WEIGHTS: Final = (DType.F32, DType.F16, DType.Q8_0, DType.Q4_0)
 """Types of weights whose products are measured."""
 N_SMALL: Final = 200
-"""Small ops in a graph, to see what one costs."""
+"""Number of small ops in a graph, to measure the cost of one."""
 ROUNDS: Final = 5
 
 
@@ -35,9 +34,9 @@ class Figure:
     """A measured figure.
 
     Attributes:
-        name: What was measured.
+        name: Name of the measurement.
         unit: `GB/s`, `GFLOP/s` or `us`.
-        value: `None` where the device does not do it.
+        value: `None` if the device does not support it.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Figure:
 
 
 def figures(device: Device) -> Iterator[Figure]:
-    """Measure a device; yields each figure when it is known."""
+    """Measure a device; yield each figure when known."""
     scale = scale_of(device)
     yield Figure("copy in its memory", "GB/s", _copy(device, (1 << 22) * scale * scale))
     nbytes = (16 << 20) * scale
@@ -78,7 +77,7 @@ def _copy(device: Device, n: int) -> float | None:
 
 
 def _product(device: Device, dtype: DType, k: int, m: int, n: int) -> tuple[float | None, int, int]:
-    """Return its time [s], its arithmetic, and the bytes of its weights."""
+    """Return a product's time [s], arithmetic operations, and bytes of weights."""
     ctx = Context()
     weights = ctx.new_tensor(dtype, (k, m))
     node = ctx.mul_mat(weights, ctx.new_tensor(F32, (k, n)))
@@ -121,7 +120,7 @@ def _chain(device: Device, n: int) -> tuple[Context, Tensor] | None:
 
 
 def _small_op(device: Device) -> float | None:
-    """Return what one more op costs in a graph of many [us]."""
+    """Return the time of one more op in a graph of many [us]."""
     many, one = _chain(device, N_SMALL), _chain(device, 1)
     if many is None or one is None:
         return None
@@ -150,7 +149,7 @@ def _small_write(device: Device) -> float:
 
 
 def _median(run: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Return the median time of a call, after one that does not count [s]."""
+    """Return the median time of a call, after one warm-up call [s]."""
     run()
     times = []
     for _ in range(rounds):

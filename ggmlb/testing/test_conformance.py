@@ -1,4 +1,4 @@
-"""What `pytest --pyargs ggmlb.testing` collects: a test for each case (see `plugin.py`)."""
+"""The tests that `pytest --pyargs ggmlb.testing` collects, one for each case (see `plugin.py`)."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def test_case(
     ggmlb_xfails: Callable[[str], ExpectedFailures],
     request: pytest.FixtureRequest,
 ) -> None:
-    """The device does what the case asks."""
+    """Check one case on one device."""
     run_case(ggmlb_runner, ggmlb_xfails, ggmlb_case, request.node.user_properties)

@@ -1,4 +1,4 @@
-"""Cases that are known to fail: lists that a backend ships, or that a file holds."""
+"""Lists of known failures, shipped by a backend or read from a file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ggmlb.interface import Device
 from ggmlb.testing.results import Outcome, Result
 
 PROC = "conformance_xfails"
-"""What `BackendReg.get_proc_address` may give: a function of a device that returns `{pattern: reason}`."""
+"""Optional function of `BackendReg.get_proc_address`: a device's known failures, `{pattern: reason}`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A failure that is expected.
+    """An expected failure.
 
     Attributes:
-        pattern: Regular expression that is looked for in `"<mode> <id>"`.
+        pattern: Regular expression to find in `"<mode> <id>"`.
         reason: Why the case fails.
     """
 
@@ -29,24 +29,24 @@ class Expected:
 
 
 class ExpectedFailures:
-    """A list of known failures; strict: a case of the list that passes is an error too."""
+    """A strict list of known failures: a listed case that passes is an error."""
 
     def __init__(self, entries: Iterable[tuple[str, str]] = ()) -> None:
         self._entries = [Expected(_compiled(pattern), reason) for pattern, reason in entries]
 
     @classmethod
     def of(cls, device: Device, file: Path | None = None) -> ExpectedFailures:
-        """Return the list of a device's backend, with that of a file.
+        """Return the lists of a device's backend and of a file.
 
         Raises:
-            ArgumentError: The file cannot be read, or a pattern is no regular expression.
+            ArgumentError: The file cannot be read, or a pattern is not a regular expression.
         """
         ask = device.reg.get_proc_address(PROC)
         shipped: Mapping[str, str] = ask(device) if ask is not None else {}
         return cls([*shipped.items(), *(_read(file) if file is not None else ())])
 
     def judge(self, result: Result) -> Result:
-        """Return the result as it counts: an expected failure is `XFAILED`, a pass in its place `XPASSED`."""
+        """Return the result with an expected failure as `XFAILED`, an unexpected pass as `XPASSED`."""
         name = f"{result.mode} {result.id}"
         entry = next((e for e in self._entries if e.pattern.search(name)), None)
         if entry is None or not result.outcome.ran:
@@ -54,11 +54,11 @@ class ExpectedFailures:
         if result.outcome is Outcome.FAILED:
             return result.told(Outcome.XFAILED, f"{entry.reason} ({result.reason})")
         told = f"it passes, but is expected to fail ({entry.reason})"
-        return result.told(Outcome.XPASSED, f"{told}; take {entry.pattern.pattern!r} off the list")
+        return result.told(Outcome.XPASSED, f"{told}; remove {entry.pattern.pattern!r} from the list")
 
 
 def _read(file: Path) -> list[tuple[str, str]]:
-    """Read a list: in each line a pattern, and its reason after ` # `; a line may begin with # as well."""
+    """Read a list: in each line a pattern, ` # ` and the reason, or a comment that begins with #."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -68,7 +68,7 @@ LIES = [
     (refusing(values.ClaimsAll), "claims the op, then fails: it raised BackendError: no kernel"),
     (refusing(values.SaysNoForYes), "supports_op says False, declines says None"),
     (refusing(values.NoReason), "declines gives no reason"),
-    (refusing(values.ChangesItsMind), "the answer changes once the tensors lie in a buffer"),
+    (refusing(values.ChangesItsMind), "the answer changes once the tensors are in a buffer"),
     (
         refusing(values.RefusesAbs, values.ComputesWhatItRefuses),
         "refuses the op (not of mine), then computes it",
@@ -90,7 +90,7 @@ MISBEHAVIOUR = [
     (computing(values.StaleKeptPlan), "plans", "a_plan_follows_moved_tensors", "by graph_plan_compute"),
     (computing(values.StaleKeptPlan), "plans", "a_plan_follows_changed_parameters", "by graph_plan_compute"),
     (computing(values.WorksOnce), "plans", "a_plan_can_be_computed_again", "run 1"),
-    (computing(values.IgnoresAbort), "plans", "an_abort_callback_stops", "never asked"),
+    (computing(values.IgnoresAbort), "plans", "an_abort_callback_stops", "never called"),
     (storing(memory.MemsetOffByOne), "transfers", "memset_writes_its_bytes_only", "1 of"),
     (storing(memory.SetIgnoresOffset), "transfers", "set_writes_its_bytes_only", "after set_tensor"),
     (storing(memory.GetIgnoresOffset), "transfers", "get_reads_from_its_offset", "bytes from"),
@@ -127,7 +127,7 @@ MISBEHAVIOUR = [
     (queueing(order.FreeForgetsWork), "memory", "freeing_a_stream_ends_its_work", "stream that was freed"),
     (queueing(buffer=order.FreedTooEarly), "memory", "freeing_with_work_pending", "was freed while"),
     (queueing(device=order.NoEventsAfterAll), "order", "an_event_orders_streams", "BackendError: no events"),
-    (queueing(device=order.WrongFacts), "memory", "facts_are_sound", "bytes are free, of"),
+    (queueing(device=order.WrongFacts), "memory", "facts_are_sound", "bytes are free"),
     (queueing(device=order.NoHostBuffer), "memory", "facts_are_sound", "caps.host_buffer is True"),
 ]
 

@@ -1,4 +1,4 @@
-"""Metadata: the values of a GGUF file by key, each decoded when it is asked for."""
+"""Metadata: the values of a GGUF file by key, decoded on access."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class MissingError(ModelError, KeyError):
 
 
 class Slot(NamedTuple):
-    """Where a value lies.
+    """The position and type of a value in the file.
 
     Attributes:
-        kind: Of the value, or of an array's elements.
-        offset: Of its first byte in the file [bytes].
-        length: An array's elements; `None` for a single value.
+        kind: Type of the value, or of an array's elements.
+        offset: Offset of its first byte in the file [bytes].
+        length: Number of an array's elements; `None` for a single value.
     """
 
     kind: Kind
@@ -107,7 +107,7 @@ class Metadata(Mapping[str, Value]):
         return len(self._slots)
 
     def slot(self, key: str) -> Slot:
-        """Return where a value lies, and its type.
+        """Return the position and type of a value.
 
         Raises:
             ModelError: There is no such key.

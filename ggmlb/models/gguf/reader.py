@@ -1,6 +1,6 @@
-"""GgufFile: the metadata and tensors of a GGUF file, read where they lie in the mapped file.
+"""GgufFile: the metadata and tensors of a GGUF file, read from the mapped file.
 
-Source: ggml's docs/gguf.md, version 3, and version 2, which differs in nothing that is read here.
+Source: ggml's docs/gguf.md, versions 2 and 3, which are equal in the parts read here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEFAULT_ALIGNMENT: Final = 32
 
 MAX_DIMS: Final = 4
 MAX_NAME: Final = 1 << 16
-"""Longest key or tensor name [bytes], as the format has it."""
+"""Longest key or tensor name of the format [bytes]."""
 
 MAX_PARTS: Final = 1 << 10
-"""Most files that a model is split into."""
+"""Most files of a split model."""
 
 MAX_VALUES: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 18
@@ -54,15 +54,15 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 class GgufTensor(NamedTuple):
-    """What the file says of one tensor.
+    """The header entry of a tensor.
 
     Attributes:
         name: Its name.
         dtype: The element or block type.
         ne: Extents in ggml order, innermost first, as many as the file gives.
-        offset: Of its first byte in the file [bytes].
+        offset: Offset of its first byte in the file [bytes].
         nbytes: Its size [bytes].
-        part: The number of its file, from 0; 0 unless the model is split.
+        part: Index of its file; 0 unless the model is split.
     """
 
     name: str
@@ -81,21 +81,21 @@ class GgufTensor(NamedTuple):
 class GgufFile(Mapping[str, GgufTensor]):
     """A GGUF model, of one file or split over several: tensors by name, and metadata by key.
 
-    Opening reads the header alone: a value is decoded when it is asked for, and a tensor is read from disk
-    when its bytes are used. The file must stay as it is while it is in use.
+    Opening reads only the header. Values are decoded on access, and tensors are read from disk when their
+    bytes are used. The file must not be modified while it is in use.
 
     Args:
-        path: The file; of a model that is split, the first (`...-00001-of-0000N.gguf`).
+        path: The file; of a split model, the first (`...-00001-of-0000N.gguf`).
 
     Attributes:
         path: The (first) file.
-        version: Of the format, 2 or 3.
+        version: Version of the format, 2 or 3.
         metadata: Values by key, of the first file.
         alignment: Tensors begin at multiples of this in the file [bytes].
 
     Raises:
-        ModelError: The file is missing, cut short or corrupt, or of another format; the message names key or
-            tensor, and the offset in the file [bytes].
+        ModelError: The file is missing, truncated or corrupt, or of another format; the message names key
+            or tensor, and the offset in the file [bytes].
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -110,7 +110,7 @@ class GgufFile(Mapping[str, GgufTensor]):
             self._add_parts(n_parts)
 
     def _add_parts(self, n_parts: int) -> None:
-        """Open the other files of a split model, and check that they are its."""
+        """Open and check the other files of a split model."""
         found = _SPLIT_NAME.fullmatch(self.path.name)
         if found is None or int(found[3]) != n_parts:
             raise ModelError(
@@ -177,7 +177,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         return sum(tensor.nbytes for tensor in self.values())
 
     def blocks(self, name: str) -> npt.NDArray[np.uint8]:
-        """Return a tensor's bytes as they lie in the file: read-only, shape `(..., row_size)`, not copied.
+        """Return a tensor's bytes in the file: read-only, shape `(..., row_size)`, not copied.
 
         Raises:
             ModelError: There is no such tensor.
@@ -293,7 +293,7 @@ class _Part:
             raise self._error(f"{name} is {count:,}; at most {most:,} are read")
 
     def _take(self, nbytes: int) -> int:
-        """Step over some bytes; return where they begin."""
+        """Skip some bytes; return their offset."""
         at = self._at
         if nbytes > self._size - at:
             raise self._error(f"{nbytes:,} bytes are needed, but the file ends at {self._size:,}")
@@ -349,7 +349,7 @@ class _Part:
         return Kind(number)
 
     def _step_over(self, kind: Kind, count: int) -> int:
-        """Step over values; return where they begin."""
+        """Skip values; return their offset."""
         if kind is not Kind.STRING:
             return self._take(count * kind.dtype.itemsize)
         self._check_count("the number of strings", count, 8, MAX_STRINGS - self._n_strings)

@@ -1,4 +1,4 @@
-"""Mode `behaviour`: what a device promises besides right values. Each check is a function with a name."""
+"""Mode `behaviour`: checks of the interfaces' guarantees other than right values, one function each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers: their sizes, their life, and the memory of the host."""
+"""Checks of buffers: sizes, lifetimes, and host memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ N = 5000
 
 @check("memory")
 def facts_are_sound(rig: Rig) -> None:
-    """Name, memory, alignment and largest buffer are facts one can work with."""
+    """Name, memory, alignment and largest buffer are valid."""
     device, buft = rig.device, rig.device.buffer_type
     free, total = device.memory
     expect(bool(device.name) and bool(device.description), "the device has no name or description")
-    expect(0 <= free <= total, f"{free} bytes are free, of {total} in all")
+    expect(0 <= free <= total, f"{free} of {total} bytes are free")
     alignment = buft.alignment
     expect(
-        alignment > 0 and alignment & (alignment - 1) == 0, f"the alignment is {alignment}, no power of two"
+        alignment > 0 and alignment & (alignment - 1) == 0,
+        f"the alignment is {alignment}, not a power of two",
     )
     expect(buft.max_size >= 1 << 20, f"the largest buffer has {buft.max_size} bytes")
     expect(device.supports_buft(buft), "the device cannot use its own memory")
@@ -43,7 +44,7 @@ def facts_are_sound(rig: Rig) -> None:
 
 @check("memory")
 def alignment_is_kept(rig: Rig) -> None:
-    """Memory begins at the promised alignment, where the host can see its address."""
+    """Host-visible memory begins at the promised alignment."""
     for buft in (rig.device.buffer_type, rig.device.host_buffer_type):
         if buft is None or not buft.is_host:
             continue
@@ -54,7 +55,7 @@ def alignment_is_kept(rig: Rig) -> None:
 
 @check("memory")
 def views_need_no_alignment(rig: Rig) -> None:
-    """Ops read and write views that begin anywhere in a tensor, aligned to their elements only."""
+    """Ops read and write views at any element of a tensor, aligned only to their elements."""
     for shift in (1, 3, 7):
         ctx = Context()
         a, b = ctx.new_tensor(DType.F32, (N + 8,), "a"), ctx.new_tensor(DType.F32, (N + 8,), "b")
@@ -78,7 +79,7 @@ def views_need_no_alignment(rig: Rig) -> None:
 
 @check("memory")
 def too_much_is_an_allocation_error(rig: Rig) -> None:
-    """What is too large is an `AllocationError`; afterwards the device works as before."""
+    """Too large an allocation raises `AllocationError`; afterwards the device works as before."""
     buft = rig.device.buffer_type
     absurd = 1 << 60
     expect_error(AllocationError, lambda: buft.alloc_buffer(absurd), f"a buffer of {absurd} bytes")
@@ -93,7 +94,7 @@ def too_much_is_an_allocation_error(rig: Rig) -> None:
 
 @check("memory")
 def nothing_is_a_size(rig: Rig) -> None:
-    """Buffers of no bytes and tensors of no elements can be made, moved, computed and freed."""
+    """Empty buffers and tensors can be created, moved, computed and freed."""
     buffer = rig.stream.alloc_buffer(0)
     expect(buffer.size >= 0, f"a buffer of 0 bytes has {buffer.size}")
     buffer.clear(1)
@@ -120,7 +121,7 @@ def nothing_is_a_size(rig: Rig) -> None:
 
 @check("memory")
 def usage_and_reset(rig: Rig) -> None:
-    """A buffer's usage can be set; `reset` forgets prepared tensors, and the memory can be used anew."""
+    """A buffer's usage can be set; after `reset`, its memory can be used again."""
     data = [numbers(N), numbers(N, 9)]
     buffer = None
     for values in data:
@@ -144,7 +145,7 @@ def usage_and_reset(rig: Rig) -> None:
 
 @check("memory")
 def a_freed_buffer_is_refused(rig: Rig) -> None:
-    """What uses a freed buffer, or frees it again, is a `FreedError`."""
+    """Using or freeing a freed buffer raises `FreedError`."""
     work = rig.doubling(N)
     work.x.set_array(numbers(N))
     rig.stream.graph_compute(work.graph)
@@ -161,7 +162,7 @@ def a_freed_buffer_is_refused(rig: Rig) -> None:
 
 @check("memory")
 def freeing_with_work_pending(rig: Rig) -> None:
-    """A buffer may be freed while queued work uses it: the work ends as if it were still there."""
+    """A buffer may be freed while queued work uses it: the work finishes correctly."""
     for _ in range(3):
         work = rig.doubling(N)
         rig.busy()
@@ -179,7 +180,7 @@ def freeing_with_work_pending(rig: Rig) -> None:
 
 @check("memory")
 def freeing_a_stream_ends_its_work(rig: Rig) -> None:
-    """Freeing a stream waits for its work; afterwards the stream is refused."""
+    """Freeing a stream waits for its work; using it afterwards raises."""
     stream = rig.new_stream()
     work = rig.doubling(N, stream=stream)
     rig.busy(stream)
@@ -195,11 +196,11 @@ def freeing_a_stream_ends_its_work(rig: Rig) -> None:
 
 @check("memory")
 def host_buffers(rig: Rig) -> None:
-    """The device's host memory can be read and written by NumPy, and transfers from and to it are right."""
+    """NumPy reads and writes the device's host memory, and transfers from and to it are right."""
     buft = rig.device.host_buffer_type
     if buft is None:
-        unsupported("the device has no host memory of its own")
-    expect(buft.is_host, f"{buft.name} memory says that it is not the host's")
+        unsupported("the device has no host buffer type")
+    expect(buft.is_host, f"{buft.name} memory has is_host False")
     expect(device_by_name("CPU").supports_buft(buft), f"the CPU cannot use {buft.name} memory")
     ctx = Context()
     host = ctx.new_tensor(DType.F32, (N,), "host")
@@ -223,7 +224,7 @@ def host_buffers(rig: Rig) -> None:
 
 @check("memory")
 def the_callers_memory(rig: Rig) -> None:
-    """`buffer_from_host_ptr` uses the caller's array in place, or is refused where `caps` do not name it."""
+    """`buffer_from_host_ptr` uses the caller's array in place, or raises if `caps` lacks it."""
     array = np.zeros(2 * 4096, np.float32)
     aligned = array[-array.ctypes.data % 4096 // 4 :][:4096]
     if not rig.device.caps.buffer_from_host_ptr:
@@ -246,7 +247,7 @@ def the_callers_memory(rig: Rig) -> None:
 
 @check("memory")
 def read_only_memory_is_never_written(rig: Rig) -> None:
-    """A caller's array that is read-only is read in place and never written; one with gaps is refused."""
+    """A caller's read-only array is read in place and never written; one with gaps is refused."""
     if not rig.device.caps.buffer_from_host_ptr:
         unsupported("the device cannot use the caller's memory")
     whole = np.zeros(2 * 4096, np.float32)

@@ -1,4 +1,4 @@
-"""What runs before what: on one stream, between streams, and between devices."""
+"""Checks of execution order: on one stream, between streams, and between devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ N = 5000
 
 @check("order")
 def a_stream_runs_in_order(rig: Rig) -> None:
-    """What is queued on a stream runs in the order of the calls: writes, graphs and reads."""
+    """Writes, graphs and reads queued on a stream run in the order of the calls."""
     work = rig.doubling(N)
     rig.busy()
     outs = [np.zeros(N, np.float32) for _ in range(6)]
@@ -31,7 +31,7 @@ def a_stream_runs_in_order(rig: Rig) -> None:
 
 @check("order")
 def graphs_follow_each_other(rig: Rig) -> None:
-    """A graph that is queued again sees what the run before it wrote."""
+    """A graph queued again reads the results of its previous run."""
     work = rig.doubling(N, inplace=True)
     work.x.set_array(numbers(N))
     for _ in range(12):
@@ -57,7 +57,7 @@ def synchronize_waits(rig: Rig) -> None:
 
 @check("order")
 def graph_compute_waits(rig: Rig) -> None:
-    """`graph_compute` returns when the results are there."""
+    """`graph_compute` returns when the results are complete."""
     work = rig.doubling(N)
     work.y.memset(0)
     work.x.set_array(numbers(N))
@@ -68,7 +68,7 @@ def graph_compute_waits(rig: Rig) -> None:
 
 @check("order")
 def a_copy_waits_for_its_source(rig: Rig) -> None:
-    """A copy between streams takes what was queued before it on the source, and not what comes later."""
+    """A copy between streams runs after earlier and before later work on the source."""
     other = rig.new_stream()
     work, reader = rig.doubling(N), rig.doubling(N, stream=other)
     rig.busy()
@@ -84,7 +84,7 @@ def a_copy_waits_for_its_source(rig: Rig) -> None:
 
 @check("order")
 def a_copy_waits_for_its_destination(rig: Rig) -> None:
-    """A copy between streams does not overtake what the destination still has to read."""
+    """A copy between streams waits for earlier reads of the destination."""
     other = rig.new_stream()
     work, reader = rig.doubling(N), rig.doubling(N, stream=other)
     reader.x.set_array(numbers(N, 3))
@@ -103,7 +103,7 @@ def a_copy_waits_for_its_destination(rig: Rig) -> None:
 
 @check("order")
 def copies_with_the_cpu(rig: Rig) -> None:
-    """Copies to the CPU and back are ordered as those between streams."""
+    """Copies to the CPU and back are ordered like those between streams."""
     cpu = rig.cpu()
     work = rig.doubling(N)
     host, back = rig.tensor(work.y.dtype, N, stream=cpu), rig.doubling(N)
@@ -121,7 +121,7 @@ def copies_with_the_cpu(rig: Rig) -> None:
 
 @check("order")
 def an_event_orders_streams(rig: Rig) -> None:
-    """Work queued on a stream after `event_wait` runs after what the event was recorded behind."""
+    """Work queued after `event_wait` runs after the work before the event."""
     if not rig.device.caps.events:
         unsupported("the device has no events")
     other = rig.new_stream()
@@ -167,7 +167,7 @@ def an_event_can_be_waited_for(rig: Rig) -> None:
 
 @check("order")
 def without_events_it_says_so(rig: Rig) -> None:
-    """A device whose `caps` name no events refuses to make one."""
+    """A device without events in `caps` refuses to create one."""
     if rig.device.caps.events:
         unsupported("the device has events")
     expect_error(BackendError, rig.device.event_new, "event_new on a device without events")

@@ -1,4 +1,4 @@
-"""Graphs and their plans: computed again, moved, changed, refused and stopped."""
+"""Checks of graph plans: recomputation, moved and changed tensors, refusals and aborts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N = 5000
 
 @check("plans")
 def a_plan_can_be_computed_again(rig: Rig) -> None:
-    """A plan computes what its inputs are when it runs, again and again."""
+    """A plan can be computed repeatedly, each time with the current inputs."""
     work = rig.doubling(N, times=3)
     plan = rig.stream.graph_plan_create(work.graph)
     for start in range(4):
@@ -33,11 +33,11 @@ def a_plan_can_be_computed_again(rig: Rig) -> None:
 
 
 WAYS = ("graph_plan_compute", "graph_plan_update", "graph_compute")
-"""How a graph that was planned before is computed."""
+"""Ways to compute a graph that was planned before."""
 
 
 def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
-    """Compute a graph in one of the ways, and wait; return its plan."""
+    """Compute a graph in one of the `WAYS`, and wait; return its plan."""
     if way == "graph_compute":
         rig.stream.graph_compute(graph)
         return plan
@@ -50,7 +50,7 @@ def compute(rig: Rig, way: str, graph: Graph, plan: GraphPlan) -> GraphPlan:
 
 @check("plans")
 def a_plan_follows_moved_tensors(rig: Rig) -> None:
-    """When tensors were placed elsewhere, a kept plan, its update and `graph_compute` use the new place."""
+    """After tensors moved, a kept plan, its update and `graph_compute` use the new places."""
     for way in WAYS:
         ctx = Context()
         x = ctx.new_tensor(DType.F32, (N,), "x")
@@ -75,7 +75,7 @@ def a_plan_follows_moved_tensors(rig: Rig) -> None:
 
 @check("plans")
 def a_plan_follows_changed_parameters(rig: Rig) -> None:
-    """When an op's parameters were changed, a kept plan, its update and `graph_compute` use the new ones."""
+    """After an op's parameters changed, a kept plan, its update and `graph_compute` use the new ones."""
     for way in WAYS:
         ctx = Context()
         x = ctx.new_tensor(DType.F32, (N,), "x")
@@ -94,7 +94,7 @@ def a_plan_follows_changed_parameters(rig: Rig) -> None:
 
 @check("plans")
 def two_plans_do_not_mix(rig: Rig) -> None:
-    """Plans of the same op keep to their own operands."""
+    """Plans of the same op use their own operands."""
     first, second = rig.doubling(N), rig.doubling(N)
     first.x.set_array(numbers(N, 1))
     second.x.set_array(numbers(N, 100))
@@ -108,7 +108,7 @@ def two_plans_do_not_mix(rig: Rig) -> None:
 
 @check("plans")
 def foreign_and_freed_plans_are_refused(rig: Rig) -> None:
-    """A plan of another stream is a `GraphError`, a freed one a `FreedError`."""
+    """Computing another stream's plan raises `GraphError`, a freed plan `FreedError`."""
     work, other = rig.doubling(N), rig.new_stream()
     plan = rig.stream.graph_plan_create(work.graph)
     expect_error(GraphError, lambda: other.graph_plan_compute(plan), "a plan of another stream")
@@ -118,16 +118,16 @@ def foreign_and_freed_plans_are_refused(rig: Rig) -> None:
 
 @check("plans")
 def unplaced_tensors_are_refused(rig: Rig) -> None:
-    """A graph whose tensors lie nowhere is a `NotAllocatedError`."""
+    """A graph with unplaced tensors raises `NotAllocatedError`."""
     ctx = Context()
     y = rig.double(ctx, ctx.new_tensor(DType.F32, (N,), "x"))
     graph = Graph().build_forward_expand(y)
-    expect_error(NotAllocatedError, lambda: rig.stream.graph_compute(graph), "a graph that lies nowhere")
+    expect_error(NotAllocatedError, lambda: rig.stream.graph_compute(graph), "a graph with unplaced tensors")
 
 
 @check("plans")
 def foreign_memory_is_refused(rig: Rig) -> None:
-    """A graph in memory that the device cannot use is a `BackendError`, never a wrong result."""
+    """A graph in memory that the device cannot use raises `BackendError`."""
     cpu = rig.cpu()
     if rig.device.supports_buft(cpu.default_buffer_type):
         unsupported("the device can use plain host memory")
@@ -140,7 +140,7 @@ def foreign_memory_is_refused(rig: Rig) -> None:
 
 @check("plans")
 def unsupported_ops_are_refused(rig: Rig) -> None:
-    """A node that the device declines is an `UnsupportedOpError` with the reason, before anything runs."""
+    """A declined node raises `UnsupportedOpError` with the reason, before anything runs."""
     ctx = Context()
     node = next((n for n in _samples() if not rig.device.supports_op(n)), None)
     if node is None:
@@ -152,7 +152,7 @@ def unsupported_ops_are_refused(rig: Rig) -> None:
 
 
 def _samples() -> Iterator[Tensor]:
-    """Yield nodes whose tensors are no views, of every op and type."""
+    """Yield nodes of every op and type without views."""
     for name in SAMPLES:
         for dtype in TYPES:
             node = sample(name, dtype)
@@ -162,7 +162,7 @@ def _samples() -> Iterator[Tensor]:
 
 @check("plans")
 def an_abort_callback_stops(rig: Rig) -> None:
-    """The abort callback ends a computation with `Status.ABORTED`; without it graphs run again."""
+    """The abort callback stops a computation with `Status.ABORTED`; after its removal, graphs run."""
     set_abort = rig.device.reg.get_proc_address("set_abort_callback")
     if set_abort is None:
         unsupported("the backend has no set_abort_callback")
@@ -177,13 +177,14 @@ def an_abort_callback_stops(rig: Rig) -> None:
 
     set_abort(rig.stream, abort)
     status = rig.stream.graph_compute(work.graph)
-    expect(bool(asked), "the abort callback was never asked")
-    expect(status is Status.ABORTED, f"a graph that was to be stopped returned {status!r}")
-    expect(not work.y.to_numpy().any(), "a graph that was stopped before its first node wrote its result")
+    expect(bool(asked), "the abort callback was never called")
+    expect(status is Status.ABORTED, f"an aborted graph returned {status!r}")
+    expect(not work.y.to_numpy().any(), "a graph aborted before its first node wrote its result")
     set_abort(rig.stream, lambda: False)
     expect(
-        rig.stream.graph_compute(work.graph) is Status.SUCCESS, "a callback that says no stopped the graph"
+        rig.stream.graph_compute(work.graph) is Status.SUCCESS,
+        "a callback that returns False stopped the graph",
     )
     set_abort(rig.stream, None)
-    expect(rig.stream.graph_compute(work.graph) is Status.SUCCESS, "the callback was not taken away")
-    expect_equal(work.y.to_numpy(), 16 * numbers(N), "a result after a computation that was stopped")
+    expect(rig.stream.graph_compute(work.graph) is Status.SUCCESS, "the callback was not removed")
+    expect_equal(work.y.to_numpy(), 16 * numbers(N), "a result after an aborted computation")

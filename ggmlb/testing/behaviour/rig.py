@@ -1,4 +1,4 @@
-"""What the checks of behaviour work with: a device, its streams, and graphs whose results are known."""
+"""Rig, the fixture of the behaviour checks: a device, its streams, and graphs with known results."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from ggmlb.runtime.alloc.context import padded
 Floats = npt.NDArray[np.float32]
 
 SMALL_BUSY, LARGE_BUSY = 1 << 20, 1 << 24
-"""Elements that keep a CPU, or a GPU, busy while the host goes on."""
+"""Elements of an op that keeps a CPU, or a GPU, busy."""
 BUSY_STEPS = 24
-"""Ops that are queued to keep a stream busy."""
+"""Number of ops queued to keep a stream busy."""
 
 
 class Fault(AssertionError):
-    """The device does not do what is promised; the message says what it did."""
+    """The device violates a guarantee; the message says what it did."""
 
 
 class NotApplicable(Exception):
-    """The device does not have what the check is about; the message says what."""
+    """The device lacks the feature of the check; the message names it."""
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raise a `Fault` that says `otherwise` unless the condition holds."""
+    """Raise a `Fault` with the message `otherwise` unless the condition holds."""
     if not condition:
         raise Fault(otherwise)
 
 
 def expect_equal(got: npt.ArrayLike, right: npt.ArrayLike, what: str) -> None:
-    """Raise a `Fault` unless two arrays are equal; it shows the first element that is not."""
+    """Raise a `Fault` unless two arrays are equal; it shows the first different element."""
     a, b = np.asarray(got), np.asarray(right)
     if a.shape != b.shape:
-        raise Fault(f"{what}: the shape is {a.shape}, {b.shape} is right")
+        raise Fault(f"{what}: the shape is {a.shape}; it must be {b.shape}")
     wrong = np.flatnonzero((a != b).reshape(-1))
     if wrong.size:
         i = int(wrong[0])
@@ -66,7 +66,7 @@ def expect_error(kind: type[Exception], call: Callable[[], object], what: str) -
 
 @dataclass
 class Doubling:
-    """A graph that computes `y = 2 x`, in place or not, and where its tensors lie."""
+    """A graph that computes `y = 2 x`, in place or not, and its tensors."""
 
     x: Tensor
     y: Tensor
@@ -99,12 +99,12 @@ class Rig:
         return self.new_stream(device_by_name("CPU"))
 
     def keep(self, buffer: Buffer) -> Buffer:
-        """Free the buffer at the end of the check, if it is not freed then."""
+        """Free the buffer at the end of the check, unless already freed."""
         self._buffers.append(buffer)
         return buffer
 
     def close(self) -> None:
-        """Free all that is not freed."""
+        """Free all streams and buffers not freed yet."""
         for stream in self._streams:
             if not stream.is_freed:
                 stream.free()
@@ -115,14 +115,14 @@ class Rig:
     # -- tensors and graphs --------------------------------------------------------------------
 
     def tensor(self, dtype: DType, *ne: int, stream: Backend | None = None) -> Tensor:
-        """Return a tensor in a buffer of its own."""
+        """Return a tensor in its own buffer."""
         ctx = Context()
         tensor = ctx.new_tensor(dtype, ne, "t")
         self.keep(alloc_ctx_tensors(ctx, stream or self.stream))
         return tensor
 
     def neighbours(self, nbytes: int, n: int = 3) -> list[Tensor]:
-        """Return tensors of bytes that lie side by side in one buffer, first to last."""
+        """Return tensors of bytes that are adjacent in one buffer, in order."""
         ctx = Context()
         tensors = [ctx.new_tensor(DType.I8, (nbytes,), f"t{i}") for i in range(n)]
         self.keep(alloc_ctx_tensors(ctx, self.stream))
@@ -131,13 +131,13 @@ class Rig:
     def over(self, buffer: Buffer) -> Tensor:
         """Return a tensor over all bytes of a buffer."""
         if isinstance(buffer, PartedBuffer):
-            unsupported("its memory is that of several devices, each of which is tested by itself")
+            unsupported("its memory is on several devices, each of which is tested separately")
         whole = Context().new_tensor(DType.I8, (buffer.size,), "whole")
         tensor_alloc(buffer, whole, 0)
         return whole
 
     def room(self, tensor: Tensor) -> int:
-        """Return the bytes that a tensor takes in memory of the device, aligned for the next."""
+        """Return the bytes that a tensor needs in the device's memory, with alignment."""
         buft = self.stream.default_buffer_type
         return padded(buft.alloc_size(tensor), buft.alignment)
 
@@ -166,12 +166,12 @@ class Rig:
 
     @property
     def n_busy(self) -> int:
-        """Elements that take the device a while."""
+        """Number of elements that keep the device busy."""
         is_large = self.device.type in (DeviceType.GPU, DeviceType.IGPU)
         return LARGE_BUSY if is_large and self.device.memory[0] > 1 << 31 else SMALL_BUSY
 
     def busy(self, stream: Backend | None = None) -> None:
-        """Queue work that takes the stream a while."""
+        """Queue work that keeps the stream busy."""
         stream = stream or self.stream
         work = self.doubling(self.n_busy, stream=stream, inplace=True, times=BUSY_STEPS)
         stream.set_tensor_async(work.x, np.zeros(self.n_busy, np.float32))
@@ -179,19 +179,19 @@ class Rig:
 
 
 def numbers(n: int, start: int = 1) -> Floats:
-    """Return `n` small whole numbers, exact in float32 after many doublings."""
+    """Return `n` small whole numbers, exact in float32 even when doubled often."""
     return (np.arange(start, start + n) % 251 + 1).astype(np.float32)
 
 
 def unsupported(why: str) -> NoReturn:
-    """Say that the check does not apply."""
+    """Raise `NotApplicable`."""
     raise NotApplicable(why)
 
 
 Check = Callable[[Rig], None]
 
 CHECKS: dict[str, dict[str, Check]] = {}
-"""By group and name; a check's docstring says what is promised."""
+"""The checks by group and name; a check's docstring states the guarantee."""
 
 
 def check(group: str) -> Callable[[Check], Check]:

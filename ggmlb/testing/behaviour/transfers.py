@@ -1,4 +1,4 @@
-"""Bytes that go in and out: all of them, at the right place, and no others."""
+"""Checks of transfers: the right bytes, and no others, are read and written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ggmlb.testing.guarded import poison
 
 N = 1000
 PIECES = ((0, N), (0, 1), (1, 1), (3, 5), (127, 258), (N - 1, 1), (N - 7, 7))
-"""Offsets and sizes [bytes], aligned to nothing."""
+"""Unaligned offsets and sizes [bytes]."""
 
 
 def _bytes(n: int, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -30,7 +30,7 @@ def _bytes(n: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 def _expect_written(
     rig: Rig, call: str, write: Callable[[Tensor], None], data: npt.NDArray[np.uint8], offset: int
 ) -> None:
-    """Let a tensor among others be written, and compare all bytes of its buffer."""
+    """Write to a tensor among others, and compare all bytes of their buffer."""
     _before, tensor, _after = rig.neighbours(N)
     assert tensor.buffer is not None
     whole = rig.over(tensor.buffer)
@@ -44,7 +44,7 @@ def _expect_written(
 
 @check("transfers")
 def set_writes_its_bytes_only(rig: Rig) -> None:
-    """`set_tensor` at any offset writes its bytes and no byte beside them."""
+    """`set_tensor` at any offset writes its bytes and no others."""
     for offset, size in PIECES:
         data = _bytes(size, offset)
         _expect_written(rig, "set_tensor", partial(Tensor.set, data=data, offset=offset), data, offset)
@@ -62,7 +62,7 @@ def get_reads_from_its_offset(rig: Rig) -> None:
 
 @check("transfers")
 def memset_writes_its_bytes_only(rig: Rig) -> None:
-    """`memset_tensor` sets its bytes and no byte beside them."""
+    """`memset_tensor` sets its bytes and no others."""
     for offset, size in PIECES:
         data = np.full(size, 0x5A, np.uint8)
         memset = partial(Tensor.memset, value=0x5A, offset=offset, size=size)
@@ -71,7 +71,7 @@ def memset_writes_its_bytes_only(rig: Rig) -> None:
 
 @check("transfers")
 def clear_sets_every_byte(rig: Rig) -> None:
-    """`clear` sets every byte of a buffer, to the last."""
+    """`clear` sets every byte of a buffer."""
     for size in (1, 255, N, 4096):
         buffer = rig.keep(rig.stream.alloc_buffer(size))
         whole = rig.over(buffer)
@@ -82,7 +82,7 @@ def clear_sets_every_byte(rig: Rig) -> None:
 
 @check("transfers")
 def two_dimensional_transfers(rig: Rig) -> None:
-    """`set_tensor_2d` and `get_tensor_2d` move pieces, and leave what lies between them."""
+    """`set_tensor_2d` and `get_tensor_2d` move pieces, and leave the bytes between them."""
     size, n, stride_data, offset = 24, 7, 33, 5
     for is_async, stride_tensor in product((False, True), (24, 40)):
         _, tensor, _ = rig.neighbours(N)
@@ -171,7 +171,7 @@ def copies_respect_offsets(rig: Rig) -> None:
 
 @check("transfers")
 def beyond_the_end_is_refused(rig: Rig) -> None:
-    """Reads and writes that end beyond a tensor are a `BoundsError`, and change nothing."""
+    """Reads and writes beyond a tensor's end raise `BoundsError` and change nothing."""
     _, tensor, after = rig.neighbours(N)
     after.memset(0x22)
     expect_error(BoundsError, lambda: tensor.set(_bytes(8), N - 7), "a write beyond the end")

@@ -1,4 +1,4 @@
-"""Memory for weights, beside a device's own: extra buffer types, and rows that are split over devices."""
+"""Checks of weight memories: extra buffer types, and rows split over devices."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ KINDS: Final = (
     *((DType[name], 80) for name in TYPES),
     *((dtype, 70) for dtype in (DType.F32, DType.F16, DType.Q8_0, DType.Q4_0, DType.Q4_K)),
 )
-"""Types of weights and how many rows they have: memory may keep groups of rows in an order of its own."""
+"""Types of weights and numbers of rows; memory may interleave groups of rows."""
 Kind = tuple[DType, int]
 PIECES: Final = ((40, None), (0, 1), (3, 40), (1, 3))
-"""Rows that are written one after the other: from, up to."""
+"""Row ranges written one after the other: start, stop."""
 TOLERANCE: Final = 0.03
-"""Error of a product's elements, of 512 terms each; activations may be rounded to 8 bits."""
+"""Allowed error of a product of 512 terms, with activations rounded to 8 bits."""
 
 
 def _memories(rig: Rig) -> list[BufferType]:
     found = weight_memories(rig.device)
     if not found:
-        unsupported("the device has no memory for weights beside its own")
+        unsupported("the device has no extra memory for weights")
     return found
 
 
 @cache
 def _blocks(kind: Kind, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """A matrix's bytes."""
+    """Return the bytes of a random matrix."""
     dtype, m = kind
     values = np.random.default_rng((int(dtype), seed)).uniform(-0.2, 1, (m, K)).astype(np.float32)
     return dtypes.quantize(values, dtype).view(np.uint8).reshape(-1)
 
 
 def _weights(rig: Rig, buft: BufferType, kind: Kind, n: int = 1) -> list[Tensor]:
-    """Matrices side by side in memory of a type."""
+    """Return adjacent matrices in memory of a type."""
     ctx = Context()
     dtype, m = kind
     tensors = [ctx.new_tensor(dtype, (K, m), f"w{i}") for i in range(n)]
@@ -64,7 +64,7 @@ def _weights(rig: Rig, buft: BufferType, kind: Kind, n: int = 1) -> list[Tensor]
 
 
 def _expect_product(rig: Rig, weight: Tensor, blocks: npt.NDArray[np.uint8], what: str) -> bool:
-    """Compare a product with what NumPy makes of the same blocks; false if the device declines it."""
+    """Compare a product with NumPy's of the same blocks; return false if the device declines it."""
     ctx = Context()
     x = ctx.new_tensor(DType.F32, (K, N), "x")
     y = ctx.mul_mat(weight, x)
@@ -99,7 +99,7 @@ def _compare(
 
 
 def _expect_bytes(weight: Tensor, blocks: npt.NDArray[np.uint8], what: str) -> None:
-    """Compare a weight's bytes; memory that does not keep them says so by a `BackendError`."""
+    """Compare a weight's bytes; memory that does not keep them must raise `BackendError`."""
     try:
         got = weight.get()
     except BackendError:
@@ -109,7 +109,7 @@ def _expect_bytes(weight: Tensor, blocks: npt.NDArray[np.uint8], what: str) -> N
 
 @check("weights")
 def memory_for_weights_is_sound(rig: Rig) -> None:
-    """Each kind of memory for weights has a name of its own, and is one that the device can use."""
+    """Each kind of memory for weights has a unique name, and the device can use it."""
     names = {rig.device.buffer_type.name}
     for buft in _memories(rig):
         expect(buft.name not in names, f"two kinds of memory are named {buft.name}")
@@ -122,7 +122,7 @@ def memory_for_weights_is_sound(rig: Rig) -> None:
 
 @check("weights")
 def weights_give_right_products(rig: Rig) -> None:
-    """A weight gives the right products from memory for weights, and its bytes come back or are refused."""
+    """Products with a weight in such memory are right; its bytes can be read, or reading raises."""
     for buft in _memories(rig):
         taken = 0
         for kind in KINDS:
@@ -156,7 +156,7 @@ def weights_are_written_by_rows(rig: Rig) -> None:
 
 @check("weights")
 def weights_do_not_touch_each_other(rig: Rig) -> None:
-    """Weights that lie side by side in one buffer are written each by itself."""
+    """Adjacent weights in one buffer are written independently."""
     for buft in _memories(rig):
         for kind in KINDS:
             weights = _weights(rig, buft, kind, 3)
@@ -171,7 +171,7 @@ def weights_do_not_touch_each_other(rig: Rig) -> None:
 
 @check("weights")
 def weights_are_copied_in(rig: Rig) -> None:
-    """A weight can be copied from the CPU's and the device's memory, and back where its bytes are kept."""
+    """A weight can be copied from the CPU's and the device's memory, and back if its bytes are kept."""
     cpu, other = rig.cpu(), rig.new_stream()
     for buft in _memories(rig):
         for kind in KINDS:
@@ -202,7 +202,7 @@ def weights_are_copied_in(rig: Rig) -> None:
 
 @check("weights")
 def any_bytes_of_weights_are_written_and_read(rig: Rig) -> None:
-    """Memory that keeps a weight's bytes takes and gives any of them, whatever lies beside them."""
+    """Memory that keeps a weight's bytes reads and writes any range of them."""
     for buft in _memories(rig):
         for kind in KINDS:
             (weight,) = _weights(rig, buft, kind)
@@ -229,7 +229,7 @@ def any_bytes_of_weights_are_written_and_read(rig: Rig) -> None:
 
 @check("weights")
 def a_scheduler_leaves_products_where_weights_are(rig: Rig) -> None:
-    """A scheduler gives a product to the device in whose memory for weights the weight lies."""
+    """A scheduler runs a product on the device whose memory holds the weight."""
     others = [] if rig.device.name == "CPU" else [rig.cpu()]
     for buft in _memories(rig):
         for kind in KINDS:
@@ -251,7 +251,7 @@ def a_scheduler_leaves_products_where_weights_are(rig: Rig) -> None:
 
 @check("weights")
 def memory_for_weights_ends(rig: Rig) -> None:
-    """What is too large for memory for weights is an `AllocationError`; what was freed, a `FreedError`."""
+    """Too large a weight raises `AllocationError`, a freed one `FreedError`."""
     for buft in _memories(rig):
         huge = Context().new_tensor(DType.F32, (1 << 30, 1 << 20), "huge")
         expect_error(AllocationError, partial(alloc_tensors, [huge], buft), f"{huge.nbytes} bytes")
