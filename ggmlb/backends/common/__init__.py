@@ -1,1 +1,1 @@
-"""What backends share."""
+"""Code shared by backends: operand rules, fusion, scratch memory, packed weights."""

@@ -1,4 +1,4 @@
-"""Constants and tables of ops' formulas, which more than one backend needs on the host."""
+"""Constants and tables of ops' formulas that several backends need on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NORMAL_AS_SIGMOID = (
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> Array:
-    """The factor of the mask by head: powers of two bases, the odd heads in between."""
+    """Return the ALiBi slope of each head (powers of two bases; odd heads in between)."""
     n = 1 << floor(log2(n_head))
     base, between = 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
     heads = np.arange(n_head)
@@ -43,7 +43,7 @@ def alibi_slopes(n_head: int, max_bias: float) -> Array:
 
 
 def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
-    """By pair, how much of the angle is extrapolated (1) rather than interpolated (0)."""
+    """Return for each pair the share of the extrapolated angle, from 1 to 0 (interpolated)."""
     base, n_dims, n_ctx = params["freq_base"], params["n_dims"], params["n_ctx_orig"]
 
     def pair_of(n_turns: float) -> float:
@@ -56,7 +56,7 @@ def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
 
 
 def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:
-    """By pair: the angle per unit of position, and which of the four positions counts; not to be changed."""
+    """Return for each pair the angle per position, and the index of its position; read-only."""
     return _pair_angles(n_pairs, tuple(params.items()))
 
 

@@ -1,6 +1,6 @@
-"""Memory that keeps the blocks of weights in another order: what its transfers have in common.
+"""PackedBuffer: transfers of memory that stores the blocks of weights in another order.
 
-Bytes change places within groups only; a transfer that ends inside a group reads the rest of it first.
+Only bytes within a group change places; a transfer that ends inside a group reads the rest of it first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ggmlb.interface.data import Bytes
 
 
 class PackedBuffer(Buffer):
-    """Converts weights on their way; mixed in before the buffer that moves bytes."""
+    """Mixin, before the class that moves bytes, that converts weights in transfers."""
 
     @abstractmethod
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Bytes of a group of a weight that is packed; it begins with one."""
+        """Size of a group of a packed weight [bytes]; the weight begins with a group."""
 
     @abstractmethod
     def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Whole groups in this memory's order."""
+        """Convert whole groups to this memory's order."""
 
     @abstractmethod
     def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Whole groups as ggml has them: what `pack` was given."""
+        """Convert whole groups back to ggml's order."""
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if not self.packing(tensor):
@@ -54,7 +54,7 @@ class PackedBuffer(Buffer):
         self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
 
     def _whole_groups(self, tensor: Tensor, offset: int, nbytes: int) -> tuple[Tensor, int, int, int]:
-        """The weight that a tensor is part of, where bytes begin in it, and the ends of their groups."""
+        """Return the weight that owns a tensor's memory, a byte range's start in it, and its groups' ends."""
         whole = tensor.view_src or tensor
         size = self.group_nbytes(whole)
         start = tensor.offset - whole.offset + offset

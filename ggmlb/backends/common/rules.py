@@ -1,12 +1,12 @@
-"""Rules: how a backend lowers each op, and which operands it takes.
+"""Rules: the table of a backend's lowering functions and their operand conditions.
 
     RULES: Rules[Callable[[Tensor, Target], list[Launch]]] = Rules()
 
     @RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32), in_rows(0, RESULT))
     def soft_max(node: Tensor, target: Target) -> list[Launch]: ...
 
-A rule is a function that lowers a node, with the conditions under which it can. Whether a node can be
-computed (`Rules.declines`) and how (`RULES[op]`) are read from one table, so that they cannot part.
+A rule is a function that lowers a node, with conditions. `Rules.declines` and lowering (`RULES[op]`) read one
+table, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.tensor import Tensor
 
 Lower = TypeVar("Lower")
-"""The type of a backend's functions that lower a node."""
+"""Type of a backend's lowering functions."""
 
 Condition = Callable[[Tensor], "str | None"]
-"""Says why a rule does not take a node; `None` if it does."""
+"""Returns why a rule declines a node; `None` if it does not."""
 
 
 class Rules(Generic[Lower]):
-    """What a backend computes: for each op a function that lowers it, and when it can."""
+    """The rules of a backend: for each op a lowering function and its conditions."""
 
     def __init__(self) -> None:
         self._lower: dict[Op, Lower] = {}
         self._conditions: dict[Op, tuple[Condition, ...]] = dict.fromkeys(NO_OPS, ())
 
     def rule(self, ops: Op | Iterable[Op], *conditions: Condition) -> Callable[[Lower], Lower]:
-        """Register the decorated function: it lowers an op, or several, where all conditions hold."""
+        """Register the decorated function to lower one or more ops under conditions."""
 
         def register(lower: Lower) -> Lower:
             for op in (ops,) if isinstance(ops, Op) else ops:
@@ -70,10 +70,10 @@ F32: Final = frozenset({DType.F32})
 I32: Final = frozenset({DType.I32})
 
 FLOATS: Final = frozenset({DType.F32, DType.F16, DType.BF16})
-"""Types that are computed with, in float32."""
+"""Float types, computed in float32."""
 
 INDEX: Final = frozenset({DType.I32, DType.I64})
-"""Types of positions and row numbers."""
+"""Types of positions and row indices."""
 
 BLOCKS: Final = frozenset(d for d in DType if d.is_quantized)
 """Quantised types."""
@@ -82,15 +82,15 @@ ANY: Final = frozenset(DType)
 """Every type."""
 
 RESULT: Final = -1
-"""Stands for the result among numbers of operands."""
+"""Index of the result among indices of operands."""
 
 _FEW = 4
 
 
 def operands(*src: Types, out: Types = FLOATS) -> Condition:
-    """Require the types of the sources, in order (absent ones pass), and of the result.
+    """Condition on the types of the sources, in order (absent ones pass), and of the result.
 
-    Blocks are read along contiguous rows only.
+    Quantised operands must have contiguous rows.
     """
     taken = [(i, types, types - BLOCKS) for i, types in enumerate(src)]
 
@@ -108,12 +108,12 @@ def operands(*src: Types, out: Types = FLOATS) -> Condition:
 
 
 def all_operands(types: Types) -> Condition:
-    """Require the types of all sources, absent ones left out, and of the result."""
+    """Condition on the types of all present sources, and of the result."""
     return operands(*[types] * 16, out=types)
 
 
 def in_rows(*which: int) -> Condition:
-    """Require that the elements of a row lie side by side, in these sources, where present, or the result."""
+    """Condition that rows are contiguous, in these sources (if present) or the result."""
 
     def check(node: Tensor) -> str | None:
         for i in which:
@@ -126,14 +126,14 @@ def in_rows(*which: int) -> Condition:
 
 
 def has_elements(node: Tensor) -> str | None:
-    """Require that src0 has elements, where the result has some that follow from them."""
+    """Condition that src0 has elements, if the result has some that depend on them."""
     if node.sources[0].is_empty and not node.is_empty:
-        return "src0 has no elements to go on with"
+        return "src0 has no elements"
     return None
 
 
 def same_types(node: Tensor) -> str | None:
-    """Require that all sources have the type of the result: data is moved, not converted."""
+    """Condition that all sources have the type of the result."""
     for i, s in enumerate(node.sources):
         if s.dtype is not node.dtype:
             return f"src{i} is {s.dtype.name.lower()}, the result {node.dtype.name.lower()}"

@@ -1,4 +1,4 @@
-"""Memory for weights alone, which keeps them in an order or a type of its own: who may read it."""
+"""Checks of nodes that read memory for weights only, which stores them in another order or type."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID})
 
 
 def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS) -> Tensor | None:
-    """Return the weight that a node reads from such memory, as its first operand; `None` if it reads none."""
+    """Return a node's first operand if it is a weight in such memory that the node may read; else `None`."""
     weight = node.src[0] if node.op in readers else None
     return weight if weight is not None and weight.buffer is not None and weight.buffer.buft is buft else None
 
@@ -22,7 +22,7 @@ def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS
 def misplaced(
     buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS, who: str = "products"
 ) -> str | None:
-    """Return why a node cannot use what lies in such memory: `who`, the readers, may read `src0` there."""
+    """Return why a node cannot use operands in such memory; `who` names the readers of `src0` in messages."""
     if node.op in NO_OPS:
         return None
     for i, src in enumerate(node.src):

@@ -1,4 +1,4 @@
-"""Workspace: the scratch memory of a backend, shared by all steps of all its plans."""
+"""Workspace: the scratch memory of a backend, shared by the steps of all its plans."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LEAST = 1 << 20
 
 
 class Workspace:
-    """Hands out scratch arrays; what one node took, the next may take again.
+    """Allocator of scratch arrays, which are reused from node to node.
 
-    The steps of a backend run one after another, so nodes and plans can share scratch. Memory that is
-    too small is replaced, not grown: plans that bound pieces of it keep it alive.
+    The steps of a backend run in order, so nodes and plans can share scratch. Memory that is too small is
+    replaced; plans that bound parts of it keep it alive.
 
     Args:
-        allocate: Gives a flat uint8 array of that many bytes, aligned to 64.
+        allocate: Returns a flat uint8 array of a number of bytes, aligned to 64.
     """
 
     def __init__(self, allocate: Callable[[int], Array]) -> None:
@@ -32,11 +32,11 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Size of the memory that is handed out now [bytes]."""
+        """Size of the current memory [bytes]."""
         return int(self._memory.size)
 
     def restart(self) -> None:
-        """Let all of the memory be taken again."""
+        """Make all of the memory available again."""
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
@@ -47,7 +47,7 @@ class Workspace:
         return memory[start : start + n].view(dtype).reshape(shape)
 
     def reserve(self, n: int) -> tuple[Array, int]:
-        """Return memory and where in it `n` bytes of undefined contents begin, valid until `restart`."""
+        """Return memory, and the offset in it of `n` undefined bytes that are valid until `restart`."""
         if self._used + n > self._memory.size:
             try:
                 self._memory = self._allocate(max(n, 2 * self._memory.size, _LEAST))

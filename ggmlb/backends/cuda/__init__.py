@@ -1,6 +1,6 @@
 """The CUDA backend, over CuPy.
 
-Importing it imports no CuPy; that happens when its devices are first asked for.
+CuPy is imported when the devices are first requested.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ INSTALL = "pip install 'ggmlb[cuda]'"
 NO_CARD = {
     34: "only a stub of the NVIDIA driver is installed; install the driver",  # cudaErrorStubLibrary
     35: "the NVIDIA driver is missing or too old for this CuPy's CUDA",  # cudaErrorInsufficientDriver
-    100: "the NVIDIA driver sees no card; CUDA_VISIBLE_DEVICES may hide it",  # cudaErrorNoDevice
+    100: "the NVIDIA driver finds no card; CUDA_VISIBLE_DEVICES may hide it",  # cudaErrorNoDevice
 }
-"""What cudaGetDeviceCount says where there is nothing to use."""
+"""Status codes of cudaGetDeviceCount without a usable card, with reasons."""
 
 BROKEN = {
-    46: "another process has the card for itself (nvidia-smi shows which)",  # cudaErrorDevicesUnavailable
+    46: "another process uses the card exclusively (nvidia-smi shows which)",  # cudaErrorDevicesUnavailable
     802: "is nvidia-fabricmanager running?",  # cudaErrorSystemNotReady
-    803: "the driver's parts are of two versions; restart the machine",  # cudaErrorSystemDriverMismatch
+    803: "the versions of the driver's parts differ; restart the machine",  # cudaErrorSystemDriverMismatch
 }
-"""What to do about other failures."""
+"""Advice for other status codes."""
 
 
 class CudaReg(BackendReg):
@@ -48,11 +48,11 @@ class CudaReg(BackendReg):
 
     @property
     def devices(self) -> Sequence[CudaDevice]:
-        """The devices `CUDA0` on.
+        """The devices `CUDA0`, `CUDA1`, ...
 
         Raises:
             BackendUnavailable: CuPy, the driver or a card is missing; the message says what to do.
-            BackendBroken: They are there, and fail.
+            BackendBroken: They are installed but fail.
         """
         if self._devices is None:
             driver = self._driver = self._driver or load_driver()
@@ -81,11 +81,11 @@ class CudaReg(BackendReg):
 
 
 def load_driver() -> Driver:
-    """Return CUDA by way of CuPy.
+    """Return the driver interface over CuPy.
 
     Raises:
         BackendUnavailable: CuPy is not installed.
-        BackendBroken: It is, and cannot be loaded.
+        BackendBroken: CuPy cannot be loaded.
     """
     try:
         import cupy  # noqa: F401
@@ -99,7 +99,7 @@ def load_driver() -> Driver:
 
 
 def count_devices(driver: Driver) -> int:
-    """Return the number of devices, which is not 0.
+    """Return the number of devices, at least 1.
 
     Raises:
         BackendUnavailable: There is no driver or no card.

@@ -1,4 +1,4 @@
-"""Argument blocks: a launch's arguments as bytes, laid out as its kernel's parameters are."""
+"""Argument blocks: a launch's arguments as bytes, in the layout of its kernel's parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FORMATS = {
 
 @lru_cache(512)
 def layout(kernel: Kernel) -> struct.Struct:
-    """Return the layout of a kernel's parameters: each aligned to its size, as in a C struct."""
+    """Return the layout of a kernel's parameters, each aligned to its size as in a C struct."""
     return struct.Struct("@" + "".join(FORMATS[param.kind] for param in kernel.params))
 
 
 def argument_block(launch: Launch, base: Callable[[Mem], int]) -> bytes:
-    """Return the block; `base` tells where the memory begins that a mem lies in."""
+    """Return the argument block; `base` returns the base address of a mem's memory."""
     flat: list[int | float] = []
     for arg in launch.args:
         if isinstance(arg, Mem):

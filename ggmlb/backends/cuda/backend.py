@@ -1,4 +1,4 @@
-"""CUDA's stream."""
+"""CudaBackend: a CUDA stream as a backend."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from ggmlb.interface.data import Bytes, Pieces
 
 MAX_HELD = 64
-"""Host arrays of transfers that are kept before those whose transfer ended are looked for."""
+"""Number of kept host arrays of transfers at which finished ones are dropped."""
 
 
 class CudaBackend(Backend):
-    """A non-blocking stream; a device may have several, which run side by side.
+    """A non-blocking CUDA stream; several streams of a device run concurrently.
 
     Attributes:
-        stream: The stream.
-        arena: Scratch that its plans share.
-        clock: Times its work, while it is being timed.
-        idle_graphs: Executable graphs that plans left behind.
-        helpers: Its streams on other cards.
-        bad_indices: Where its kernels note indices that are out of range.
+        stream: The CUDA stream.
+        arena: Scratch memory shared by its plans.
+        clock: Times its work between `start_timing` and `stop_timing`.
+        idle_graphs: Executable graphs of dropped plans, for reuse.
+        helpers: Its helper streams on other cards, for split products.
+        bad_indices: Records of out-of-range indices of its kernels.
     """
 
     guid = "ggmlb-cuda-cupy"
@@ -63,8 +63,8 @@ class CudaBackend(Backend):
             self.stream = device.open_stream()
         self.arena = Arena()
         self.idle_graphs = IdleGraphs(self._driver, device.index)
-        # CUDA does not know about Python's arrays: each is kept until an event says that it is not used, also
-        # if this backend is dropped with work in its stream.
+        # Host arrays must be kept until an event shows that their transfer is done, even if this backend is
+        # dropped with work in its stream.
         self._remains = DeferredRelease(self._driver, self.stream, self.idle_graphs)
         self._held = self._remains.held
         self._n_held = 0
@@ -78,7 +78,7 @@ class CudaBackend(Backend):
 
     @property
     def blas(self) -> CuBlas:
-        """The stream's cuBLAS handle, made when a plan first needs one; it and its workspace live as long."""
+        """The stream's cuBLAS handle and workspace, created when a plan first needs them."""
         if self._remains.blas is None:
             workspace = allocate(self, WORKSPACE_NBYTES)
             blas = CuBlas(self.device.blas_library(), workspace.address, workspace.size)
@@ -87,7 +87,7 @@ class CudaBackend(Backend):
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """Itself, and those that compute its products with weights split over cards."""
+        """Itself and its helper streams."""
         return (self, *self.helpers.streams)
 
     # -- graphs --------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class CudaBackend(Backend):
         return can_fuse(group, self.device)
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Bring nodes together that one kernel computes."""
+        """Move the nodes of fused groups together."""
         gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:
@@ -195,7 +195,7 @@ class CudaBackend(Backend):
         return True
 
     def _own(self, tensor: Tensor) -> CudaBuffer | None:
-        """Return the tensor's buffer, if it is memory of this device."""
+        """Return the tensor's buffer if it is on this device; else `None`."""
         buffer = tensor.buffer
         return buffer if isinstance(buffer, CudaBuffer) and buffer.device is self.device else None
 
@@ -204,7 +204,7 @@ class CudaBackend(Backend):
         return cuda_errors(self._driver, call)
 
     def _hold(self, buffer: CudaBuffer, array: npt.NDArray[Any]) -> None:
-        """Keep a host array until the work queued so far is done; to be called with the stream's lock."""
+        """Keep a host array until the work queued so far is done; requires the stream's lock."""
         buffer.streams.add(self.stream)
         self._held.append((self.stream.mark(), array))
         self._n_held += 1
@@ -212,7 +212,7 @@ class CudaBackend(Backend):
             self._drop_held()
 
     def _drop_held(self, until: int = 0) -> None:
-        """Drop what ended: the first `until` that were ever held, and more if their events say so."""
+        """Drop arrays of finished transfers: the first `until` ever held, and others with finished events."""
         with self.stream.lock:
             n, first = 0, self._n_held - len(self._held)
             for event, _ in self._held:  # in the order of the stream
@@ -238,7 +238,7 @@ class CudaBackend(Backend):
 
     @contextmanager
     def _queued(self, tensor: Tensor) -> Iterator[None]:
-        """Queue a copy within the block, with the stream's lock, and timed if all is."""
+        """Context manager to queue a copy: holds the stream's lock, and times the copy if timing is on."""
         with self.stream.lock:
             clock = self.clock
             with nullcontext() if clock is None else clock.time(tensor.describe(), is_copy=True):
@@ -266,7 +266,7 @@ class CudaBackend(Backend):
     def read_slots(self, block: SlotBlock, words: Words) -> None:
         """As `SlotStream.read_slots`."""
         buffer = cast("CudaBuffer", block.buffer)
-        what = f"read what {self.name} noted of indices"
+        what = f"read the index records of {self.name}"
         with self._transfer(what), self.device.on(), self.stream.lock:
             to = address_of(words)
             self._driver.copy(to, buffer.address, words.nbytes, CopyKind.TO_HOST, self.stream.handle)
@@ -275,7 +275,7 @@ class CudaBackend(Backend):
     def clear_slot(self, slot: Slot) -> None:
         """As `SlotStream.clear_slot`."""
         buffer = cast("CudaBuffer", slot.block.buffer)
-        what = f"forget what {self.name} noted of indices"
+        what = f"clear an index record of {self.name}"
         with self._transfer(what), self.device.on(), self.stream.lock:
             self._driver.fill(buffer.address + slot.offset, 0, SLOT, self.stream.handle)
 
@@ -294,7 +294,7 @@ class CudaBackend(Backend):
             guard.leave()
 
     def _late(self, error: Exception) -> str:
-        """Word an error of work that was queued before: CUDA does not say of which."""
+        """Return the error for earlier queued work; CUDA does not report which work failed."""
         plan = self._last_plan
         if plan is None:
             return f"{self.name}: queued work failed: {error}"

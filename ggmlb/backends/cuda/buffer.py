@@ -1,4 +1,4 @@
-"""Device memory: one allocation for each buffer, in which tensors are byte offsets."""
+"""Device memory: one allocation for each buffer, with tensors at byte offsets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.stream import Stream
 
 ALIGNMENT = 256
-"""Of tensors [bytes]: what cudaMalloc aligns to, and more than any kernel or cuBLAS asks for."""
+"""Alignment of tensors [bytes]: that of cudaMalloc, and more than any kernel or cuBLAS needs."""
 
 
 class CudaBufferType(BufferType):
@@ -41,7 +41,7 @@ class CudaBufferType(BufferType):
 
 
 class _Memory:
-    """What keeps an allocation: its buffer until it is freed, and each array that was made over it."""
+    """Owner of an allocation, held by its buffer until freed, and by arrays over it."""
 
     __slots__ = ("__weakref__",)
 
@@ -49,16 +49,16 @@ class _Memory:
 class CudaBuffer(Buffer):
     """An allocation on a device.
 
-    Synchronous transfers run on the device's transfer stream, after the work that backends queued with
-    this buffer; they disturb nothing else.
+    Synchronous transfers run on the device's transfer stream, after queued work that uses this buffer, and
+    independent of other work.
 
     Attributes:
         device: The device it belongs to.
-        address: Where it begins; 0 for a size of 0.
+        address: Device address; 0 for a size of 0.
         streams: Streams whose work uses it.
 
     Args:
-        owner: What keeps memory that is not ours.
+        owner: Owner of memory allocated by others.
     """
 
     def __init__(self, buft: CudaBufferType, address: int, nbytes: int, owner: object = None) -> None:
@@ -83,7 +83,7 @@ class CudaBuffer(Buffer):
         return self._array
 
     def exported(self, tensor: Tensor, call: str) -> Any:
-        """Wait for queued work first: the protocols promise memory that can be read at once."""
+        """Wait for queued work first, because the protocols allow immediate reads."""
         self.check_alive(call)
         with cuda_errors(self.device.driver, f"{call} of {tensor.describe()}"), self.device.on():
             for stream in [s for s in self.streams if s.handle]:
@@ -96,7 +96,7 @@ class CudaBuffer(Buffer):
         return self.device.driver.view(self.base, shape, dtype, tensor.offset, strides)
 
     def write(self, data: npt.NDArray[Any]) -> None:
-        """Write an array to the beginning, and wait for it."""
+        """Write an array at offset 0, and wait for it."""
         driver, nbytes = self.device.driver, data.nbytes
         self._transfer(
             f"write {nbytes:,} bytes on {self.name}",
@@ -162,7 +162,7 @@ class CudaBuffer(Buffer):
         return True
 
     def _transfer(self, call: str, queue: Any, *others: CudaBuffer) -> None:
-        """Queue a transfer after what uses the buffers, and wait for it."""
+        """Queue a transfer after the work that uses the buffers, and wait for it."""
         device = self.device
         device.check_process(call)
         with cuda_errors(device.driver, call), device.on():
@@ -178,7 +178,7 @@ class CudaBuffer(Buffer):
 
 
 def can_pitch(pieces: Pieces) -> bool:
-    """Whether a strided copy is one command: pieces do not overlap, and are not too far apart for CUDA."""
+    """Whether a strided copy is one CUDA command: pieces do not overlap, and the pitch is within limits."""
     return all(pieces.size <= pitch < 1 << 31 for pitch in (pieces.stride_tensor, pieces.stride_data))
 
 

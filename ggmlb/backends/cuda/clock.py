@@ -1,4 +1,4 @@
-"""The times of a stream's work, from events around it, on the host's clock."""
+"""Times of a stream's work from CUDA events, on the host's clock."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.stream import Stream
 
 N_LOOKS = 5
-"""How often the two clocks are compared; the comparison that took the least time counts."""
+"""Number of clock comparisons, of which the fastest is used."""
 
 
 SPAN_NS = 1_000_000_000
-"""Of so long a time, a float32 of milliseconds tells 60 ns apart."""
+"""Longest measured interval [ns], in which a float32 of milliseconds resolves 60 ns."""
 
 
 class Clock:
-    """Puts timed events around commands, and gives them their times when the stream is idle.
+    """Records timed events around commands, and sets their times when the stream is idle.
 
-    CUDA tells the time between two events only, and as a float32 of milliseconds: of an hour, to a quarter of
-    one. So events are measured from one about `SPAN_NS` before them (an anchor), and anchors from the one
-    before. The first has the host's time, as has any that comes after a pause in which the stream was idle.
-    The stream's device must be the current one.
+    CUDA measures only intervals between events, as float32 milliseconds: an hour to 0.25 ms. So events
+    are measured from an anchor event at most about `SPAN_NS` before them, and anchors from the previous
+    anchor. The first anchor, and any after an idle pause, has the host's time. The stream's device must
+    be the current one.
     """
 
     def __init__(self, driver: Driver, stream: Stream, commands: list[Command]) -> None:
@@ -40,7 +40,7 @@ class Clock:
 
     @contextmanager
     def time(self, name: str, is_copy: bool = False) -> Iterator[None]:
-        """Time what is queued within the block."""
+        """Context manager that times the work queued in its block."""
         if perf_counter_ns() - self._last > SPAN_NS and self._driver.event_done(self._newest):
             self._add_anchor()
         before = self._mark()
@@ -52,7 +52,7 @@ class Clock:
         self._last = perf_counter_ns()
 
     def settle(self) -> None:
-        """Fill in when the commands, which have ended, began and ended."""
+        """Set start and stop of the finished commands."""
         driver = self._driver
         anchor = at = 0
         for command, before, after in self._events:
@@ -69,7 +69,7 @@ class Clock:
                 driver.event_free(after)
 
     def _add_anchor(self) -> None:
-        """Note an event whose time the host knows: no command, the event, and the time [ns]."""
+        """Record an anchor with a known host time: no command, the event, and the time [ns]."""
         looks = [self._look() for _ in range(N_LOOKS)]
         best = min(looks)
         for look in looks:
@@ -80,7 +80,7 @@ class Clock:
         self._last = perf_counter_ns()
 
     def _look(self) -> tuple[int, int, int]:
-        """Return how long it took to see an event reached, the middle of that time, and the event."""
+        """Record an event and wait for it; return the duration, the middle of the wait, and the event."""
         before = perf_counter_ns()
         event = self._mark()
         self._driver.event_synchronize(event)

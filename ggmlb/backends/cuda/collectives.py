@@ -1,4 +1,4 @@
-"""Sums over cards, by NCCL."""
+"""All-reduce over cards by NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUMMED = frozenset({DType.F32, DType.F16, DType.BF16})
 
 
 class Communicator:
-    """Streams of different cards that sum together."""
+    """A group of streams of different cards, for sums."""
 
     def __init__(self, backends: Sequence[CudaBackend], collective: Collective) -> None:
         self.backends = tuple(backends)
@@ -28,7 +28,7 @@ class Communicator:
 
 
 def comm_init(backends: Sequence[Backend]) -> Communicator | None:
-    """Connect streams; `None` where NCCL is missing, or two of them share a card.
+    """Connect streams; `None` if NCCL is missing or two streams share a card.
 
     Source: ggml_backend_comm_init.
     """
@@ -48,14 +48,14 @@ def comm_free(comm: Communicator) -> None:
 
 
 def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
-    """Queue, on each stream, the sum of all tensors in place of its own.
+    """Queue on each stream the sum of all tensors, written over its own tensor.
 
     Args:
         comm: From `comm_init`.
         tensors: One for each stream, in that order, of one type and shape, on the stream's card.
 
     Returns:
-        Whether it was queued; not for other types than f32, f16 and bf16, and tensors with gaps.
+        Whether it was queued; not for types other than f32, f16 and bf16, nor for tensors with gaps.
 
     Source: ggml_backend_comm_allreduce_tensor.
     """
@@ -74,7 +74,7 @@ def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool
         t.buffer.streams.add(backend.stream)
         places.append((t.buffer.address + t.offset, backend.stream.handle))
     with ExitStack() as stack:
-        # The only place that takes several streams' locks: always in the order of the cards.
+        # Only here are several streams' locks taken together: always in the order of the cards.
         for backend in sorted(comm.backends, key=lambda b: b.device.index):
             stack.enter_context(backend.stream.lock)
         stack.enter_context(cuda_errors(comm.backends[0].device.driver, f"sum {first.describe()} over cards"))

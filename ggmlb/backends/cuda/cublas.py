@@ -1,10 +1,10 @@
-"""cuBLAS, called directly: CuPy refuses its own cuBLAS calls while a stream is captured.
+"""Direct cuBLAS calls, because CuPy refuses its own during stream capture.
 
-By ctypes: what is needed are nine functions with plain arguments. nvmath-python would bring its own choice of
-workspaces, streams and logging, and a dozen packages, for the same calls.
+It uses ctypes for nine functions with plain arguments. nvmath-python would add its own handling of
+workspaces, streams and logging, and a dozen packages.
 
-A handle belongs to one stream's work. It has a workspace of its own, because the library would otherwise
-allocate one during a capture, or share one with other streams.
+Each stream has its own handle and workspace; otherwise, the library would allocate a workspace during
+capture or share one between streams.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.gemm import Gemm
 
 WORKSPACE_NBYTES: Final = 32 << 20
-"""What NVIDIA recommends from compute capability 9.0 on, where it is most."""
+"""NVIDIA's recommended size for compute capability 9.0 and later, the largest [bytes]."""
 
 _TYPES: Final = {DType.F32: 0, DType.F16: 2, DType.BF16: 14}  # cudaDataType_t
 _N, _T = 0, 1
@@ -60,10 +60,10 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
 
 @cache
 def library() -> Any:
-    """Return the library, from NVIDIA's wheels, which CuPy uses too, or from the system.
+    """Load the library from NVIDIA's wheels (as CuPy does) or from the system.
 
     Raises:
-        BackendUnavailable: There is none.
+        BackendUnavailable: It is not installed.
     """
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -83,7 +83,7 @@ def library() -> Any:
 
 
 def declare(lib: Any) -> Any:
-    """Tell ctypes the functions' parameters; return the library."""
+    """Declare the functions' parameter types; return the library."""
     for name, types in _SIGNATURES.items():
         function = getattr(lib, name)
         function.argtypes = types
@@ -92,20 +92,20 @@ def declare(lib: Any) -> Any:
 
 
 class CuBlas:
-    """A handle with its workspace. Calls are queued on the stream given, and legal while it is captured.
+    """A cuBLAS handle with its workspace. Calls are queued on a given stream, also during its capture.
 
-    The current device must be the one that the handle was made on.
+    The current device must be the handle's.
 
     Attributes:
         tf32: Whether products of f32 may round their operands to 10 bits of mantissa.
     """
 
     def __init__(self, lib: Any, workspace: int, nbytes: int, tf32: bool = False) -> None:
-        """Make a handle.
+        """Create a handle.
 
         Args:
-            lib: What `library()` gives.
-            workspace: Address of device memory, a multiple of 256, that outlives the handle.
+            lib: The result of `library()`.
+            workspace: Address of device memory that outlives the handle, a multiple of 256.
             nbytes: Its size [bytes].
             tf32: See the attribute.
         """
@@ -130,13 +130,13 @@ class CuBlas:
         address: Callable[[Mem], int],
         upload: Callable[[npt.NDArray[np.uint64]], int],
     ) -> Callable[[int], None]:
-        """Return the call that queues a product on a stream, with all else bound.
+        """Return the call that queues a product on a stream, with all arguments bound.
 
         Args:
-            gemm: What to compute.
-            address: Where a mem begins in device memory.
-            upload: Copies an array to device memory that lives as long as the call, and returns its address;
-                asked for batches without equal strides only, and done before the first call.
+            gemm: The product.
+            address: Returns the device address of a mem.
+            upload: Copies an array to device memory that lives as long as the call, and returns its
+                address; used only for batches without equal strides.
         """
         a, b, d = (address(m) for m in gemm.mems)
         kind = _TYPES[gemm.a.dtype]
@@ -171,7 +171,7 @@ class CuBlas:
     def _use(self, stream: int) -> None:
         if stream != self._stream:
             self._check("cublasSetStream_v2", self._handle, stream)
-            # The library forgets the workspace whenever the stream is set.
+            # Setting the stream resets the library's workspace.
             self._check("cublasSetWorkspace_v2", self._handle, *self._workspace)
             self._stream = stream
 

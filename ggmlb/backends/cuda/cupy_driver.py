@@ -1,4 +1,4 @@
-"""The real driver: CuPy's bindings of CUDA's runtime and driver, and its compiler with its cache on disk."""
+"""CupyDriver: the driver interface over CuPy's bindings of CUDA's runtime, driver and compiler."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class CupyDriver(Driver):
     # -- devices -------------------------------------------------------------------------------
 
     def device_count(self) -> int:
-        """Return how many devices the runtime sees."""
+        """By cudaGetDeviceCount."""
         return int(rt.getDeviceCount())
 
     def facts(self, device: int) -> Facts:
-        """Return what the runtime tells of a device."""
+        """By cudaGetDeviceProperties."""
         props = rt.getDeviceProperties(device)
         return Facts(
             props["name"].decode(),
@@ -66,17 +66,17 @@ class CupyDriver(Driver):
         )
 
     def on(self, device: int) -> _On:
-        """Set the device even where it is current: that makes its context current in a new thread."""
+        """Set the device even if it is current: this makes its context current in a new thread."""
         return _On(device)
 
     def memory_info(self, device: int) -> tuple[int, int]:
-        """Return what the driver tells."""
+        """By cudaMemGetInfo."""
         with self.on(device):
             free, total = rt.memGetInfo()
         return int(free), int(total)
 
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether the status says so, the same in runtime and driver; or it is of CuPy's pool, with none."""
+        """By the status, equal in runtime and driver; an error without status is of CuPy's memory pool."""
         return getattr(error, "status", OUT_OF_MEMORY) == OUT_OF_MEMORY
 
     # -- memory --------------------------------------------------------------------------------
@@ -95,22 +95,22 @@ class CupyDriver(Driver):
         cupy.get_default_pinned_memory_pool().free_all_blocks()
 
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
-        """Make a CuPy array over memory that CuPy does not own."""
+        """By a CuPy array over unowned memory."""
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device)
         return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
-        """Make a CuPy array over the same memory."""
+        """By a CuPy array over the same memory."""
         return cupy.ndarray(shape, dtype, base.data + offset, strides)
 
     def device_of(self, address: int) -> int:
-        """Ask the runtime."""
+        """By cudaPointerGetAttributes."""
         return int(rt.pointerGetAttributes(address).device)
 
     def pinned(self, nbytes: int) -> Bytes:
-        """By cudaHostAlloc; freed when the last view is gone."""
+        """By cudaHostAlloc; freed with the last view."""
         address = int(rt.hostAlloc(nbytes, rt.hostAllocPortable))
         memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, rt.freeHost, address).atexit = False
@@ -137,7 +137,7 @@ class CupyDriver(Driver):
         rt.streamDestroy(stream)
 
     def stream_synchronize(self, stream: int) -> None:
-        """Wait, with the interpreter unlocked."""
+        """Wait without holding the GIL."""
         rt.streamSynchronize(stream)
 
     def stream_wait(self, stream: int, event: int) -> None:
@@ -145,7 +145,7 @@ class CupyDriver(Driver):
         rt.streamWaitEvent(stream, event)
 
     def event_new(self, timed: bool = False) -> int:
-        """Without timing unless asked: that is the faster kind."""
+        """Without timing by default, which is faster."""
         return int(rt.eventCreateWithFlags(rt.eventDefault if timed else rt.eventDisableTiming))
 
     def event_free(self, event: int) -> None:
@@ -157,7 +157,7 @@ class CupyDriver(Driver):
         rt.eventRecord(event, stream)
 
     def event_done(self, event: int) -> bool:
-        """Ask without waiting; CuPy hands errors of the work before it over as they are."""
+        """By cudaEventQuery; CuPy raises errors of earlier work unchanged."""
         status = rt.eventQuery(event)
         if status not in (0, NOT_READY):
             raise rt.CUDARuntimeError(status)
@@ -194,7 +194,7 @@ class CupyDriver(Driver):
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
-        """By cudaMemcpyPeerAsync, which goes by way of the host by itself where it must."""
+        """By cudaMemcpyPeerAsync, which uses the host if it must."""
         rt.memcpyPeerAsync(dst, dst_device, src, src_device, nbytes, stream)
 
     def enable_peer(self, device: int, peer: int) -> bool:
@@ -217,7 +217,7 @@ class CupyDriver(Driver):
     # -- work ----------------------------------------------------------------------------------
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        """Compile by NVRTC, by way of CuPy's cache; hand the argument block over as it is."""
+        """Compile by NVRTC through CuPy's cache; pass the argument block unchanged."""
         function = self._function(launch, device)
         packet = _Packet(block)
         (x, y, z), wg, extra, run = launch.groups, launch.wg, packet.address, cu.launchKernel
@@ -228,7 +228,7 @@ class CupyDriver(Driver):
         return call
 
     def prepare(self, launches: Sequence[Launch], device: int) -> None:
-        """Compile what is not in memory yet; from CuPy's cache on disk, that takes milliseconds each."""
+        """Compile kernels not in memory yet; from CuPy's disk cache, each takes milliseconds."""
         missing = {_key(x, device): x for x in launches if _key(x, device) not in self._functions}
         if missing:
             with progress.task(f"CUDA{device}: compiling kernels", len(missing)) as task:
@@ -253,7 +253,7 @@ class CupyDriver(Driver):
         return int(self._functions[key].ptr)
 
     def _uncompiled(self, name: str, device: int, error: Exception) -> str:
-        """Word why a kernel could not be compiled, and what to do."""
+        """Return the error for a kernel that could not be compiled, with advice."""
         capability = self.facts(device).capability
         lines = str(error).strip().splitlines()
         why = next((line.strip() for line in lines if "error" in line.lower()), lines[0] if lines else "")
@@ -268,7 +268,7 @@ class CupyDriver(Driver):
         )
 
     def blas(self) -> Any:
-        """From where CuPy has it."""
+        """From CuPy's library path."""
         return library()
 
     def collective(self, devices: Sequence[int]) -> Collective | None:
@@ -281,7 +281,7 @@ class CupyDriver(Driver):
     # -- graphs --------------------------------------------------------------------------------
 
     def capture_begin(self, stream: int) -> None:
-        """In relaxed mode: other threads may allocate meanwhile."""
+        """In relaxed mode, so that other threads may allocate."""
         rt.streamBeginCapture(stream, rt.streamCaptureModeRelaxed)
 
     def capture_end(self, stream: int) -> int:
@@ -297,7 +297,7 @@ class CupyDriver(Driver):
         return int(rt.graphInstantiate(graph))
 
     def exec_update(self, executable: int, graph: int) -> bool:
-        """By cuGraphExecUpdate, which CuPy does not bind; runtime and driver share their graphs."""
+        """By cuGraphExecUpdate, which CuPy does not bind; runtime and driver share graph handles."""
         if self._libcuda is None:
             self._libcuda = ctypes.CDLL("libcuda.so.1")
         outcome = (ctypes.c_uint64 * 3)()  # CUgraphExecUpdateResultInfo: a result and two nodes
@@ -311,12 +311,12 @@ class CupyDriver(Driver):
         rt.graphLaunch(executable, stream)
 
     def exec_free(self, executable: int) -> None:
-        """Destroy it; CUDA lets a run in flight end."""
+        """Destroy it; a queued run still finishes."""
         rt.graphExecDestroy(executable)
 
 
 def _key(launch: Launch, device: int) -> Hashable:
-    """Return what a compiled kernel depends on."""
+    """Return the cache key of a compiled kernel."""
     return launch.kernel.name, launch.defines, launch.wg, device
 
 
@@ -336,7 +336,7 @@ class _Nccl:
             raise BackendError(f"NCCL cannot connect devices {list(devices)}: {error}") from None
 
     def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
-        """In a group, as one thread calls for all devices."""
+        """In an NCCL group, because one thread calls for all devices."""
         nccl, kind = self._nccl, self._types[dtype]
         try:
             nccl.groupStart()
@@ -344,7 +344,7 @@ class _Nccl:
                 for communicator, (address, stream) in zip(self._communicators, places, strict=True):
                     communicator.allReduce(address, address, n, kind, nccl.NCCL_SUM, stream)
             except BaseException:
-                # A group that stays open would swallow all that the thread asks of NCCL from now on.
+                # A group left open would delay all later NCCL calls of the thread.
                 with suppress(nccl.NcclError):
                     nccl.groupEnd()
                 raise
@@ -360,7 +360,7 @@ class _Nccl:
 
 
 class _On:
-    """Sets the thread's current device, and puts back the one before."""
+    """Context manager that sets the thread's current device, and restores the previous one."""
 
     __slots__ = ("_before", "_device")
 
@@ -377,7 +377,7 @@ class _On:
 
 
 class _Packet:
-    """An argument block in the form that cuLaunchKernel takes as `extra`: it is copied at each launch."""
+    """An argument block in the form of cuLaunchKernel's `extra`, copied at each launch."""
 
     def __init__(self, block: bytes) -> None:
         self._block = ctypes.create_string_buffer(block, len(block))

@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.host import CudaHostBufferType
 
 WG = 128
-"""Threads of a block, where a kernel does not fix it."""
+"""Threads of a block, unless a kernel fixes it."""
 
 MIN_OFFLOAD_COLUMNS = 32
-"""A product of so many columns is worth the upload of its weights (ggml's threshold)."""
+"""Least columns of a product for which its weights are uploaded (ggml's threshold)."""
 
 
 class CudaDevice(Device):
-    """A card.
+    """A CUDA card.
 
     Attributes:
-        driver: CUDA.
-        index: CUDA's number for it, of those that are visible.
-        facts: What it is.
-        target: How kernels split their work.
+        driver: The driver interface.
+        index: CUDA's index among the visible devices.
+        facts: Its properties.
+        target: Parameters of the kernels' work split.
         transfers: The stream of synchronous transfers.
-        memory_pool: Its memory.
+        memory_pool: The allocator of its memory.
     """
 
     def __init__(self, reg: CudaReg, driver: Driver, index: int) -> None:
@@ -59,12 +59,12 @@ class CudaDevice(Device):
         self._buffer_type = CudaBufferType(self)
 
     def on(self) -> AbstractContextManager[None]:
-        """Make it this thread's current device."""
+        """Context manager that makes it this thread's current device."""
         return self.driver.on(self.index)
 
     @property
     def transfers(self) -> Stream:
-        """The stream of synchronous transfers; made when first needed, as it takes memory on the card."""
+        """The stream of synchronous transfers; created at first use, because it needs memory on the card."""
         if self._transfers is None:
             self._transfers = self.open_stream()
         return self._transfers
@@ -93,7 +93,7 @@ class CudaDevice(Device):
         return self.driver.blas()
 
     def check_process(self, call: str) -> None:
-        """Raise a BackendError in a process that was forked after CUDA was used, and at the end of one."""
+        """Raise a BackendError in a process forked after CUDA was used, and at exit."""
         guard.check(call)
 
     # -- facts ---------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class CudaDevice(Device):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Free and total memory, as the driver tells it now, of all processes together [bytes]."""
-        with cuda_errors(self.driver, f"ask for the memory of {self.name}"):
+        """Free and total memory as reported by the driver, over all processes [bytes]."""
+        with cuda_errors(self.driver, f"query the memory of {self.name}"):
             self.memory_pool.sweep()
             return self.driver.memory_info(self.index)
 
@@ -128,7 +128,7 @@ class CudaDevice(Device):
 
     @property
     def caps(self) -> Caps:
-        """All but memory maps in place; a caller's memory where GGMLB_CUDA_REGISTER_HOST=1 allows it."""
+        """All except `mmap_support`; `buffer_from_host_ptr` with GGMLB_CUDA_REGISTER_HOST=1."""
         may_lock = env.flag("GGMLB_CUDA_REGISTER_HOST", default=False)
         return Caps(async_=True, host_buffer=True, buffer_from_host_ptr=may_lock, events=True)
 
@@ -143,7 +143,7 @@ class CudaDevice(Device):
         """Open a stream.
 
         Args:
-            params: None are known.
+            params: There are none.
 
         Raises:
             ArgumentError: A parameter was given.
@@ -166,7 +166,7 @@ class CudaDevice(Device):
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
         """Page-lock a NumPy array's memory, memory maps included, and use it as a `CUDA_Host` buffer.
 
-        Kernels do not compute in it; the CPU does, and copies from it to the card are fast.
+        Only the CPU computes in it; copies between it and the card are fast.
 
         Raises:
             ArgumentError: The array is not contiguous.
@@ -176,17 +176,17 @@ class CudaDevice(Device):
         """
         if not self.caps.buffer_from_host_ptr:
             raise BackendError(
-                f"buffer_from_host_ptr: {self.name} page-locks a caller's memory only where "
-                "GGMLB_CUDA_REGISTER_HOST=1 is set; set it, or allocate a buffer and copy into it"
+                f"buffer_from_host_ptr: {self.name} page-locks a caller's memory only with "
+                "GGMLB_CUDA_REGISTER_HOST=1; set it, or allocate a buffer and copy into it"
             )
         self.check_process(f"buffer_from_host_ptr on {self.name}")
         buft = self.host_buffer_type
         return buft.registrations.buffer(buft, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
-        """Use the memory of an array on this device that has `__cuda_array_interface__`, as CuPy's do.
+        """Use the memory of an array on this device with `__cuda_array_interface__`, such as CuPy's.
 
-        What fills it, on the stream that the array names, is waited for.
+        Waits for work on the stream that the array names.
         """
         interface = getattr(array, "__cuda_array_interface__", None)
         if interface is None:
@@ -200,27 +200,27 @@ class CudaDevice(Device):
                 return None
             if interface.get("stream"):
                 driver.stream_synchronize(interface["stream"])
-        # Kernels ask how offsets are aligned, and take it that buffers are.
+        # Kernels check the alignment of offsets, and assume that of buffers.
         offset = address % ALIGNMENT
         return CudaBuffer(self._buffer_type, address - offset, offset + spanned_bytes(array), array), offset
 
     def event_new(self) -> CudaEvent:
         """Return an event to record on the device's streams."""
-        self.check_process(f"make an event on {self.name}")
+        self.check_process(f"create an event on {self.name}")
         return CudaEvent(self)
 
     # -- what it can do ------------------------------------------------------------------------
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed, from the tables that compute it."""
+        """Return why the node cannot be computed, from the tables used for lowering."""
         return declines(op, self.target)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """The card's memory, and memory over several cards of which it is the main one."""
+        """Whether it is the card's memory, or split memory with it as main device."""
         return buft is self._buffer_type or (isinstance(buft, SplitBufferType) and buft.device is self)
 
     def offload_op(self, op: Tensor) -> bool:
-        """Whether it is a card with memory of its own, and the product has many columns."""
+        """Whether the card has dedicated memory, and the node is a product with many columns."""
         if self.type is not DeviceType.GPU:
             return False
         n_columns = op.ne[2] if op.op is Op.MUL_MAT_ID else op.ne[1]

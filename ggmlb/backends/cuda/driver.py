@@ -1,10 +1,10 @@
-"""What the backend asks of CUDA, and nothing more: memory, streams, events, copies, launches, graphs.
+"""Driver: the interface to CUDA, with the few calls that the backend needs.
 
-`CupyDriver` is the real one. All else in this package is written against `Driver`, so that it runs, with the
-same plans, arguments and order of work, over anything that can do these few things.
+`CupyDriver` implements it for a card. All other modules of this package use `Driver`, so that they run
+with the same plans, arguments and order of work on any implementation.
 
-Streams, events, graphs and addresses are plain integers, as CUDA's own: Python's collection and exit order
-cannot touch them. Each is released by a call here, and by nothing else.
+Streams, events, graphs and addresses are plain integers, as in CUDA, independent of garbage collection
+and exit order. Each is released only by a call here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ggmlb.system.process import LibraryGuard
 guard: Final = LibraryGuard("CUDA")
 
 Call = Callable[[int], Any]
-"""A piece of work with everything bound but the stream that it is queued on."""
+"""A piece of work that queues itself on a given stream."""
 
 
 class CopyKind(IntEnum):
-    """Which way a copy goes: cudaMemcpyKind."""
+    """Direction of a copy (cudaMemcpyKind)."""
 
     TO_DEVICE = 1
     TO_HOST = 2
@@ -41,14 +41,14 @@ class CopyKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a card is.
+    """Properties of a card.
 
     Attributes:
-        name: The maker's name for it.
+        name: Product name.
         pci_bus_id: As `0000:01:00.0`.
         capability: Compute capability times ten: 90 for 9.0.
-        n_units: Multiprocessors.
-        is_integrated: It shares the host's memory.
+        n_units: Number of multiprocessors.
+        is_integrated: Whether it shares the host's memory.
     """
 
     name: str
@@ -59,22 +59,22 @@ class Facts:
 
 
 class Collective(Protocol):
-    """Devices that sum together."""
+    """A group of devices for all-reduce sums."""
 
     def all_reduce(self, places: Sequence[tuple[int, int]], n: int, dtype: DType) -> None:
         """Queue the sum of `n` elements at each device's address, in place, on each device's stream."""
 
     def free(self) -> None:
-        """Disconnect."""
+        """Release the group."""
 
 
 class Driver(ABC):
-    """CUDA as the backend sees it.
+    """Interface to CUDA.
 
     Calls on memory and streams are made inside `on(device)`. Failures raise one of `errors`.
 
     Attributes:
-        errors: What the calls raise.
+        errors: Exception types that the calls raise.
     """
 
     errors: tuple[type[Exception], ...]
@@ -83,15 +83,15 @@ class Driver(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Return how many devices there are; `CUDA_VISIBLE_DEVICES` limits them."""
+        """Return the number of devices visible by `CUDA_VISIBLE_DEVICES`."""
 
     @abstractmethod
     def facts(self, device: int) -> Facts:
-        """Return what a device is."""
+        """Return the properties of a device."""
 
     @abstractmethod
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Make a device this thread's current one, and the one before it afterwards."""
+        """Context manager that makes a device this thread's current one."""
 
     @abstractmethod
     def memory_info(self, device: int) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class Driver(ABC):
 
     @abstractmethod
     def is_out_of_memory(self, error: Exception) -> bool:
-        """Whether one of `errors` says that memory ran out."""
+        """Whether one of `errors` reports a lack of memory."""
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -109,11 +109,11 @@ class Driver(ABC):
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Release what `malloc` gave; nothing may use it any more."""
+        """Free memory of `malloc`, which no work may use any more."""
 
     @abstractmethod
     def trim(self) -> None:
-        """Give back what the array library keeps of the current device's memory for later."""
+        """Free the memory of the current device that the array library caches."""
 
     @abstractmethod
     def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
@@ -123,7 +123,7 @@ class Driver(ABC):
     def view(
         self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
     ) -> Any:
-        """View a part of what `array` gave under another shape and type."""
+        """View a part of a result of `array` with another shape and type."""
 
     @abstractmethod
     def device_of(self, address: int) -> int:
@@ -131,11 +131,11 @@ class Driver(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> Bytes:
-        """Return page-locked host memory, for all devices; it lives as long as views of it."""
+        """Return page-locked host memory for all devices; it exists as long as views of it."""
 
     @abstractmethod
     def register(self, array: Bytes) -> None:
-        """Page-lock an array's memory where it lies."""
+        """Page-lock an array's memory in place."""
 
     @abstractmethod
     def unregister(self, array: Bytes) -> None:
@@ -157,7 +157,7 @@ class Driver(ABC):
 
     @abstractmethod
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let what is queued on the stream from now on wait for an event, of any device."""
+        """Let later work of the stream wait for an event of any device."""
 
     @abstractmethod
     def event_new(self, timed: bool = False) -> int:
@@ -207,11 +207,11 @@ class Driver(ABC):
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
-        """Queue a copy between devices: directly where they reach each other, else by way of the host."""
+        """Queue a copy between devices: directly if they are peers, else through the host."""
 
     @abstractmethod
     def enable_peer(self, device: int, peer: int) -> bool:
-        """Let a device reach a peer's memory, if it can; return whether it can."""
+        """Let a device access a peer's memory; return whether it can."""
 
     @abstractmethod
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
@@ -224,7 +224,7 @@ class Driver(ABC):
 
     @abstractmethod
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
-        """Return the call that runs a launch with an argument block; its kernel is compiled now."""
+        """Compile a launch's kernel; return the call that runs it with an argument block."""
 
     @abstractmethod
     def blas(self) -> Any:
@@ -236,17 +236,17 @@ class Driver(ABC):
 
     @abstractmethod
     def collective(self, devices: Sequence[int]) -> Collective | None:
-        """Connect devices, each named once; `None` where NCCL is missing."""
+        """Connect distinct devices; `None` if NCCL is missing."""
 
     # -- graphs --------------------------------------------------------------------------------
 
     @abstractmethod
     def capture_begin(self, stream: int) -> None:
-        """Collect what is queued on the stream into a graph, instead of running it."""
+        """Capture later calls on the stream into a graph instead of running them."""
 
     @abstractmethod
     def capture_end(self, stream: int) -> int:
-        """Return the graph collected since `capture_begin`."""
+        """Return the graph captured since `capture_begin`."""
 
     @abstractmethod
     def graph_free(self, graph: int) -> None:
@@ -258,7 +258,7 @@ class Driver(ABC):
 
     @abstractmethod
     def exec_update(self, executable: int, graph: int) -> bool:
-        """Give an executable graph the arguments of another of the same topology; say whether it could."""
+        """Update an executable graph to another graph of the same topology; return whether it succeeded."""
 
     @abstractmethod
     def exec_launch(self, executable: int, stream: int) -> None:
@@ -266,18 +266,18 @@ class Driver(ABC):
 
     @abstractmethod
     def exec_free(self, executable: int) -> None:
-        """Release an executable graph; a run that is queued ends first."""
+        """Release an executable graph; a queued run still finishes."""
 
 
 @contextmanager
 def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
-    """Turn CUDA's errors into a BackendError, or an AllocationError where memory ran out.
+    """Context manager that turns CUDA's errors into a BackendError or AllocationError.
 
     Args:
-        driver: Whose errors.
-        call: What was being done.
-        buft: The memory type that is being allocated from.
-        nbytes: The bytes asked for.
+        driver: The driver that raises the errors.
+        call: The operation, for the message.
+        buft: The buffer type of the allocation.
+        nbytes: The requested bytes.
     """
     guard.enter(call)
     try:
@@ -291,6 +291,6 @@ def cuda_errors(driver: Driver, call: str, buft: BufferType | None = None, nbyte
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Return where a NumPy array's memory begins."""
+    """Return the address of a NumPy array's memory."""
     address: int = array.__array_interface__["data"][0]
     return address

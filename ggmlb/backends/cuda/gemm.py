@@ -1,6 +1,6 @@
-"""Products of dense matrices, described as cuBLAS is asked for them; no device is needed.
+"""Gemm: products of dense matrices in the terms of cuBLAS. No device is needed.
 
-ggml's matrices are stored by rows, and cuBLAS reads them by columns, so that each is seen transposed: `a`, ne
+ggml's matrices are row-major and cuBLAS's column-major, so that cuBLAS reads each one transposed: `a`, ne
 `[k, m]`, is a k x m matrix of columns; `b`, ne `[k, n]`, is k x n; and `d`, ne `[m, n]`, is m x n. Hence
 d = a^T b, without a copy: `transa` is T, `transb` is N, and the leading dimensions are the rows' strides.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ggmlb.backends.gpu import Mem
 
 MAX_CALLS = 2
-"""Batches that strides cannot tell are done in so many calls; in one call with lists of pointers beyond."""
+"""Most separate calls for a batch without equal strides; beyond, one call with lists of pointers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Gemm:
         m: Rows of `a`.
         n: Rows of `b`.
         k: Elements of a row.
-        ld: Between rows of a, b, d [elements].
-        stride: Between matrices of a, b, d [elements], where there are several.
-        count: Matrices.
-        places: Where the matrices of a, b and d begin [bytes], for batches without equal strides; else empty.
+        ld: Strides of rows of a, b, d [elements].
+        stride: Strides of matrices of a, b, d [elements], if there are several.
+        count: Number of matrices.
+        places: Offsets of the matrices of a, b and d [bytes], for batches without equal strides; else empty.
     """
 
     a: Mem
@@ -45,12 +45,12 @@ class Gemm:
 
     @property
     def mems(self) -> tuple[Mem, ...]:
-        """What it reads, and last what it writes."""
+        """Its operands, then its result."""
         return self.a, self.b, self.d
 
 
 def cannot_describe(*mems: Mem) -> str | None:
-    """Say why cuBLAS cannot read the matrices where they lie, if so: strides are counted in elements."""
+    """Return why cuBLAS cannot read the matrices in place (strides in whole elements), or `None`."""
     for m in mems:
         size = m.dtype.type_size
         if m.nb[0] != size and m.ne[0] > 1:
@@ -63,7 +63,7 @@ def cannot_describe(*mems: Mem) -> str | None:
 
 
 def gemms(a: Mem, b: Mem, d: Mem) -> list[Gemm]:
-    """Return the calls that compute ggml's mul_mat: matrix (i2, i3) of b meets (i2/r2, i3/r3) of a.
+    """Return the calls that compute ggml's mul_mat: matrix (i2, i3) of b times (i2/r2, i3/r3) of a.
 
     Args:
         a: ne `[k, m, ne2, ne3]`.
@@ -103,7 +103,7 @@ def gemms(a: Mem, b: Mem, d: Mem) -> list[Gemm]:
 
 
 def _stacked(a: Mem, b: Mem, d: Mem) -> tuple[Mem, Mem]:
-    """Return b and d with those matrices as one that meet the same one of a, where their rows follow."""
+    """Merge the matrices of b and d that are multiplied by one matrix of a, if their rows are contiguous."""
     r2, r3 = b.ne[2] // a.ne[2], b.ne[3] // a.ne[3]
     if r2 > 1 and all(t.nb[2] == t.ne[1] * t.nb[1] for t in (b, d)):
         b, d = (
@@ -118,5 +118,5 @@ def _stacked(a: Mem, b: Mem, d: Mem) -> tuple[Mem, Mem]:
 
 
 def _leading(t: Mem, n: int) -> int:
-    """Return the leading dimension; where there is one row, its stride means nothing."""
+    """Return the leading dimension; a single row's stride is ignored."""
     return max(n, t.nb[1] // t.dtype.type_size) if t.ne[1] > 1 else n

@@ -1,10 +1,9 @@
-"""CUDA graphs: steps captured once, replayed with one call.
+"""CUDA graphs: steps captured once and replayed with one call.
 
-A segment of a plan runs step by step the first time, which compiles, loads and warms up whatever does so
-lazily. The second time it is captured, and from then on replayed. An executable graph that a plan leaves
-behind serves the next plan of the same kernels in the same order: only its arguments are changed, which
-costs less than to make one anew, and so a graph that is built again for each step is replayed from its
-first run on.
+The first run of a plan's segment launches step by step, which compiles and loads kernels. The second run is
+captured, later ones are replayed. The executable graph of a dropped plan is reused by the next plan with
+the same kernels in the same order: updating its arguments is cheaper than instantiation, so that a graph
+rebuilt for each token is replayed from its first run on.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.work import Step
 
 MAX_IDLE = 32
-"""Executable graphs of plans that are gone, kept for plans to come."""
+"""Most executable graphs of dropped plans kept for reuse."""
 
 LEAST_STEPS = 2
-"""Fewer are launched as fast by themselves."""
+"""Least steps of a segment to capture; fewer are launched as fast one by one."""
 
 
 class IdleGraphs:
-    """Executable graphs that no plan uses, by what they were captured from; the oldest go first."""
+    """Cache of unused executable graphs by the keys of their steps; the oldest are evicted first."""
 
     def __init__(self, driver: Driver, device: int) -> None:
         self._driver = driver
@@ -47,7 +46,7 @@ class IdleGraphs:
         return None
 
     def give_back(self, held: list[int], key: Hashable) -> None:
-        """Take back what a segment held: one graph, or none."""
+        """Take back a segment's executable graph, if any."""
         if not held:
             return
         if not self._is_closed:
@@ -57,24 +56,24 @@ class IdleGraphs:
             self._driver.exec_free(held.pop())
 
     def trim(self, n_kept: int = MAX_IDLE) -> None:
-        """Release all but the newest; not from a finaliser, which may run in the middle of anything."""
+        """Release all but the newest; not to be called from a finaliser."""
         while len(self._idle) > n_kept:
             executable, _ = self._idle.popitem(last=False)
             with self._driver.on(self._device):
                 self._driver.exec_free(executable)
 
     def close(self) -> None:
-        """Release all, and keep none from now on: the stream is gone."""
+        """Release all, and keep none from now on."""
         self._is_closed = True
         self.trim(0)
 
 
 class Segment:
-    """Steps that are captured together.
+    """Steps captured together.
 
     Attributes:
         steps: In order.
-        why_not: Why they are not captured, where something refused; else `None`.
+        why_not: Why capture failed; else `None`.
     """
 
     def __init__(self, driver: Driver, idle: IdleGraphs, steps: Sequence[Step]) -> None:
@@ -91,12 +90,12 @@ class Segment:
 
     @property
     def can_capture(self) -> bool:
-        """Whether it becomes a CUDA graph."""
+        """Whether the segment can be captured."""
         return len(self.steps) >= LEAST_STEPS and self.why_not is None
 
     @property
     def is_captured(self) -> bool:
-        """Whether it is one."""
+        """Whether it has an executable graph."""
         return bool(self._held)
 
     def run(self, stream: Stream) -> None:
@@ -108,7 +107,7 @@ class Segment:
         self._driver.exec_launch(self._held[0], stream.handle)
 
     def _make(self, stream: Stream) -> bool:
-        """Capture the steps, if it is time; return whether there is an executable graph now."""
+        """Capture the steps if due; return whether there is an executable graph."""
         executable = self._idle.take(self._key)
         if executable is None and not self._is_warm:
             self._is_warm = True
@@ -129,7 +128,7 @@ class Segment:
         return True
 
     def _capture(self, stream: Stream) -> int | None:
-        """Return the steps as a graph; `None` where something refuses, which is noted and warned of."""
+        """Return the steps as a graph; on failure, warn and return `None`."""
         driver, graph = self._driver, None
         try:
             with stream.lock:
@@ -138,7 +137,7 @@ class Segment:
                     for step in self.steps:
                         step.call(stream.handle)
                 finally:
-                    # Whatever happened, the stream must not stay in capture: all later calls would fail.
+                    # Always end the capture: otherwise all later calls on the stream would fail.
                     graph = driver.capture_end(stream.handle)
         except self._refusals as error:
             if graph is not None:
@@ -153,5 +152,5 @@ class Segment:
         return graph
 
     def release(self) -> None:
-        """Leave the executable graph to others."""
+        """Return the executable graph for reuse."""
         self._release()

@@ -1,4 +1,4 @@
-"""Pinned host memory: transfers from and to it run at the bus's speed, and beside the host's own work."""
+"""Pinned host memory, for fast and asynchronous transfers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def pins_memory() -> bool:
-    """Whether host buffers are page-locked where the system allows it."""
+    """Whether host buffers should be page-locked."""
     return not env.flag("GGMLB_CUDA_NO_PINNED", default=False)
 
 
 class CudaHostBufferType(HostBufferType):
-    """Page-locked host memory, which all CUDA devices reach; the CPU computes in it.
+    """Page-locked host memory for all CUDA devices; the CPU computes in it.
 
     Attributes:
-        registrations: Memory of callers that is locked.
+        registrations: Page-locked memory of callers.
     """
 
     device: CudaDevice
 
     def __init__(self, device: CudaDevice) -> None:
-        # Aligned as the device's memory is, so that tensors lie the same in both.
+        # Aligned like the device's memory, so that tensors have equal offsets in both.
         super().__init__(device, "CUDA_Host", ALIGNMENT)
         self.registrations = Registrations(device)
 
@@ -52,11 +52,11 @@ class CudaHostBufferType(HostBufferType):
 
 
 class CudaHostBuffer(HostBuffer):
-    """Host memory. It stays while a transfer uses it, also after `free`.
+    """A buffer in host memory, which stays allocated while a transfer uses it, also after `free`.
 
     Attributes:
-        is_pinned: Whether it is page-locked. If not (the system refused), transfers go through a staging
-            copy and may wait.
+        is_pinned: Whether it is page-locked. If not (the system refused), transfers use a staging copy
+            and may block.
     """
 
     def __init__(self, buft: CudaHostBufferType, array: Bytes, *, is_pinned: bool) -> None:
@@ -65,10 +65,10 @@ class CudaHostBuffer(HostBuffer):
 
 
 class Pages:
-    """Memory that is page-locked as one, and how many use it.
+    """A page-locked memory range with its number of users.
 
     Attributes:
-        array: The memory; it stays as long as it is locked.
+        array: The memory, kept alive while locked.
     """
 
     def __init__(self, array: Bytes) -> None:
@@ -78,20 +78,20 @@ class Pages:
         self.n_users = 1
 
     def hold(self, array: Bytes) -> bool:
-        """Whether all of an array lies in it, and may be written if the array may."""
+        """Whether it contains an array, and is writable if the array is."""
         start = address_of(array)
         may_be_used = self.array.flags.writeable or not array.flags.writeable
         return may_be_used and self.start <= start and start + array.size <= self.stop
 
 
 class Registrations:
-    """Callers' memory that is page-locked where it lies (cudaHostRegister), for all cards.
+    """Callers' memory that is page-locked in place (cudaHostRegister), for all cards.
 
-    CUDA locks no byte twice. So arrays within locked memory share its lock, which goes with the last of them;
-    an array that lies partly in locked memory is not locked.
+    CUDA cannot lock a byte twice. Arrays within locked memory share its lock until the last is removed;
+    an array that is partly in locked memory is not locked.
 
     Attributes:
-        pages: What is locked.
+        pages: The locked ranges.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -102,7 +102,7 @@ class Registrations:
         self.pages: list[Pages] = []
 
     def add(self, array: Bytes) -> bool:
-        """Lock an array's pages until `remove` was called as often; return whether the system let it.
+        """Lock an array's pages until as many calls of `remove`; return whether the system allowed it.
 
         Source: ggml_backend_cuda_register_host_buffer.
         """
@@ -118,9 +118,9 @@ class Registrations:
             self._let_go(added.pop())
 
     def buffer(self, buft: CudaHostBufferType, array: Bytes) -> CudaHostBuffer:
-        """Use an array's memory as a host buffer, locked if the system lets it.
+        """Use an array's memory as a host buffer, locked if the system allows it.
 
-        It is unlocked when the buffer and all views of it are gone; a transfer under way holds one.
+        It is unlocked with the last view of it; a running transfer holds one.
         """
         pages = self._take(array) if array.size else None
         if pages is None:
@@ -132,7 +132,7 @@ class Registrations:
         return CudaHostBuffer(buft, seen, is_pinned=True)
 
     def _take(self, array: Bytes) -> Pages | None:
-        """Return locked memory that an array lies in, to be let go once; `None` if it cannot be locked."""
+        """Return the locked range of an array, with one more user; `None` if it cannot be locked."""
         driver, new = self._device.driver, Pages(array)
         try:
             with self._lock:
@@ -153,12 +153,12 @@ class Registrations:
             self._unlock_dropped()
 
     def _let_go(self, pages: Pages) -> None:
-        """Note that somebody does not use it any more; by any thread, and in the middle of anything."""
+        """Remove a user of a range; called by any thread and by garbage collection."""
         self._dropped.append(pages)
         self._unlock_dropped()
 
     def _unlock_dropped(self) -> None:
-        """Unlock what nobody uses; if somebody is at work here, they will."""
+        """Unlock unused ranges, unless another thread is doing so."""
         driver = self._device.driver
         while self._dropped and self._lock.acquire(blocking=False):
             try:

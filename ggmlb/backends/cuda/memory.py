@@ -1,4 +1,4 @@
-"""A device's memory: given out, and taken back when the work that still uses it has ended."""
+"""DeviceMemory: allocation, and release after pending work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BorrowedMemory:
-    """Memory of another library: what keeps it."""
+    """Memory of another library, with its owner."""
 
     __slots__ = ("owner",)
 
@@ -28,10 +28,10 @@ class BorrowedMemory:
 
 
 class DeferredRelease:
-    """What a stream needs until its work is done, and what is released after it.
+    """Resources of a stream, released when its work is done.
 
     Attributes:
-        held: Host arrays of transfers, each with an event behind its transfer.
+        held: Host arrays of transfers, each with an event recorded after its transfer.
         blas: A cuBLAS handle, and its workspace.
     """
 
@@ -43,7 +43,7 @@ class DeferredRelease:
         self.blas: tuple[CuBlas, CudaBuffer] | None = None
 
     def close(self) -> None:
-        """Release all; the work is done."""
+        """Release all resources; the work must be done."""
         for event, _ in self.held:
             self._stream.unmark(event)
         self.held.clear()
@@ -56,13 +56,13 @@ class DeferredRelease:
 
 
 class DeviceMemory:
-    """Allocates for one device.
+    """Allocator of one device.
 
-    A buffer may be dropped at any moment, by garbage collection in the middle of a capture too. So
-    `give_back` only notes it; what may still use the memory is marked, and looked at, by the next call here.
+    Garbage collection may drop a buffer at any moment, even during a capture. So `give_back` only records
+    it; the next call records events for work that may still use the memory, and checks them.
 
     Attributes:
-        streams: The device's.
+        streams: The device's streams.
     """
 
     def __init__(self, driver: Driver, device: int) -> None:
@@ -75,7 +75,7 @@ class DeviceMemory:
         self._events: deque[int] = deque()
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of `nbytes`; where there is no room, wait for what is leaving and try once more.
+        """Allocate `nbytes`; on failure, wait for pending releases and retry once.
 
         Raises:
             Exception: One of the driver's errors.
@@ -93,20 +93,20 @@ class DeviceMemory:
             return driver.malloc(nbytes)
 
     def give_back(self, memory: int | BorrowedMemory | DeferredRelease, streams: Iterable[Stream]) -> None:
-        """Release memory, by its address or its owner, once the work now queued on the streams is done.
+        """Release memory, given by address or owner, when the work now queued on the streams is done.
 
-        A stream that was dropped, and not freed, leaves its remains.
+        A dropped stream that was not freed passes its `DeferredRelease`.
         """
         users = tuple(streams)
         if users or not isinstance(memory, BorrowedMemory):
             self._dropped.append((memory, users))
 
     def give_back_event(self, event: int) -> None:
-        """Release an event that was dropped."""
+        """Release a dropped event."""
         self._events.append(event)
 
     def sweep_if_idle(self) -> None:
-        """As `sweep`, unless a stream of the device has work: cudaFree would wait for all of them."""
+        """As `sweep`, unless a stream of the device has work, which cudaFree would wait for."""
         if not self._dropped and not self._leaving and not self._events:
             return
         streams = [stream for stream in list(self.streams) if stream.handle]
@@ -115,7 +115,7 @@ class DeviceMemory:
                 self.sweep()
 
     def sweep(self, wait: bool = False) -> None:
-        """Free what no work uses any more; with `wait`, all that was given back."""
+        """Free returned memory that no work uses any more; with `wait`, all of it."""
         if not self._dropped and not self._leaving and not self._events:
             return
         driver = self._driver

@@ -1,4 +1,4 @@
-"""Plans: a graph lowered once, and queued with one call for each CUDA graph that it became."""
+"""CudaPlan: a graph lowered once, and queued with one call for each of its CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ def uses_graphs() -> bool:
 
 
 class CudaPlan(GraphPlan):
-    """The steps of a graph, bound to addresses.
+    """A plan of steps bound to addresses.
 
-    A captured graph keeps nothing alive: the plan owns every buffer that its steps use. Steps read positions,
-    row numbers and the like from tensors, so nothing that changes from run to run is part of them.
+    The plan owns every buffer that its steps use, because a captured graph keeps none alive. Steps read
+    positions, row indices and other changing values from tensors, so that they do not change between
+    runs.
 
     Attributes:
-        parts: The steps by node.
-        segments: The same steps, cut where some cannot be captured.
-        buffers: What they use.
-        slots: Where steps that read indices note bad ones.
+        parts: The nodes with their steps.
+        segments: The same steps, divided where some cannot be captured.
+        buffers: The buffers that they use.
+        slots: Slots for bad indices of its steps.
     """
 
     if TYPE_CHECKING:
@@ -77,8 +78,8 @@ class CudaPlan(GraphPlan):
     def run(self) -> Status:
         """Queue the steps.
 
-        With an abort callback, while timed, or where graphs are off, one by one; with GGMLB_CUDA_SYNC=1,
-        waiting after each node.
+        Steps are launched one by one with an abort callback, during timing, or without CUDA graphs; with
+        GGMLB_CUDA_SYNC=1, with a wait after each node.
         """
         backend = self.backend
         if self._by_node or backend.abort_callback is not None or backend.clock is not None:
@@ -107,13 +108,13 @@ class CudaPlan(GraphPlan):
         return Status.SUCCESS
 
     def describe(self) -> str:
-        """Say what it computes, for messages."""
+        """Return a description of the plan, for messages."""
         if not self.parts:
             return "a graph of views"
         return f"a graph of {len(self.parts)} nodes, up to {self.parts[-1].nodes[-1].describe()}"
 
     def release(self) -> None:
-        """Give up what it holds."""
+        """Release its graphs, steps and buffers."""
         for segment in self.segments:
             segment.release()
         self.segments = []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
-    """Return them by name."""
+    """Return the optional functions by name."""
     return {
         "set_abort_callback": set_abort_callback,
         "get_features": get_features,
@@ -36,7 +36,7 @@ def procs(reg: CudaReg) -> Mapping[str, Callable[..., Any]]:
 
 
 def get_features(reg: CudaReg) -> list[tuple[str, str]]:
-    """Return what the cards are, and how the backend is set up (ggml_backend_get_features)."""
+    """Return the cards' features and the backend's settings (ggml_backend_get_features)."""
     return [
         ("ARCHS", ",".join(str(c) for c in sorted({d.facts.capability for d in reg.devices}))),
         ("CUBLAS", str(int(reg.devices[0].has_blas))),
@@ -59,11 +59,11 @@ def driver_version(device: Device) -> str:
 def register_host_buffer(reg: CudaReg, array: npt.NDArray[Any]) -> bool:
     """Page-lock a contiguous array's memory, so that transfers from and to it are fast.
 
-    The array is kept until `unregister_host_buffer(array)`, called as often. Arrays within one that is locked
-    share its lock; one that lies partly in another cannot be locked.
+    The array is kept until as many calls of `unregister_host_buffer(array)`. Arrays within a locked one
+    share its lock; an array that is partly in another cannot be locked.
 
     Returns:
-        Whether the system let it.
+        Whether the system allowed it.
 
     Source: ggml_backend_cuda_register_host_buffer.
     """

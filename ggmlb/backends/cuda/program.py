@@ -1,4 +1,4 @@
-"""What is compiled for a launch: the text, and the compiler's options."""
+"""Source text and compiler options of a launch's kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from ggmlb.backends.gpu import Defines, Kernel, source
 
 OPTIONS: Final = ("-diag-suppress=177",)  # functions that a kernel does not use
-"""NVRTC's options, the same for all kernels: CuPy asks the compiler for its version once for each set."""
+"""NVRTC's options, equal for all kernels, because CuPy queries the compiler's version for each set."""
 
 
 def text(kernel: Kernel, defines: Defines, wg: int) -> str:

@@ -19,10 +19,11 @@ class Stream:
     """A CUDA stream.
 
     Attributes:
-        handle: CUDA's; 0 once it is freed.
-        lock: Held while the stream is captured, and by whoever queues anything on it, records an event or
-            lets it wait: during a capture that would become part of the graph, or break the capture. Nobody
-            takes another stream's with it (but sums over cards, in order), or waits for the device.
+        handle: CUDA's handle; 0 once freed.
+        lock: Held during capture, and for each call that queues work, records an event or adds a wait:
+            during a capture, that would become part of the graph or break the capture. While it is held,
+            no other stream's lock is taken (except by sums over cards, in order), and no thread waits for
+            the device.
     """
 
     def __init__(self, driver: Driver, device: int) -> None:
@@ -34,7 +35,7 @@ class Stream:
             self.handle = driver.stream_new()
 
     def mark(self) -> int:
-        """Return an event at the end of the work queued so far, to be given back by `unmark`."""
+        """Record an event after the work queued so far; return it, to be released by `unmark`."""
         try:
             event = self._marks.pop()
         except IndexError:
@@ -45,7 +46,7 @@ class Stream:
         return event
 
     def unmark(self, event: int) -> None:
-        """Take back an event that is reached, or that streams were told to wait for."""
+        """Release an event that is reached, or that streams already wait for."""
         self._marks.append(event)
 
     def is_idle(self) -> bool:
@@ -56,7 +57,7 @@ class Stream:
         return is_done
 
     def wait_for(self, others: Iterable[Stream]) -> None:
-        """Let what is queued from now on run after what is queued on other streams so far."""
+        """Let later work run after the work queued so far on other streams."""
         for other in others:
             if other is not self and other.handle:
                 event = other.mark()
@@ -65,14 +66,14 @@ class Stream:
                 other.unmark(event)  # to record it again does not move a wait that was queued
 
     def synchronize(self) -> None:
-        """Block until the work queued so far is done; others may queue, and capture, meanwhile."""
+        """Block until the work queued so far is done; other threads may queue and capture meanwhile."""
         event = self.mark()
         with self._driver.on(self.device):
             self._driver.event_synchronize(event)
         self.unmark(event)
 
     def free(self) -> None:
-        """Release it; its work is done."""
+        """Release the stream; its work must be done."""
         handle, self.handle = self.handle, 0
         with self._driver.on(self.device):
             for event in self._marks:
@@ -92,7 +93,7 @@ class CudaEvent(Event):
 
     def __init__(self, device: CudaDevice) -> None:
         super().__init__(device)
-        with cuda_errors(device.driver, f"make an event on {device.name}"), device.on():
+        with cuda_errors(device.driver, f"create an event on {device.name}"), device.on():
             self.handle = device.driver.event_new()
         self._leave = weakref.finalize(self, device.memory_pool.give_back_event, self.handle)
         self._leave.atexit = False

@@ -1,4 +1,4 @@
-"""Steps: what nodes become, and how they are bound to addresses."""
+"""Steps, the lowered form of nodes, and their binding to addresses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ggmlb.backends.cuda.gemm import Gemm
 
 UncapturedCall: TypeAlias = Callable[[int], None]
-"""A call on a stream that cannot be part of a CUDA graph: it waits, or does what capture refuses."""
+"""A call on a stream that cannot be captured into a CUDA graph, for example because it waits."""
 
 Request: TypeAlias = "Launch | Gemm | UncapturedCall"
 
 
 class Step(NamedTuple):
-    """A call, and what it is but for its arguments; `None` where it cannot be part of a CUDA graph."""
+    """A call, and its key without arguments; `None` if it cannot be captured."""
 
     call: Call
     key: Hashable | None
@@ -37,12 +37,12 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Part:
-    """A node, or nodes that are computed together.
+    """A node, or a group of fused nodes, with its steps.
 
     Attributes:
-        nodes: What is computed, the result last.
-        requests: How, before it is bound.
-        steps: How, once it is.
+        nodes: The computed nodes, the result last.
+        requests: Its launches before binding.
+        steps: Its steps after binding.
     """
 
     nodes: tuple[Tensor, ...]
@@ -51,23 +51,23 @@ class Part:
 
 
 class Arena:
-    """The scratch of a stream: its plans run one after another, so they share it.
+    """The scratch memory of a stream, shared by its plans, which run in order.
 
-    Memory that is too small is replaced, not grown: plans that were bound to it keep it.
+    Memory that is too small is replaced; plans bound to it keep it.
     """
 
     def __init__(self) -> None:
         self._buffer: CudaBuffer | None = None
 
     def get(self, backend: CudaBackend, nbytes: int) -> CudaBuffer:
-        """Return at least `nbytes`, undefined."""
+        """Return memory of at least `nbytes`, with undefined contents."""
         if self._buffer is None or self._buffer.size < nbytes:
             self._buffer = allocate(backend, nbytes)
         return self._buffer
 
 
 def allocate(backend: CudaBackend, nbytes: int) -> CudaBuffer:
-    """Return memory of the backend's device, for its stream."""
+    """Allocate memory of the backend's device for its stream."""
     buffer = backend.device.buffer_type.alloc_buffer(nbytes)
     assert isinstance(buffer, CudaBuffer)
     return buffer
@@ -77,8 +77,8 @@ class Binder:
     """Binds requests to addresses.
 
     Attributes:
-        buffers: All memory that the steps use.
-        slots: Where steps that read indices note bad ones.
+        buffers: All buffers that the steps use.
+        slots: Slots for bad indices of the steps.
     """
 
     def __init__(self, backend: CudaBackend) -> None:
@@ -89,7 +89,7 @@ class Binder:
         self.slots = PlanSlots({})
 
     def bind(self, parts: list[Part]) -> None:
-        """Fill in the steps of all parts, which run in this order."""
+        """Set the steps of all parts, in order of execution."""
         nbytes, self._offsets = place([_mems(r) for part in parts for r in part.requests])
         if nbytes:
             self._arena = self.use(self._backend.arena.get(self._backend, nbytes)).address
@@ -101,7 +101,7 @@ class Binder:
             part.requests = []
 
     def use(self, buffer: CudaBuffer) -> CudaBuffer:
-        """Note that the steps use a buffer."""
+        """Record a buffer used by the steps."""
         self.buffers[id(buffer)] = buffer
         return buffer
 
@@ -114,12 +114,12 @@ class Binder:
         if callable(request):
             return Step(request, None)
         call = self._backend.blas.bind(request, self._address, self._upload)
-        # Other shapes may be other kernels of the library.
+        # The library may use other kernels for other shapes.
         shape = request.m, request.n, request.k, request.count, bool(request.places)
         return Step(call, ("gemm", request.a.dtype, *shape))
 
     def _base(self, mem: Mem) -> int:
-        """Return where the memory begins that a mem lies in."""
+        """Return the base address of a mem's memory."""
         if isinstance(mem.buffer, Scratch):
             return self._arena + self._offsets[mem.buffer]
         if isinstance(mem.buffer, BadIndex):
@@ -133,7 +133,7 @@ class Binder:
         return self._base(mem) + mem.offset
 
     def _upload(self, table: npt.NDArray[np.uint64]) -> int:
-        """Copy a table to memory that the plan owns."""
+        """Copy a table to device memory owned by the plan."""
         buffer = self.use(allocate(self._backend, table.nbytes))
         buffer.write(table)
         return buffer.address

@@ -1,13 +1,12 @@
-"""Portable kernels: one text that compiles as OpenCL C 1.2 and as CUDA C++.
+"""Portable kernels: source texts that compile as OpenCL C 1.2 and as CUDA C++.
 
     node ── lowering ──> Launch(kernel, defines, tensors and numbers, work split)
                            │
     prelude + headers + kernel text ──> source(kernel, language) ──> a backend compiles and runs it
 
-The texts (`*.knl`, `*.h`) are written against a prelude of macros, one per language. A kernel's
-parameter list is read from its text, so that all launchers set arguments from one description. Whether
-a group of work-items shares a row (GPUs) or a work-item has rows to itself (CPU-type devices) is chosen
-by the macro WG.
+The texts (`*.knl`, `*.h`) use a prelude of macros, one per language. Launchers read a kernel's parameter
+list from its text. The macro WG decides whether a work-group shares a row (GPUs) or each work-item has
+its own rows (CPU-type devices).
 """
 
 from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Mem, Scratch, Target

@@ -1,8 +1,8 @@
-"""Indices that were out of range, as kernels note them in device memory, for the host to raise.
+"""Bad indices: out-of-range indices that kernels record in device memory, for the host to raise.
 
-A kernel that reads indices from a tensor (row numbers, experts) leaves out what one out of range asks for,
-and notes it in a slot of its node. Slots are 0 but for that. Whoever waits for a stream's work looks at the
-slots that the work could write to: that costs a copy of some bytes, and nothing where no node has indices.
+A kernel that reads indices from a tensor (rows, experts) skips one out of range, and records it in its node's
+slot, which is otherwise 0. A wait for a stream's work checks the slots that the work could write: this
+costs a copy of some bytes, and nothing if no node has indices.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from ggmlb.interface import Buffer
 
 SLOT: Final = 16
-"""Bytes of a slot: whether an index was noted (i32, and 4 bytes of nothing), and the index (i64)."""
+"""Bytes of a slot: a flag (i32 and 4 bytes of padding), and the index (i64)."""
 
 N_SLOTS: Final = 256
-"""Slots that are allocated together."""
+"""Slots per block, allocated together."""
 
 MAX_BLOCKS: Final = 16
-"""With so many blocks, a stream is waited for before there is another: slots of dropped plans then serve."""
+"""Number of blocks from which on a stream is synchronized, to reuse slots of dropped plans."""
 
 Words: TypeAlias = "npt.NDArray[np.int64]"
 
 
 class SlotBlock:
-    """Slots in one buffer.
+    """A block of slots in one buffer.
 
     Attributes:
         buffer: Their memory.
-        is_used: Whether work that may write to them was queued since they were looked at.
+        is_used: Whether work that may write to them was queued since the last check.
     """
 
     def __init__(self, buffer: Buffer) -> None:
@@ -50,28 +50,28 @@ class SlotBlock:
         self.nodes: dict[int, tuple[str, int]] = {}
 
     def words(self) -> Words:
-        """Return host memory for the slots up to the last that has a node."""
+        """Return host memory for the slots up to the last one in use."""
         return np.zeros((max(self.nodes, default=-1) + 1, SLOT // 8), np.int64)
 
 
 class Slot(NamedTuple):
-    """A place for one node's bad index."""
+    """The slot for one node's bad index."""
 
     block: SlotBlock
     number: int
 
     @property
     def offset(self) -> int:
-        """Of its first byte."""
+        """Offset of its first byte."""
         return self.number * SLOT
 
 
 class PlanSlots:
-    """The slots of a plan; work that was queued may write to them after it is gone.
+    """The slots of a plan; its queued work may still write to them after it is dropped.
 
     Attributes:
-        places: By what launches take.
-        blocks: The blocks that they lie in.
+        places: The slots by the launches' `BadIndex`.
+        blocks: The blocks of the slots.
     """
 
     __slots__ = ("__weakref__", "blocks", "places")
@@ -81,7 +81,7 @@ class PlanSlots:
         self.blocks = tuple({slot.block for slot in places.values()})
 
     def note_use(self) -> None:
-        """Let them be looked at: the plan's work was queued."""
+        """Mark the slots as used by queued work."""
         for block in self.blocks:
             block.is_used = True
 
@@ -103,21 +103,21 @@ class SlotStream(Protocol):
         """Queue setting a slot to 0."""
 
     def synchronize(self) -> None:
-        """Wait for its work, and look at the slots."""
+        """Wait for its work, and check the slots."""
 
 
 class BadIndices:
-    """The slots of a stream's plans; it does not keep the stream alive."""
+    """The slots of a stream's plans, without a reference to the stream."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._blocks: list[SlotBlock] = []
-        # Plans are dropped by garbage collection too, in the middle of anything: they only note their slots.
+        # Garbage collection may drop plans at any point: they only record their slots.
         self._dropped: deque[Slot] = deque()
         self._n_looking = 0
 
     def take(self, launches: Iterable[Launch], stream: SlotStream) -> PlanSlots:
-        """Return the slots of a plan's launches, which are given back when the plan drops them."""
+        """Allocate the slots of a plan's launches; they are released when dropped."""
         places: dict[BadIndex, Slot] = {}
         for launch in launches:
             for arg in launch.args:
@@ -157,7 +157,7 @@ class BadIndices:
             return slot
 
     def looked_at(self, stream: SlotStream) -> AbstractContextManager[None]:
-        """Look at the slots when the block ends, in which all work that was queued is waited for.
+        """Context manager that checks the slots after its block, which must wait for all queued work.
 
         Raises:
             BackendError: On leaving the block: an index was out of range; names the nodes.
@@ -189,8 +189,8 @@ class BadIndices:
 
 
 def _complaints(block: SlotBlock, words: Words, stream: SlotStream) -> Iterator[str]:
-    """Yield what is wrong with each node that a slot has an index of, and clear the slot."""
+    """Yield a complaint for each slot with a bad index, and clear the slot."""
     for number in np.flatnonzero(words[:, 0]).tolist():
         stream.clear_slot(Slot(block, number))
         node, n = block.nodes[number]
-        yield f"{node}: row number {words[number, 1]} for a tensor of {n} rows"
+        yield f"{node}: row index {words[number, 1]} for a tensor of {n} rows"

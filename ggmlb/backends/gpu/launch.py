@@ -1,4 +1,4 @@
-"""Launches: a kernel, the tensors and numbers it takes, and how its work is split. No device is needed."""
+"""Launch: a kernel with its arguments and work split. No device is needed."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 Defines = tuple[tuple[str, str], ...]
 
 MIN_GROUP_WORK = 4096
-"""Elements that a core should have before another gets work too."""
+"""Least elements per core before another core is used."""
 
 IN_VECTORS = frozenset({DType.F32, DType.F16, DType.BF16, DType.I32})
-"""Types of which kernels read and write several neighbours at once."""
+"""Types that kernels read and write as vectors."""
 
 MAX_PER = 32
-"""Elements that a work-item has registers for."""
+"""Most elements in the registers of a work-item."""
 
 MAX_WG = 512
-"""Work-items of a group that have registers for so many."""
+"""Most work-items of a group with so many registers."""
 
 _PER = {
     1: (1, 2, 3, 4, 6, 8, 12, 16, 24, MAX_PER),
     4: (4, 8, 12, 16, 20, 24, 28, MAX_PER),
     8: (8, 16, 24, MAX_PER),
 }
-"""How many elements of a row a work-item gets, by the width of vectors: few, because each is compiled."""
+"""Allowed elements of a row per work-item, by vector width: few, because each is compiled separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """How the work of kernels is split on a device.
+    """Parameters of the work split of kernels on a device.
 
     Attributes:
-        on_cpu: A group is one work-item that has rows to itself, and the compiler vectorises its loops.
-        n_units: Cores, or multiprocessors.
-        wg: Work-items of a group, where a kernel does not fix it; 1 with `on_cpu`.
-        max_wg: As many as a group may have for a long row.
+        on_cpu: Whether a group is one work-item with its own rows, whose loops the compiler vectorises.
+        n_units: Number of cores or multiprocessors.
+        wg: Work-items of a group, unless a kernel fixes it; 1 with `on_cpu`.
+        max_wg: Most work-items of a group, for long rows.
     """
 
     on_cpu: bool
@@ -55,7 +55,7 @@ class Target:
     max_wg: int = MAX_WG
 
     def groups_for(self, n_rows: int, row_size: int) -> int:
-        """Return how many groups share `n_rows` rows: one each, or few where a core has rows to itself."""
+        """Return the number of groups for `n_rows` rows: one each, or fewer with `on_cpu`."""
         if not self.on_cpu:
             return n_rows
         return max(1, min(n_rows, n_rows * row_size // MIN_GROUP_WORK, 8 * self.n_units))
@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(slots=True, eq=False)
 class Scratch:
-    """Device memory that launches of a plan hand over to later ones; the plan that runs them provides it.
+    """Device memory for intermediate results between launches of a plan, provided by the plan.
 
     It is written before it is read in every run, and starts at a multiple of 256 bytes.
 
@@ -80,13 +80,13 @@ class Scratch:
 
 @dataclass(slots=True, eq=False)
 class BadIndex:
-    """Where launches note an index that they read on the device and that is out of range.
+    """The record of an out-of-range index that launches read on the device.
 
     The plan that runs them provides the memory, and the stream looks at it (`bad_index`).
 
     Attributes:
-        node: The node that the launches compute, or helps to.
-        n: What its indices must be below.
+        node: The node that the launches compute.
+        n: Exclusive upper bound of its indices.
     """
 
     node: Tensor
@@ -94,21 +94,21 @@ class BadIndex:
 
     @property
     def mem(self) -> Mem:
-        """What kernels take as `bad`: a word that says whether there was one, and the index."""
+        """Return the kernels' argument `bad`: a flag and the index."""
         return Mem(self, 0, DType.I64, (2, 1, 1, 1), contiguous_nb(DType.I64, (2, 1, 1, 1)))
 
 
 @dataclass(slots=True)
 class Mem:
-    """A tensor as a kernel sees it: where it lies and how it is walked; a view of it needs no Tensor.
+    """A kernel's tensor argument: buffer, offset, type, extents and strides.
 
     Attributes:
-        buffer: The buffer that it lies in, or what the plan provides.
-        offset: Of its first element [bytes].
+        buffer: Its buffer, or memory provided by the plan.
+        offset: Offset of its first element [bytes].
         dtype: Its type.
         ne: Extents, innermost first.
-        nb: Strides in the same order [bytes]; 0 where one element stands for all.
-        packing: What its memory's order of bytes adds to the type's name (`Buffer.packing`).
+        nb: Strides in the same order [bytes]; 0 where one element is repeated.
+        packing: Suffix of the type's name for its memory's byte order (`Buffer.packing`).
     """
 
     buffer: Buffer | Scratch | BadIndex | None
@@ -120,12 +120,12 @@ class Mem:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Mem:
-        """Describe a tensor as it lies."""
+        """Return the argument for a placed tensor."""
         packing = "" if tensor.buffer is None else tensor.buffer.packing(tensor)
         return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb, packing)
 
     def window(self, ne: Ne, nb: Ne | None = None, offset: int = 0, dtype: DType | None = None) -> Mem:
-        """Return the same memory under other extents, strides or type, from `offset` bytes on."""
+        """Return a view with other extents, strides or type, from `offset` bytes on."""
         return Mem(
             self.buffer,
             self.offset + offset,
@@ -136,18 +136,18 @@ class Mem:
         )
 
     def tiled_to(self, ne: Ne) -> Mem:
-        """Return itself as a loop over `ne` sees it: strides of 0 in dimensions where it has one element."""
+        """Return it broadcast to `ne`: stride 0 in dimensions with one element."""
         nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
         return self.window(ne, nb)  # type: ignore[arg-type]
 
     def steps(self) -> list[int]:
-        """Return what leads to the starts of its rows: the offset, and strides that are taken [bytes]."""
+        """Return the offset, and the strides of outer dimensions with several elements [bytes]."""
         return [self.offset, *(b for n, b in zip(self.ne[1:], self.nb[1:], strict=True) if n > 1)]
 
     def defines(self, name: str) -> Defines:
-        """Return what a kernel is told of its tensor `name`: its type, and the stride of dimension 0.
+        """Return the macros of the tensor `name`: its type, and the stride of dimension 0.
 
-        That is a number where it is of a row without gaps, or of one element repeated.
+        The stride is a constant for rows without gaps and for repeated elements.
         """
         size, nb0 = self.dtype.type_size, self.nb[0]
         if self.ne[0] == 1 and nb0:
@@ -158,11 +158,11 @@ class Mem:
 
 @dataclass(slots=True)
 class Launch:
-    """A kernel to run.
+    """A kernel launch.
 
     Attributes:
-        kernel: What it runs.
-        defines: Macros to build it with, sorted.
+        kernel: The kernel.
+        defines: Its macros, sorted.
         args: A `Mem` for each tensor parameter, a number for each other.
         groups: Work-groups in three dimensions.
         wg: Work-items of a group.
@@ -182,9 +182,9 @@ def launch(
     wg: int,
     **defines: str | int,
 ) -> Launch:
-    """Return a launch of a kernel, or of the portable one of that name.
+    """Return a launch of a kernel, or of the portable kernel of that name.
 
-    The types and steps of its tensors become defines by themselves.
+    The macros of its tensors' types and strides are added.
     """
     kernel = kernels()[name] if isinstance(name, str) else name
     macros = {key: str(value) for key, value in defines.items()}
@@ -202,7 +202,7 @@ def elementwise(
     over: int = -1,
     **defines: str | int,
 ) -> Launch:
-    """Return a launch with a step for each element of `mems[over]`."""
+    """Return a launch with one iteration for each element of `mems[over]`."""
     ne = mems[over].ne
     n_rows = ne[1] * ne[2] * ne[3]
     if target.on_cpu:
@@ -213,10 +213,10 @@ def elementwise(
 
 
 def vector_width(mems: Sequence[Mem]) -> int:
-    """Return how many neighbours of a row are read at once: 16 bytes of the largest type, or one element.
+    """Return the vector width along rows [elements]: 16 bytes of the largest type, or 1.
 
-    That asks for rows without gaps, of whole vectors, which begin where vectors may; an element that is
-    repeated along the row is read alone. Buffers begin at multiples of 16 bytes.
+    Vectors need aligned rows of whole vectors without gaps; an element repeated along the row is read as
+    a scalar. Buffers begin at multiples of 16 bytes.
     """
     size = max(m.dtype.type_size for m in mems)
     width = 16 // size
@@ -230,13 +230,13 @@ def vector_width(mems: Sequence[Mem]) -> int:
 
 
 class Share(NamedTuple):
-    """How work-items share a row that lies in their registers.
+    """How work-items share a row in their registers.
 
     Attributes:
         wg: Work-items of a group.
-        lanes: Of these, how many share a row.
-        per: Elements that each has of it, at most.
-        sure: Elements that each has of it, at least.
+        lanes: Work-items that share a row.
+        per: Most elements of the row per work-item.
+        sure: Least elements of the row per work-item.
     """
 
     wg: int
@@ -254,18 +254,18 @@ def mapped(
     beside: Sequence[Mem] = (),
     **defines: str | int,
 ) -> Launch:
-    """Return a launch of a kernel with a step for each element of a mem, all at the same place in rows.
+    """Return a launch of a kernel that reads and writes the same element of each row-aligned mem.
 
-    On a GPU, work-items have stretches of rows (`MAP_ROWS` in tensors.h): long ones, where that leaves work
-    for all multiprocessors.
+    On a GPU, work-items process stretches of rows (`MAP_ROWS` in tensors.h), as long as all
+    multiprocessors have work.
 
     Args:
-        target: How work is split.
+        target: Parameters of the work split.
         name: The kernel.
-        mems: What it reads and writes in step.
-        numbers: What it takes besides.
+        mems: The mems read and written elementwise.
+        numbers: Its numbers.
         over: The mem whose elements are counted.
-        beside: Mems that it reads in another way, which come before the last one.
+        beside: Mems with another access pattern, passed before the last mem.
         defines: Macros.
     """
     args = [*mems[:-1], *beside, mems[-1]]
@@ -292,9 +292,9 @@ def mapped(
 
 
 def stretched(target: Target, name: str, mems: Sequence[Mem], vec: int, **defines: str | int) -> Launch:
-    """Return a launch with a group for each stretch of a row of the last mem; a work-item has eights of it.
+    """Return a launch with a group for each stretch of a row of the last mem, eight elements per item.
 
-    Stretches are as long as rows fill; `vec` elements are written at once.
+    Stretches are as long as rows allow; `vec` elements are written at once.
     """
     ne = mems[-1].ne
     for wg, per in ((target.wg, 16), (target.wg, 8), (64, 8), (32, 8)):
@@ -306,7 +306,7 @@ def stretched(target: Target, name: str, mems: Sequence[Mem], vec: int, **define
 
 
 def _shared(share: Share, vec: int) -> dict[str, str | int]:
-    """Return the macros that say so."""
+    """Return the macros of a share."""
     lanes = {"LANES": share.lanes} if share.lanes != share.wg else {}
     return {**lanes, "PER": share.per, "SURE": share.sure, "VEC": vec}
 
@@ -314,11 +314,11 @@ def _shared(share: Share, vec: int) -> dict[str, str | int]:
 def in_registers(
     target: Target, name: str, mems: Sequence[Mem], *numbers: float, over: int = -1, **defines: str | int
 ) -> Launch:
-    """Return a launch with a row of `mems[over]` for work-items that keep what they read of it in registers.
+    """Return a launch whose work-items keep a row of `mems[over]` in registers.
 
-    As few share a row as have room for it: a part of a group, which then has several rows, or a larger group;
-    but of few rows, which leave most of the device idle, more take a part. Where a row is too long, or on a
-    CPU, it is read again.
+    As few work-items as possible share a row: a part of a group (which then has several rows) or a larger
+    group. With few rows, more work-items share each, to use the whole device. If a row is too long, or on
+    a CPU, it is read again.
     """
     if target.on_cpu:
         return rowwise(target, name, mems, *numbers, over=over, **defines)
@@ -334,7 +334,7 @@ def in_registers(
 
 
 def _share(target: Target, n: int, vec: int, most: int) -> Share | None:
-    """Return how a row of `n` is shared, by preference with up to `most` elements each."""
+    """Return the share of a row of `n`, preferably with at most `most` elements each."""
     lanes = [(8, 16), (32, 16), *((target.wg << i, MAX_PER) for i in range(5))]
     fits = []
     for k, limit in lanes:
@@ -356,9 +356,9 @@ def rowwise(
 
 
 def flattened(target: Target, mems: Sequence[Mem]) -> list[Mem]:
-    """Return mems of equal extents with as few, and as long, dimensions as their strides allow.
+    """Merge dimensions of mems of equal extents as far as their strides allow.
 
-    Where a core has rows to itself, one long row is cut into several.
+    With `on_cpu`, one long row is cut into several.
     """
     ne: list[int] = []
     nbs: list[list[int]] = [[] for _ in mems]

@@ -1,6 +1,6 @@
 """The OpenCL backend, over PyOpenCL: GPUs, and CPUs through a runtime such as PoCL.
 
-Importing it imports no OpenCL; that happens when its devices are first asked for.
+PyOpenCL is imported when the devices are first requested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ggmlb.parallel.row_split import split_buffer_type
 
 
 class OpenClReg(BackendReg):
-    """The registration of OpenCL: a device for each of every platform."""
+    """The registration of OpenCL: the devices of all platforms."""
 
     name = "OpenCL"
 
@@ -28,7 +28,7 @@ class OpenClReg(BackendReg):
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The devices `OpenCL0` on, in the order of the platforms.
+        """The devices `OpenCL0`, `OpenCL1`, ..., in the order of the platforms.
 
         Raises:
             BackendUnavailable: PyOpenCL, a platform or a device is missing; the message says how to get it.
@@ -57,7 +57,7 @@ class OpenClReg(BackendReg):
 
 
 def _can_cache() -> bool:
-    """Whether PyOpenCL can write where it keeps what it makes of kernels' signatures."""
+    """Whether PyOpenCL's cache of generated code is writable."""
     import platformdirs
 
     try:
@@ -75,7 +75,7 @@ def backend_reg() -> OpenClReg:
 
 
 def _driver_version(device: Device) -> str:
-    """The platform and the driver of a device, with their versions."""
+    """Return the platform and the driver of a device, with versions."""
     from ggmlb.backends.opencl.device import OpenClDevice
 
     assert isinstance(device, OpenClDevice)

@@ -1,4 +1,4 @@
-"""OpenCL's stream: an in-order queue."""
+"""OpenClBackend: a stream as an in-order command queue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _queue_ids = itertools.count()
 
 MAX_HELD = 256
-"""Events of transfers that are kept before those that ended are looked for."""
+"""Number of kept transfer events at which finished ones are dropped."""
 
 
 class OpenClBackend(Backend):
@@ -37,9 +37,9 @@ class OpenClBackend(Backend):
 
     Attributes:
         queue: PyOpenCL's queue.
-        target: How kernels split their work here.
-        helpers: Its streams on other devices.
-        bad_indices: Where its kernels note indices that are out of range.
+        target: Parameters of the kernels' work split.
+        helpers: Its helper streams on other devices, for split products.
+        bad_indices: Records of out-of-range indices of its kernels.
     """
 
     guid = "ggmlb-opencl"
@@ -51,8 +51,8 @@ class OpenClBackend(Backend):
         self.target = target
         self.queue = cl.CommandQueue(device.context, device.cl_device)
         self._id = next(_queue_ids)
-        # A transfer's event holds the host array, and must have ended before it is dropped: its destructor
-        # would wait with the interpreter locked: for ever, if another Python thread is to let it go on.
+        # A transfer's event holds the host array and may only be dropped when done: its destructor waits
+        # with the GIL held, which deadlocks if the work depends on another Python thread.
         self._held: list[cl.Event] = []
         self._last: cl.Event | None = None
         self._clock: Clock | None = None
@@ -61,7 +61,7 @@ class OpenClBackend(Backend):
 
     @property
     def streams(self) -> tuple[Backend, ...]:
-        """Itself, and those that compute its products with weights split over devices."""
+        """Itself and its helper streams."""
         return (self, *self.helpers.streams)
 
     # -- graphs --------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class OpenClBackend(Backend):
         return can_fuse(group, self.target) and not any(map(is_split, group.nodes))
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Bring nodes together that one kernel computes."""
+        """Move the nodes of fused groups together."""
         gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:
@@ -93,7 +93,7 @@ class OpenClBackend(Backend):
         return status
 
     def _queue_steps(self, plan: OpenClPlan) -> tuple[Status, cl.Event | None]:
-        """Queue the plan's steps; return how that ended, and the event of the last."""
+        """Queue the plan's steps; return the status, and the event of the last step."""
         queue, enqueue, event = self.queue, cl.enqueue_nd_range_kernel, None
         abort, clock, n = self.abort_callback, self._clock, 0
         for steps, product in plan.stages:
@@ -162,7 +162,7 @@ class OpenClBackend(Backend):
         source, target = src.buffer, dst.buffer
         if not isinstance(source, OpenClBuffer) or not isinstance(target, OpenClBuffer):
             return False
-        # One command of this queue: it must own one side, and share a context with the other.
+        # One command of this queue, which must own one side and share a context with the other.
         if self.device not in (source.device, target.device) or not can_copy(source, src, target, dst):
             return False
         with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
@@ -183,7 +183,7 @@ class OpenClBackend(Backend):
         return marker
 
     def _note(self, event: cl.Event, *buffers: OpenClBuffer) -> None:
-        """Start the queued work; `event` is its last, and uses the buffers."""
+        """Start the queued work, and record its last event as a use of the buffers."""
         self._last = event
         for buffer in buffers:
             buffer.note_use(self._id, event)
@@ -244,13 +244,13 @@ class OpenClBackend(Backend):
     def read_slots(self, block: SlotBlock, words: Words) -> None:
         """As `SlotStream.read_slots`."""
         buffer = cast("OpenClBuffer", block.buffer)
-        with cl_errors(f"read what {self.name} noted of indices"):
+        with cl_errors(f"read the index records of {self.name}"):
             self._hold(cl.enqueue_copy(self.queue, words, buffer.memory, is_blocking=False), buffer)
 
     def clear_slot(self, slot: Slot) -> None:
         """As `SlotStream.clear_slot`."""
         buffer = cast("OpenClBuffer", slot.block.buffer)
-        with cl_errors(f"forget what {self.name} noted of indices"):
+        with cl_errors(f"clear an index record of {self.name}"):
             zero = np.zeros(1, np.uint8)
             self._note(cl.enqueue_fill_buffer(self.queue, buffer.memory, zero, slot.offset, SLOT), buffer)
 

@@ -1,4 +1,4 @@
-"""Device memory: one OpenCL buffer for each of ours, in which tensors are byte offsets."""
+"""Device memory: one OpenCL buffer for each Buffer, with tensors at byte offsets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
 
 ALIGNMENT = 128
-"""Alignment of tensors [bytes]: the base alignment of PoCL and of common GPUs, and a cache line of theirs."""
+"""Alignment of tensors [bytes]: base alignment and cache line of PoCL and common GPUs."""
 
 
 class OpenClBufferType(BufferType):
@@ -32,7 +32,7 @@ class OpenClBufferType(BufferType):
 
     @property
     def max_size(self) -> int:
-        """What the runtime gives in one piece [bytes]."""
+        """Largest single allocation of the runtime [bytes]."""
         return int(self.device.cl_device.max_mem_alloc_size)
 
     def _alloc_buffer(self, nbytes: int) -> OpenClBuffer:
@@ -43,7 +43,7 @@ class OpenClBufferType(BufferType):
             return self._buffer(None, 0)
         with cl_errors(f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
             memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, nbytes)
-            # Runtimes reserve memory when it is first used; now is when its lack can be handled.
+            # Runtimes reserve memory at first use; use it now, while a failure can be handled.
             undefined = cl.mem_migration_flags.CONTENT_UNDEFINED
             cl.enqueue_migrate_mem_objects(device.transfers, [memory], undefined).wait()
         return self._buffer(memory, nbytes)
@@ -55,8 +55,8 @@ class OpenClBufferType(BufferType):
 class OpenClBuffer(Buffer):
     """An OpenCL buffer.
 
-    Synchronous transfers run on the device's transfer queue, after the work that backends queued with this
-    buffer; they disturb nothing else.
+    Synchronous transfers run on the device's transfer queue, after queued work that uses this buffer, and
+    independent of other work.
 
     Attributes:
         device: The device it belongs to.
@@ -84,7 +84,7 @@ class OpenClBuffer(Buffer):
 
     @classmethod
     def over_host_memory(cls, buft: OpenClBufferType, array: Bytes) -> OpenClBuffer:
-        """Return a buffer that is the array's own memory."""
+        """Return a buffer over the array's memory."""
         if not array.size:
             return cls(buft, None, 0, array)
         access = cl.mem_flags.READ_WRITE if array.flags.writeable else cl.mem_flags.READ_ONLY
@@ -99,12 +99,12 @@ class OpenClBuffer(Buffer):
 
     @property
     def host_memory(self) -> Bytes | None:
-        """The array that it was made of."""
+        """The array under the buffer."""
         return self._host
 
     @property
     def memory(self) -> cl.Buffer:
-        """The OpenCL buffer, where there are bytes to move."""
+        """The OpenCL buffer; not for empty buffers."""
         assert self._memory is not None
         return self._memory
 
@@ -178,7 +178,7 @@ class OpenClBuffer(Buffer):
 def queue_copy(
     queue: cl.CommandQueue, src: Tensor, dst: Tensor, wait_for: list[cl.Event] | None = None
 ) -> cl.Event:
-    """Queue the one command that copies between tensors of which `can_copy` is true."""
+    """Queue a copy between tensors for which `can_copy` is true."""
     source, target = src.buffer, dst.buffer
     assert isinstance(source, OpenClBuffer)
     assert isinstance(target, OpenClBuffer)
@@ -194,7 +194,7 @@ def queue_copy(
 
 
 def can_copy(src_buffer: OpenClBuffer, src: Tensor, dst_buffer: OpenClBuffer, dst: Tensor) -> bool:
-    """Whether one command copies between them: of one context and order of bytes, without overlap."""
+    """Whether one command can copy between tensors: one context, equal packing, no overlap."""
     if src_buffer.device.context is not dst_buffer.device.context:
         return False
     packing = src_buffer.packing(src)

@@ -1,10 +1,10 @@
-"""Compiled programs, kept on disk for the next process.
+"""Disk cache of compiled programs.
 
-The runtimes have caches of their own, but some look a program up only after the compiler's front end has
-read its text: PoCL takes 50 ms for that, and 2 ms for a binary.
+Runtimes have their own caches, but some look up a program only after parsing its text: PoCL takes 50 ms
+for that, but 2 ms to load a binary.
 
-PoCL makes a binary by compiling the program once more, for work groups of any size. That is a third of what
-a first process compiles, so only a program that is built a second time is kept.
+PoCL creates a binary by compiling the program again, for any work-group size. That is a third of the
+compile time of a first process, so only programs built a second time are cached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ggmlb.system import disk_cache
 
 
 class Entry:
-    """The place of a program, told by all that its binary depends on."""
+    """The cache entry of a program, keyed by everything that its binary depends on."""
 
     def __init__(self, device: cl.Device, text: str, options: Sequence[str]) -> None:
         platform = device.platform
@@ -32,7 +32,7 @@ class Entry:
         self._built_before = self._path.with_suffix(".seen") if pocl.is_pocl(platform) else None
 
     def load(self, context: cl.Context, options: Sequence[str]) -> cl.Program | None:
-        """Return the program, built, or `None` if it is not there or the runtime refuses it."""
+        """Return the built program, or `None` if it is not cached or the runtime refuses it."""
         binary = disk_cache.load(self._path)
         if binary is None:
             return None
@@ -43,13 +43,13 @@ class Entry:
         return None
 
     def save(self, program: cl.Program) -> None:
-        """Keep a program that was built for the device, and for no other; PoCL's, from the second time on."""
+        """Cache a program built for this device only; PoCL's from the second build on."""
         if self._built_before is not None and disk_cache.load(self._built_before) is None:
             disk_cache.save(self._built_before, b"")
             return
         facts: Any = program
         with suppress(cl.Error):
-            # Runtimes differ in whether the context's other devices have an empty binary, or none.
+            # For the context's other devices, runtimes return an empty binary or none.
             binary = next((b for b in facts.binaries if b), None)
             if binary:
                 disk_cache.save(self._path, binary)

@@ -1,4 +1,4 @@
-"""The times of commands, from a queue that keeps them, on the host's clock."""
+"""Times of commands from a profiling queue, on the host's clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pyopencl as cl
 from ggmlb.interface import Command
 
 N_LOOKS = 5
-"""How often the two clocks are compared; the comparison that took the least time counts."""
+"""Number of clock comparisons, of which the fastest is used."""
 
 
 class _Look(NamedTuple):
-    """How long it took to read both clocks, the device's time, and what to add to get the host's [ns]."""
+    """Duration of a comparison, device time, and offset to the host's clock [ns]."""
 
     took: int
     at: int
@@ -22,7 +22,7 @@ class _Look(NamedTuple):
 
 
 class Clock:
-    """Notes commands of a profiling queue, and gives them their times when the queue is idle."""
+    """Records commands of a profiling queue, and sets their times when the queue is idle."""
 
     def __init__(self, queue: cl.CommandQueue, commands: list[Command]) -> None:
         self._queue = queue
@@ -37,7 +37,7 @@ class Clock:
         self._events.append((command, event))
 
     def settle(self) -> None:
-        """Fill in when the commands, which have ended, began and ended."""
+        """Set start and stop of the finished commands."""
         first, last = self._first, _look(self._queue)
         drift = (last.offset - first.offset) / max(last.at - first.at, 1)
         for command, event in self._events:
@@ -48,7 +48,7 @@ class Clock:
 
 
 def _look(queue: cl.CommandQueue) -> _Look:
-    """Read both clocks, as close to each other as can be."""
+    """Read both clocks, as close in time as possible."""
     looks = []
     for _ in range(N_LOOKS):
         before = perf_counter_ns()

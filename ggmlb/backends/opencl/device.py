@@ -1,4 +1,4 @@
-"""OpenCL devices, and how they are found."""
+"""OpenCL devices and their discovery."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl import OpenClReg
 
 GPU_WG = 128
-"""Work-items of a group on a GPU: a multiple of the widths of all makers' wavefronts."""
+"""Work-items of a group on a GPU: a multiple of all vendors' wavefront widths."""
 
 MIN_OFFLOAD_COLUMNS = 32
-"""A product of so many columns is worth the upload of its weights to a discrete GPU (ggml's threshold)."""
+"""Least columns of a product for which its weights are uploaded to a discrete GPU (ggml's threshold)."""
 
 
 class OpenClDevice(Device):
-    """A device of an OpenCL platform, in a context that it shares with the platform's others if possible.
+    """A device of an OpenCL platform, in a context shared with the platform's other devices if possible.
 
     Attributes:
         cl_device: PyOpenCL's device.
-        context: The platform's, where it makes one for all its devices: buffers and events work on all.
+        context: One for all devices of the platform if possible, so that they share buffers and events.
         transfers: The queue of synchronous transfers.
-        programs: Kernels built for it.
-        ledger: What is allocated on it.
-        packed_buffer_type: Its memory for weights that are packed at upload.
+        programs: Its built kernels.
+        ledger: Its allocations.
+        packed_buffer_type: Its memory for weights packed at upload.
     """
 
     def __init__(self, reg: OpenClReg, name: str, cl_device: cl.Device, context: cl.Context) -> None:
@@ -68,7 +68,7 @@ class OpenClDevice(Device):
 
     @property
     def description(self) -> str:
-        """The device's and the platform's own names."""
+        """The names of the device and the platform."""
         return f"{self.cl_device.name.strip()} ({self.cl_device.platform.name.strip()})"
 
     @property
@@ -86,17 +86,17 @@ class OpenClDevice(Device):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a processor's cores: each works best on rows of its own, and reads bytes anywhere."""
+        """Whether it is a CPU, whose cores work best on separate rows and read unaligned bytes."""
         return self._kind is DeviceType.CPU
 
     @property
     def memory(self) -> tuple[int, int]:
-        """What ggmlb has not allocated of the total that the runtime tells, and that total [bytes]."""
+        """Memory not allocated by ggmlb, and the runtime's total [bytes]."""
         return self.ledger.free, self.ledger.total
 
     @property
     def caps(self) -> Caps:
-        """All; a caller's memory only where the device shares the host's."""
+        """All capabilities; `buffer_from_host_ptr` only if the device shares the host's memory."""
         return Caps(
             async_=True,
             host_buffer=True,
@@ -113,8 +113,8 @@ class OpenClDevice(Device):
         """Open a stream: an in-order queue.
 
         Args:
-            params: `work_split`: `"cpu"` gives a core rows to itself, `"gpu"` shares a row among the
-                work-items of a group. The device's type decides by default.
+            params: `work_split`: `"cpu"` gives each core its own rows, `"gpu"` shares a row among the
+                work-items of a group. By default, it depends on the device's type.
 
         Raises:
             ArgumentError: An unknown parameter or work split.
@@ -138,7 +138,7 @@ class OpenClDevice(Device):
 
     @property
     def host_buffer_type(self) -> BufferType:
-        """Host memory that the runtime allocated, and reads and writes in place."""
+        """Host memory allocated by the runtime, for fast transfers."""
         return self._host_buffer_type
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
@@ -146,16 +146,17 @@ class OpenClDevice(Device):
 
         Raises:
             ArgumentError: The array is not contiguous.
-            BackendError: The device has memory of its own.
+            BackendError: The device does not share the host's memory.
         """
         if not self.caps.buffer_from_host_ptr:
             raise BackendError(
-                f"buffer_from_host_ptr: {self.name} has memory of its own; allocate a buffer and copy into it"
+                f"buffer_from_host_ptr: {self.name} does not share the host's memory; allocate a buffer and "
+                "copy into it"
             )
         return OpenClBuffer.over_host_memory(self._buffer_type, host_bytes(array, "buffer_from_host_ptr"))
 
     def adopt(self, array: Any) -> tuple[Buffer, int] | None:
-        """Use the memory of a `pyopencl.array.Array` made in `context`; waits for work that fills it."""
+        """Use the memory of a `pyopencl.array.Array` of `context`, after waiting for its queued work."""
         if not isinstance(array, cl.array.Array) or array.context != self.context:
             return None
         if array.queue is not None and array.queue.device != self.cl_device:
@@ -166,20 +167,20 @@ class OpenClDevice(Device):
         return OpenClBuffer(self._buffer_type, memory, nbytes, is_ours=False), array.offset
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed, from the table that computes it."""
+        """Return why the node cannot be computed, from the table used for lowering."""
         return self.packed_buffer_type.declines(op) or row_split.declines(op) or declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
-        """Its memory, with packed weights or without, and that of which it is the main device."""
+        """Whether it is the device's memory (packed or not), or split memory with it as main device."""
         if buft is self._buffer_type or buft is self.packed_buffer_type:
             return True
         return isinstance(buft, row_split.SplitBufferType) and buft.device is self
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """Memory that packs weights at upload, where that pays (ggml_backend_dev_get_extra_bufts).
+        """Memory that packs weights at upload, if that is faster (ggml_backend_dev_get_extra_bufts).
 
-        Not on CPU-type devices, which read bytes anywhere at the same speed (benchmarks/results/opencl.md).
+        Not on CPU-type devices, which read unaligned bytes at the same speed (benchmarks/results/opencl.md).
         """
         return () if self.is_cpu else (self.packed_buffer_type,)
 
@@ -196,9 +197,9 @@ class OpenClDevice(Device):
 
 
 def kind_of(bits: int) -> DeviceType:
-    """Return what a device is, by the bits of its `CL_DEVICE_TYPE`: GPU, CPU or ACCEL.
+    """Return the device type for the bits of `CL_DEVICE_TYPE`: GPU, CPU or ACCEL.
 
-    A device may have several bits (Oclgrind's simulator has all): one that says GPU is a GPU, whatever else.
+    A device may have several bits (Oclgrind's simulator has all): any with the GPU bit is a GPU.
     """
     if bits & cl.device_type.GPU:
         return DeviceType.GPU
@@ -208,8 +209,8 @@ def kind_of(bits: int) -> DeviceType:
 def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
     """Return the usable devices of all platforms, in their order.
 
-    A machine may have several platforms, one runtime installed twice, and drivers without their card. A
-    platform or device that fails is left out, and costs none of the others.
+    A machine may have several platforms, a runtime installed twice, and drivers without a card. A
+    platform or device that fails is skipped.
 
     Raises:
         BackendUnavailable: No device is usable; the message has each failure, and what to install.
@@ -235,8 +236,8 @@ def find_devices(reg: OpenClReg) -> tuple[OpenClDevice, ...]:
         )
         if has_pocl:
             reason += (
-                "; PoCL is there and shows none, as it does where it cannot write its cache: "
-                "set POCL_CACHE_DIR to a folder that can be written"
+                "; PoCL is installed but has no device, perhaps because it cannot write its cache: set "
+                "POCL_CACHE_DIR to a writable folder"
             )
         raise BackendUnavailable("; ".join((reason, *failures)))
     return tuple(found)
@@ -250,7 +251,7 @@ def _platforms() -> Sequence[cl.Platform]:
 
 
 def _open(reg: OpenClReg, platform: cl.Platform, first: int, failures: list[str]) -> list[OpenClDevice]:
-    """Return the platform's usable devices, named from `OpenCL{first}` on, in one context where possible."""
+    """Return the platform's usable devices, named from `OpenCL{first}` on, in one context if possible."""
     usable: list[cl.Device] = []
     for cl_device in platform.get_devices():
         try:

@@ -1,4 +1,4 @@
-"""Host memory that the OpenCL runtime allocated: transfers from and to it need no staging copy."""
+"""Host memory allocated by the OpenCL runtime, for transfers without a staging copy."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class OpenClHostBufferType(HostBufferType):
     device: OpenClDevice
 
     def __init__(self, device: OpenClDevice) -> None:
-        # Aligned as the device's memory is, so that tensors lie the same in both.
+        # Aligned like the device's memory, so that tensors have equal offsets in both.
         super().__init__(device, f"{device.name}_Host", ALIGNMENT)
 
     @property
     def max_size(self) -> int:
-        """What the runtime gives in one piece [bytes]."""
+        """Largest single allocation of the runtime [bytes]."""
         return int(self.device.cl_device.max_mem_alloc_size)
 
     def _alloc_buffer(self, nbytes: int) -> OpenClHostBuffer:
@@ -40,17 +40,17 @@ class OpenClHostBufferType(HostBufferType):
         except AllocationError as error:
             warnings.warn(
                 f"{self.name}: the runtime gave no pinned memory for {nbytes:,} bytes; "
-                "ordinary memory is used, and transfers from and to it are slower",
+                "pageable memory is used, with slower transfers",
                 RuntimeWarning,
                 stacklevel=3,
             )
             return OpenClHostBuffer(self, allocate(self, nbytes), str(error))
 
     def _map(self, nbytes: int) -> Bytes:
-        """Return memory of the runtime, as a flat array.
+        """Allocate memory of the runtime, as a flat array.
 
         Raises:
-            AllocationError: It has none.
+            AllocationError: The runtime lacks memory.
         """
         device = self.device
         with cl_errors(f"allocate {nbytes:,} bytes of host memory for {device.name}", self, nbytes):
@@ -69,10 +69,10 @@ class OpenClHostBufferType(HostBufferType):
 
 
 class OpenClHostBuffer(HostBuffer):
-    """Mapped host memory. It stays mapped while any NumPy view of it lives.
+    """Mapped host memory. It stays mapped while any NumPy view of it exists.
 
     Attributes:
-        why_not_pinned: Why it is ordinary memory instead, or `None`.
+        why_not_pinned: Why it is pageable memory instead, or `None`.
     """
 
     def __init__(self, buft: OpenClHostBufferType, array: Bytes, why_not_pinned: str | None = None) -> None:

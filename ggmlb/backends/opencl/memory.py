@@ -1,4 +1,4 @@
-"""What is allocated on a device, and memory that is given back when pending work is done with it."""
+"""MemoryLedger: counts a device's allocations, and releases memory when pending work is done."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class MemoryLedger:
-    """Counts a device's memory: OpenCL itself does not tell what is free, and lends more than there is.
+    """Counter of a device's memory, because OpenCL reports no free memory and overcommits.
 
-    Buffers are given back by any thread, and by the garbage collector in the middle of anything: each change
-    is a single step on a dict or a deque, so that no lock is needed.
+    Buffers are released by any thread, and by the garbage collector at any point. Each change is one
+    atomic operation on a dict or deque, so that no lock is needed.
 
     Attributes:
         total: The device's memory [bytes].
@@ -31,12 +31,12 @@ class MemoryLedger:
 
     @property
     def free(self) -> int:
-        """Bytes not allocated, those that pending work still holds not counted."""
+        """Free memory [bytes], including memory that pending work still uses."""
         self._sweep()
         return max(0, self.total - sum(list(self._sizes.values())))
 
     def take(self, nbytes: int) -> int:
-        """Note an allocation; return the ticket to give it back by."""
+        """Count an allocation; return its ticket for `give_back`."""
         ticket = next(self._tickets)
         self._sizes[ticket] = nbytes
         return ticket

@@ -1,8 +1,8 @@
-"""OpenCL0_Packed: memory that keeps the blocks of some quantised weights in groups of eight, scales in front.
+"""OpenCL0_Packed: memory that stores blocks of quantised weights in groups of eight, scales first.
 
-ggml's blocks of 18 and 34 bytes begin at any multiple of two bytes, so that a GPU reads them in pieces of
-two. In a group each eight elements are one aligned load. The bytes are the same, and as many; a tensor is
-read back as ggml has it. It is one of the extra buffer types: `get_proc_address("dev_get_extra_bufts")`.
+ggml's blocks of 18 and 34 bytes are aligned to two bytes, so that a GPU loads two bytes at a time. In a
+group, eight elements are one aligned load. The size is unchanged, and tensors are read back in ggml's
+order. It is an extra buffer type: `get_proc_address("dev_get_extra_bufts")`.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.device import OpenClDevice
 
 READERS: Final = PRODUCTS | {Op.GET_ROWS}
-"""Ops that read a weight, their first operand, from here."""
+"""Ops that read their first operand from this memory."""
 
 SCALE_SIZES: Final = {dtype: dtype.codec.offsets["qs"] for dtype in (DType.Q4_0, DType.Q8_0)}
 """The types that are packed, and the bytes before a block's elements."""
 
 GROUP: Final = 8
-"""Blocks that are kept together."""
+"""Blocks of a group."""
 
 
 class OpenClPackedBufferType(OpenClBufferType):
-    """Device memory for contiguous weights, which are read by products and as rows."""
+    """Device memory for contiguous weights, read by products and get_rows."""
 
     def __init__(self, device: OpenClDevice) -> None:
         super().__init__(device, f"{device.name}_Packed")
         self._used = False
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether its blocks are kept in groups."""
+        """Whether the tensor's blocks are packed in groups."""
         return _is_packed(tensor)
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
+        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
         if not self._used:
             return None
         weight = weight_in(self, node, READERS)
         if weight is not None and not (weight.is_contiguous() and _begins_a_group(weight)):
-            return f"src0 lies in {self.name} memory, and is no run of whole rows"
+            return f"src0 lies in {self.name} memory, and is not a contiguous run of whole rows"
         return misplaced(self, node, READERS, "products and get_rows")
 
     def _buffer(self, memory: object, nbytes: int) -> OpenClBuffer:
@@ -58,22 +58,22 @@ class OpenClPackedBufferType(OpenClBufferType):
 
 
 class OpenClPackedBuffer(PackedBuffer, OpenClBuffer):
-    """Weights on the device, packed at upload where their rows are whole groups."""
+    """A buffer of weights, packed at upload if their rows are whole groups."""
 
     def packing(self, tensor: Tensor) -> str:
-        """`_x8` for the types that are packed, if a row is a whole number of groups."""
+        """`_x8` for packed types, if a row is a whole number of groups."""
         return "_x8" if _is_packed(tensor.view_src or tensor) else ""
 
     def group_nbytes(self, tensor: Tensor) -> int:
-        """Bytes of eight blocks."""
+        """Size of eight blocks [bytes]."""
         return GROUP * tensor.dtype.type_size
 
     def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Blocks in groups."""
+        """Pack blocks in groups."""
         return pack(data, tensor.dtype)
 
     def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Blocks as ggml has them."""
+        """Unpack blocks to ggml's order."""
         return unpack(data, tensor.dtype)
 
 
@@ -98,7 +98,7 @@ def pack(data: Bytes, dtype: DType) -> Bytes:
 
 
 def unpack(data: Bytes, dtype: DType) -> Bytes:
-    """Return ggml's blocks: what `pack` was given."""
+    """Return blocks in ggml's order: the inverse of `pack`."""
     n, groups = SCALE_SIZES[dtype], data.reshape(-1, GROUP * dtype.type_size)
     scales = groups[:, : GROUP * n].reshape(-1, GROUP, n)
     elements = groups[:, GROUP * n :].reshape(-1, GROUP, dtype.type_size - n)

@@ -1,4 +1,4 @@
-"""Plans: for each launch of a graph a kernel object of its own, with its arguments set."""
+"""OpenClPlan: a kernel object with arguments for each launch of a graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
 
 
 class Stage(NamedTuple):
-    """Steps, and the product over several devices that comes after them, if any."""
+    """Steps, and the split product after them, if any."""
 
     steps: list[Step]
     product: RowSplitProduct | None
@@ -33,11 +33,11 @@ class OpenClPlan(GraphPlan):
     """The steps of a graph, ready to be queued.
 
     Attributes:
-        stages: The steps, cut where other devices help.
+        stages: The steps, divided at split products.
         steps: Kernel, global size and local size of each launch.
-        results: The node that each step computes, or helps to; the last of those that it fuses.
+        results: The node that each step computes, or the last node of its group.
         buffers: The buffers that the steps use; OpenCL kernels do not keep them alive.
-        slots: Where steps that read indices note bad ones.
+        slots: Slots for bad indices of its steps.
     """
 
     def __init__(self, backend: OpenClBackend, graph: Graph) -> None:
@@ -73,11 +73,11 @@ class OpenClPlan(GraphPlan):
         self.stages.append(Stage(self.steps[start:], None))
 
     def name_of(self, step: int) -> str:
-        """Return what a step does, for a timeline."""
+        """Return the name of a step for a timeline."""
         return f"{self.steps[step][0].function_name}: {self.results[step].describe()}"
 
     def release(self) -> None:
-        """Give the kernel objects back."""
+        """Return the kernel objects for reuse."""
         self.stages = []
         self.steps = []
         self.results = []
@@ -86,9 +86,10 @@ class OpenClPlan(GraphPlan):
 
 
 def _set_args(kernel: cl.Kernel, launch: Launch, slots: PlanSlots) -> list[Buffer]:
-    """Set a launch's arguments as the kernel's text declares them: first buffers, which are returned.
+    """Set a launch's arguments in the order of the kernel's declaration; return the buffers.
 
-    By number and as bytes: PyOpenCL's way by types makes Python code for each kernel object, in milliseconds.
+    Arguments are set by index as bytes: PyOpenCL's typed setter generates Python code per kernel object,
+    which takes milliseconds.
     """
     buffers: list[Buffer] = []
     rest: list[float] = []

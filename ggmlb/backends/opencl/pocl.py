@@ -1,4 +1,4 @@
-"""PoCL on a processor that its compiler does not know.
+"""Workaround for PoCL on processors that its compiler does not know.
 
 PoCL 3.0, the newest that PyPI has, asks its LLVM for the processor's name. LLVM 14 calls one that it does not
 know (AMD's Zen 5) `generic`, and then refuses that name as a target: every build fails with "unknown target
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 UNKNOWN: Final = b"generic"
 HASWELL: Final = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
-"""Features, as Linux tells them, of all processors that LLVM's `haswell` stands for."""
+"""Linux CPU flags required by LLVM's target `haswell`."""
 
 _STRUCT: Final = 1024
-"""Bytes of PoCL's description of a device; 3.0 has the name's address at 640, and then the next device's."""
+"""Bytes searched of PoCL's device structure; 3.0 has the name's address at offset 640."""
 
 _named: Final[set[int]] = set()
-"""Devices of this process that have a name again; what PoCL tells of itself still says `generic`."""
+"""Devices of this process that were renamed; PoCL's info still reports `generic`."""
 
 
 def is_pocl(platform: cl.Platform) -> bool:
-    """Whether the platform is PoCL, by what its version says: distributions may change the name."""
+    """Whether the platform is PoCL, by its version, because distributions may change the name."""
     return " PoCL " in f"{platform.version} "
 
 
 def is_of_unknown_processor(device: cl.Device) -> bool:
-    """Whether the device is PoCL's on a processor for which it cannot build."""
+    """Whether it is a PoCL device on a processor for which it cannot build."""
     unknown = is_pocl(device.platform) and device.version.endswith(f"-{UNKNOWN.decode()}")
     return unknown and device.int_ptr not in _named
 
 
 def name_processor(device: cl.Device) -> bool:
-    """Give PoCL a name that its compiler knows, for a processor that it does not.
+    """Replace PoCL's processor name by one that its compiler knows.
 
-    The name is found by what it says, and written where it stands; memory that cannot be read is left alone.
+    The name is found by its text and overwritten in place; unreadable memory is skipped.
 
     Returns:
-        Whether the device can build now; `False` if the name was not found, and nothing was changed.
+        Whether the device can build now; `False` if the name was not found.
     """
     try:
         memory = os.open("/proc/self/mem", os.O_RDWR)
@@ -74,7 +74,7 @@ def _text(memory: int, address: int) -> bytes:
 
 
 def _known_name() -> bytes:
-    """Return the best name that is no longer than the one it replaces."""
+    """Return the best known name that is not longer than the name it replaces."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as info:
             flags = next((line.split() for line in info if line.startswith("flags")), [])

@@ -1,4 +1,4 @@
-"""Programs: built once for a device and a set of macros; and kernel objects, each of which one step owns."""
+"""Programs, built once for a device and a set of macros, and pools of their kernel objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loan = tuple[_Key, "cl.Kernel"]
 
 
 class Programs:
-    """Builds the kernels of launches, and lends kernel objects to plans; those given back serve again."""
+    """Builds the kernels of launches, and lends kernel objects to plans for reuse."""
 
     def __init__(self, context: cl.Context, device: cl.Device, name: str) -> None:
         self._context = context
@@ -29,7 +29,7 @@ class Programs:
         self._idle: dict[_Key, list[cl.Kernel]] = {}
 
     def borrow(self, launches: Sequence[Launch], on_cpu: bool) -> list[Loan]:
-        """Return for each launch a kernel object that nobody else uses, after the key to give it back by."""
+        """Return for each launch the key for `give_back`, and an exclusive kernel object."""
         keys = [(launch.kernel, launch.defines, launch.wg, on_cpu) for launch in launches]
         missing = [key for key in dict.fromkeys(keys) if key not in self._built]
         if missing:
@@ -37,7 +37,7 @@ class Programs:
         return [(key, self._kernel(key)) for key in keys]
 
     def give_back(self, loans: list[Loan]) -> None:
-        """Take back kernel objects; commands that are queued keep the arguments they were queued with."""
+        """Take back kernel objects; queued commands keep their arguments."""
         for key, kernel in loans:
             self._idle.setdefault(key, []).append(kernel)
         loans.clear()
@@ -46,7 +46,7 @@ class Programs:
         try:
             return self._idle.setdefault(key, []).pop()
         except IndexError:
-            with cl_errors(f"make kernel {key[0].name}"):
+            with cl_errors(f"create kernel {key[0].name}"):
                 return cl.Kernel(self._built[key], key[0].name)
 
     def _build_all(self, keys: Sequence[_Key]) -> None:
@@ -67,7 +67,7 @@ class Programs:
         program = entry.load(self._context, options)
         if program is None:
             with warnings.catch_warnings():
-                # PoCL logs even when it has nothing to say.
+                # PoCL writes a log even without messages.
                 warnings.simplefilter("ignore", cl.CompilerWarning)
                 program = cl.Program(self._context, text).build(options, devices=[self._device])
             entry.save(program)

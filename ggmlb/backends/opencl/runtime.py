@@ -1,4 +1,4 @@
-"""The border to PyOpenCL: its errors made ours, and a guard against use where it cannot be used."""
+"""Interface to PyOpenCL: conversion of its errors, and a guard against use after fork or at exit."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ guard: Final = LibraryGuard("OpenCL")
 
 @contextmanager
 def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
-    """Turn PyOpenCL's errors into a BackendError, or an AllocationError where memory ran out.
+    """Context manager that turns PyOpenCL's errors into a BackendError or AllocationError.
 
     Args:
-        call: What was being done.
-        buft: The memory type that is being allocated from.
-        nbytes: The bytes asked for.
+        call: The operation, for the message.
+        buft: The buffer type of the allocation.
+        nbytes: The requested bytes.
     """
     guard.enter(call)
     try:
@@ -36,7 +36,7 @@ def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0) -> Ite
 
 
 def is_out_of_memory(error: cl.Error) -> bool:
-    """Whether the runtime says that it has no room."""
+    """Whether the runtime reports a lack of memory."""
     codes = cl.status_code
     return isinstance(error, cl.MemoryError) or error.code in (
         codes.MEM_OBJECT_ALLOCATION_FAILURE,
@@ -47,12 +47,12 @@ def is_out_of_memory(error: cl.Error) -> bool:
 
 
 def is_done(event: cl.Event) -> bool:
-    """Whether the command has ended, well or badly."""
+    """Whether the command has ended, successfully or not."""
     return bool(event.command_execution_status <= cl.command_execution_status.COMPLETE)
 
 
 def check_outcome(event: cl.Event, call: str) -> None:
-    """Raise a BackendError if the command, which has ended, failed."""
+    """Raise a BackendError if the finished command failed."""
     status = event.command_execution_status
     if status < 0:
         name = cl.status_code.to_string(status)  # type: ignore[operator]

@@ -1,16 +1,17 @@
-"""Fusion: which neighbouring nodes of a graph one kernel may compute at once.
+"""Fusion: finds groups of nodes of a graph that one kernel may compute.
 
     graph ── fuse(graph, can_fuse) ──> [node, Group, node, ...]
 
 A `Pattern` names nodes and how they connect. `fuse` finds its instances in a graph, and drops those that
-would change what anybody can see. A backend says which of the rest it has a kernel for. So lowering is
+would change visible results. `can_fuse` tells for which of the rest a backend has a kernel. So lowering
+is
 
     for item in fuse(graph, can_fuse):        # can_fuse(group) -> bool: there is a kernel for these types
         launches += lower_group(item) if isinstance(item, Group) else lower(item)
 
-and, where the nodes of a group stand far apart, the backend's `graph_optimize` first calls
-`gather(graph, can_fuse)`, so that the allocator cannot reuse an operand's memory in between. A `Group` holds
-its nodes by the names that the pattern gives them:
+and, if the nodes of a group are far apart, the backend's `graph_optimize` first calls `gather(graph,
+can_fuse)`, so that the allocator cannot reuse an operand's memory in between. A `Group` holds its nodes
+by the pattern's names:
 
     ================  ====================================  ================================================
     pattern           parts                                 computes
@@ -23,19 +24,19 @@ its nodes by the names that the pattern gives them:
                       [`up` [`up_add`]] `glu`               without `up`, of the halves of one product's rows
     ================  ====================================  ================================================
 
-`group["norm"]` is a node, `"mul" in group` tells whether it is there, `group.other("mul")` is the operand
-that comes from outside. All results but the last are dropped, unless they are in `group.kept`: the kernel
-must write these too. Each node keeps its own operands, params and place, so a backend reads the rest there.
+`group["norm"]` is a node, `"mul" in group` tells whether it is present, `group.other("mul")` is its
+operand from outside the group. All results except the last are dropped, unless they are in `group.kept`:
+the kernel must write these too. Each node keeps its own operands, params and place.
 
-What holds for every group that `can_fuse` is asked about:
+Every group passed to `can_fuse` satisfies:
 
-- What is dropped is a float32 result that nothing else in the whole graph reads (`Graph.use_counts`), that is
-  not flagged, is no view, and lies in memory that an allocator placed. What a user placed is always written.
-- No result lies over an operand, except exactly, with the same strides, where the pattern reads and writes
-  element by element or row by row (`IN_PLACE`): kernels must work so, as those of single nodes do.
-- Results do not overlap, and the group may be computed where its last node stands.
-- Operands of `add`, `mul` and `shift` from outside have in each dimension as many elements as the result, or
-  one. Nothing is empty. Types are not looked at otherwise: `can_fuse` does.
+- A dropped result is float32, has no other readers in the whole graph (`Graph.use_counts`), is not
+  flagged and not a view, and was placed by an allocator. Results placed by the user are always written.
+- No result overlaps an operand, except at the same place with the same strides if the pattern is
+  elementwise or row-wise (`IN_PLACE`): kernels must then work in place, like those of single nodes.
+- Results do not overlap, and the group may be computed at the position of its last node.
+- Outside operands of `add`, `mul` and `shift` have in each dimension the result's extent or 1. No tensor
+  is empty. Other types are checked by `can_fuse`.
 
 `GGMLB_FUSE=0` turns fusion off. Source: ggml_can_fuse and its users; the conditions on memory are ours.
 """

@@ -1,4 +1,4 @@
-"""Finding the groups of a graph that may be fused, and moving their nodes together."""
+"""Finds the fusable groups of a graph, and moves their nodes together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.system import env
 
 CanFuse = Callable[["Group"], bool]
-"""Says whether a backend computes a group."""
+"""Whether a backend has a kernel for a group."""
 
 _NEEDED = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS
 _BY_OP: dict[Op, list[Pattern]] = {}
@@ -25,13 +25,13 @@ for _pattern in PATTERNS:
 
 
 def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
-    """Return the nodes of a graph, some of them in groups, in an order in which they can be computed.
+    """Return the nodes and groups of a graph in a computable order.
 
-    A group stands where its last node stood. A node is in one group at most.
+    A group has the position of its last node. A node is in at most one group.
 
     Args:
-        graph: A graph, or a part of one that knows its whole (`Graph.view`).
-        can_fuse: The backend's answer, for groups that may be fused.
+        graph: A graph, or a view of one (`Graph.view`).
+        can_fuse: Whether the backend has a kernel for a fusable group.
     """
     if len(graph) < 2 or not env.flag("GGMLB_FUSE", default=True):
         return list(graph.nodes)
@@ -42,9 +42,10 @@ def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
 
 
 def gather(graph: Graph, can_fuse: CanFuse) -> None:
-    """Move the nodes of each group that `fuse` finds to its last node; for `Backend.graph_optimize`.
+    """Move the nodes of each group found by `fuse` to its last node; for `Backend.graph_optimize`.
 
-    Views without an op follow a group, so that the allocator keeps its operands until its result has a place.
+    Views without an op are inserted after a group, so that the allocator keeps its operands until its
+    result is placed.
     """
     owners: dict[Tensor, Group] = {}
     waiting: dict[Tensor, list[Tensor]] = {}
@@ -72,7 +73,7 @@ def gather(graph: Graph, can_fuse: CanFuse) -> None:
 
 
 def _to_be_placed(group: Group) -> list[Tensor]:
-    """Return the operands that no result may overlap, and that have no place yet."""
+    """Return the unplaced operands that no result may overlap."""
     operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside(part)]
     return [t for t in dict.fromkeys(operands) if t.buffer is None]
 
@@ -123,7 +124,7 @@ class _Finder:
         return Group(pattern.name, parts, tuple(views), kept)
 
     def _find(self, part: Part, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
-        """Add a part and what it takes, in the order of computing; `parts` is of no use where it fails."""
+        """Add a part and its inputs in computing order; return whether they match (or `parts` is invalid)."""
         if (
             node.op not in part.ops
             or node not in self._places
@@ -166,7 +167,7 @@ class _Finder:
     # -- memory --------------------------------------------------------------------------------
 
     def _is_safe(self, group: Group) -> bool:
-        """Whether one kernel, run where the last node stands, reads and leaves what the nodes would."""
+        """Whether one kernel at the last node's position reads and writes the same values as the nodes."""
         written = [*group.kept, group.result]
         operands = [(part, s) for part in group.parts for s in group.outside(part)]
         for i, result in enumerate(written):
@@ -178,7 +179,7 @@ class _Finder:
         return all(self._may_wait(node, group) for node in group.nodes[:-1])
 
     def _may_wait(self, node: Tensor, group: Group) -> bool:
-        """Whether nothing between a node and the group's last minds that the node is computed late."""
+        """Whether a node can be computed as late as the group's last node."""
         kept = node in group.kept
         inside = {*group.nodes, *group.views}
         reads = [s for s in node.src if s is not None and s not in inside]

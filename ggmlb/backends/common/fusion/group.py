@@ -1,4 +1,4 @@
-"""The table: which nodes may be one group, and what a group is."""
+"""The table of fusion patterns, and Group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ggmlb.core.tensor import Tensor
 Name = Literal["norm", "rope_set_rows", "mul_mat_add", "mul_mat_unary", "glu"]
 
 IN_PLACE: Final = frozenset({"add", "norm", "mul", "shift", "set_rows", "gate_add", "up_add"})
-"""Parts whose operands from outside may lie exactly where a result of the group does."""
+"""Parts whose outside operands may have the same place as a result of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class Part:
     """A node of a pattern.
 
     Attributes:
-        name: What the group calls it.
-        ops: What it may be.
-        inputs: Parts whose results it takes, and at which operands each may stand.
-        keepable: Its result may be needed elsewhere too.
-        by_views: Views may lie between it and what it takes.
+        name: Its name in the group.
+        ops: The allowed ops.
+        inputs: Parts whose results it reads, and the allowed operand indices of each.
+        keepable: Whether its result may have other readers.
+        by_views: Whether views are allowed between it and its inputs.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A tree of parts, told by its last, and what else must hold."""
+    """A tree of parts, given by its last part, with further conditions."""
 
     name: Name
     last: Part
@@ -45,13 +45,13 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Nodes that one kernel may compute.
+    """A group of nodes that one kernel may compute.
 
     Attributes:
         pattern: The pattern's name.
         parts: The nodes by the names of their parts.
-        views: Views between them, none of which anybody else reads.
-        kept: Results that must be written besides the last.
+        views: Views between them, without other readers.
+        kept: Results that must be written in addition to the last.
     """
 
     pattern: Name
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def nodes(self) -> tuple[Tensor, ...]:
-        """The nodes, each after those that it reads."""
+        """The nodes in topological order."""
         return tuple(self.parts.values())
 
     def outside(self, part: str) -> tuple[Tensor, ...]:
@@ -90,7 +90,7 @@ class Group:
 
 
 def _tiles(part: str) -> Callable[[Group], bool]:
-    """Make the condition that a part adds or multiplies by a tensor whose extents are its own, or 1."""
+    """Return the condition that a part's other operand has its extents, or 1."""
 
     def tiles(group: Group) -> bool:
         if part not in group:
@@ -113,7 +113,7 @@ def _all(*conditions: Callable[[Group], bool]) -> Callable[[Group], bool]:
 
 
 def _same_operand(group: Group) -> bool:
-    """Whether both products are of one operand, with weights of one type and shape; or there is but one."""
+    """Whether all products read one operand, with weights of equal type and shape."""
     if "up" not in group:
         return all(s is None for s in group["glu"].src[1:])
     (w, x), (v, y) = group["gate"].sources, group["up"].sources
@@ -121,7 +121,7 @@ def _same_operand(group: Group) -> bool:
 
 
 def _rows_of_heads(group: Group) -> bool:
-    """Whether a row that is written is all heads of a token, in order."""
+    """Whether each written row consists of all heads of a token, in order."""
     rope, rows = group["rope"], group["set_rows"].sources[0]
     return (
         rope.is_contiguous()
@@ -177,4 +177,4 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         for added in ("add", None)
     ),
 )
-"""In the order in which they are tried: of two that end at one node, the longer first."""
+"""The patterns in order of trial: of two that end at one node, the longer first."""

@@ -44,9 +44,10 @@ def scan(
     All arrays have the dimensions of sequences and heads in common, or 1 in place of them.
 
     Args:
-        lw: CanFuse the steps.
+        lw: Takes the steps.
         first: The state before the first token: `[sequences, heads.., rows, columns]`.
-        states: CanFuse the last states, the newest first; the first state, where there are fewer tokens.
+        states: Takes the last states, the newest first; filled up with the first state if there are fewer
+            tokens.
         advance: Fills `new`, which may be the memory of `old`.
         tokens: Operands and outputs, one per token along the first axis.
         held: Operands that do not change in time, and scratch.

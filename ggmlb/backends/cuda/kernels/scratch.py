@@ -1,4 +1,4 @@
-"""Where the scratch of a plan lies: pieces whose uses do not overlap in time share memory."""
+"""Placement of a plan's scratch: pieces with disjoint lifetimes share memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from ggmlb.backends.gpu import Mem, Scratch
 
 ALIGNMENT = 256
-"""Bytes: what `Scratch` promises."""
+"""Alignment promised by `Scratch` [bytes]."""
 
 
 def place(steps: Sequence[Iterable[Mem | int | float]]) -> tuple[int, dict[Scratch, int]]:
-    """Return the bytes that all scratch needs, and the offset of each piece.
+    """Return the total size of scratch [bytes], and the offset of each piece.
 
     Args:
-        steps: The arguments of each step, in the order in which the steps run, one after another.
+        steps: The arguments of each step, in order of execution.
     """
     first: dict[Scratch, int] = {}
     last: dict[Scratch, int] = {}

@@ -1,1 +1,1 @@
-"""The portable kernel texts: one for OpenCL and CUDA, found and read by `ggmlb.backends.gpu.source`."""
+"""The portable kernel texts for OpenCL and CUDA, read by `ggmlb.backends.gpu.source`."""

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import Launch, Target
 
 MAX_HEAD_SIZE = 576
-"""Elements of a head that fit in local memory with what else is there."""
+"""Largest head size that fits in local memory."""
 
 MAX_QUERIES = 8
-"""Queries that a core takes at once."""
+"""Queries per core at once."""
 
 
 def _declines(node: Tensor) -> str | None:
@@ -56,10 +56,10 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
 
 
 def queries_at_once(target: Target, n_queries: int, n_groups: int) -> int:
-    """Return how many of the queries that share keys a group of work-items takes: a power of two.
+    """Return the number of queries with common keys per work-group, a power of two.
 
-    The keys are then read once for all of them. Their sums are kept in registers and local memory, and there
-    must be enough groups for all cores.
+    The keys are read once for all of them. It is limited by registers and local memory for sums, and by
+    the groups needed for all cores.
     """
     at_once = MAX_QUERIES if target.on_cpu else MAX_QUERIES // 2
     while at_once > 1 and (
