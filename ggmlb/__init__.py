@@ -4,12 +4,16 @@
     devices, init_best, ...       the devices of this machine (`ggmlb.interface.registry`)
     alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.runtime.alloc`)
     Scheduler                     split a graph over several devices, and run it
+    open_gguf                     metadata and tensors of a GGUF file (`ggmlb.models.gguf`)
     evaluate                      all of it in one call, for notebooks
 
 Importing this package imports NumPy only. A backend and its array library are imported when one of its
 devices is first requested.
 """
 
+import typing as _typing
+
+from ggmlb.core.arguments import checked as _checked
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType, can_quantize, dequantize, quantize
 from ggmlb.core.enums import (
@@ -110,7 +114,28 @@ from ggmlb.runtime.evaluate import evaluate
 from ggmlb.runtime.scheduler import Placement, Scheduler
 from ggmlb.system import env as _env
 
+if _typing.TYPE_CHECKING:
+    import os
+
+    from ggmlb.models.gguf import GgufFile
+
 __version__ = "0.1.0"
+
+
+@_checked
+def open_gguf(path: "str | os.PathLike[str]") -> "GgufFile":
+    """Open a GGUF file: tensors by name, metadata by key, both read when they are used.
+
+    Args:
+        path: The file; of a split model, the first part (`...-00001-of-0000N.gguf`).
+
+    Raises:
+        ModelError: The file is missing, cut short or corrupt, or of another format.
+    """
+    from ggmlb.models.gguf import GgufFile
+
+    return GgufFile(path)
+
 
 # Hooks: upper rooms register functions with classes of lower rooms, which do not import them.
 Context.array_importer = staticmethod(_tensor_of)
@@ -198,6 +223,7 @@ __all__ = [
     "load_all",
     "load_all_from_path",
     "meta_device",
+    "open_gguf",
     "override_for",
     "quantize",
     "reg_by_name",

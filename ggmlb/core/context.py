@@ -132,6 +132,7 @@ class Context(
                 an object with DLPack or `__cuda_array_interface__`, or a `pyopencl.array.Array`. At most
                 four dimensions; NumPy shape `(3, 4)` becomes ne `[4, 3]`.
             dtype: The type of the leaf; by default the array's own. Values are converted or quantised to it.
+                With a quantised type, uint8 of shape `(..., row_size)` are its blocks, used unchanged.
             copy: `False`: share the memory or raise. `True`: copy. `None`: copy where it cannot be shared.
             name: The leaf's name.
 
@@ -142,7 +143,7 @@ class Context(
         Raises:
             ArgumentError: `copy=False`, and the memory cannot be shared; the message says why.
             DTypeError: ggml has no such type, and `dtype` names none.
-            ShapeError: More than four dimensions.
+            ShapeError: More than four dimensions, or rows that are not whole blocks.
         """
         tensor = type(self).array_importer(array, None if dtype is None else DType.parse(dtype), copy)
         tensor.name = name

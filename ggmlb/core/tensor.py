@@ -245,18 +245,29 @@ class Tensor:
         self.placed("memset").memset_tensor(self, value, offset, size)
 
     @checked
-    def set_array(self, array: npt.ArrayLike) -> None:
+    def set_array(self, array: npt.ArrayLike, dtype: DType | str | None = None) -> None:
         """Write a NumPy array of `shape` (extents of 1 aside), converting or quantising it.
+
+        Args:
+            array: The values; or blocks, uint8 of shape `(..., row_size)`.
+            dtype: The type of the blocks. Those of the tensor's own type are written unchanged, others
+                converted. `None` for values.
 
         Raises:
             NotAllocatedError: The tensor is in no buffer.
             ShapeError: The array has another shape.
-            DTypeError: The tensor's type cannot be written, or the array holds no real numbers.
+            DTypeError: The tensor's type cannot be written, or the array holds no real numbers, or none of
+                `dtype`.
             ArgumentError: The array has a mask.
         """
         self.placed("set_array")
         array = real_numbers(array, f"set_array on {self.describe()}")
         full = self.ne[::-1]
+        if dtype is not None:
+            array = self._blocks(array, DType.parse(dtype))
+            if array.dtype == np.uint8:
+                self._set_blocks(array)
+                return
         if array.shape != self.shape and (
             array.size != self.n_elements or _squeezed(array.shape) != _squeezed(full)
         ):
@@ -264,9 +275,32 @@ class Tensor:
             raise ShapeError(
                 f"set_array on {self.describe()}: the array has shape {array.shape}; "
                 f"give one of shape {self.shape} (ne reversed)"
-                + ("; set(blocks) writes blocks as they are" if are_blocks else "")
+                + (f"; set_array(blocks, dtype={self.dtype.name!r}) writes blocks" if are_blocks else "")
             )
-        blocks = dtypes.quantize(array.reshape(full), self.dtype)
+        self._set_blocks(dtypes.quantize(array.reshape(full), self.dtype))
+
+    def _blocks(self, array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[Any]:
+        """Return blocks of a type as bytes if it is the tensor's own, as values otherwise."""
+        call = f"set_array on {self.describe()} with dtype {dtype.name}"
+        item = np.dtype(np.uint8) if dtype.is_quantized else dtype.numpy
+        if array.dtype != item:
+            raise DTypeError(f"{call}: the array holds {array.dtype}; give {item}, or omit dtype for values")
+        if not dtype.is_quantized:
+            return array
+        row_size = self.ne[0] // dtype.block_size * dtype.type_size
+        shape = (*self.ne[:0:-1], row_size)
+        if self.ne[0] % dtype.block_size or (
+            array.size != math.prod(shape) or _squeezed(array.shape) != _squeezed(shape)
+        ):
+            raise ShapeError(
+                f"{call}: the array has shape {array.shape}; give blocks of shape "
+                f"{(*self.shape[:-1], row_size)}, for {self.ne[0]} elements a row"
+            )
+        blocks = array.reshape(shape)
+        return blocks if dtype is self.dtype else dtypes.dequantize(blocks, dtype)
+
+    def _set_blocks(self, blocks: npt.NDArray[np.uint8]) -> None:
+        """Write the bytes of all elements in order."""
         if self.is_contiguous():
             self.set(blocks)
             return

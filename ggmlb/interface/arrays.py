@@ -34,22 +34,47 @@ def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
         raise ShapeError(f"from_array: the array has {array.ndim} dimensions; tensors have at most 4")
     if dtype is None:
         dtype = _type_of(array.dtype)
-    if dtype.is_quantized and array.dtype == np.uint8:
-        raise ArgumentError(
-            f"from_array: the array holds uint8, but {dtype.name.lower()} is requested; for blocks, create "
-            "a leaf by new_tensor, place it, and write them by set(blocks); for values, convert them to "
-            "float32 first"
-        )
-    why = _why_not_shared(array, dtype)
+    blocks = _BlockLayout(array, dtype) if dtype.is_quantized and array.dtype == np.uint8 else None
+    why = _why_not_shared(array, dtype) if blocks is None else blocks.why_not_shared()
     if why is None and not copy:
         shared = _adopted(array)
         if shared is not None:
-            ne, nb = _layout(array)
+            ne, nb = _layout(array) if blocks is None else (blocks.ne, blocks.nb)
             return _placed(Tensor(dtype, ne, None if nb == contiguous_nb(dtype, ne) else nb), *shared)
         why = f"no device can use the memory of {_kind(array)}"
     if copy is False:
         raise ArgumentError(f"from_array with copy=False: {why}; omit copy to allow a copy")
-    return _copied(array, dtype)
+    return _copied(array, dtype) if blocks is None else _copied_blocks(array, dtype, blocks.ne)
+
+
+class _BlockLayout:
+    """Extents and strides of the tensor whose blocks an array of uint8 has.
+
+    Attributes:
+        ne: Extents in ggml order.
+        nb: Byte strides.
+
+    Raises:
+        ShapeError: The array's rows are not whole blocks.
+    """
+
+    def __init__(self, array: Any, dtype: DType) -> None:
+        row_size = array.shape[-1] if array.ndim else 0
+        if not array.ndim or row_size % dtype.type_size:
+            raise ShapeError(
+                f"from_array: uint8 with dtype {dtype.name} are its blocks, but rows of {row_size} bytes are "
+                f"not whole blocks of {dtype.type_size} bytes; for values, convert them to float32 first"
+            )
+        ne, nb = _layout(array)
+        self.ne = (row_size // dtype.type_size * dtype.block_size, *ne[1:])
+        self.nb = (dtype.type_size, *nb[1:])
+        self._array = array
+
+    def why_not_shared(self) -> str | None:
+        """Return the reason why the array's memory is no tensor's, or `None`."""
+        if self._array.strides[-1] != 1 and self._array.shape[-1] > 1:
+            return "the bytes of a row are not contiguous"
+        return _why_not_shared(self._array, None)
 
 
 def _on_host(array: Any) -> Any:
@@ -163,8 +188,9 @@ def _type_of(dtype: npt.DTypeLike) -> DType:
         ) from None
 
 
-def _why_not_shared(array: Any, dtype: DType) -> str | None:
-    if dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy:
+def _why_not_shared(array: Any, dtype: DType | None) -> str | None:
+    """Return the reason why an array's memory is no tensor's, or `None`; `dtype=None` stands for its own."""
+    if dtype is not None and (dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy):
         return f"{array.dtype} must be converted to {dtype.name.lower()}"
     if isinstance(array, _OnCuda) and array.read_only:
         return f"the memory of {_kind(array)} is read-only, but tensors on a device are writable"
@@ -200,6 +226,13 @@ def _copied(array: Any, dtype: DType) -> Tensor:
     tensor = Tensor(dtype, ne)
     _placed(tensor, registry.cpu_buffer_type().alloc_buffer(tensor.nbytes), 0)
     tensor.set_array(values)
+    return tensor
+
+
+def _copied_blocks(array: Any, dtype: DType, ne: Ne) -> Tensor:
+    tensor = Tensor(dtype, ne)
+    _placed(tensor, registry.cpu_buffer_type().alloc_buffer(tensor.nbytes), 0)
+    tensor.set(np.ascontiguousarray(_fetched(array)))
     return tensor
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ggmlb.core.context import Context
-from ggmlb.core.dtypes import DType, dequantize, quantize
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import ModelError
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, Buffer, BufferType, tensor_alloc
-from ggmlb.parallel.meta import MetaBuffer
+from ggmlb.interface import Backend, Buffer, BufferType
+from ggmlb.models.filling import fill, map_tensors, slices, values_of
 from ggmlb.runtime.alloc import alloc_ctx_tensors, override_for
 
 if TYPE_CHECKING:
     from ggmlb.models.mapped_file import Extent
-
-SLICE: Final = 1 << 22
-"""Bytes copied or converted at a time."""
-
-GROUP: Final = 64
-"""Slices have a multiple of this many rows, because memory may interleave groups of rows."""
 
 
 class WeightFile(Protocol):
@@ -123,13 +116,14 @@ class Weights:
             self._keep(buffers, alloc_ctx_tensors(moved, backend, self._overrides))
             if fast is not None:
                 self._keep(buffers, alloc_ctx_tensors(packed, fast))
-            mapped = self._map(ctx, extents, backend)
+            whole = ((tensor, extents[tensor.name]) for tensor in ctx.tensors)
+            mapped = map_tensors(backend.device, [(t, parts[0]) for t, parts in whole if len(parts) == 1])
             for buffer in mapped:
                 self._keep(buffers, buffer)
             self._keep(buffers, alloc_ctx_tensors(ctx, backend))
             for name, tensor in tensors.items():
                 if not any(tensor.buffer is buffer for buffer in mapped):
-                    _fill(tensor, extents[name])
+                    fill(tensor, extents[name])
             self._file.check_unchanged()
             self._buffers.push(buffers.pop_all())
         self._is_mapped |= bool(mapped)
@@ -145,7 +139,7 @@ class Weights:
     def error_in_values(self, found: str) -> ModelError:
         """Return the error about a result that is not finite or 0, naming the weight with NaN or infinity."""
         for name, extent in self._placed.items():
-            if not all(np.isfinite(_values(rows, extent.dtype)).all() for rows in _slices(extent)):
+            if not all(np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)):
                 return ModelError(
                     f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
                     "download it again"
@@ -181,57 +175,3 @@ class Weights:
     def _is_faster(self, tensor: Tensor, fast: BufferType) -> bool:
         may_grow = self._matrix_type is None and not tensor.dtype.is_quantized
         return fast.suits(tensor) and (may_grow or fast.alloc_size(tensor) <= tensor.nbytes)
-
-    def _map(self, ctx: Context, extents: Mapping[str, list[Extent]], backend: Backend) -> list[Buffer]:
-        """Place the weights that the device can use in the mapped file or files; return a buffer for each."""
-        caps = backend.device.caps
-        if not (caps.buffer_from_host_ptr and caps.mmap_support):
-            return []
-        found: dict[int, list[tuple[Tensor, Extent]]] = {}
-        for tensor in ctx.tensors:
-            first, *others = extents[tensor.name]
-            if first.dtype is tensor.dtype and not others:
-                found.setdefault(id(first.memory), []).append((tensor, first))
-        buffers = []
-        for inside in found.values():
-            largest = max(tensor.nbytes for tensor, _ in inside)
-            buffer = backend.device.buffer_from_host_ptr(inside[0][1].memory, largest)
-            aligned = [(t, extent) for t, extent in inside if extent.offset % buffer.alignment == 0]
-            for tensor, extent in aligned:
-                tensor_alloc(buffer, tensor, extent.offset)
-            if aligned:
-                buffers.append(buffer)
-            else:
-                buffer.free()
-        return buffers
-
-
-def _fill(tensor: Tensor, parts: list[Extent]) -> None:
-    """Write the tensors of a file into a weight, one below the other."""
-    pieces = (_converted(rows, part.dtype, tensor.dtype) for part in parts for rows in _slices(part))
-    if isinstance(tensor.buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
-        whole = [piece.reshape(-1) for piece in pieces]
-        tensor.set(whole[0] if len(whole) == 1 else np.concatenate(whole))
-        return
-    offset = 0
-    for piece in pieces:
-        tensor.set(piece, offset)
-        offset += piece.nbytes
-
-
-def _slices(extent: Extent) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield slices of a tensor's rows; release a slice's pages before the next."""
-    rows = extent.rows()
-    step = max(SLICE // max(rows.shape[1], 1) // GROUP, 1) * GROUP
-    for start in range(0, len(rows), step):
-        piece = rows[start : start + step]
-        yield piece
-        extent.release(start * rows.shape[1], piece.nbytes)
-
-
-def _values(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
-    return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
-
-
-def _converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType) -> npt.NDArray[np.uint8]:
-    return rows if dtype is to else quantize(_values(rows, dtype), to)

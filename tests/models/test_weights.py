@@ -10,7 +10,7 @@ import pytest
 
 import ggmlb
 from ggmlb import DType, ModelError, quantize
-from ggmlb.models import weights as module
+from ggmlb.models import filling as module
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.weights import Source, Weights
 from tests.support.gguf_files import quantized, random_blocks, write_gguf, write_split

@@ -227,6 +227,71 @@ def test_blocks_are_not_passed_off_as_numbers() -> None:
     assert not hasattr(tensor, "__array_interface__")
 
 
+def blocks_of(dtype: str, *shape: int) -> Array:
+    return ggmlb.quantize(np.random.default_rng(0).standard_normal(shape).astype("f4"), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["q4_0", "q4_K", "iq2_xs"])
+@pytest.mark.parametrize("shape", [(256,), (3, 512), (2, 1, 3, 256)])
+def test_blocks_become_a_tensor_as_they_are(dtype: str, shape: tuple[int, ...]) -> None:
+    dtype_ = ggmlb.DType.parse(dtype)
+    rows = (*shape[:-1], dtype_.row_size(shape[-1]))
+    blocks = np.random.default_rng(0).integers(0, 60, rows, np.uint8)
+    tensor = Context().from_array(blocks, dtype)
+    assert (tensor.dtype, tensor.shape) == (dtype_, shape)
+    assert tensor.is_contiguous()
+    assert np.shares_memory(tensor.as_array(), blocks)
+    assert tensor.to_numpy().tolist() == ggmlb.dequantize(blocks, dtype).reshape(shape).tolist()
+    copied = Context().from_array(blocks, dtype, copy=True)
+    assert not np.shares_memory(copied.as_array(), blocks)
+    assert copied.get().tolist() == blocks.reshape(-1).tolist()
+
+
+def test_blocks_with_gaps_between_rows_are_shared_and_with_gaps_inside_are_copied() -> None:
+    blocks = blocks_of("q8_0", 4, 64)
+    apart = np.zeros((4, 100), np.uint8)
+    apart[:, :68] = blocks
+    tensor = Context().from_array(apart[:, :68], "q8_0", copy=False)
+    assert tensor.nb[:2] == (34, 100)
+    assert tensor.to_numpy().tolist() == ggmlb.dequantize(blocks, "q8_0").tolist()
+    turned = np.asfortranarray(blocks)
+    with pytest.raises(ggmlb.ArgumentError, match="the bytes of a row are not contiguous"):
+        Context().from_array(turned, "q8_0", copy=False)
+    assert Context().from_array(turned, "q8_0").get().tolist() == blocks.reshape(-1).tolist()
+
+
+def test_a_product_reads_blocks_where_they_lie() -> None:
+    values = np.random.default_rng(1).standard_normal((8, 64)).astype("f4")
+    ctx = Context()
+    blocks = ggmlb.quantize(values, "q4_1")
+    y = ctx.mul_mat(ctx.from_array(blocks, "q4_1"), ctx.from_array(values[:2]))
+    right = values[:2] @ ggmlb.dequantize(blocks, "q4_1").T
+    np.testing.assert_allclose(ggmlb.evaluate(y), right, rtol=1e-2, atol=1e-1)
+
+
+def test_blocks_are_written_when_their_type_is_told() -> None:
+    ctx = Context()
+    tensor = ctx.new_tensor("q8_0", (64, 3))
+    blocks, other = blocks_of("q8_0", 3, 64), blocks_of("q4_0", 3, 64)
+    with ggmlb.alloc_ctx_tensors(ctx, ggmlb.cpu_buffer_type()):
+        tensor.set_array(blocks, dtype="q8_0")
+        assert tensor.get().tolist() == blocks.reshape(-1).tolist()
+        tensor.set_array(other[None], ggmlb.DType.Q4_0)  # converted
+        right = ggmlb.quantize(ggmlb.dequantize(other, "q4_0"), "q8_0")
+        assert tensor.get().tolist() == right.reshape(-1).tolist()
+        tensor.set_array(np.ones((3, 64), "f2"), dtype="f16")
+        assert (tensor.to_numpy() > 0.99).all()
+        for array, dtype, kind, why in (
+            (blocks[:2], "q8_0", ggmlb.ShapeError, r"give blocks of shape \(3, 68\), for 64 elements a row"),
+            (blocks, "q4_0", ggmlb.ShapeError, r"shape \(3, 68\); give blocks of shape \(3, 36\)"),
+            (np.ones((3, 64), "f4"), "q8_0", ggmlb.DTypeError, "holds float32; give uint8, or omit dtype"),
+            (np.ones((3, 64), "f4"), "f16", ggmlb.DTypeError, "holds float32; give float16"),
+            (blocks, None, ggmlb.ShapeError, r"set_array\(blocks, dtype='Q8_0'\) writes blocks"),
+        ):
+            with pytest.raises(kind, match=why):
+                tensor.set_array(array, dtype)
+
+
 def test_a_type_that_dlpack_has_no_name_for_is_our_error() -> None:
     tensor = Context().from_array(numbers(ml_dtypes.bfloat16))
     with pytest.raises(ggmlb.DTypeError, match="convert it first"):

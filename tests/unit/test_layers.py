@@ -49,6 +49,8 @@ SPLIT_WEIGHTS = "ggmlb.parallel.row_split"
 ALLOWED = {
     # The LLVM device computes in the CPU's buffers: it has no memory of its own.
     ("ggmlb.backends.llvm.device", "ggmlb.backends.cpu"),
+    # `ggmlb.open_gguf`, imported when it is called.
+    ("ggmlb", "ggmlb.models.gguf"),
 }
 """Exceptions: (module, what it imports)."""
 

@@ -123,11 +123,15 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
     ),
     "PyTorch's norm": (lambda t: t.c.layer_norm(t.a), ggmlb.UnknownOpError, "did you mean 'norm'"),
     "ONNX's norm": (lambda t: t.c.LayerNormalization(t.a), ggmlb.UnknownOpError, "did you mean 'norm'"),
-    "blocks as values": (lambda t: t.c.from_array(np.zeros((2, 18), "u1"), "q4_0"), Wrong, r"by set\(blocks"),
+    "values as blocks": (
+        lambda t: t.c.from_array(np.zeros((2, 64), "u1"), "q4_0"),
+        ggmlb.ShapeError,
+        "rows of 64 bytes are not whole blocks of 18 bytes; for values, convert them to float32 first",
+    ),
     "blocks written as values": (
         lambda t: ggmlb.evaluate(t.c.cont(t.c.new_tensor("q4_0", 32, "q")), {"q": np.zeros(18, "u1")}),
         ggmlb.ShapeError,
-        r"set\(blocks\) writes blocks",
+        r"set_array\(blocks, dtype='Q4_0'\) writes blocks",
     ),
     "a function of fewer arguments": (
         lambda t: t.c.map_custom1(t.a, lambda dst, a: None),

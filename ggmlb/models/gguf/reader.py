@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType, dequantize
 from ggmlb.core.errors import DTypeError, ModelError, did_you_mean, shown
+from ggmlb.interface import Backend, BufferType, Device
+from ggmlb.models.gguf.loaded import LoadedTensors
 from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot
 from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
@@ -225,8 +227,36 @@ class GgufFile(Mapping[str, GgufTensor]):
                 f"{self.path}: tensor {name!r} has type {tensor.dtype.name}; weights are floating "
                 "point or quantised"
             )
+        return self.extent(name)._replace(shape=shape)
+
+    def extent(self, name: str) -> Extent:
+        """Return the place of a tensor in the mapped file.
+
+        Raises:
+            ModelError: There is no such tensor.
+        """
+        tensor = self[name]
         file = self._parts[tensor.part]
-        return Extent(tensor.dtype, shape, file, file.data, tensor.offset, tensor.nbytes)
+        return Extent(tensor.dtype, tensor.shape, file, file.data, tensor.offset, tensor.nbytes)
+
+    def load(self, where: Device | Backend | BufferType, names: Iterable[str] | None = None) -> LoadedTensors:
+        """Place tensors in a device's memory, for graphs that read them.
+
+        They are used inside the mapped file where the device computes in host memory, and copied elsewhere.
+
+        Args:
+            where: The device, a stream on it, or one of its buffer types, into which tensors are copied.
+            names: The tensors; all by default.
+
+        Returns:
+            The tensors by name; a context manager that frees their memory.
+
+        Raises:
+            AllocationError: The device lacks room; nothing stays placed.
+            ModelError: There is no such tensor, or the file was changed since it was opened.
+        """
+        chosen = list(self if names is None else names)
+        return LoadedTensors({name: (self[name].ne, self.extent(name)) for name in chosen}, where)
 
     def check_unchanged(self) -> None:
         """Raise a ModelError if a file was cut, extended or overwritten since it was opened."""
