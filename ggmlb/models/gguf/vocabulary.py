@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -18,7 +18,8 @@ import numpy.typing as npt
 from ggmlb.core.errors import ModelError, shown
 from ggmlb.models.gguf.merging import BytePairs, SentencePieces
 from ggmlb.models.gguf.metadata import Metadata
-from ggmlb.models.gguf.pretokenizers import PreTokenizer, pre_tokenizer
+from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
+from ggmlb.models.gguf.wordpiece import WordPieces
 
 _KEY: Final = "tokenizer.ggml."
 
@@ -60,6 +61,11 @@ _FILE_ENDS: Final = (
 _ALWAYS_SHOWN: Final = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
 """Texts of control tokens that are text to the program."""
 
+_PHI3_KEEPS_SPACE: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Special tokens of Phi-3 after which white space counts."""
+
+_STRIPPED: Final = frozenset(" \t\n\v\f\r")
+
 _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -84,10 +90,13 @@ class _Defaults(NamedTuple):
     mask: int | None = None
     adds_bos: bool = False
     adds_eos: bool = False
+    adds_sep: bool = False
     adds_space: bool = False
 
 
 _MODELS: Final = {
+    "bert": _Defaults(bos=101, unk=100, sep=102, pad=0, mask=103, adds_bos=True, adds_sep=True),
+    "gemma4": _Defaults(),
     "gpt2": _Defaults(),
     "llama": _Defaults(bos=1, eos=2, unk=0, adds_bos=True, adds_space=True),
 }
@@ -114,6 +123,7 @@ class Vocabulary:
         mask: Token for a hidden word.
         adds_bos: Whether `encode` begins with `bos`.
         adds_eos: Whether `encode` ends with `eos`.
+        adds_sep: Whether `encode` ends with `sep`.
         end_tokens: Tokens after which nothing more is generated.
 
     Raises:
@@ -149,7 +159,9 @@ class Vocabulary:
         self.eom = self._special("eom_token_id", self._first(("<|eom_id|>",)))
         self.end_tokens = self._find_ends()
         self.adds_bos = self._adds("bos", self.bos, defaults.adds_bos or self._pre.adds_bos)
+        self.adds_bos |= self._pre.always_adds_bos and self.bos is not None
         self.adds_eos = self._adds("eos", self.eos, defaults.adds_eos)
+        self.adds_sep = defaults.adds_sep and self.sep is not None
         self._adds_space = metadata.flag(_KEY + "add_space_prefix", defaults.adds_space)
 
     # -- text to tokens ----------------------------------------------------------------------------
@@ -161,7 +173,7 @@ class Vocabulary:
             text: The text; halves of surrogate pairs count as U+FFFD.
             special: Whether texts of control tokens, such as `<|im_end|>`, become these tokens. `False` for
                 text of which a model must not think that it ends a turn.
-            add_special: Whether the tokens begin with `bos` and end with `eos`, if the file says so.
+            add_special: Whether the tokens begin with `bos` and end with `eos` or `sep`, if the file says so.
         """
         if not text.isascii():
             text = _SURROGATES.sub("\ufffd", text)
@@ -177,6 +189,8 @@ class Vocabulary:
                 is_start = False
         if add_special and self.adds_eos and self.eos is not None:
             tokens.append(self.eos)
+        if add_special and self.adds_sep and self.sep is not None:
+            tokens.append(self.sep)
         return tokens
 
     # -- tokens to text ----------------------------------------------------------------------------
@@ -206,7 +220,6 @@ class Vocabulary:
             tokens: Numbers of tokens.
             special: Whether control tokens are written.
         """
-        raw = b""
         drops_space = self._adds_space
         pieces = []
         for token in tokens:
@@ -215,8 +228,7 @@ class Vocabulary:
                 drops_space = False
                 piece = piece.removeprefix(b" ")
             pieces.append(piece)
-        raw = b"".join(pieces)
-        return raw.decode("utf-8", "replace")
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def stream(self, special: bool = False) -> Detokenizer:
         """Return an object that takes tokens one by one, and gives the text in whole characters.
@@ -237,18 +249,14 @@ class Vocabulary:
 
     def _parts(self, text: str, special: bool) -> Iterator[int | str]:
         """Cut a text at the tokens that are found in it as they are: the longest first, then the leftmost."""
-        finder = self._finder(special)
         at = 0
-        for start, end, token in finder.find(text):
+        for start, end, token in (self._all_special if special else self._user_defined).find(text):
             if start > at:
                 yield text[at:start]
             yield token
             at = end
         if at < len(text):
             yield text[at:]
-
-    def _finder(self, special: bool) -> _Finder:
-        return self._all_special if special else self._user_defined
 
     @cached_property
     def _all_special(self) -> _Finder:
@@ -259,8 +267,11 @@ class Vocabulary:
         return self._finder_of((TokenType.USER_DEFINED,))
 
     def _finder_of(self, types: tuple[TokenType, ...]) -> _Finder:
-        numbers = np.flatnonzero(np.isin(self.types, types)).tolist()
-        return _Finder({self.tokens[i]: i for i in numbers})
+        found = {self.tokens[i]: i for i in np.flatnonzero(np.isin(self.types, types)).tolist()}
+        name = self._metadata.get("general.name", "")
+        # Phi-3 was trained without the white space after special tokens; its files cannot say so.
+        is_phi3 = isinstance(name, str) and ("phi-3" in name.lower() or "phi3" in name.lower())
+        return _Finder(found, found.keys() - _PHI3_KEEPS_SPACE if is_phi3 else frozenset())
 
     # -- metadata ----------------------------------------------------------------------------------
 
@@ -286,7 +297,7 @@ class Vocabulary:
 
     def _read_pre(self) -> PreTokenizer:
         if self._model != "gpt2":
-            return pre_tokenizer("default")
+            return PRE_TOKENIZERS["gemma4" if self._model == "gemma4" else "default"]
         try:
             return pre_tokenizer(self._metadata.text(_KEY + "pre", "default"))
         except ModelError as error:
@@ -341,8 +352,12 @@ class Vocabulary:
 
     @cached_property
     def _algorithm(self) -> _Algorithm:
-        if self._model == "gpt2":
+        if self._model in ("gpt2", "gemma4"):
             return BytePairs(self._ids, self._metadata.texts(_KEY + "merges"), self._pre)
+        if self._model == "bert":
+            lowers = self._metadata.flag(_KEY + "normalizer.lowercase", True)
+            strips_accents = self._metadata.flag(_KEY + "normalizer.strip_accents", lowers)
+            return WordPieces(self._ids, self.unk, lowers, strips_accents)
         scores = self._numbers("scores", "iuf")
         if scores is None:
             scores = np.zeros(self.n_tokens, np.float32)
@@ -376,10 +391,16 @@ class Detokenizer:
 
 
 class _Finder:
-    """Finds tokens in a text by their own texts."""
+    """Finds tokens in a text by their own texts.
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
+    Args:
+        ids: Token numbers by text.
+        strips: Texts of tokens after which white space is left out.
+    """
+
+    def __init__(self, ids: Mapping[str, int], strips: Set[str]) -> None:
         self._ids = ids
+        self._strips = strips
         by_length = sorted(ids, key=lambda text: -len(text.encode()))
         self._order = {text: i for i, text in enumerate(by_length)}
         lengths: dict[str, set[int]] = {}
@@ -390,7 +411,7 @@ class _Finder:
         self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]") if firsts else None
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
-        """Return where tokens lie: start, end and number, none over another, the longest taken first."""
+        """Return where tokens lie: start, end and number; none overlap, and the longest is taken first."""
         if self._first is None:
             return []
         found = []
@@ -404,10 +425,12 @@ class _Finder:
         found.sort()
         is_taken = bytearray(len(text))
         parts = []
-        for order, start, end in found:
-            # What was taken before is at least as long: it covers an end of this one if they overlap.
+        for _, start, end in found:
+            # A token taken before is at least as long: it covers an end of this one if they overlap.
             if not (is_taken[start] or is_taken[end - 1]):
+                piece = text[start:end]
+                while piece in self._strips and text[end : end + 1] in _STRIPPED and not is_taken[end]:
+                    end += 1
                 is_taken[start:end] = b"\1" * (end - start)
-                parts.append((start, end, order))
-        by_order = list(self._order)
-        return sorted((start, end, self._ids[by_order[order]]) for start, end, order in parts)
+                parts.append((start, end, self._ids[piece]))
+        return sorted(parts)
