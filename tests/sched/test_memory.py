@@ -14,7 +14,7 @@ from ggmlb.core.errors import AllocationError, FreedError, NotAllocatedError
 from ggmlb.core.graph import Graph
 from ggmlb.interface import BufferType
 from ggmlb.runtime.scheduler import Scheduler
-from ggmlb.testing.fake import FakeBackend, FakeDevice, FakeReg
+from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeDevice, FakeReg
 from tests.support.chain import new_input
 
 
@@ -160,3 +160,18 @@ def test_compute_memory_is_marked(bench):
     with Scheduler(bench.backends) as sched:
         sched.alloc_graph(chain.graph)
         assert chain.y.buffer.usage is BufferUsage.COMPUTE
+
+
+def test_memory_prepares_copies_like_other_tensors(bench, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(FakeBuffer, "_init_tensor", lambda buffer, tensor: seen.append(tensor.name))
+    chain = bench.chain()
+    with Scheduler(bench.backends) as sched:
+        sched.alloc_graph(chain.graph)
+        copies = [item.copy.name for split in sched.splits for item in split.inputs]
+        assert copies
+        assert {*copies} <= {*seen}
+        seen.clear()
+        chain.x.set_array(np.ones((3, 8)))
+        sched.graph_compute(chain.graph)
+        assert seen == []

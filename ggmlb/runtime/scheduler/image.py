@@ -233,8 +233,9 @@ class Image(IndexedGraph):
     def clones(self) -> list[Tensor]:
         """Return all tensors that were made for the image, copies included."""
         self._make(self.listed)
-        outside = set(self.outside)
-        return [t for i, t in self._clones.items() if t is not None and i not in outside]
+        tensors, n = self.user.tensors, len(self.user.tensors)
+        made = self._clones.items()
+        return [t for i, t in made if t is not None and (i >= n or t is not tensors[i])]
 
 
 def _view_of(tensor: Tensor) -> Tensor:
