@@ -9,36 +9,72 @@ with it; `ratio` that of ggml's time to ours with it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
+from functools import partial
 
-from llvm_decode_cases import CASES
+from decode import Sizes, decode
+from libraries import Case, Ggml, Ggmlb
 from ops import milliseconds
 from report import Table, save
-from turns import Players
+from turns import Players, arguments
+
+from ggmlb.core.dtypes import DType
+
+
+class Fused(Ggmlb):
+    """Nodes lie where an allocator places them, so that results that nobody else reads can be left out."""
+
+    def __init__(self, case: Case, threads: int) -> None:
+        from ggmlb import GraphAllocator
+
+        super().__init__(case, threads)
+        self._backend.graph_optimize(self._graph)
+        allocator = GraphAllocator(self._backend.default_buffer_type)
+        for node in self._graph.nodes:
+            node.buffer = None
+        allocator.alloc_graph(self._graph)
+        self._memory.append(allocator)
+
+
+class Apart(Fused):
+    """Without fusion."""
+
+    def __init__(self, case: Case, threads: int) -> None:
+        os.environ["GGMLB_FUSE"] = "0"
+        super().__init__(case, threads)
+
+
+LIBRARIES = {"fused": Fused, "apart": Apart, "ggml": Ggml}
+
+
+MODELS = {
+    "8 layers of 512": Sizes(8, 512, 1408, 8, 4, 64, 256),
+    "4 layers of 2048": Sizes(4, 2048, 5632, 32, 4, 64, 1024),
+}
+CASES = [
+    Case("decode", f"{what}, {dtype.name.lower()}", partial(decode, sizes, dtype), nmse=1e-2, device="LLVM")
+    for what, sizes in MODELS.items()
+    for dtype in (DType.Q4_0, DType.Q8_0, DType.F16)
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=5).parse_args()
     table = Table("model", "ggml [ms]", "LLVM [ms]", "without fusion [ms]", "fusion", "ratio", "NMSE")
-    load = [os.getloadavg()[0]]
-    with Players("llvm_decode_cases", args.threads) as players:
-        for case in CASES:
-            seconds, nmse = players.measure(case, args.rounds)
+    with Players(__file__, args.threads) as players:
+        for case, seconds, nmse in players.measured(args):
             fusion, ratio = (
                 statistics.median(b / a for a, b in zip(seconds["fused"], seconds[name], strict=True))
                 for name in ("apart", "ggml")
             )
             times = [milliseconds(seconds[name]) for name in ("ggml", "fused", "apart")]
             table.row(case.what, *times, f"{fusion:.2f}", f"{ratio:.2f}", f"{nmse:.0e}")
-            load.append(os.getloadavg()[0])
+    if args.ops:
+        return
     about = f"""A decode step on the LLVM device
 Made by `python benchmarks/llvm_decode.py`: {args.rounds} rounds, {args.threads} thread(s) each. The load of
-the machine, of one minute, all three included, was {min(load):.1f} to {max(load):.1f}.
+the machine, of one minute, all three included, was {players.loads}.
 
 {__doc__.partition("    python")[0]}"""
     save(

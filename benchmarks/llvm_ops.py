@@ -7,31 +7,89 @@ vector loads over as many threads. ggml's weights lie in its plain memory, but w
 CPU_REPACK" or "beside AMX": these kinds of memory are to ggml what LLVM_Repacked is here. Parts can be run
 apart, each in less than two minutes; the page holds what was last measured of each.
 
-    python benchmarks/llvm_ops.py [--rounds 3] [--threads 2] [--parts n1,n2,ops]
+    python benchmarks/llvm_ops.py [--rounds 3] [--threads 2] [--parts n1,n2,ops] [--ops mul_mat]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvm_cases import PARTS, K, M
-from ops import milliseconds, verdict
-from ops_cases import Case
+from libraries import Case, Ggml, Ggmlb, recorded
+from ops import EVEN, milliseconds, verdict
 from report import Table, save
-from turns import Players
+from turns import Players, arguments
 
+from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.ops.matmul import product
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
+
+LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml}
+
+TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "MXFP4",
+)  # fmt: skip
+ROWS = (1, 2, 4, 8, 64, 512)
+REPACKED = "LLVM_Repacked"
+"""The device's own memory for weights; ggml's lie in plain memory, but in parts that begin with `peer`."""
+PEERS = {
+    (1, "AMX"): ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"),
+    (1, "CPU_REPACK"): ("Q4_0", "Q4_K", "IQ4_NL"),
+    (512, "CPU_REPACK"): ("Q4_0", "Q4_K", "IQ4_NL"),
+}
+"""ggml's own memory for weights, which llama.cpp uses where it can: columns, its name, types that it takes.
+Products of several columns in AMX memory end in an illegal instruction on the machine of the figures."""
+FASTER = {(1, "Q4_0"), (1, "Q8_0"), (1, "Q4_K"), *((512, name) for name in TYPES)}
+"""Products that should take 1/1.3 of ggml's time; all else at most as long."""
+
+OPS = (*EVEN, "rope", "get_rows", "set_rows", "cpy", "flash_attn_ext", "mul_mat_id")
+N_NODES = 1000
+
+
+def tiny(c: Any) -> Any:
+    x, y = (c.new_tensor(DType.F32, (64,)) for _ in range(2))
+    for _ in range(N_NODES):
+        x = c.add(x, y)
+    return x
+
+
+def products(n: int, names: tuple[str, ...] = TYPES, storage: str = "CPU", peer: str = "CPU") -> list[Case]:
+    where = "" if storage == "CPU" else f", {storage}"
+    if peer != "CPU":
+        where = f"{where} beside {peer}"
+    return [
+        Case.of(
+            product(DType[name], n),
+            where,
+            target=None if peer != "CPU" else 1.3 if (n, name) in FASTER else 1.0,
+            storage=storage,
+            peer=peer,
+        )
+        for name in names
+    ]
+
+
+PARTS: dict[str, list[Case]] = {
+    **{f"n{n}": products(n) for n in ROWS},
+    **{f"r{n}": products(n, storage=REPACKED) for n in ROWS},
+    **{f"peer-{peer}-{n}": products(n, types, REPACKED, peer) for (n, peer), types in PEERS.items()},
+    "ops": [Case.of(perf, target=1.0) for perf in recorded(*OPS)],
+    "graphs": [Case("add", f"{N_NODES} nodes of 64 elements", tiny, 0.67, 1e-9)],
+}
+PART_OF, CASES = zip(
+    *((name, replace(case, device="LLVM")) for name, part in PARTS.items() for case in part), strict=True
+)
 
 MEASURED = Path(tempfile.gettempdir()) / "ggmlb_llvm_ops_{}.json"
 """What was measured so far, by the number of threads."""
@@ -74,38 +132,32 @@ def read_speed(threads: int, nbytes: int) -> float:
 
 def speed(case: Case, seconds: float) -> str:
     """What is read of the weight per second, where that is what takes the time."""
-    name, _, n = case.what.partition(", n = ")
-    if case.op != "mul_mat" or int(n.partition(",")[0]) > 8:
+    node = case.build(Context())
+    if node.op is not Op.MUL_MAT or node.ne[1] > 8:
         return ""
-    return f"{DType[name.upper()].row_size(K) * M / seconds / 1e9:.1f}"
-
-
-def run(part: str, rounds: int, threads: int) -> list[list[str]]:
-    table = Table(*COLUMNS)
-    with Players("llvm_cases", threads) as players:
-        for case in PARTS[part]:
-            seconds, nmse = players.measure(case, rounds)
-            ours, theirs = seconds["ggmlb"], seconds["ggml"]
-            ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-            figures = (milliseconds(theirs), milliseconds(ours), f"{ratio:.2f}")
-            table.row(
-                case.op, case.what, *figures, verdict(case, ratio), speed(case, min(ours)), f"{nmse:.0e}"
-            )
-    return [list(row) for row in table.rows]
+    return f"{node.sources[0].nbytes / seconds / 1e9:.1f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = arguments(__doc__, rounds=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     args = parser.parse_args()
     path = Path(str(MEASURED).format(args.threads))
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for part in args.parts.split(","):
-        before = os.getloadavg()[0]
-        rows = run(part, args.rounds, args.threads)
-        known[part] = {"rows": rows, "load": [before, os.getloadavg()[0]]}
+    with Players(__file__, args.threads) as players:
+        for part in args.parts.split(","):
+            table = Table(*COLUMNS)
+            numbers = [i for i, name in enumerate(PART_OF) if name == part]
+            for case, seconds, nmse in players.measured(args, numbers):
+                ours, theirs = seconds["ggmlb"], seconds["ggml"]
+                ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+                figures = (milliseconds(theirs), milliseconds(ours), f"{ratio:.2f}")
+                table.row(
+                    case.op, case.what, *figures, verdict(case, ratio), speed(case, min(ours)), f"{nmse:.0e}"
+                )
+            known[part] = {"rows": table.rows, "load": players.load[-len(table.rows) - 1 :]}
+    if args.ops:
+        return
     known["read"] = {str(n): read_speed(args.threads, n << 20) for n in READ_MIB}
     path.write_text(json.dumps(known))
     tables = []
@@ -117,9 +169,9 @@ def main() -> None:
     loads = [x for part in known.values() if "load" in part for x in part["load"]]
     reads = ", ".join(f"{known['read'][str(n)]:.0f} GB/s from {n} MiB" for n in READ_MIB)
     about = f"""The LLVM device beside ggml
-Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. Products are of
-weights of {K} x {M}. Reading alone: {reads}. The machine was shared with other work: its load, of one
-minute, both libraries included, was {min(loads):.1f} to {max(loads):.1f}.
+Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. Sizes are those
+of mode `perf` on a CPU, twice along each edge. Reading alone: {reads}. The machine was shared with other
+work: its load, of one minute, both libraries included, was {min(loads):.1f} to {max(loads):.1f}.
 {CLOCK if args.threads == 1 else ""}
 
 {__doc__.partition("    python")[0]}"""

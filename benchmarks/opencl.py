@@ -5,20 +5,51 @@ medians over the rounds, of each turn's best call. NumPy has all weights as floa
 whole `graph_compute`: queueing the plan and waiting for it. GB/s and GFLOP/s are those of OpenCL: what the op
 must move and compute, divided by its time.
 
-    python benchmarks/opencl.py [--rounds 7] [--threads 2]
+    python benchmarks/opencl.py [--rounds 7] [--threads 2] [--ops mul_mat]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
+from typing import Any
 
 import numpy as np
-from opencl_cases import CASES
+from libraries import Case, Ggml, Ggmlb, Numpy, recorded
 from report import Table, save
-from turns import Players
+from turns import Players, arguments
+
+from ggmlb.core.context import Context
+from ggmlb.testing.perf import flops, moved_nbytes
+
+
+class OpenCl(Ggmlb):
+    def memories(self, device: Any) -> list[Any]:
+        return [device.buffer_type, device.packed_buffer_type]  # on a CPU it is not offered by itself
+
+
+LIBRARIES = {"OpenCL": OpenCl, "NumPy": Numpy, "ggml": Ggml}
+
+DECODE = "arithmetic: unpacking a block takes more instructions than its products"
+LIMITS = {
+    "mul_mat(f32,f32;n=1)": "memory", "mul_mat(f16,f32;n=1)": "memory", "mul_mat(q8_0,f32;n=1)": "memory",
+    "mul_mat(q4_0,f32;n=1)": DECODE, "mul_mat(q4_k,f32;n=1)": DECODE,
+    "mul_mat(f32,f32;n=512)": "arithmetic: vectors of 8 floats; the processor has 16",
+    "rms_norm(f32)": "memory (cache), and the start of the kernel",
+    "soft_max_ext(f32)": "arithmetic: exp as a polynomial",
+    "mul_mat_id(f16,f32;n=64)": "arithmetic",
+    "flash_attn_ext(f32,f16;n=512,kv=1024)": "arithmetic",
+}  # fmt: skip
+"""What keeps OpenCL from being faster, by size of the record."""
+PACKED = ("mul_mat(q8_0,f32;n=1)", "mul_mat(q4_0,f32;n=1)")
+"""Products measured with packed weights too."""
+CASES = [
+    Case.of(perf, device="OpenCL0", storage=memory, note=LIMITS[perf.id])
+    for memory, chosen in (("OpenCL0", LIMITS), ("OpenCL0_Packed", PACKED))
+    for perf in recorded()
+    if perf.id in chosen
+]
 
 BUSY = """
 **Much else ran at the same time: the ratios say little.** It slows every library, ggml's spinning
@@ -38,33 +69,30 @@ def read_bandwidth() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
+    args = arguments(__doc__, rounds=7).parse_args()
     table = Table(
         "op", "what", "memory", "OpenCL [ms]", "NumPy [ms]", "ggml [ms]", "NumPy/OpenCL", "ggml/OpenCL",
         "GB/s", "GFLOP/s", "NMSE", "limited by",
     )  # fmt: skip
-    bandwidth, load = read_bandwidth(), [os.getloadavg()[0]]
-    with Players("opencl_cases", args.threads) as players:
-        for case in CASES:
-            rounds, nmse = players.measure(case, args.rounds)
-            ours, numpy, ggml = (statistics.median(rounds[name]) for name in ("OpenCL", "NumPy", "ggml"))
+    bandwidth = read_bandwidth()
+    with Players(__file__, args.threads) as players:
+        for case, rounds, nmse in players.measured(args):
+            ours, numpy, ggml = (statistics.median(rounds[name]) for name in LIBRARIES)
+            node = case.build(Context())
             table.row(
                 case.op, case.what, case.storage, *(f"{1e3 * s:.3g}" for s in (ours, numpy, ggml)),
                 *(f"{figure / ours:.2f}" for figure in (numpy, ggml)),
-                *(f"{amount / ours:.1f}" for amount in (case.gbytes, case.gflop)),
-                f"{nmse:.0e}", case.limit,
+                *(f"{amount / ours / 1e9:.1f}" for amount in (moved_nbytes(node), flops(node))),
+                f"{nmse:.0e}", case.note,
             )  # fmt: skip
-            load.append(os.getloadavg()[0])
-    n_cores = os.cpu_count() or 1
-    busy = BUSY if max(load) > n_cores else ""
+    if args.ops:
+        return
+    busy = BUSY if max(players.load) > (os.cpu_count() or 1) else ""
     about = f"""OpenCL beside NumPy and ggml
 Made by `python benchmarks/opencl.py`: {args.rounds} rounds, {args.threads} threads each, on PoCL, an OpenCL
 for CPUs: the kernels are those that GPUs run, with the work split for cores. One thread of NumPy reads
-{bandwidth:.1f} GB/s. Sizes are ne. The machine was shared: its load (of one minute, all libraries included)
-was {min(load):.1f} to {max(load):.1f}.
+{bandwidth:.1f} GB/s. The machine was shared: its load (of one minute, all libraries included)
+was {players.loads}.
 
 {busy}
 OpenCL0_Packed keeps blocks in groups of eight with the scales in front, so that a GPU reads each eight

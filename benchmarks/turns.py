@@ -1,6 +1,6 @@
 """Libraries that compute the same program by turns, each in a process of its own.
 
-Neither's idle threads disturb the other so. A module of cases has `LIBRARIES`, classes by name that are
+Neither's idle threads disturb the other so. The script that is run has `LIBRARIES`, classes by name that are
 made of a case and a number of threads, with `run`, `values` and `close`; and `CASES`, with `op`, `what`,
 `build` and `nmse`. With one thread its processor time is measured, which other work on the machine disturbs
 least.
@@ -8,12 +8,14 @@ least.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,28 @@ SETTLE_S = 0.02
 """Threads of OpenMP wait by spinning for some milliseconds after the last call."""
 
 
-class Players:
-    """The processes; a context manager that ends them."""
+def arguments(doc: str, rounds: int, threads: int = 2) -> argparse.ArgumentParser:
+    """Return the arguments that the scripts of libraries by turns share."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=threads)
+    parser.add_argument("--ops", default="", help="names of ops; nothing is saved")
+    return parser
 
-    def __init__(self, module: str, threads: int) -> None:
+
+class Players:
+    """The processes of a script's libraries; a context manager that ends them.
+
+    Attributes:
+        load: Of the machine, of one minute, before and after each case.
+    """
+
+    def __init__(self, script: str, threads: int) -> None:
         # Read by BLAS and OpenMP when the processes start.
         os.environ.update(OMP_NUM_THREADS=str(threads), OPENBLAS_NUM_THREADS=str(threads))
         context = multiprocessing.get_context("spawn")
+        module = Path(script).stem
+        self.load = [os.getloadavg()[0]]
         self._cases = importlib.import_module(module).CASES
         self._pipes: dict[str, Any] = {}
         self._processes = []
@@ -40,12 +57,32 @@ class Players:
             process.start()
             self._processes.append(process)
 
-    def measure(self, case: Any, rounds: int) -> tuple[dict[str, list[float]], float]:
-        """Return seconds per call of each library, round by round, and the greatest error beside the last."""
+    def measured(
+        self, args: argparse.Namespace, numbers: Iterable[int] | None = None
+    ) -> Iterator[tuple[Any, dict[str, list[float]], float]]:
+        """Yield each case, seconds per call of each library by rounds, and the greatest error.
+
+        Args:
+            args: Those of `arguments`.
+            numbers: Of the cases; all by default.
+        """
+        chosen = args.ops.split(",") if args.ops else ()
+        for number in range(len(self._cases)) if numbers is None else numbers:
+            case = self._cases[number]
+            if not chosen or case.op in chosen:
+                yield case, *self._measure(number, args.rounds)
+                self.load.append(os.getloadavg()[0])
+
+    @property
+    def loads(self) -> str:
+        """The least and the greatest load."""
+        return f"{min(self.load):.1f} to {max(self.load):.1f}"
+
+    def _measure(self, number: int, rounds: int) -> tuple[dict[str, list[float]], float]:
         for pipe in self._pipes.values():  # at the same time: nothing is measured yet
-            pipe.send(("build", self._cases.index(case)))
+            pipe.send(("build", number))
         *ours, theirs = [pipe.recv() for pipe in self._pipes.values()]
-        nmse = max(error(case, values, theirs) for values in ours)
+        nmse = max(error(self._cases[number], values, theirs) for values in ours)
         seconds: dict[str, list[float]] = {name: [] for name in self._pipes}
         for i in range(rounds):
             # Whoever goes first in one round goes last in the next.

@@ -1,7 +1,7 @@
 """Mode `perf`: time, bandwidth and rate of ops, compared with the device's measured peaks.
 
 Sizes are those of a language model's layer on a GPU, and a quarter of that along each edge on a CPU.
-Weights of products with one column are twice as wide and four times as high, to exceed caches. An op's
+Weights of products with few columns are twice as wide and four times as high, to exceed caches. An op's
 limit is the longer of the time of its bytes at the copy's bandwidth and of its arithmetic at the
 product's rate.
 """
@@ -107,9 +107,7 @@ class Rates:
         return max(self.product_gflop_s.items(), key=lambda of: of[1], default=("", 0.0))
 
 
-CASES: Final = tuple(
-    PerfCase(p.fn, f"{p.fn}({p.text})", p.build) for spec in SPECS.values() for p in spec.perf
-)
+CASES: Final = tuple(PerfCase(p.fn, p.id, p.build) for spec in SPECS.values() for p in spec.perf)
 """The timed cases of the ops' records, in the order of the table."""
 
 
@@ -193,7 +191,7 @@ def time_node(device: Device, ctx: Context, *nodes: Tensor) -> float:
         buffer.clear(0)
         for tensor in ctx.tensors:
             if tensor.op in NO_OPS and tensor.view_src is None:
-                tensor.set(_data(tensor.dtype, tensor.ne))
+                tensor.set(leaf_data(tensor.dtype, tensor.ne))
         plan = stream.graph_plan_create(Graph().build_forward_expand(*nodes))
 
         def run(times: int) -> float:
@@ -216,11 +214,14 @@ def _pattern(dtype: DType, n: int) -> bytes:
     return dtypes.quantize(rows, dtype).tobytes()
 
 
-def _data(dtype: DType, ne: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return values of a leaf: a few random rows, repeated; indices cycle through rows or experts."""
+def leaf_data(dtype: DType, ne: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the bytes of a leaf: a few random rows, repeated; i32 cycle through positions or experts.
+
+    i64 are row numbers that are written to: each occurs once.
+    """
     n = math.prod(ne)
     if dtype in (I32, I64):
-        return (np.arange(n) % 16).astype(dtype.numpy).view(np.uint8)
+        return (np.arange(n) % (16 if dtype is I32 else n)).astype(dtype.numpy).view(np.uint8)
     pattern = np.frombuffer(_pattern(dtype, ne[0]), np.uint8)
     return np.resize(pattern, dtype.row_size(ne[0]) * math.prod(ne[1:]))
 

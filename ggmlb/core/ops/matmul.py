@@ -250,8 +250,9 @@ def _draw_out_prod(p: Program) -> None:
     p.out("out_prod", a, p.operand(F32, (m, k, n2 * r2, n3 * r3), *ANY))
 
 
-def _perf(dtype: DType, n: int) -> Perf:
-    k, m = (1024, 1024) if n > 1 else (2048, 4096)
+def product(dtype: DType, n: int) -> Perf:
+    """A product of `n` columns to be timed, with weights of that type."""
+    k, m = (1024, 1024) if n > 8 else (2048, 4096)
 
     def build(c: Context, s: int) -> Tensor:
         return c.mul_mat(c.new_tensor(dtype, (k * s, m * s)), f32(c, k * s, n))
@@ -277,7 +278,7 @@ SPECS = (
         shard=_shard_mul_mat,
         samples={"mul_mat": lambda c, t: c.mul_mat(main(c, t), f32(c, ROW, 8))},
         cases={"mul_mat": _draw_mul_mat},
-        perf=tuple(_perf(t, n) for n in (1, 8, 512) for t in _PERF_TYPES),
+        perf=tuple(product(t, n) for n in (1, 8, 512) for t in _PERF_TYPES),
     ),  # Prec, Hint
     OpSpec(
         Op.MUL_MAT_ID,

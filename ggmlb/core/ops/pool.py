@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, OpPool, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32
-from ggmlb.core.ops.spec import F16, F32, Extents, OpSpec, f32, main, window_places
+from ggmlb.core.ops.spec import F16, F32, Extents, OpSpec, Perf, f32, main, window_places
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ SPECS = (
         params=("op", "k0", "k1", "s0", "s1", "p0", "p1"),
         samples={"pool_2d": lambda c, t: c.pool_2d(main(c, t, 16, 16, 2), OpPool.AVG, 2, 2, 2, 2)},
         cases={"pool_2d": _draw_pool_2d},
+        perf=(Perf("pool_2d", "f32", lambda c, s: c.pool_2d(f32(c, 64 * s, 64 * s, 64), 0, 2, 2, 2, 2)),),
     ),
     OpSpec(
         Op.POOL_2D_BACK,

@@ -352,6 +352,20 @@ def _sample_gated_delta_net(c: Context, t: DType) -> Tensor:
     return c.gated_delta_net(q, k, v, g, beta, f32(c, size, size, heads, 1))
 
 
+def _perf_ssm_scan(c: Context, s: int) -> Tensor:
+    size, dim, heads, tokens = 16, 64, 16 * s, 512
+    decay = c.neg(c.sqr(f32(c, 1, heads)))  # the state must not grow
+    b, d = (f32(c, size, 1, tokens, 1) for _ in range(2))
+    x, dt = f32(c, dim, heads, tokens, 1), f32(c, heads, tokens, 1)
+    return c.ssm_scan(f32(c, size, dim, heads, 1), x, dt, decay, b, d, i32(c, 1))
+
+
+def _perf_wkv6(c: Context, s: int) -> Tensor:
+    size, heads, tokens = 64, 16 * s, 512
+    k, v, r, decay = (f32(c, size, heads, tokens) for _ in range(4))
+    return c.rwkv_wkv6(k, v, r, f32(c, size, heads), decay, f32(c, size * size * heads, 1))
+
+
 SPECS = (
     OpSpec(
         Op.SSM_CONV,
@@ -366,9 +380,18 @@ SPECS = (
         ),
     ),
     OpSpec(
-        Op.SSM_SCAN, params=("k",), samples={"ssm_scan": _sample_ssm_scan}, cases={"ssm_scan": _draw_ssm_scan}
+        Op.SSM_SCAN,
+        params=("k",),
+        samples={"ssm_scan": _sample_ssm_scan},
+        cases={"ssm_scan": _draw_ssm_scan},
+        perf=(Perf("ssm_scan", "f32", _perf_ssm_scan),),
     ),
-    OpSpec(Op.RWKV_WKV6, samples={"rwkv_wkv6": _sample_wkv6}, cases={"rwkv_wkv6": _draw_rwkv_wkv6}),
+    OpSpec(
+        Op.RWKV_WKV6,
+        samples={"rwkv_wkv6": _sample_wkv6},
+        cases={"rwkv_wkv6": _draw_rwkv_wkv6},
+        perf=(Perf("rwkv_wkv6", "f32", _perf_wkv6),),
+    ),
     OpSpec(
         Op.GATED_LINEAR_ATTN,
         params=("scale",),

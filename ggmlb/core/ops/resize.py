@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, ScaleFlag, ScaleMode, as_enum, whole_number
 from ggmlb.core.ops.base import OpBase, fail_arg, full_ne, require_type
-from ggmlb.core.ops.spec import ANY, F32, OpSpec, Perf, main
+from ggmlb.core.ops.spec import ANY, F32, OpSpec, Perf, f32, main
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
@@ -112,12 +112,17 @@ def _draw_interpolate(p: Program) -> None:
     p.out("interpolate", p.operand(F32, ne, *ANY), *to, mode)
 
 
+_BILINEAR = ScaleMode.BILINEAR
+
 SPECS = (
     OpSpec(
         Op.UPSCALE,
         params=("mode", "align_corners", "antialias"),
         samples={"upscale": lambda c, t: c.upscale(main(c, t, 16, 16, 3), 2, ScaleMode.BILINEAR)},
         cases={"upscale": _draw_upscale, "interpolate": _draw_interpolate},
-        perf=(Perf("upscale", "f32", lambda c, s: c.upscale(c.new_tensor(F32, (32 * s, 32 * s, 64)), 2)),),
+        perf=(
+            Perf("upscale", "f32", lambda c, s: c.upscale(f32(c, 32 * s, 32 * s, 64), 2)),
+            Perf("upscale", "f32;bilinear", lambda c, s: c.upscale(f32(c, 32 * s, 32 * s, 64), 2, _BILINEAR)),
+        ),
     ),  # mode: ScaleMode
 )

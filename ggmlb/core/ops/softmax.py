@@ -243,7 +243,10 @@ SPECS = (
         shard=_shard_soft_max,
         samples={"soft_max": lambda c, t: c.soft_max_ext(main(c, t), c.new_tensor(F16, (ROW, 4)), 0.1, 0.0)},
         cases={"soft_max_ext": _draw_soft_max},
-        perf=(Perf("soft_max_ext", "f32", lambda c, s: c.soft_max_ext(rows(c, s))),),
+        perf=(
+            Perf("soft_max_ext", "f32", lambda c, s: c.soft_max_ext(rows(c, s))),
+            Perf("soft_max_ext", "f32,f16", lambda c, s: c.soft_max_ext(rows(c, s), rows(c, s, F16), 0.5)),
+        ),
     ),
     OpSpec(
         Op.SOFT_MAX_BACK,

@@ -46,6 +46,11 @@ class Perf:
     text: str
     build: Callable[[Context, int], Tensor]
 
+    @property
+    def id(self) -> str:
+        """As mode `perf` names it."""
+        return f"{self.fn}({self.text})"
+
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:

@@ -283,6 +283,7 @@ SPECS = (
         perf=(
             Perf("silu", "f32", lambda c, s: c.silu(rows(c, s))),
             Perf("gelu", "f32", lambda c, s: c.gelu(rows(c, s))),
+            Perf("gelu_erf", "f32", lambda c, s: c.gelu_erf(rows(c, s))),
         ),
     ),  # UnaryOp; XIELU adds alpha_n, alpha_p, beta, eps
 )
