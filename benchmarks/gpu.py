@@ -1,6 +1,6 @@
 """The GPU backend at the card's limit: each figure beside what the card or PyTorch reaches in the same run.
 
-    python benchmarks/gpu.py [--device CUDA0] [--only products,attention] [--smoke] [--folder DIR]
+    python benchmarks/gpu.py [--device CUDA0] [--only ops,attention] [--ops mul_mat] [--smoke] [--folder DIR]
 
 Kernels are timed in graphs of many nodes of one kind, each with memory of its own, so that no cache has what
 they read; the time of a node is the median over rounds of the graph's time divided by its nodes, launches
@@ -21,21 +21,29 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from decode import Sizes
+from decode import Decoder, Sizes
 from embed import english_sentences
-from gpu_decode import Decoder
 from gpu_measure import FILLING, Bench, RawCopies, Torch, machine
+from libraries import recorded
 from report import RESULTS, Table, save
 
 from ggmlb import Context, DType, Graph, alloc_ctx_tensors
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import Error, ModelError
 from ggmlb.core.tensor import Tensor
+from ggmlb.testing.perf import flops, leaf_data, moved_nbytes, scale_of
 
 BUDGET_S = 420
 """Sections that have not begun by then are left out, and named in the summary [s]."""
 
-F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
+BOUND = (
+    "add", "mul", "silu", "gelu", "cpy", "rms_norm", "norm", "soft_max_ext", "rope", "get_rows", "mul_mat",
+)  # fmt: skip
+"""Functions that memory alone should limit; of products those of one column."""
+SMOKE_FLOP = 1 << 25
+"""With `--smoke`, larger products are left out."""
+
+F32, F16, BF16, I32, I64 = DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64
 
 
 @dataclass
@@ -67,12 +75,13 @@ class Report:
 
 @dataclass
 class Run:
-    """What all sections share."""
+    """What all sections share; `ops` are the functions that section `ops` measures, all by default."""
 
     bench: Bench
     raw: RawCopies
     torch: Torch
     report: Report
+    ops: tuple[str, ...] = ()
     _copy: float = 0.0
 
     @property
@@ -92,6 +101,13 @@ class Run:
         """Time a node, and compare its bandwidth with a copy's."""
         seconds = self.bench.node_seconds(make, nbytes, fill)
         self.report.add(what, nbytes / seconds / 1e9, self.device_copy / 1e9, "GB/s", goal)
+
+
+def fill_indices(ctx: Context) -> None:
+    """Write positions and row numbers, which cannot have any value."""
+    for t in ctx.tensors:
+        if t.op is Op.NONE and t.dtype in (I32, I64):
+            t.set(leaf_data(t.dtype, t.ne))
 
 
 def copies(run: Run) -> None:
@@ -124,54 +140,17 @@ def copies(run: Run) -> None:
     run.bandwidth("copy on the device", lambda c: c.dup(c.new_tensor(F32, (n,))), 8 * n, goal=0.95)
 
 
-def elementwise(run: Run) -> None:
-    n, rows = run.bench.size(4096, 64), run.bench.size(8192, 4)
-    size = 4 * n * rows
-
-    def x(c: Context) -> Tensor:
-        return c.new_tensor(F32, (n, rows))
-
-    run.bandwidth("add f32", lambda c: c.add(x(c), x(c)), 3 * size)
-    run.bandwidth("mul f32 by a row", lambda c: c.mul(x(c), c.new_tensor(F32, (n,))), 2 * size)
-    run.bandwidth("silu f32", lambda c: c.silu(x(c)), 2 * size)
-    run.bandwidth("gelu f32", lambda c: c.gelu(x(c)), 2 * size)
-    run.bandwidth("cpy f32 to f16", lambda c: c.cast(x(c), F16), 3 * size // 2)
-    run.bandwidth("rms_norm", lambda c: c.rms_norm(x(c), 1e-5), 2 * size)
-    run.bandwidth("norm", lambda c: c.norm(x(c), 1e-5), 2 * size)
-    run.bandwidth("soft_max", lambda c: c.soft_max(x(c)), 2 * size)
-    heads = n // 64
-
-    def rope(c: Context) -> Tensor:
-        return c.rope(c.new_tensor(F32, (64, heads, rows)), c.new_tensor(I32, (rows,)), 64, 2)
-
-    def positions(ctx: Context) -> None:
-        for t in ctx.tensors:
-            if t.dtype is I32:
-                t.set_array(np.random.default_rng(0).integers(0, rows, t.shape, np.int32))
-
-    run.bandwidth("rope", rope, 2 * size, positions)
-    for dtype in (F32, F16, DType.Q8_0, DType.Q4_K):
-        width = n if dtype is not DType.Q4_K else max(n, 256)
-        nbytes = rows * (dtype.row_size(width) + 4 * width)
-        run.bandwidth(
-            f"get_rows {dtype.name.lower()}",
-            lambda c, t=dtype, w=width: c.get_rows(c.new_tensor(t, (w, rows)), c.new_tensor(I32, (rows,))),
-            nbytes,
-            positions,
-        )
-
-
-def products(run: Run) -> None:
-    k, m = run.bench.size(4096, 256), run.bench.size(14336, 64)
-    for n_columns in (1, 4, 8):
-        for dtype in (F16, BF16, DType.Q8_0, DType.Q4_0, DType.Q4_K, DType.Q6_K):
-            nbytes = m * dtype.row_size(k) + 4 * n_columns * (k + m)
-            run.bandwidth(
-                f"mul_mat {dtype.name.lower()}, {k} x {m}, n = {n_columns}",
-                lambda c, t=dtype, n=n_columns: c.mul_mat(c.new_tensor(t, (k, m)), c.new_tensor(F32, (k, n))),
-                nbytes,
-                goal=0.85 if n_columns == 1 and dtype is not BF16 else None,
-            )
+def ops(run: Run) -> None:
+    """The sizes of the ops' records, as `ggmlb test --mode perf` has them."""
+    scale = run.bench.size(scale_of(run.bench.device), 1)
+    for perf in recorded(*run.ops):
+        node = perf.build(Context(), scale)
+        work = flops(node)
+        if run.bench.smoke and work > SMOKE_FLOP:
+            continue
+        is_bound = perf.fn in BOUND and node.sources[0].dtype is not BF16 and (not work or node.ne[1] == 1)
+        goal = 0.85 if is_bound else None
+        run.bandwidth(perf.id, lambda c, p=perf: p.build(c, scale), moved_nbytes(node), fill_indices, goal)
 
 
 def matmul(run: Run) -> None:
@@ -311,7 +290,7 @@ def decode(run: Run) -> None:
 
 
 SECTIONS: dict[str, Callable[[Run], None]] = {
-    f.__name__: f for f in (copies, elementwise, products, matmul, attention, sentences, decode)
+    f.__name__: f for f in (copies, ops, matmul, attention, sentences, decode)
 }
 
 
@@ -319,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="CUDA0")
     parser.add_argument("--only", default="", help="names of sections: " + ", ".join(SECTIONS))
+    parser.add_argument("--ops", default="", help="functions of section `ops`; all by default")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: try the script on any device")
     parser.add_argument("--folder", type=Path, help="where the results go; by default benchmarks/results")
     args = parser.parse_args(argv)
@@ -328,8 +308,8 @@ def main(argv: list[str] | None = None) -> int:
     except Error as error:
         print(f"nothing was measured: {error}")
         return 2
-    run = Run(bench, RawCopies(bench), Torch(bench), Report(has_goals=not args.smoke))
-    report = run.report
+    report = Report(has_goals=not args.smoke)
+    run = Run(bench, RawCopies(bench), Torch(bench), report, tuple(filter(None, args.ops.split(","))))
     chosen = args.only.split(",") if args.only else list(SECTIONS)
     for name in chosen:
         if perf_counter() - begin > BUDGET_S:

@@ -19,7 +19,8 @@ def test_every_section_runs_and_writes_its_figures(tmp_path: Path) -> None:
     for what in (
         "copy to device, pageable",
         "rms_norm",
-        "mul_mat q6_k",
+        "mul_mat(q6_k,f32;n=1)",
+        "get_rows(q4_0)",
         "prefill",
         "MiniLM, batch 1",
         "decode step",

@@ -235,8 +235,9 @@ def test_perf_measures(monkeypatch):
     (case,) = (c for c in perf.CASES if c.id == "mul_mat(f32,f32;n=8)")
     result = perf.measure(cpu, case, perf.Rates(1.0, {"f32": 1e-6}))
     assert result.outcome is Outcome.PASSED
-    assert result.facts["gflop_s"] == pytest.approx(2 * 1024 * 1024 * 8 / result.time_s / 1e9)
-    assert result.facts["gb_s"] == pytest.approx(4 * (1024 * 1024 + 2 * 8 * 1024) / result.time_s / 1e9)
+    assert result.facts["gflop_s"] == pytest.approx(2 * 2048 * 4096 * 8 / result.time_s / 1e9)
+    nbytes = 4 * (2048 * 4096 + 8 * (2048 + 4096))
+    assert result.facts["gb_s"] == pytest.approx(nbytes / result.time_s / 1e9)
     assert result.facts["limit"] == "product"
 
 
