@@ -2,29 +2,23 @@
 
 Each graph is built twice by the same function, once with `ggmlb.Context` and once with ggml through
 ggml-python, and measured by each one's graph allocator, for memory of the same alignment. The table is
-printed and saved in `results/alloc_peak.md`; the exit status is 1 if ggmlb needs more for any graph.
+printed and saved; the exit status is 1 if ggmlb needs more for any graph.
 """
 
 from __future__ import annotations
 
 import ctypes
-import platform
 import statistics
 import sys
 import time
-from datetime import date
+from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import ggml
-
-sys.path.insert(0, str(Path(__file__).parent))
-from collections.abc import Callable
-
 from alloc_graphs import GRAPHS, llama, random_graph
-from ggml_context import GgmlContext
+from libraries import GgmlContext
+from report import Table, save
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -33,7 +27,6 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestMemory
 
-RESULTS = Path(__file__).parent / "results" / "alloc_peak.md"
 GGML_BUFFER_TYPE = ggml.ggml_backend_get_default_buffer_type(ggml.ggml_backend_cpu_init())
 ALIGNMENT = ggml.ggml_backend_buft_get_alignment(GGML_BUFFER_TYPE)
 N_RANDOM = 300
@@ -100,45 +93,30 @@ def times() -> tuple[list[list[float]], int]:
 
 
 def main() -> int:
-    rows = ["| graph | nodes | ggml [bytes] | ggmlb [bytes] | ggmlb / ggml |", "|---|---:|---:|---:|---:|"]
+    table = Table("graph", "nodes", "ggml [bytes]", "ggmlb [bytes]", "ggmlb / ggml")
     worse = []
     for name, build in GRAPHS.items():
         (ours, n), (theirs, n_ggml) = our_peak(build), ggml_peak(build)
         if n != n_ggml:
             raise SystemExit(f"{name}: {n} nodes here, {n_ggml} in ggml")
-        rows.append(f"| {name} | {n} | {theirs:,} | {ours:,} | {ours / theirs:.3f} |")
+        table.row(name, n, f"{theirs:,}", f"{ours:,}", f"{ours / theirs:.3f}")
         if ours > theirs:
             worse.append(name)
-    peaks = random_peaks()
-    ratios = [ours / theirs for _, ours, theirs in peaks]
+    sizes, ours, theirs = zip(*random_peaks(), strict=True)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     worse += [f"random graph {i}" for i, ratio in enumerate(ratios) if ratio > 1]
-    sizes = [n for n, _, _ in peaks]
-    rows.append(
-        f"| {N_RANDOM} random graphs, sums | {min(sizes)} to {max(sizes)} | {sum(p[2] for p in peaks):,} | "
-        f"{sum(p[1] for p in peaks):,} | {statistics.fmean(ratios):.3f} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}) |"
-    )
+    table.row(
+        f"{N_RANDOM} random graphs, sums", f"{min(sizes)} to {max(sizes)}", f"{sum(theirs):,}",
+        f"{sum(ours):,}", f"{statistics.fmean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+    )  # fmt: skip
     taken, n_nodes = times()
     first, alike, again = (f"{statistics.median(ms):.2f} ms (least {min(ms):.2f})" for ms in taken)
-    text = "\n".join(
-        [
-            "# Peak memory of graph allocation",
-            "",
-            f"{date.today()}, {platform.machine()} {platform.system()}, Python {platform.python_version()}, "
-            f"ggml {ggml.ggml_version().decode()} (ggml-python {version('ggml_python')}), "
-            f"alignment {ALIGNMENT} bytes. Weights and caches lie elsewhere. "
-            "Made by `python benchmarks/alloc_peak.py`.",
-            "",
-            *rows,
-            "",
-            f"Time for a LLaMA graph of {n_nodes} nodes, median of 30: first allocation {first}; another "
-            f"graph of the same topology {alike}; the same graph again {again}.",
-            "",
-        ]
-    )
-    print(text)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(text)
+    about = f"""Peak memory of graph allocation
+Made by `python benchmarks/alloc_peak.py`: ggml {ggml.ggml_version().decode()}, alignment {ALIGNMENT} bytes.
+Weights and caches lie elsewhere. Time for a LLaMA graph of {n_nodes} nodes, median of 30: first allocation
+{first}; another graph of the same topology {alike}; the same graph again {again}.
+"""
+    save("alloc_peak", about, table, packages=("ggml-python",))
     if worse:
         print(f"ggmlb needs more than ggml for {len(worse)}: {', '.join(worse[:20])}", file=sys.stderr)
     return 1 if worse else 0

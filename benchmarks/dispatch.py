@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from libraries import GgmlContext, use_threads
 from report import Table, save
 
 Run = Callable[[], Any]
@@ -105,7 +106,6 @@ def ggml_chain(stack: ExitStack) -> tuple[Run, Run]:
     import ctypes
 
     import ggml
-    from ggml_context import GgmlContext
 
     from ggmlb import DType
 
@@ -140,9 +140,7 @@ def ggmlb_chain(device: str, stack: ExitStack) -> tuple[Run, Run]:
 
     backends = [stack.enter_context(ggmlb.init_by_name(name)) for name in dict.fromkeys((device, "CPU"))]
     for backend in backends:
-        set_n_threads = backend.device.reg.get_proc_address("set_n_threads")
-        if set_n_threads is not None:
-            set_n_threads(backend, 1)
+        use_threads(backend, 1)
     c = ggmlb.Context()
     inputs = [c.set_input(c.new_tensor(ggmlb.DType.F32, (WIDTH,))) for _ in NAMES]
     out = c.set_output(chain(c, *inputs))

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import ggml
 import numpy as np
-from ggml_context import GgmlContext
+from libraries import GgmlContext
 from report import Table, save
 
 import ggmlb
