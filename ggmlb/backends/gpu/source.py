@@ -148,6 +148,13 @@ def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
     return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)
 
 
+def types_with(macro: str, *files: str, package: str = PORTABLE) -> frozenset[DType]:
+    """Return the types T for which headers have a line that begins with `macro(T)`."""
+    text = "".join(_text(package, file) for file in files)
+    names = re.findall(rf"^{macro}\((\w+)\)", text, re.MULTILINE)
+    return frozenset(t for t in DType if t.name.lower() in names)
+
+
 @cache
 def _blocks() -> str:
     """Return what kernels know of blocks.

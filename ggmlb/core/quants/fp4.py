@@ -16,12 +16,13 @@ from ggmlb.core.quants.codec import (
     blockwise,
     expand,
     layout,
+    look_up,
+    pair_table,
     planes,
     runs,
     split,
 )
 from ggmlb.core.quants.columns import magnitude, pack, put
-from ggmlb.core.quants.levels import look_up, pair_table
 from ggmlb.core.quants.search import per_run
 
 _LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

@@ -15,12 +15,13 @@ from ggmlb.core.quants.codec import (
     expand,
     f32,
     layout,
+    look_up,
+    pair_table,
     planes,
     runs,
     split,
 )
 from ggmlb.core.quants.columns import pack, peak, put, ratio, total
-from ggmlb.core.quants.levels import look_up, pair_table
 from ggmlb.core.quants.search import TINY, per_run, rounded
 
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -12,7 +12,7 @@ from ggmlb.backends.gpu.launch import flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.base import FLOATS
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS, Glu, gated
-from ggmlb.backends.gpu.source import kernels
+from ggmlb.backends.gpu.source import kernels, types_with
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Prec
 from ggmlb.core.placement import overlap
@@ -21,11 +21,8 @@ from ggmlb.core.tensor import Tensor
 if TYPE_CHECKING:
     from ggmlb.backends.cuda.kernels.lowering import Lowering, Step
 
-IN_PIECES = frozenset({
-    DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K,
-    DType.Q5_K, DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4,
-})  # fmt: skip
-"""Types whose numbers `integers_*` in pieces.h gives."""
+IN_PIECES = types_with("INTEGERS", "pieces.h", package=__package__ or "")
+"""Types that the kernels multiply as integers."""
 
 FEW_COLUMNS = 8
 """Up to so many, one pass over floating-point weights does."""

@@ -9,6 +9,7 @@ from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, flattened, map
 from ggmlb.backends.gpu.lowering.base import FLOATS, Rule
 from ggmlb.backends.gpu.lowering.elementwise import combine
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
+from ggmlb.backends.gpu.source import types_with
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ggmlb.core.tensor import Tensor
 
 _PLAIN = FLOATS | {DType.I8, DType.I16, DType.I32, DType.I64}
-_WRITTEN = frozenset({DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.IQ4_NL})
+_WRITTEN = types_with("QUANTIZE_", "quantize.h")
 _WORDS = {8: DType.I64, 4: DType.I32, 2: DType.I16, 1: DType.I8}
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ggmlb.backends.common.fusion import Group, Name
 from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, launch
 from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_floats, not_in_rows
-from ggmlb.core.dtypes import DType
+from ggmlb.backends.gpu.source import types_with
 from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.placement import overlap
 from ggmlb.core.tensor import Tensor
@@ -15,12 +15,8 @@ from ggmlb.core.tensor import Tensor
 if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import Launch, Target
 
-READ_IN_EIGHTS = FLOATS | {
-    DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q8_1, DType.Q1_0, DType.Q2_0,
-    DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.Q8_K,
-    DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.NVFP4, DType.TQ1_0, DType.TQ2_0,
-}  # fmt: skip
-"""Types whose rows the kernels read (`deq8_*` in rows.h and rows_k.h)."""
+READ_IN_EIGHTS = types_with("DEQ8_FN", "rows.h", "rows_k.h")
+"""Types whose rows the kernels read."""
 
 VEC_COLUMNS = 8
 """Up to so many columns, each row of the weights is decoded once and used at once."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.value import F16, F32, F64, I1, I8, I16, I32, I64, Value, lanes_of, like, vec
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -202,7 +203,7 @@ def load_float(k: Kernel, dtype: str, address: Value) -> Value:
     return from_half(k, bits) if dtype == "f16" else from_bfloat(bits)
 
 
-SIZES = {"f32": 4, "f16": 2, "bf16": 2}
+SIZES = {t.name.lower(): t.type_size for t in (DType.F32, DType.F16, DType.BF16)}
 """Bytes of the types that are computed with."""
 
 # -- over lanes ------------------------------------------------------------------------------------

@@ -125,18 +125,18 @@ def _words(k: Kernel, words: list[Value]) -> Value:
     return packed.bits(vec(I8, 4 * len(words)))
 
 
-def _six_bit_pairs(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
-    w = [k.load(I32, p + at["scales"] + 4 * i) for i in range(3)]
+def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
+    """The scales and the minimums of q4_K and q5_K as words of four bytes, from the words of `scales`."""
     low = [word & 0x3F3F3F3F for word in w[:2]]
-    high = [
-        ((w[2] >> shift) & 0x0F0F0F0F) | ((word >> 2) & 0x30303030)
-        for shift, word in zip((0, 4), w[:2], strict=True)
-    ]
+    high = [((w[2] >> 4 * i) & 0x0F0F0F0F) | ((word >> 2) & 0x30303030) for i, word in enumerate(w[:2])]
+    return [low[0], high[0]], [low[1], high[1]]
+
+
+def _six_bit_pairs(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    words = six_bit_words([k.load(I32, p + at["scales"] + 4 * i) for i in range(3)])
     d, dmin = _half(k, p + at["d"]), _half(k, p + at["dmin"])
-    scales, minimums = (
-        _words(k, [low[i], high[i]]).zext(I32).to_float() * factor.splat(8)
-        for i, factor in enumerate((d, -dmin))
-    )
+    factors = d, -dmin
+    scales, minimums = (_words(k, words[i]).zext(I32).to_float() * factors[i].splat(8) for i in range(2))
     return scales, minimums
 
 
@@ -209,11 +209,15 @@ def _q3_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
     return pairs
 
 
-def _q3_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
-    w = [k.load(I32, p + at["scales"] + 4 * i) for i in range(3)]
-    words = [
+def q3_k_words(w: list[Value]) -> list[Value]:
+    """The scales of q3_K, each 32 too great, as words of four bytes, from the words of `scales`."""
+    return [
         ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
     ]
+
+
+def _q3_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
+    words = q3_k_words([k.load(I32, p + at["scales"] + 4 * i) for i in range(3)])
     return (_words(k, words).zext(I32) - 32).to_float() * _half(k, p + at["d"]).splat(16), None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import from_half
 from ggmlb.backends.llvm.codegen.value import I32
-from ggmlb.backends.llvm.kernels.blocks import mxfp4_scale
+from ggmlb.backends.llvm.kernels.blocks import mxfp4_scale, q3_k_words, six_bit_words
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.value import Value
@@ -38,16 +38,9 @@ def _dm(p: Interleaved) -> Scales:
 
 
 def _six_bit_pairs(p: Interleaved) -> Scales:
-    w = _words(p["scales"], 3)
+    scales, minimums = six_bit_words(_words(p["scales"], 3))
     d, less = _half(p["d"]), -_half(p["dmin"])
-    scales, minimums = (
-        [byte.to_float() * factor for byte in _bytes([low & 0x3F3F3F3F, high])]
-        for low, high, factor in (
-            (w[0], (w[2] & 0x0F0F0F0F) | ((w[0] >> 2) & 0x30303030), d),
-            (w[1], ((w[2] >> 4) & 0x0F0F0F0F) | ((w[1] >> 2) & 0x30303030), less),
-        )
-    )
-    return scales, minimums
+    return [b.to_float() * d for b in _bytes(scales)], [b.to_float() * less for b in _bytes(minimums)]
 
 
 def _q2_k(p: Interleaved) -> Scales:
@@ -57,10 +50,7 @@ def _q2_k(p: Interleaved) -> Scales:
 
 
 def _q3_k(p: Interleaved) -> Scales:
-    w, d = _words(p["scales"], 3), _half(p["d"])
-    words = [
-        ((w[i % 2] >> 4 * (i // 2)) & 0x0F0F0F0F) | (((w[2] >> 2 * i) & 0x03030303) << 4) for i in range(4)
-    ]
+    words, d = q3_k_words(_words(p["scales"], 3)), _half(p["d"])
     return [(x - 32).to_float() * d for x in _bytes(words)], None
 
 
