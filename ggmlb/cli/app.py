@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ggmlb.cli import bench, compare, demo, devices, embed, generate, ops, plain, test
+from ggmlb.cli import bench, chat, compare, demo, devices, embed, generate, ops, perplexity, plain, test
 from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
@@ -24,6 +24,8 @@ app.command()(test.test)
 app.command()(bench.bench)
 app.command()(compare.compare)
 app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(perplexity.perplexity)
 app.command()(embed.embed)
 app.command()(demo.demo)
 
@@ -50,6 +52,7 @@ def ggmlb(
     Examples:
       ggmlb devices                          list the devices
       ggmlb test -d OpenCL0                  test a device against the CPU
+      ggmlb generate -m model.gguf -p Once   generate text
       ggmlb bench                            measure devices
       ggmlb compare -d CPU,OpenCL0 model.py:build   find the first node that differs
     """

@@ -114,7 +114,7 @@ def generate(
     with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads) as opened:
         result = opened.generate(
             asked,
-            on_token=None if as_json else _write,
+            on_token=None if as_json else write_piece,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -136,7 +136,8 @@ def _numbers(text: str) -> list[int]:
         raise ArgumentError(f"--prompt-tokens {text}: give numbers, as 1,2,3") from None
 
 
-def _write(piece: str) -> None:
+def write_piece(piece: str) -> None:
+    """Print a piece of text at once, that no terminal obeys."""
     sys.stdout.write(shown(piece))
     sys.stdout.flush()
 

@@ -12,7 +12,7 @@ where its weights are.
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.embedder import BertEmbedder
 from ggmlb.models.folder import ModelFolder, default_model_dir
-from ggmlb.models.text import Generation, Options, TextModel
+from ggmlb.models.text import Generation, Options, Perplexity, Session, TextModel
 
 __all__ = [
     "BertConfig",
@@ -21,6 +21,8 @@ __all__ = [
     "Generation",
     "ModelFolder",
     "Options",
+    "Perplexity",
+    "Session",
     "TextModel",
     "default_model_dir",
 ]

@@ -110,3 +110,71 @@ def test_an_unknown_architecture_names_those_that_are_known(
     (tmp_path / "m.gguf").write_bytes(raw)
     with pytest.raises(ModelError, match=r"'lamma' is not known.*llama.*qwen3"):
         TextModel(tmp_path / "m.gguf")
+
+
+def test_a_session_computes_what_is_new(models: Callable[..., Path], tmp_path: Path) -> None:
+    options = Options(max_tokens=4, temperature=0, ignore_eos=True, logprobs=3)
+    with TextModel(models("gemma3"), ["CPU"], n_ctx=64) as model:
+        session = model.session()
+        first = session.generate(PROMPT[:10], options)
+        assert session.tokens == PROMPT[:10] + first.tokens[:-1]
+        for prompt in (PROMPT[:10] + first.tokens + PROMPT[10:14], PROMPT[:7], PROMPT):
+            found, expected = session.generate(prompt, options), model.generate(prompt, options)
+            assert found.tokens == expected.tokens
+            assert np.allclose([p for _, p in found.logprobs], [p for _, p in expected.logprobs], atol=2e-3)
+        session.save_state(tmp_path / "state")
+        other = model.session()
+        other.load_state(tmp_path / "state")
+        assert other.tokens == session.tokens
+        prompt = session.tokens + PROMPT[:2]
+        assert other.generate(prompt, options).tokens == session.generate(prompt, options).tokens
+        session.close()
+    with TextModel(models("gemma3"), ["CPU"], n_ctx=64, kv_type="q8_0") as model:
+        with pytest.raises(ModelError, match="the state does not fit"):
+            model.session().load_state(tmp_path / "state")
+        (tmp_path / "damaged").write_bytes((tmp_path / "state").read_bytes()[:-500])
+        for name, says in (("damaged", "no state of a session"), ("nothing", "no state of a session")):
+            with pytest.raises(ModelError, match=says):
+                model.session().load_state(tmp_path / name)
+
+
+def test_texts_come_in_whole_characters_and_end_at_stop_texts(models: Callable[..., Path]) -> None:
+    """The forced tokens are bytes: what they say is cut before a stop text, which may span tokens."""
+    said = "ab\u00e9\U0001f600cd stop here".encode()
+    tokens = iter([3 + byte for byte in said])
+
+    def force(_: object, logits: np.ndarray) -> np.ndarray:
+        return np.where(np.arange(N_VOCAB) == next(tokens), 1, 0).astype(np.float32)
+
+    pieces: list[str] = []
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        found = model.generate(
+            [1],
+            on_token=pieces.append,
+            max_tokens=60,
+            temperature=0,
+            stop=["xyz", "op h"],
+            logits_processor=force,
+        )
+    assert found.text == "".join(pieces) == "ab\u00e9\U0001f600cd st" and found.stopped_by == "stop"
+    assert "\u00e9" in pieces and "\U0001f600" in pieces
+
+
+def test_perplexity_is_that_of_the_logits(models: Callable[..., Path]) -> None:
+    text = "abc def ghi " * 8
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        tokens = model.tokens_of(text)
+        found = model.perplexity(text, n_ctx=16)
+        losses = []
+        for i in range(len(tokens) // 16):
+            chunk = [1, *tokens[i * 16 + 1 : (i + 1) * 16]]
+            log = log_probs(model.logits(chunk))
+            losses += [-log[j, chunk[j + 1]] for j in range(8, 15)]
+        with pytest.raises(ArgumentError, match="give more"):
+            model.perplexity("a", n_ctx=16)
+    assert np.isclose(found.value, np.exp(np.mean(losses)), rtol=1e-4) and found.n_tokens == len(losses)
+
+
+def test_embeddings_have_length_1(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        assert np.isclose(np.linalg.norm(model.embed(PROMPT)), 1)

@@ -2,6 +2,8 @@
 
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.model import TextModel
+from ggmlb.models.text.perplexity import Perplexity
 from ggmlb.models.text.sampling import Options
+from ggmlb.models.text.session import Session
 
-__all__ = ["Generation", "Options", "TextModel"]
+__all__ = ["Generation", "Options", "Perplexity", "Session", "TextModel"]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ggmlb.core.errors import ArgumentError
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
 from ggmlb.models.text.memory import KvMemory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
 
 if TYPE_CHECKING:
-    from ggmlb.models.gguf.vocabulary import Detokenizer
+    from ggmlb.models.gguf.vocabulary import Detokenizer, Vocabulary
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Request:
         options: What is asked.
         ends: Tokens that end the text.
         detokenizer: Makes text of tokens.
+        is_kept: Whether its keys and values stay when it is done.
 
     Attributes:
         result: What there is so far.
@@ -76,12 +80,14 @@ class Request:
         options: Options,
         ends: frozenset[int],
         detokenizer: Detokenizer,
+        is_kept: bool = False,
     ) -> None:
         self.sequence = sequence
         self.options = options
         self.result = Generation(list(prompt))
         self.tokens = list(prompt)
         self.n_done = n_kept
+        self.is_kept = is_kept
         self._sampler = Sampler(options)
         self._ends = ends
         self._detokenizer = detokenizer
@@ -160,26 +166,92 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def run(decoder: Decoder, memory: KvMemory, requests: Iterable[Request]) -> Iterator[Request]:
-    """Compute requests together, a token of each in a batch, and prompts in what room is left.
-
-    A request waits until the memory has room for all that it may need.
+class Engine:
+    """Computes requests together, a token of each in a batch, and prompts in what room is left.
 
     Args:
         decoder: Computes batches.
         memory: Where keys and values are kept.
-        requests: What to compute; the cells of one that is done are freed.
-
-    Yields:
-        A request that has one more token, or is done.
     """
-    waiting = deque(requests)
-    active: list[Request] = []
-    while waiting or active:
-        room = memory.n_cells - sum(_n_most(r) for r in active)
-        while waiting and len(active) < N_OUT and (not active or _n_most(waiting[0]) <= room):
-            room -= _n_most(waiting[0])
-            active.append(waiting.popleft())
+
+    def __init__(self, decoder: Decoder, memory: KvMemory) -> None:
+        self.decoder = decoder
+        self.memory = memory
+        self._n_sequences = 0
+
+    def new_sequence(self) -> int:
+        """Return a sequence number that was not used before."""
+        self._n_sequences += 1
+        return self._n_sequences
+
+    def check_fits(self, tokens: Sequence[int]) -> None:
+        """Refuse a prompt for which the memory is too small.
+
+        Raises:
+            ArgumentError: It has more tokens than the memory has cells.
+        """
+        if len(tokens) > self.memory.n_cells:
+            raise ArgumentError(
+                f"the prompt has {len(tokens)} tokens, but n_ctx is {self.memory.n_cells}; cut it, or open "
+                "the model with a larger n_ctx"
+            )
+
+    def request(
+        self,
+        tokens: Sequence[int],
+        options: Options,
+        vocabulary: Vocabulary,
+        sequence: int | None = None,
+        n_kept: int = 0,
+    ) -> Request:
+        """Return a request to generate after a prompt.
+
+        Args:
+            tokens: The prompt.
+            options: What is asked; no more tokens are generated than the memory has room for.
+            vocabulary: Makes text of tokens, and knows which end a text.
+            sequence: Whose keys and values stay when the request is done; by default a new one, which goes.
+            n_kept: Tokens of the prompt whose keys and values the sequence has.
+
+        Raises:
+            ArgumentError: The prompt does not fit.
+        """
+        self.check_fits(tokens)
+        most = self.memory.n_cells + 1 - len(tokens)
+        options = replace(options, max_tokens=min(options.max_tokens, most))
+        ends: frozenset[int] = frozenset() if options.ignore_eos else vocabulary.end_tokens
+        number = self.new_sequence() if sequence is None else sequence
+        is_kept = sequence is not None
+        return Request(number, tokens, n_kept, options, ends, vocabulary.stream(), is_kept)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Compute requests; one waits until the memory has room for all that it may need.
+
+        Args:
+            requests: What to compute; the cells of one that is done are freed, unless it is kept.
+
+        Yields:
+            A request that has one more token, or is done.
+        """
+        waiting = deque(requests)
+        active: list[Request] = []
+        try:
+            while waiting or active:
+                room = self.memory.n_cells - sum(_n_most(r) for r in active)
+                while waiting and len(active) < N_OUT and (not active or _n_most(waiting[0]) <= room):
+                    room -= _n_most(waiting[0])
+                    active.append(waiting.popleft())
+                for request in self._step(active):
+                    if request.is_done:
+                        active.remove(request)
+                        self._remove(request)
+                    yield request
+        finally:
+            for request in active:
+                self._remove(request)
+
+    def _step(self, active: Sequence[Request]) -> list[Request]:
+        """Compute one batch; return those that have one more token, or are done."""
         batch: list[Token] = []
         asking = []
         for request in sorted(active, key=lambda r: len(r.tokens) - r.n_done):  # those that generate first
@@ -187,13 +259,30 @@ def run(decoder: Decoder, memory: KvMemory, requests: Iterable[Request]) -> Iter
             batch += tokens
             if tokens and tokens[-1].wants_logits:
                 asking.append(request)
-        logits = decoder.decode(batch)
-        for request, row in zip(asking, logits, strict=True):
+        for request, row in zip(asking, self.decoder.decode(batch), strict=True):
             request.accept(row)
-            if request.is_done:
-                active.remove(request)
-                memory.remove(request.sequence)
-            yield request
+        return asking
+
+    def _remove(self, request: Request) -> None:
+        if not request.is_kept:
+            self.memory.remove(request.sequence)
+
+    def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
+        """Compute something after each token of a prompt: `Decoder.decode` or `Decoder.hidden`.
+
+        Raises:
+            ArgumentError: The prompt does not fit.
+        """
+        self.check_fits(tokens)
+        sequence = self.new_sequence()
+        try:
+            parts = []
+            for start in range(0, len(tokens), N_OUT):
+                part = tokens[start : start + N_OUT]
+                parts.append(compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)]))
+            return np.concatenate(parts)
+        finally:
+            self.memory.remove(sequence)
 
 
 def _n_most(request: Request) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors
-from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError, ModelError
 from ggmlb.models.text.config import TextConfig
 
 FREE = -1
@@ -122,6 +123,39 @@ class KvMemory:
             hidden |= at <= positions[:, None] - window
         hidden[sequences == FREE] = False
         return np.where(hidden, np.float16(-np.inf), np.float16(0))
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Return positions, keys and values of a sequence, in the order of positions."""
+        cells = np.flatnonzero(self.sequence == sequence)
+        cells = cells[np.argsort(self.position[cells])]
+        found: dict[str, npt.NDArray[Any]] = {"positions": self.position[cells]}
+        for tensor in (*self.keys, *self.values):
+            n = (int(cells.max()) + 1 if cells.size else 0) * tensor.nb[1]
+            found[tensor.name] = tensor.get(0, n).reshape(-1, tensor.nb[1])[cells]
+        return found
+
+    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give a sequence what `save` returned.
+
+        Raises:
+            AllocationError: Too few cells are free.
+            ModelError: The state is not of this model, or of another type of keys and values.
+        """
+        positions = state["positions"]
+        for tensor in (*self.keys, *self.values):
+            rows = state.get(tensor.name)
+            if rows is None or rows.dtype != np.uint8 or rows.shape != (positions.size, tensor.nb[1]):
+                raise ModelError(
+                    f"the state does not fit: {tensor.name} must have {positions.size} rows of "
+                    f"{tensor.nb[1]} bytes; load it into the model that it was saved from, with that kv_type"
+                )
+        cells = self.find_cells(positions.size)
+        for tensor in (*self.keys, *self.values):
+            for cell, row in zip(cells.tolist(), state[tensor.name], strict=True):
+                tensor.set(row, cell * tensor.nb[1])
+        self.occupy(cells, np.full(positions.size, sequence, np.int32), positions)
 
     def clear(self) -> None:
         """Free all cells."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from time import perf_counter
@@ -14,21 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb import Backend, BufferType, DType, Scheduler, SplitState, Tensor
-from ggmlb.core.errors import ArgumentError, FreedError, did_you_mean
+from ggmlb.core.errors import ArgumentError, FreedError, ModelError
 from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import N_OUT, Decoder, Floats, Token
-from ggmlb.models.text.generation import Generation, Request, run
+from ggmlb.models.text.decoder import Decoder, Floats
+from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.memory import KvMemory
-from ggmlb.models.text.sampling import Options
+from ggmlb.models.text.perplexity import Perplexity, perplexity
+from ggmlb.models.text.sampling import Options, changed
+from ggmlb.models.text.session import Session
 from ggmlb.models.text.weights import Layout
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from ggmlb.models.gguf.chat import ChatTemplate
 
 N_CTX = 4096
 """Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
@@ -100,7 +103,6 @@ class TextModel:
         if self.n_ctx < 1:
             raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
         self.is_freed = False
-        self._n_sequences = 0
         with ExitStack() as resources:
             opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
             self._backends = tuple(opened.values())
@@ -112,10 +114,11 @@ class TextModel:
             for name, backend in opened.items():
                 weights |= self._placer.place(self._sources(layout, name), backend)
             layer_homes = [opened[self.homes[i]] for i in range(config.n_layer)]
-            self._memory = KvMemory(config, layer_homes, self.n_ctx, DType.parse(kv_type))
-            resources.callback(self._memory.free)
-            self._decoder = Decoder(config, weights, self._memory, self._backends)
-            resources.callback(self._decoder.free)
+            memory = KvMemory(config, layer_homes, self.n_ctx, DType.parse(kv_type))
+            resources.callback(memory.free)
+            decoder = Decoder(config, weights, memory, self._backends)
+            resources.callback(decoder.free)
+            self._engine = Engine(decoder, memory)
             self._resources = resources.pop_all()
         self.load_seconds = perf_counter() - start
 
@@ -141,7 +144,22 @@ class TextModel:
     @property
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last step, to see its splits and placement; `None` before the first."""
-        return self._decoder.scheduler
+        return self._engine.decoder.scheduler
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The file's template for chats.
+
+        Raises:
+            ModelError: The file has none.
+        """
+        from ggmlb.models.gguf.chat import ChatTemplate
+
+        meta, words = self.file.metadata, self.vocabulary
+        if "tokenizer.chat_template" not in meta:
+            raise ModelError(f"{self.file.path} has no chat template; give the prompt as one text")
+        bos, eos = (words.decode([t], special=True) if t is not None else "" for t in (words.bos, words.eos))
+        return ChatTemplate(meta.text("tokenizer.chat_template"), bos, eos)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -164,8 +182,11 @@ class TextModel:
             ArgumentError: The prompt is empty, no prompt, or has a token that the vocabulary lacks.
             ModelError: It is a chat, and the file has no template for one.
         """
+        self._check("tokens_of")
         if isinstance(prompt, str):
             tokens = self.vocabulary.encode(prompt)
+        elif messages := [message for message in prompt if isinstance(message, Mapping)]:
+            tokens = self.vocabulary.encode(self.chat_template.render(messages), add_special=False)
         else:
             tokens = [token for token in prompt if not isinstance(token, Mapping)]
         n_vocab = self.config.n_vocab
@@ -187,7 +208,7 @@ class TextModel:
             ArgumentError: The prompt is empty or does not fit `n_ctx`.
             FreedError: The model was closed.
         """
-        return self._each(prompt, self._decoder.decode)
+        return self._engine.each(self.tokens_of(prompt), self._engine.decoder.decode)
 
     def embed(self, prompt: Prompt) -> Floats:
         """Return the mean of a prompt's normalised hidden states, divided by its length, shape `(n_embd,)`.
@@ -196,24 +217,10 @@ class TextModel:
             ArgumentError: The prompt is empty or does not fit `n_ctx`.
             FreedError: The model was closed.
         """
-        mean: Floats = self._each(prompt, self._decoder.hidden).mean(axis=0)
+        hidden = self._engine.each(self.tokens_of(prompt), self._engine.decoder.hidden)
+        mean: Floats = hidden.mean(axis=0)
         mean /= max(float(np.linalg.norm(mean)), LEAST_LENGTH)
         return mean
-
-    def _each(self, prompt: Prompt, compute: Callable[[list[Token]], Floats]) -> Floats:
-        """Compute something after each token of a prompt."""
-        self._check("logits")
-        tokens = self.tokens_of(prompt)
-        self._check_fits(tokens)
-        sequence = self._new_sequence()
-        try:
-            parts = []
-            for start in range(0, len(tokens), N_OUT):
-                part = tokens[start : start + N_OUT]
-                parts.append(compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)]))
-            return np.concatenate(parts)
-        finally:
-            self._memory.remove(sequence)
 
     # -- generation ----------------------------------------------------------------------------
 
@@ -239,8 +246,8 @@ class TextModel:
             ModelError: The prompt is a chat, and the file has no template; or the file was changed.
             FreedError: The model was closed.
         """
-        request = self._request(prompt, _options(options, changes))
-        for _ in self._run([request]):
+        request = self._request(prompt, changed(options, changes))
+        for _ in self._engine.run([request]):
             if on_token is not None and (piece := request.take()):
                 on_token(piece)
         return request.result
@@ -251,8 +258,8 @@ class TextModel:
         Raises:
             Error: As `generate`.
         """
-        request = self._request(prompt, _options(options, changes))
-        for _ in self._run([request]):
+        request = self._request(prompt, changed(options, changes))
+        for _ in self._engine.run([request]):
             if piece := request.take():
                 yield piece
 
@@ -264,42 +271,46 @@ class TextModel:
         Raises:
             Error: As `generate`.
         """
-        asked = _options(options, changes)
+        asked = changed(options, changes)
         requests = [self._request(prompt, asked) for prompt in prompts]
-        for _ in self._run(requests):
+        for _ in self._engine.run(requests):
             pass
         return [request.result for request in requests]
 
+    def perplexity(
+        self,
+        text: str,
+        n_ctx: int = 512,
+        max_chunks: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Perplexity:
+        """Return how well the model foretells a text, chunk by chunk, as llama.cpp's `llama-perplexity` does.
+
+        Args:
+            text: At least a chunk.
+            n_ctx: Tokens of a chunk; the second half of each is foretold.
+            max_chunks: Most chunks.
+            progress: `progress(done, total)`, told after each chunk.
+
+        Raises:
+            ArgumentError: The text is too short, or a chunk does not fit the model's `n_ctx`.
+            FreedError: The model was closed.
+        """
+        words = self.vocabulary
+        first = words.bos if words.adds_bos else None
+        return perplexity(self._engine, self.tokens_of(text), n_ctx, first, max_chunks, progress)
+
+    def session(self) -> Session:
+        """Return a sequence whose keys and values stay between calls, as a conversation needs it."""
+        return Session(self._engine, lambda: self.vocabulary, self.tokens_of)
+
     def _request(self, prompt: Prompt, options: Options) -> Request:
-        self._check("generate")
-        tokens = self.tokens_of(prompt)
-        self._check_fits(tokens)
-        options = replace(options, max_tokens=min(options.max_tokens, self.n_ctx + 1 - len(tokens)))
-        ends: frozenset[int] = frozenset() if options.ignore_eos else self.vocabulary.end_tokens
-        return Request(self._new_sequence(), tokens, 0, options, ends, self.vocabulary.stream())
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[Request]:
-        try:
-            yield from run(self._decoder, self._memory, requests)
-        finally:
-            for request in requests:
-                self._memory.remove(request.sequence)
-
-    def _new_sequence(self) -> int:
-        self._n_sequences += 1
-        return self._n_sequences
+        return self._engine.request(self.tokens_of(prompt), options, self.vocabulary)
 
     def _check(self, call: str) -> None:
         if self.is_freed:
             raise FreedError(f"{call}: this model was closed")
         self._placer.check_mapped()
-
-    def _check_fits(self, tokens: Sequence[int]) -> None:
-        if len(tokens) > self.n_ctx:
-            raise ArgumentError(
-                f"the prompt has {len(tokens)} tokens, but n_ctx is {self.n_ctx}; cut it, or open the model "
-                "with a larger n_ctx"
-            )
 
     # -- end -----------------------------------------------------------------------------------
 
@@ -315,15 +326,6 @@ class TextModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _options(options: Options | None, changes: Mapping[str, Any]) -> Options:
-    unknown = [name for name in changes if name not in Options.__dataclass_fields__]
-    if unknown:
-        raise ArgumentError(
-            f"{unknown[0]} is no option{did_you_mean(unknown[0], Options.__dataclass_fields__)}"
-        )
-    return replace(options or Options(), **changes)
 
 
 def _layers_on(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError, did_you_mean
 
 Floats = npt.NDArray[np.float32]
 
@@ -65,6 +66,19 @@ class Options:
                 raise ArgumentError(f"{name} is {value!r}; give {least} to {most}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise ArgumentError(f"stop is {self.stop!r}; give a list of texts, none of them empty")
+
+
+def changed(options: Options | None, changes: Mapping[str, Any]) -> Options:
+    """Return options with single ones changed by name.
+
+    Raises:
+        ArgumentError: There is no such option, or it is out of range.
+    """
+    known = Options.__dataclass_fields__
+    for name in changes:
+        if name not in known:
+            raise ArgumentError(f"{name} is no option{did_you_mean(name, known)}")
+    return replace(options or Options(), **changes)
 
 
 class Sampler:

@@ -1,0 +1,81 @@
+"""`ggmlb chat`: a conversation with a GGUF model."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Annotated, Any
+
+import typer
+
+from ggmlb.cli import plain
+from ggmlb.cli.generate import (
+    ContextOption,
+    GgufOption,
+    GpuLayersOption,
+    KvOption,
+    OverrideOption,
+    SeedOption,
+    TemperatureOption,
+    ThreadsOption,
+    open_model,
+    write_piece,
+)
+from ggmlb.cli.options import DevicesOption, LayersOption
+
+HELP = "An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer; /clear begins anew."
+
+
+def chat(
+    model: GgufOption,
+    system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 512,
+    temperature: TemperatureOption = 0.8,
+    seed: SeedOption = 0,
+    devices: DevicesOption = None,
+    layers_on: LayersOption = None,
+    gpu_layers: GpuLayersOption = None,
+    ctx: ContextOption = None,
+    kv_type: KvOption = "f16",
+    override: OverrideOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Talk with a GGUF model; what was said is computed once.
+
+    Examples:
+      ggmlb chat -m model.gguf
+      ggmlb chat -m model.gguf --system "Answer in one sentence." --temperature 0
+    """
+    with suppress(ImportError):
+        import readline  # noqa: F401 (gives `input` line editing)
+    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads) as opened:
+        session = opened.session()
+        first = [] if system is None else [{"role": "system", "content": system}]
+        messages: list[Any] = list(first)
+        _ = opened.chat_template  # so that a model without one is refused before anything is typed
+        plain.echo(HELP, sys.stderr)
+        while (text := _ask()) is not None:
+            if text == "/clear":
+                messages = list(first)
+                continue
+            messages.append({"role": "user", "content": text})
+            pieces: list[str] = []
+
+            def take(piece: str, pieces: list[str] = pieces) -> None:
+                pieces.append(piece)
+                write_piece(piece)
+
+            with suppress(KeyboardInterrupt):
+                session.generate(
+                    messages, on_token=take, max_tokens=max_tokens, temperature=temperature, seed=seed
+                )
+            plain.echo("")
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _ask() -> str | None:
+    """Return the next line; `None` at the end."""
+    try:
+        return input("> ").strip() or None
+    except (EOFError, KeyboardInterrupt):
+        return None

@@ -1,0 +1,68 @@
+"""Perplexity: how well a model foretells a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ggmlb.core.errors import ArgumentError
+from ggmlb.models.text.generation import Engine
+
+
+class Perplexity(NamedTuple):
+    """How well a text was foretold.
+
+    Attributes:
+        value: The exponential of the mean of the negative log-probabilities of its tokens.
+        error: Standard error of the value.
+        n_tokens: Tokens that were foretold.
+        n_chunks: Chunks of the text.
+    """
+
+    value: float
+    error: float
+    n_tokens: int
+    n_chunks: int
+
+
+def perplexity(
+    engine: Engine,
+    tokens: Sequence[int],
+    n_ctx: int,
+    first: int | None,
+    max_chunks: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Foretell the second half of each chunk of a text from what is before it in the chunk.
+
+    Args:
+        engine: Computes logits.
+        tokens: Of the whole text.
+        n_ctx: Tokens of a chunk.
+        first: Token that each chunk begins with, in place of its own; `None`: its own.
+        max_chunks: Most chunks.
+        progress: Told after each chunk how many are done, and of how many.
+
+    Raises:
+        ArgumentError: The text is shorter than a chunk.
+    """
+    n_chunks = min(len(tokens) // n_ctx, max_chunks or len(tokens))
+    if not n_chunks:
+        raise ArgumentError(f"the text has {len(tokens)} tokens, fewer than {n_ctx}, a chunk; give more")
+    half = n_ctx // 2
+    losses = []
+    for i in range(n_chunks):
+        chunk = list(tokens[i * n_ctx : (i + 1) * n_ctx])
+        asked = chunk if first is None else [first, *chunk[1:]]
+        logits = engine.each(asked, engine.decoder.decode)[half:-1].astype(np.float64)
+        most = logits.max(axis=1)
+        total = most + np.log(np.exp(logits - most[:, None]).sum(axis=1))
+        losses.append(total - logits[np.arange(len(logits)), chunk[half + 1 :]])
+        if progress is not None:
+            progress(i + 1, n_chunks)
+    loss = np.concatenate(losses)
+    value = math.exp(loss.mean())
+    return Perplexity(value, value * float(loss.std()) / math.sqrt(loss.size), loss.size, n_chunks)
