@@ -64,7 +64,7 @@ class Backend(Freeable):
 
     Attributes:
         device: The device it runs on.
-        commands: What was done since `start_timing`; `None` if it is not being timed.
+        commands: Commands since `start_timing`; `None` without timing.
         abort_callback: Called between the steps of a graph, if the backend supports it
             (`set_abort_callback` through `BackendReg.get_proc_address`).
     """
@@ -199,7 +199,7 @@ class Backend(Freeable):
     ) -> None:
         """Queue a write of raw bytes into a tensor.
 
-        `data` is kept alive by the backend, but must not be changed before `synchronize`.
+        The backend keeps `data` alive; it must not be changed before `synchronize`.
 
         Raises:
             BoundsError: The bytes end beyond the tensor, or `data` is shorter than `size`.
@@ -217,9 +217,9 @@ class Backend(Freeable):
                 self._set_tensor_async(tensor, raw, offset)
 
     def get_tensor_async(self, tensor: Tensor, data: npt.NDArray[Any], offset: int = 0) -> None:
-        """Queue a read of raw bytes of a tensor, from `offset` on, that fills the array `data`.
+        """Queue a read of raw bytes of a tensor, from `offset` on, into the array `data`.
 
-        `data` is kept alive by the backend, and holds the bytes after `synchronize`.
+        The backend keeps `data` alive; it has the bytes after `synchronize`.
 
         Raises:
             ArgumentError: `data` is not a writable contiguous array.
@@ -272,8 +272,7 @@ class Backend(Freeable):
     def cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
         """Queue a copy from another backend to this one, ordered after the work queued on both.
 
-        Later work on either side must wait for it: this backend's may read `dst`, the source's may
-        overwrite `src`.
+        Later work on either side waits for it.
 
         Returns:
             Whether it was queued; if not, `tensor_copy_async` synchronizes and copies.
@@ -289,10 +288,10 @@ class Backend(Freeable):
         return action.done
 
     def copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
-        """Queue a copy in the order of this backend's work alone, whatever others do with the tensors.
+        """Queue a copy ordered only by this backend's own work.
 
-        For a caller who orders it against the work of others by events: a scheduler lets a device send a
-        result to a copy that the other has done with, while that one still computes.
+        The caller orders it with other backends' work by events: a scheduler lets a device send a result
+        to an unused copy while the receiver still computes.
 
         Returns:
             Whether it was queued; if not, use `tensor_copy_async`.
@@ -321,7 +320,7 @@ class Backend(Freeable):
     # -- events --------------------------------------------------------------------------------
 
     def event_record(self, event: Event) -> None:
-        """Move the event to the end of the work queued so far (ggml_backend_event_record).
+        """Record the event after the work queued so far (ggml_backend_event_record).
 
         Raises:
             BackendError: The event belongs to another device.
@@ -332,7 +331,7 @@ class Backend(Freeable):
         if event.device is not self.device:
             raise BackendError(
                 f"event_record: the event belongs to {event.device.name}, the backend runs on "
-                f"{self.device.name}; make the event with the backend's own device"
+                f"{self.device.name}; create the event with the backend's own device"
             )
         event.is_recorded = True
         if not observers:
@@ -341,7 +340,7 @@ class Backend(Freeable):
             return self._event_record(event)
 
     def event_wait(self, event: Event) -> None:
-        """Let work queued from now on wait for the event, of any device (ggml_backend_event_wait).
+        """Let later work wait for the event, of any device (ggml_backend_event_wait).
 
         Raises:
             FreedError: The event was freed.
@@ -356,13 +355,13 @@ class Backend(Freeable):
     # -- timing --------------------------------------------------------------------------------
 
     def start_timing(self) -> bool:
-        """Wait for the queued work, and keep from now on when each piece of work runs.
+        """Wait for the queued work, and start to time each piece of work.
 
         Returns:
-            Whether the backend can tell; if not, nothing is kept.
+            Whether the backend supports timing.
 
         Raises:
-            GraphError: It keeps that already.
+            GraphError: Timing is already on.
         """
         if self.commands is not None:
             raise GraphError(
@@ -375,10 +374,10 @@ class Backend(Freeable):
         return self.commands is not None
 
     def stop_timing(self) -> list[Command]:
-        """Wait for the queued work, and return all that was done since `start_timing`, in order.
+        """Wait for the queued work; return the commands since `start_timing`, in order.
 
         Raises:
-            GraphError: Nothing is being kept.
+            GraphError: Timing is off.
         """
         commands = self.commands
         if commands is None:
@@ -458,7 +457,7 @@ class Backend(Freeable):
                 node.buffer.check_writable("graph_compute", node)
 
     # -- turns ---------------------------------------------------------------------------------
-    # Work that a thread does in its turn; a plan that has plans of its own stream inside it does it there.
+    # Work within a thread's turn; nested plans of the same stream run in it too.
 
     def _plan_part(self, graph: Graph) -> GraphPlan:
         self.check_alive("graph_plan_create")
@@ -568,8 +567,8 @@ class Backend(Freeable):
         event.synchronize()
 
     def _start_timing(self) -> bool:
-        """Append a `Command` to `commands` for each piece of work from now on; `False` if it cannot."""
+        """Start to append a `Command` to `commands` for each piece of work; `False` if not supported."""
         return False
 
     def _stop_timing(self) -> None:
-        """Fill in the times of `commands` that are not known yet; the stream is idle."""
+        """Set the missing times of `commands`; the stream is idle."""

@@ -30,7 +30,7 @@ class Buffer(Freeable):
     Attributes:
         buft: Its buffer type.
         size: Bytes.
-        is_read_only: Whether it lies over a caller's memory that must not be written.
+        is_read_only: Whether it is over a caller's read-only memory.
     """
 
     is_read_only = False
@@ -127,7 +127,7 @@ class Buffer(Freeable):
             tensor: A tensor in this buffer.
             data: Its raw bytes, of any contiguous type.
             offset: Where to begin in the tensor [bytes].
-            size: How much of `data` to write [bytes]; all of it by default.
+            size: Bytes of `data` to write; by default all.
 
         Raises:
             BoundsError: The bytes end beyond the tensor, or `data` is shorter than `size`.
@@ -150,12 +150,12 @@ class Buffer(Freeable):
         Args:
             tensor: A tensor in this buffer.
             offset: Where to begin in the tensor [bytes].
-            size: How much to read [bytes]; to the tensor's end by default, or as much as `out` takes.
-            out: Filled and returned, if given.
+            size: Bytes to read; by default to the tensor's end, or the size of `out`.
+            out: Array to fill and return, if given.
 
         Raises:
             ArgumentError: `out` is not a writable contiguous array.
-            BoundsError: The bytes end beyond the tensor, or are not as many as `out` has.
+            BoundsError: The bytes end beyond the tensor, or `out` has another size.
             FreedError: The buffer was freed.
 
         Source: ggml_backend_tensor_get.
@@ -202,7 +202,7 @@ class Buffer(Freeable):
         stride_tensor: int,
         stride_data: int,
     ) -> None:
-        """Write `n_copies` pieces of `size` bytes, `stride_data` apart, to places `stride_tensor` apart.
+        """Write `n_copies` pieces of `size` bytes, `stride_data` apart, to offsets `stride_tensor` apart.
 
         Raises:
             BoundsError: A piece ends beyond the tensor or the data.
@@ -237,7 +237,7 @@ class Buffer(Freeable):
         self.move_pieces("get_tensor_2d", reading, tensor, raw, pieces, self._get_tensor_2d)
 
     def cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
-        """Copy `src`, in any buffer, to `dst` in this one, if the device can do so directly.
+        """Copy `src`, in any buffer, to `dst` in this one, if a direct copy is possible.
 
         Returns:
             Whether it was done; if not, the caller copies through host memory.
@@ -329,10 +329,10 @@ class Buffer(Freeable):
     # -- checks --------------------------------------------------------------------------------
 
     def check_holds(self, tensor: Tensor, call: str) -> None:
-        """Refuse a call with a tensor that does not lie here: its offset means nothing in this memory.
+        """Raise unless the tensor is in this buffer.
 
         Raises:
-            ArgumentError: It lies in another buffer, or in none.
+            ArgumentError: It is in another buffer, or in none.
             FreedError: The buffer was freed.
         """
         self.check_alive(call)
@@ -344,7 +344,7 @@ class Buffer(Freeable):
             )
 
     def check_writable(self, call: str, tensor: Tensor | None = None) -> None:
-        """Refuse to write into a tensor, or all of the memory, where that is read-only.
+        """Raise if a tensor, or the whole memory, is to be written but is read-only.
 
         Raises:
             BackendError: It is.
@@ -357,11 +357,11 @@ class Buffer(Freeable):
             )
 
     def check_range(self, tensor: Tensor, call: str, offset: int, size: int | None) -> tuple[int, int]:
-        """Return the offset and the number of bytes meant, after checking that they lie in the tensor.
+        """Check a byte range of a tensor; return its offset and size.
 
         Raises:
-            ArgumentError: They are no whole numbers, or the tensor lies elsewhere.
-            BoundsError: They do not.
+            ArgumentError: They are not whole numbers, or the tensor is in another buffer.
+            BoundsError: The range ends beyond the tensor.
             FreedError: The buffer was freed.
         """
         self.check_holds(tensor, call)
@@ -387,19 +387,19 @@ class Buffer(Freeable):
         hook: Callable[[Tensor, Bytes, Pieces], None],
         stream: Backend | None = None,
     ) -> None:
-        """Let `hook` do a strided transfer of a tensor in this buffer, at once or on a stream.
+        """Do a strided transfer of a tensor in this buffer by `hook`, synchronously or on a stream.
 
         Args:
             call: The public method, for errors and observers.
-            access: What it does with each piece of the tensor: `reading` or `writing`.
+            access: Access to each piece of the tensor: `reading` or `writing`.
             tensor: A tensor in this buffer.
-            data: The host's side, flat.
-            pieces: What is moved.
-            hook: Moves it; not called where there is nothing to move.
-            stream: Where it is queued; `None` if it is done when `hook` returns.
+            data: The host array, flat.
+            pieces: The pieces to move.
+            hook: Moves them; not called for empty transfers.
+            stream: The stream it is queued on; `None` if it is done when `hook` returns.
 
         Raises:
-            ArgumentError: A number is no whole one, or the tensor lies elsewhere.
+            ArgumentError: A number is not whole, or the tensor is in another buffer.
             BoundsError: A piece ends beyond the tensor or the data.
             FreedError: The buffer was freed.
         """

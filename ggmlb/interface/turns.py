@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 PATIENCE_S: Final = 5.0
-"""How long a function that is called in a turn waits for a turn elsewhere [s]."""
+"""How long a function called in a turn waits for a turn at another backend [s]."""
 
 
 class _Thread(threading.local):
-    """The turns that a thread has, the outermost first; of a helper, whose turn it works in."""
+    """The turns of a thread, the outermost first; a helper has the turns it works in."""
 
     within: tuple[Turns, ...] = ()
     helps: Turns | None = None
@@ -31,11 +31,11 @@ _thread: Final = _Thread()
 
 
 class Turns:
-    """The turns at a backend: its steps share scratch memory, so that threads must take them.
+    """Lock of a backend, because its steps share scratch memory; re-entrant use raises.
 
-    A turn ends when its work is queued, or done. A user's function that is called in a turn must not take one
-    at the same backend, in this thread or in another that works for it. One at another backend it may take;
-    but who has that turn may be waiting for this thread, so it waits for some seconds at most.
+    A turn ends when its work is queued or done. A user's function called in a turn must not take another
+    at the same backend, in this thread or a helper thread. It may take one at another backend, but waits
+    only some seconds for it, because the holder of that turn may be waiting for this thread.
     """
 
     __slots__ = ("__weakref__", "_lock", "_within")
@@ -46,10 +46,10 @@ class Turns:
         _all.add(self)
 
     def run(self, owner: Freeable, work: Callable[[Arg], Result], arg: Arg) -> Result:
-        """Call `work(arg)` when nobody else has a turn.
+        """Call `work(arg)` when no other thread has a turn.
 
         Raises:
-            GraphError: Whoever has the turn waits for this call, as far as can be told.
+            GraphError: The holder of the turn waits (or seems to wait) for this call.
             SystemExit: Python is exiting, in another thread.
         """
         within = _thread.within
@@ -60,8 +60,8 @@ class Turns:
                 return self._run(owner, work, arg, within)
         if self in within or not self._lock.acquire(timeout=PATIENCE_S):
             raise GraphError(
-                f"{owner._title} is in the middle of planning or computing, which waits for this call; "
-                "give a custom op or a callback that plans or computes a backend of its own"
+                f"{owner._title} is in the middle of planning or computing, which waits for this call; give "
+                "a custom op or callback that plans or computes a backend of its own"
             )
         try:
             return self._run(owner, work, arg, within)
@@ -82,7 +82,7 @@ class Turns:
 
     @contextmanager
     def helped(self) -> Iterator[None]:
-        """Say that this thread works for whoever has a turn, who waits for it."""
+        """Context manager in which this thread works for the holder of the turn."""
         _thread.helps = self
         try:
             yield
@@ -94,7 +94,7 @@ _all: Final[weakref.WeakSet[Turns]] = weakref.WeakSet()
 
 
 def _free_of_lost_threads() -> None:
-    """Let a forked process take the turns of threads that it does not have."""
+    """In a forked process, release the turns of threads that do not exist there."""
     for turns in _all:
         if turns not in _thread.within:
             turns._lock, turns._within = threading.Lock(), ()

@@ -1,1 +1,1 @@
-"""How a graph gets to its devices: allocation, scheduling, evaluation."""
+"""Execution of graphs: allocation, scheduling and evaluation."""

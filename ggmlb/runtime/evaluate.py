@@ -39,11 +39,11 @@ def evaluate(
     For a graph that is computed again and again, use a `Scheduler`: it plans only once.
 
     Args:
-        y: What to compute.
+        y: The tensors to compute.
         inputs: Values of the leafs that are not placed yet, by tensor or by name; converted to the
             leaf's type, quantised if it is.
         devices: Names of devices, or backends, highest priority first, as `"CUDA0"` or
-            `["OpenCL0", "CPU"]`; the best device by default. The CPU takes what none of them runs.
+            `["OpenCL0", "CPU"]`; the best device by default. The CPU runs the remaining ops.
 
     Returns:
         For each of `y` a new array of `shape`; float32 for quantised types.
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _values(graph: Graph, inputs: Mapping[Tensor | str, npt.ArrayLike]) -> dict[Tensor, npt.ArrayLike]:
-    """Find the leaf of each input, and the input of each leaf."""
+    """Match inputs to leafs; return the values by leaf."""
     leafs = [*graph.leafs, *(t for t in graph.nodes if t.op is Op.NONE)]  # parameters count as nodes
     by_name = {t.name: t for t in leafs if t.name}
     values: dict[Tensor, npt.ArrayLike] = {}
@@ -95,7 +95,7 @@ def _values(graph: Graph, inputs: Mapping[Tensor | str, npt.ArrayLike]) -> dict[
 
 @contextmanager
 def _kept(results: list[Tensor]) -> Iterator[None]:
-    """Let the memory of results, and of what they are views of, not be used again in the graph."""
+    """Flag results and their view sources as outputs while the graph is computed."""
     kept = {t: t.flags for r in results for t in (r, r.view_src) if t is not None}
     for tensor in kept:
         tensor.flags |= TensorFlag.OUTPUT
@@ -107,7 +107,7 @@ def _kept(results: list[Tensor]) -> Iterator[None]:
 
 
 def _backends(devices: Devices, stack: ExitStack) -> list[Backend]:
-    """Open streams on the devices named, closed with the stack; and on the CPU, after all others."""
+    """Open streams on the devices, and last on the CPU; they are closed with the stack."""
     if devices is None:
         given: Sequence[str | Backend] = [stack.enter_context(registry.init_best())]
     else:

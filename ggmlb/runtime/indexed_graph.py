@@ -1,4 +1,4 @@
-"""IndexedGraph: a graph as lists of numbers, which the allocator and the scheduler work on."""
+"""IndexedGraph: a graph as lists of integers, for the allocator and the scheduler."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer
 
 PLACE_FLAGS = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM
-"""The flags that matter to where a tensor lies."""
+"""The flags that affect the placement of a tensor."""
 
 GraphKey = tuple[Any, ...]
 
 
 class IndexedGraph:
-    """A graph whose tensors are numbers: leafs first, then nodes, then what they need unlisted.
+    """A graph with numbered tensors: leafs, then nodes, then unlisted tensors that these need.
 
-    Nothing of the graph is changed.
+    The graph itself is not changed.
 
     Args:
-        graph: What is read.
-        is_own: Whether a buffer is the reader's own memory, given out anew: what lies there has no place.
+        graph: The graph.
+        is_own: Whether a buffer belongs to the reader, who reuses it: tensors in it count as unplaced.
 
     Attributes:
-        tensors: By number.
-        numbers: Number of each tensor; -1 for `None`, an absent one.
-        listed: Numbers of the graph's leafs, then of its nodes in the order in which they are computed; a
-            tensor may be listed twice.
+        tensors: Tensors by number.
+        numbers: Number of each tensor; -1 for `None` (absent).
+        listed: Numbers of the graph's leafs, then of its nodes in computing order; a tensor may be listed
+            twice.
         n_leafs: How many of `listed` are leafs.
-        unlisted: Numbers of the tensors that are needed, as a source or as the base of a view, but not
-            listed. They hold data from outside, like leafs.
+        unlisted: Numbers of tensors that are needed as a source or view source, but not listed. They hold
+            data from outside the graph, like leafs.
         users: For each of `unlisted`, the number of a listed tensor that needs it.
-        sources: For all nodes, one after another, the numbers of their sources; -1 for an absent one.
-        n_sources: How many of `sources` belong to each node.
-        bases: Number of the tensor in whose memory each view lies; -1 for what is no view.
-        ops: By number.
-        flags: By number.
-        buffers: Buffer in which each tensor lies, by number; `None` for what has no place.
-        own, foreign: The reader's own buffers in which tensors lie, and the user's.
-        outside: Numbers of the tensors, no views, that lie in a buffer of the user's: weights, caches.
+        sources: Numbers of the sources of all nodes, concatenated; -1 if absent.
+        n_sources: Number of sources of each node.
+        bases: Number of each view's source; -1 if not a view.
+        ops: Ops by number.
+        flags: Flags by number.
+        buffers: Buffer of each tensor, by number; `None` if unplaced. own, foreign: Buffers of the
+            tensors: the reader's, and the user's.
+        outside: Numbers of tensors (not views) in a buffer of the user: weights, caches.
 
     Raises:
-        FreedError: A tensor lies in a freed buffer of the user's.
+        FreedError: A tensor is in a freed buffer of the user.
     """
 
     def __init__(self, graph: Graph, is_own: Callable[[Buffer], bool] = lambda _: False) -> None:
@@ -108,7 +108,7 @@ class IndexedGraph:
 
     @property
     def key(self) -> GraphKey:
-        """The topology: graphs with equal keys can be allocated alike, sizes apart."""
+        """Key of the topology: graphs with equal keys have the same plan, sizes aside."""
         return (
             self.n_leafs,
             self.listed,
@@ -132,7 +132,7 @@ class IndexedGraph:
 
     @cached_property
     def roots(self) -> list[int]:
-        """Number of the tensor in whose memory each tensor lies, by number: its own, if it is no view."""
+        """Number of the tensor that owns each tensor's memory: a view's source, else itself."""
         roots = list(range(len(self.tensors)))
         for i in self.views:
             roots[i] = self.bases[i]
@@ -146,7 +146,7 @@ class IndexedGraph:
 
     @cached_property
     def computes(self) -> list[bool]:
-        """Whether an op computes each tensor, by number: neither a leaf nor a view of what is there."""
+        """Whether an op computes each tensor, by number; false for leafs and views."""
         return [op not in NO_OPS for op in self.ops]
 
     @cached_property
@@ -157,7 +157,7 @@ class IndexedGraph:
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int]]:
-        """Where each node's part of `sources` begins, and where it ends, by number; -1 for no node."""
+        """Start and end of each node's part of `sources`, by number; -1 if not a node."""
         begins, ends = [-1] * len(self.tensors), [-1] * len(self.tensors)
         for node, n, end in zip(self.nodes, self.n_sources, accumulate(self.n_sources), strict=True):
             begins[node] = end - n
@@ -170,12 +170,12 @@ class IndexedGraph:
         return self.sources[begins[node] : ends[node]]
 
     def placeable(self) -> list[int]:
-        """The tensors that need a place: those that are no views, and do not lie elsewhere."""
+        """The tensors that need a place: unplaced tensors that are not views."""
         outside = set(self.outside)
         return [i for i, base in enumerate(self.bases) if base < 0 and i not in outside]
 
     def check_freed(self) -> None:
-        """Raise a FreedError if a tensor of the user's lies in memory that was freed."""
+        """Raise a FreedError if a tensor is in a freed buffer of the user."""
         for tensor in map(self.tensors.__getitem__, self.outside):
             buffer = tensor.buffer
             if buffer is not None and buffer.is_freed:

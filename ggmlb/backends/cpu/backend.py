@@ -1,4 +1,4 @@
-"""The CPU's stream: it computes at once, in the calling thread."""
+"""CpuBackend: a synchronous stream, which computes in the calling thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CpuBackend(Backend):
 
     Args:
         device: The CPU.
-        n_threads: Threads that share the work of a node, the caller's included.
+        n_threads: Number of threads, the caller's included.
     """
 
     guid = "ggmlb-cpu-numpy"
@@ -44,11 +44,11 @@ class CpuBackend(Backend):
     def set_n_threads(self, n: int) -> None:
         """Use `n` threads from now on (ggml_backend_cpu_set_n_threads).
 
-        Plans that were made before keep to the threads that they were made for.
+        Existing plans keep their number of threads.
 
         Raises:
             ArgumentError: `n` is less than 1.
-            GraphError: A function that this backend calls asked for it.
+            GraphError: Called from a function that this backend calls.
         """
         self._turns.run(self, self._use_threads, checked_n_threads(n))
 
@@ -61,7 +61,7 @@ class CpuBackend(Backend):
         return CpuPlan(self, graph, CpuLowering(self._workspace, self._threads))
 
     def _compute(self, plan: GraphPlan) -> Status:
-        # Infinities and NaN are values like others to a graph: masks are made of them.
+        # Infinities and NaN are valid values of a graph, used in masks.
         with np.errstate(all="ignore"), one_blas_thread:
             return cast("CpuPlan", plan).run()
 

@@ -1,6 +1,7 @@
-"""BLAS on one thread while a graph computes: the threads are the backend's own.
+"""BLAS limited to one thread during computations, which use the backend's own threads.
 
-Results depend on it, too: on several threads, BLAS cuts a product elsewhere, and rounds its edges otherwise.
+This also makes results reproducible: with several threads, BLAS divides products differently and rounds
+differently.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def _set(counts: Sequence[int]) -> None:
 
 
 class _OneThread:
-    """Sets BLAS to one thread on entry, and back on exit; of entries at the same time, the last one's exit.
+    """Context manager that sets BLAS to one thread, and restores it when the last concurrent user exits.
 
-    The setting is the process's: the caller's own use of NumPy finds it as it was.
+    The setting is process-wide, and restored for the caller's own use of NumPy.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Conversion between the types that tensors have and the float32 that rules compute in.
+"""Conversions between tensor types and float32, in which rules compute.
 
 BF16 is handled as the upper half of a float32, by integers, because NumPy does not know the type; halves are
 read by integers too, because NumPy does so slowly.

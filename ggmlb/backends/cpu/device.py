@@ -1,4 +1,4 @@
-"""The CPU as a device, and its registration."""
+"""CpuDevice and its registration."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class CpuDevice(Device):
         return HostBuffer(self._buffer_type, spanned(array)), 0
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the node cannot be computed, from the table that computes it."""
+        """Return why the node cannot be computed, from the table used for lowering."""
         why = RULES.declines(op)
         if why is None and self._float_buffer_type.is_used:
             return self._float_buffer_type.declines(op)
@@ -134,7 +134,7 @@ def backend_reg() -> CpuReg:
 
 @checked
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
-    """What NumPy was built with and found here: its version, its BLAS, its instruction sets."""
+    """Return NumPy's version, BLAS and instruction sets."""
     config: Any = np.show_config(mode="dicts")
     blas = config["Build Dependencies"]["blas"]
     simd = config["SIMD Extensions"]

@@ -1,8 +1,7 @@
-"""CPU_F32: memory that holds weights as float32, whatever their type.
+"""CPU_F32: memory that stores weights of any type as float32.
 
-A weight is dequantised and transposed once, when it is uploaded, so that products run at the full speed of
-BLAS, which reads it faster so, for four bytes an element. It is one of the CPU's extra buffer types:
-`get_proc_address("dev_get_extra_bufts")`.
+A weight is dequantised and transposed once, at upload, for fast BLAS products, at the cost of four bytes
+per element. It is one of the CPU's extra buffer types: `get_proc_address("dev_get_extra_bufts")`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ CHUNK: Final = 1 << 20
 
 
 class FloatBufferType(BufferType):
-    """Host memory in which each element of a weight takes four bytes.
+    """Host memory that stores weights as float32.
 
     Tensors in it are contiguous, and written by whole rows. They are read by products only.
 
@@ -45,7 +44,7 @@ class FloatBufferType(BufferType):
         return tensor.n_elements * 4
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
+        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
         weight = weight_in(self, node)
         if weight is not None and weight.view_src is not None and not same_layout(weight, weight.view_src):
             return f"src0 is a view of a weight in {self.name} memory: give the product the weight itself"

@@ -1,4 +1,4 @@
-"""Lowering: what a rule uses to read operands, take scratch and emit steps of NumPy calls."""
+"""CpuLowering: reading of operands, scratch, and emission of steps (NumPy calls) for rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNKNOWN: Final = recipes.Recipe([], [])
 
 
 class CpuLowering:
-    """Turns nodes into steps over arrays; cuts work into tiles that stay in the L2 cache.
+    """Lowers nodes to steps over arrays, in tiles that fit in the L2 cache.
 
     Args:
         workspace: Scratch memory.
@@ -43,9 +43,8 @@ class CpuLowering:
     Attributes:
         tile: Items of the largest operand per tile, so that a tile and its scratch stay in the cache.
         weight_tile: Values of a weight, or of keys and values, that are held as float32 at a time.
-        parallel_work: Additions below which waking a thread costs more than it saves: about 0.1 ms.
-        parallel_call: Additions in a call, over all threads, below which they hinder each other more than
-            they help.
+        parallel_work: Additions below which waking a thread does not pay: about 0.1 ms.
+        parallel_call: Additions of a call over all threads, below which threading does not pay.
     """
 
     keeps_no_memory = True
@@ -69,7 +68,7 @@ class CpuLowering:
         """Return the steps that compute the nodes, and how many of them each node has.
 
         Raises:
-            UnsupportedOpError: No rule takes a node.
+            UnsupportedOpError: The rules decline a node.
         """
         self._steps, self._counts = [], []
         try:

@@ -1,4 +1,4 @@
-"""The plan of a graph: a list of bound NumPy calls."""
+"""CpuPlan: a list of bound NumPy calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CpuPlan(GraphPlan):
         self.steps, self.counts = lowering.lower(self.nodes)
 
     def run(self) -> Status:
-        """Call the steps in order; before each node, ask the backend's abort callback if there is one.
+        """Call the steps in order; before each node, call the backend's abort callback if there is one.
 
         If the backend is being timed, each node is.
 

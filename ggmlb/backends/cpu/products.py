@@ -1,7 +1,7 @@
-"""Products over threads, each of which calls BLAS for a part of its own.
+"""Matrix products on several threads, each calling BLAS for its part.
 
-BLAS itself runs on one thread meanwhile (see `CpuBackend`): its own threads wait for work by spinning,
-which takes the processors from ours, and they meet after every product.
+BLAS itself is limited to one thread (see `CpuBackend`), because its threads wait by spinning and
+synchronize after every product.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Recipes: a node like one before is lowered by what was found for that one.
+"""Recipes: the recorded lowering of a node, reused for similar nodes.
 
-The layers of a model are alike but for where their tensors lie. What a rule emits for a node, calls with
-arrays, is written down with each array's place in an operand, in the result or in scratch; the next node of
-the same op, types, extents, strides and parameters gets the same calls on its own memory. A call that keeps
-memory where it cannot be seen (in a closure's cell, in a list) makes no recipe; nor does work for several
-threads.
+The layers of a model differ only in the addresses of their tensors. A recipe records the calls that a
+rule emits, with each array's place in an operand, the result or scratch; the next node of the same op,
+types, extents, strides and parameters gets the same calls on its own memory. Calls that hide memory (in a
+closure's cell, in a list) and work for several threads make no recipe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU's rules, which the modules of `ops` fill: the definition of every op."""
+"""The CPU's table of rules, filled by the modules of `ops`: the reference for every op."""
 
 from __future__ import annotations
 

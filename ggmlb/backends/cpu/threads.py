@@ -1,4 +1,4 @@
-"""Threads that run lists of bound NumPy calls side by side; NumPy lets go of the GIL while it computes."""
+"""Threads: parallel execution of lists of NumPy calls, which release the GIL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Threads:
-    """The calling thread and `n - 1` others, which start when first needed, and anew after a fork.
+    """The calling thread and `n - 1` workers, started at first use, and again after a fork.
 
     A pair of queues wakes a thread in about half the time that an executor of the standard library takes;
     the work is short enough for this to count.

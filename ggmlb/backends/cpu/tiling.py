@@ -1,7 +1,7 @@
 """Tiling: a kernel's steps over the tiles of its operands, with conversions at the tiles' edges.
 
-Kernels that follow each other and can be cut alike are grouped: all of them run over the first tile, then
-over the second, so that what one writes the next finds in the cache, and threads need not meet in between.
+Consecutive kernels that can be tiled alike are grouped: all of them run over the first tile, then over
+the second, so that intermediate results stay in cache and threads need no synchronization in between.
 """
 
 from __future__ import annotations

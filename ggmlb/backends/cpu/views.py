@@ -1,4 +1,4 @@
-"""Views: how an operand lies in memory, and the arithmetic of broadcasting, merging and cutting it.
+"""View: the memory layout of an operand, with broadcasting, merging and cutting.
 
 All is done on plain tuples; arrays are made at the end.
 Shapes and strides are in NumPy order, strides in bytes.

@@ -1,4 +1,4 @@
-"""From nodes to steps.
+"""Lowering of nodes to steps.
 
 CUDA's own kernels and cuBLAS come first, where they are right for a node and the card (`kernels`); then the
 portable kernels, which say what is declined. A product whose weight is spread over devices is computed by all

@@ -193,4 +193,4 @@ def _complaints(block: SlotBlock, words: Words, stream: SlotStream) -> Iterator[
     for number in np.flatnonzero(words[:, 0]).tolist():
         stream.clear_slot(Slot(block, number))
         node, n = block.nodes[number]
-        yield f"{node}: row index {words[number, 1]} for a tensor of {n} rows"
+        yield f"{node}: row number {words[number, 1]} for a tensor of {n} rows"

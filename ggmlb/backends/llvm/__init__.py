@@ -1,7 +1,7 @@
-"""The LLVM backend: kernels in machine code made here, for the processor that Python runs on.
+"""The LLVM backend: kernels compiled at run time for the host's processor.
 
-It computes in the CPU's own memory, so that a scheduler gives it what it does better than NumPy, with no copy
-between them. Importing it imports no compiler; that happens when its device is first asked for.
+It computes in the CPU's memory, so that a scheduler can assign it ops that it runs faster than NumPy,
+without copies. The compiler is imported when the device is first requested.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def backend_reg() -> LlvmReg:
 
 @checked
 def _features(reg: BackendReg) -> list[tuple[str, str]]:
-    """The LLVM, and the instruction set that it makes code for."""
+    """Return the version of LLVM and the instruction set of the code."""
     from ggmlb.backends.llvm.device import features
 
     return features()

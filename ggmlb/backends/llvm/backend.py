@@ -1,4 +1,4 @@
-"""The stream: it computes at once, over its threads, in one call of machine code."""
+"""LlvmBackend: a synchronous stream, which computes a plan by one call of machine code on its threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LlvmBackend(Backend):
 
     Args:
         device: The device.
-        n_threads: Threads that share the work of a node, the caller's included.
+        n_threads: Number of threads, the caller's included.
         library: The kernels.
 
     Raises:
@@ -50,7 +50,7 @@ class LlvmBackend(Backend):
 
         Raises:
             ArgumentError: `n` is less than 1.
-            GraphError: A function that this backend calls asked for it.
+            GraphError: Called from a function that this backend calls.
         """
         self._turns.run(self, self._use_threads, checked_n_threads(n))
 
@@ -64,7 +64,7 @@ class LlvmBackend(Backend):
         return fused.can_fuse(group)
 
     def graph_optimize(self, graph: Graph) -> None:
-        """Bring nodes together that one kernel computes."""
+        """Move the nodes of fused groups together."""
         gather(graph, self.can_fuse)
 
     def _plan(self, graph: Graph) -> GraphPlan:

@@ -1,4 +1,4 @@
-"""The device `LLVM`: the processor, through machine code of our own."""
+"""LlvmDevice: the host's processor, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ggmlb.system.process import n_cpus
 
 
 class LlvmDevice(Device):
-    """Computes where the CPU does: in host memory, of the CPU's own buffer type."""
+    """The processor as a device that computes in the CPU's buffer type."""
 
     name = "LLVM"
     type = DeviceType.ACCEL
@@ -66,7 +66,7 @@ class LlvmDevice(Device):
 
     @property
     def buffer_type(self) -> BufferType:
-        """The CPU's, so that a scheduler knows that nothing need be copied."""
+        """The CPU's buffer type, so that a scheduler needs no copies."""
         return self._cpu.buffer_type
 
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
@@ -74,7 +74,7 @@ class LlvmDevice(Device):
         return self._cpu.buffer_from_host_ptr(array, max_tensor_size)
 
     def declines(self, op: Tensor) -> str | None:
-        """Return why the kernels cannot compute the node, from the table that computes it."""
+        """Return why the kernels cannot compute the node, from the table used for lowering."""
         return declines(op) or self._repacked.declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
@@ -88,7 +88,7 @@ class LlvmDevice(Device):
 
 
 def features() -> list[tuple[str, str]]:
-    """The LLVM, and what code is made for."""
+    """Return the version of LLVM and the target of its code."""
     target = library().target
     version = ".".join(map(str, binding.llvm_version_info))
     return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]

@@ -1,4 +1,4 @@
-"""The plan of a graph: a table of steps that machine code walks through."""
+"""LlvmPlan: a table of steps run by machine code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LlvmPlan(GraphPlan):
         return self._steps.steps
 
     def run(self) -> Status:
-        """Compute the steps; before each node, ask the backend's abort callback if there is one.
+        """Compute the steps; before each node, call the backend's abort callback if there is one.
 
         Raises:
             BackendError: A step found bad data; names the node.

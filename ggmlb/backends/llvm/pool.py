@@ -1,8 +1,8 @@
-"""The threads of a backend: the caller's, and others that wait for chunks of its work.
+"""Pool: the threads of a backend, the caller's and workers.
 
-A thread that finds nothing to do watches for work for about a millisecond, then sleeps until the next graph
-is computed: what a program does between two graphs takes less, and to wake a thread costs a tenth of that.
-Nobody waits for a thread that sleeps (see `kernels.driver`).
+An idle worker polls for about a millisecond (longer than the usual pause between two graphs), then sleeps
+until the next graph; waking takes a tenth of that. No thread waits for a sleeping worker (see
+`kernels.driver`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
 
 SPINS = 25000
-"""Turns of a thread that waits for work, of some 40 ns each."""
+"""Polls of an idle worker before it sleeps, of about 40 ns each."""
 
 
 class Pool:
-    """The calling thread and `n - 1` others, which start when first needed, and anew after a fork.
+    """The calling thread and `n - 1` workers, started at first use, and again after a fork.
 
     One thread at a time computes.
     """

@@ -1,8 +1,8 @@
 """LLVM_Repacked: weights in strips of 16 interleaved rows (`kernels.interleaved`), read faster by products.
 
-The bytes are ggml's, as many, in another order; a tensor is read back as ggml has it. A weight whose rows are
-no whole number of strips, or whose type has no strips, lies there as anywhere. It is the device's extra
-buffer type: `get_proc_address("dev_get_extra_bufts")`.
+The size is unchanged, and tensors are read back in ggml's order. A weight without whole strips of rows,
+or whose type has no strips, is stored in ggml's order. It is the device's extra buffer type:
+`get_proc_address("dev_get_extra_bufts")`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.kernels.interleaved import Field
 
 IN_STRIPS: Final = "_x16"
-"""What it adds to the name of a type that it packs."""
+"""Suffix of the name of a packed type."""
 
 
 class RepackedBufferType(BufferType):
@@ -39,11 +39,11 @@ class RepackedBufferType(BufferType):
         self._used = False
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether it is kept in strips."""
+        """Whether the tensor is stored in strips."""
         return is_packed(tensor)
 
     def declines(self, node: Tensor) -> str | None:
-        """Return why a node cannot use what lies here, or `None`: it may only read its weight."""
+        """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
         if not self._used:
             return None
         weight = weight_in(self, node)
@@ -60,7 +60,7 @@ class RepackedBuffer(PackedBuffer, HostBuffer):
     """Weights in host memory, packed at upload."""
 
     def packing(self, tensor: Tensor) -> str:
-        """`_x16` for what lies in strips."""
+        """`_x16` for tensors in strips."""
         return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
 
     def group_nbytes(self, tensor: Tensor) -> int:

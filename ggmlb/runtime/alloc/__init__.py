@@ -1,7 +1,7 @@
-"""Allocators: which tensor lies where, in which buffer (ggml-alloc.h).
+"""Allocators: placement of tensors in buffers (ggml-alloc.h).
 
-    TensorAllocator      one tensor after another in a buffer that exists     ggml_tallocr
-    alloc_ctx_tensors    all tensors of a context, in buffers made for them   ggml_backend_alloc_ctx_tensors
+    TensorAllocator      one tensor after another in an existing buffer     ggml_tallocr
+    alloc_ctx_tensors    all tensors of a context, in new buffers   ggml_backend_alloc_ctx_tensors
     GraphAllocator       a graph's tensors, sharing memory over time          ggml_gallocr
 
 A graph is allocated in three steps: `IndexedGraph` reads from it what a plan depends on, as lists of

@@ -66,24 +66,24 @@ class TensorAllocator:
 def alloc_ctx_tensors(
     ctx: Context, where: Backend | BufferType, overrides: Mapping[str, Backend | BufferType] | None = None
 ) -> Buffer:
-    """Place all tensors of a context, in a buffer made for them.
+    """Place all tensors of a context in a new buffer.
 
-    Tensors that lie in a buffer already are left alone; views follow their sources. If anything fails,
-    the tensors are as they were before, and nothing stays allocated.
+    Placed tensors are skipped; views follow their sources. On failure, no tensor is placed and nothing stays
+    allocated.
 
     Args:
-        ctx: Holds the tensors.
-        where: The kind of memory, or the backend whose default kind is meant.
-        overrides: Other memory for some tensors, by regular expression: the first that is found in a
-            tensor's name decides (--override-tensor of llama.cpp). `{r"ffn_.*_exps": cpu}` keeps experts
-            in host memory; a `Scheduler` runs their ops there, or copies what it needs (`op_offload`).
+        ctx: The context of the tensors.
+        where: A buffer type, or a backend for its default buffer type.
+        overrides: Buffer types for some tensors, by regular expression: the first match in a tensor's
+            name decides (--override-tensor of llama.cpp). `{r"ffn_.*_exps": cpu}` keeps experts in host
+            memory; a `Scheduler` runs their ops there, or copies what it needs (`op_offload`).
 
     Returns:
         The buffer, a context manager that frees it: a `MultiBuffer` if the tensors need more than
         `max_size` or several kinds of memory, and one of no bytes if no tensor needs any.
 
     Raises:
-        ArgumentError: An override is no regular expression.
+        ArgumentError: An override is not a regular expression.
         AllocationError: The device lacks room, or one tensor is larger than the largest buffer.
         NotAllocatedError: A view's source, in another context, lies in no buffer yet.
 
@@ -101,7 +101,7 @@ def alloc_ctx_tensors(
 
 
 def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
-    """Place tensors in a buffer made for them; as `alloc_ctx_tensors`, for any list."""
+    """Place tensors in a new buffer: `alloc_ctx_tensors` for any list."""
     roots, views = _unplaced(tensors)
     with _all_or_nothing([*roots, *views]) as buffers:
         whole = buft.place_tensors(roots)
@@ -118,14 +118,14 @@ def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
 
 
 def _unplaced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return those that are in no buffer yet: the ones with memory of their own, and the views."""
+    """Return the unplaced tensors: those that own memory, and the views."""
     unplaced = [t for t in tensors if t.buffer is None]
     return [t for t in unplaced if t.view_src is None], [t for t in unplaced if t.view_src is not None]
 
 
 @contextmanager
 def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
-    """Yield a list for the buffers that are made; if anything fails, free these and un-place the tensors."""
+    """Yield a list for new buffers; on failure, free them and un-place the tensors."""
     buffers: list[Buffer] = []
     try:
         yield buffers
@@ -144,7 +144,7 @@ def alloc_ctx_tensors_size(
     """Return the bytes that `alloc_ctx_tensors` would allocate now, in all kinds of memory.
 
     Raises:
-        ArgumentError: An override is no regular expression.
+        ArgumentError: An override is not a regular expression.
         AllocationError: One tensor is larger than the largest buffer.
 
     Source: ggml_backend_alloc_ctx_tensors_from_buft_size.
@@ -159,7 +159,7 @@ def _by_memory(
     where: Backend | BufferType,
     overrides: Mapping[str, Backend | BufferType] | None = None,
 ) -> dict[BufferType, list[Tensor]]:
-    """Return which tensors belong in which memory; arguments and errors as `alloc_ctx_tensors`."""
+    """Group tensors by buffer type; arguments and errors as `alloc_ctx_tensors`."""
     homes: dict[BufferType, list[Tensor]] = {}
     for tensor in tensors:
         home = override_for(tensor.name, overrides) or where
@@ -171,17 +171,17 @@ def _by_memory(
 def override_for(
     name: str, overrides: Mapping[str, Backend | BufferType] | None
 ) -> Backend | BufferType | None:
-    """Return the memory of the first pattern that is found in a tensor's name, or `None`.
+    """Return the buffer type of the first pattern found in a tensor's name, or `None`.
 
     Raises:
-        ArgumentError: A pattern is no regular expression.
+        ArgumentError: A pattern is not a regular expression.
     """
     for pattern, home in (overrides or {}).items():
         try:
             if re.search(pattern, name):
                 return home
         except re.error as error:
-            raise ArgumentError(f"the override {pattern!r} is no regular expression: {error}") from None
+            raise ArgumentError(f"the override {pattern!r} is not a regular expression: {error}") from None
     return None
 
 
@@ -194,7 +194,7 @@ def _buffer_type(where: Backend | BufferType) -> BufferType:
 def _groups(tensors: list[Tensor], buft: BufferType) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the size of each buffer with its tensors, in their order; at least one buffer.
 
-    The sizes of all are known, and found possible, before the first is allocated.
+    All sizes are checked before the first allocation.
     """
     alignment, limit = buft.alignment, buft.max_size
     groups: list[tuple[int, list[Tensor]]] = []

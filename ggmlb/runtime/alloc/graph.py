@@ -1,4 +1,4 @@
-"""GraphAllocator: places the tensors of a graph in buffers that it grows as graphs need."""
+"""GraphAllocator: places the tensors of graphs in buffers that grow as needed."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from ggmlb.runtime.alloc.plan import BufferIds, Plan, make_plan
 from ggmlb.runtime.indexed_graph import IndexedGraph
 
 MAX_PLANS = 8
-"""Plans that are kept: a program rarely alternates between more topologies."""
+"""Most cached plans: programs rarely alternate between more topologies."""
 
 
 class GraphAllocator(Freeable):
-    """Places the tensors of graphs so that those which live at the same time share no byte (ggml_gallocr).
+    """Places the tensors of graphs so that those with overlapping lifetimes share no byte (ggml_gallocr).
 
-    - Leafs, and nodes flagged as inputs, are placed before all other nodes, side by side. Like any
-      tensor they may be overwritten after the last node that reads them: set them before each
-      computation, or flag them as outputs, too.
+    - Leafs, and nodes flagged as inputs, are placed first, without overlap. Like any tensor they may be
+      overwritten after the last node that reads them: set them before each computation, or flag them as
+      outputs, too.
     - Outputs, and results that no node reads, are never overwritten.
-    - Element-wise and row-wise ops take the place of an operand that nothing else needs.
-    - Views lie in the memory of their source, and keep it.
-    - A tensor that lies in a buffer already (a weight) is left alone. One that this allocator placed is
-      placed anew: allocating a graph takes back what was given to the graph before it.
+    - Element-wise and row-wise ops reuse the place of an operand without later readers.
+    - Views share the memory of their source, and keep it.
+    - A tensor in another buffer (a weight) is skipped. Tensors placed by this allocator are placed again:
+      allocating a graph reuses the memory of the previous graph.
 
     A plan is kept for each topology: the same ops, edges, views, flags and outside tensors. Graphs of
     that topology reuse it as long as their tensors are no larger, so that after `reserve` of the
     largest graph no memory is allocated any more. A context manager: leaving it frees the memory.
 
     Args:
-        bufts: The kind of memory, or several; the same kind twice is one memory.
+        bufts: A buffer type, or several; the same type twice is one memory.
         keep_inputs: Never overwrite inputs, so that a graph can be computed again without setting them
             again; ggml does overwrite them.
-        separate: Give each of `bufts` a memory of its own, the same kind twice or not.
+        separate: Give each of `bufts` its own memory, even if listed twice.
 
     Attributes:
         bufts: The buffer types, by index.
-        n_plans: Times that a graph was planned.
-        n_reallocs: Times that memory was allocated; it should stand still after `reserve`.
+        n_plans: Number of plans made.
+        n_reallocs: Number of allocations; constant after `reserve`.
 
     Raises:
         ArgumentError: No buffer type was given.
@@ -70,10 +70,10 @@ class GraphAllocator(Freeable):
     # -- reserving -----------------------------------------------------------------------------
 
     def reserve(self, graph: Graph) -> None:
-        """Allocate what a graph needs, all of the first buffer type, without placing its tensors.
+        """Allocate the memory of a graph in the first buffer type, without placing its tensors.
 
         Raises:
-            AllocationError: A device lacks room. All memory of the allocator was freed; it can be used on.
+            AllocationError: A device lacks room. All memory of the allocator was freed; it stays usable.
             GraphError: A node comes before one that it reads.
             FreedError: A tensor lies in a freed buffer, or the allocator was freed.
 
@@ -84,12 +84,12 @@ class GraphAllocator(Freeable):
     def reserve_n(
         self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
     ) -> None:
-        """Allocate what a graph needs in several kinds of memory, without placing its tensors.
+        """Allocate the memory of a graph in several buffer types, without placing its tensors.
 
         Args:
             graph: The largest graph of its topology that will come.
-            node_buffer_ids: For each node, an index in `bufts`; `None` for zeros. It does not matter for
-                views and for tensors that lie in a buffer already.
+            node_buffer_ids: For each node, an index in `bufts`; `None` for zeros. Ignored for views and
+                placed tensors.
             leaf_buffer_ids: For each leaf, likewise.
 
         Raises:
@@ -107,9 +107,9 @@ class GraphAllocator(Freeable):
         node_buffer_ids: Sequence[int] | None = None,
         leaf_buffer_ids: Sequence[int] | None = None,
     ) -> list[int]:
-        """Return what a graph needs, for each of `bufts` [bytes], without allocating anything.
+        """Return the memory that a graph needs, for each of `bufts` [bytes], without allocating.
 
-        A buffer type that stands in `bufts` twice is counted where it stands first.
+        A repeated buffer type is counted at its first index.
 
         Raises:
             ArgumentError, GraphError, FreedError: As `reserve_n`.
@@ -121,9 +121,9 @@ class GraphAllocator(Freeable):
         return self.indexed_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def get_buffer_size(self, buffer_id: int = 0) -> int:
-        """Return what is allocated of a buffer type now [bytes].
+        """Return the allocated memory of a buffer type [bytes].
 
-        A buffer type that stands in `bufts` twice is counted where it stands first.
+        A repeated buffer type is counted at its first index.
 
         Raises:
             ArgumentError: `buffer_id` is not an index of `bufts`.
@@ -138,13 +138,13 @@ class GraphAllocator(Freeable):
     # -- placing -------------------------------------------------------------------------------
 
     def alloc_graph(self, graph: Graph) -> None:
-        """Place the tensors of a graph, allocating what is not reserved yet.
+        """Place the tensors of a graph, allocating memory if needed.
 
-        With several kinds of memory, the buffer ids are those of the last graph of its topology.
+        With several buffer types, the buffer ids are those of the last graph of its topology.
 
         Raises:
-            GraphError: There are several kinds of memory, and no graph of this topology was reserved; or
-                a node comes before one that it reads.
+            GraphError: There are several buffer types, and no graph of this topology was reserved; or a
+                node comes before one that it reads.
             AllocationError: A device lacks room. None of the graph's tensors is placed, all memory of the
                 allocator was freed; it can be used on.
             FreedError: A tensor lies in a freed buffer, or the allocator was freed.
@@ -158,7 +158,7 @@ class GraphAllocator(Freeable):
     def alloc_graph_n(
         self, graph: Graph, node_buffer_ids: Sequence[int] | None, leaf_buffer_ids: Sequence[int] | None
     ) -> None:
-        """Place the tensors of a graph in several kinds of memory, allocating what is not reserved yet.
+        """Place the tensors of a graph in several buffer types, allocating memory if needed.
 
         Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
         """
@@ -205,7 +205,7 @@ class GraphAllocator(Freeable):
         buffers: Sequence[Buffer | None],
         offsets: Sequence[int],
     ) -> None:
-        """Place the tensors, unless all lie where they should."""
+        """Place the tensors, unless all are in place."""
         planned = (*plan.owned, *plan.views)
         moved = [i for i in planned if tensors[i].buffer is not buffers[i] or tensors[i].offset != offsets[i]]
         if not moved:
@@ -219,7 +219,7 @@ class GraphAllocator(Freeable):
         self.prepare(tensors[i] for i in planned if i in new or buffers[i] in own)
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Let buffers prepare what was placed in them, where they want to; ours from a clean state."""
+        """Call `init_tensor` for placed tensors where needed, after a reset of the allocator's buffers."""
         for chunk in self._memories.in_use():
             chunk.reset()
         for tensor in tensors:
@@ -268,7 +268,7 @@ class GraphAllocator(Freeable):
     # -- plans ---------------------------------------------------------------------------------
 
     def _find(self, indexed: IndexedGraph, ids: BufferIds | None) -> Plan:
-        """Return a kept plan that suits the graph, or a new one; without `ids`, with those of one kept."""
+        """Return a cached plan that fits the graph, or a new one; `ids` are by default a cached plan's."""
         for plan in self._plans:
             if plan.key == indexed.key and (ids is None or plan.buffer_ids == ids):
                 ids = plan.buffer_ids
@@ -293,7 +293,7 @@ class GraphAllocator(Freeable):
         return plan
 
     def _adopt(self, plan: Plan) -> None:
-        """Allocate what the plan needs, and make it the first that is looked at."""
+        """Allocate the plan's memory, and move it to the front of the cache."""
         if self._memories.grow(plan.peaks):
             self.n_reallocs += 1
         if plan in self._plans:
@@ -311,9 +311,9 @@ class GraphAllocator(Freeable):
                 )
 
     def keeps_places(self) -> bool:
-        """Whether graphs placed in this memory, one after another, may take turns without being placed again.
+        """Whether graphs placed in this memory can alternate without being placed again.
 
-        They may not where a buffer prepares the tensors that are placed in it.
+        False if a buffer needs `init_tensor`.
         """
         return not self._memories.has_hooks()
 
@@ -341,7 +341,7 @@ class GraphAllocator(Freeable):
 def _ids_by_number(
     graph: Graph, indexed: IndexedGraph, node_ids: Sequence[int] | None, leaf_ids: Sequence[int] | None
 ) -> list[int]:
-    """Return the caller's ids by number; what is not listed gets that of what needs it.
+    """Return the caller's ids by number; an unlisted tensor gets the id of a tensor that needs it.
 
     Raises:
         ArgumentError: There are more or fewer ids than tensors.

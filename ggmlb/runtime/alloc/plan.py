@@ -1,6 +1,6 @@
-"""Plan: a place for each tensor of a graph, so that tensors which live at the same time share no byte.
+"""Plan: a place for each tensor of a graph, such that tensors with overlapping lifetimes share no byte.
 
-It is made on paper: an `Arena` gives out addresses in memory that need not exist.
+Planning needs no memory: an `Arena` allocates abstract addresses.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ OFFSET_MASK = (1 << CHUNK_BITS) - 1
 
 
 class Arena:
-    """Gives out the smallest free block that fits, and joins freed neighbours (ggml_dyn_tallocr).
+    """Best-fit allocator of abstract addresses, which joins freed neighbours (ggml_dyn_tallocr).
 
-    Where one buffer may not exceed `limit`, the memory consists of chunks. All sizes are multiples of
-    the alignment, hence all addresses are.
+    The memory consists of chunks of at most `limit` bytes. All sizes, and hence all addresses, are
+    multiples of the alignment.
 
     Attributes:
-        peaks: Bytes that each chunk needs.
+        peaks: Size needed by each chunk [bytes].
     """
 
     __slots__ = ("_limit", "_sizes", "_starts", "_tops", "peaks")
@@ -66,7 +66,7 @@ class Arena:
                 best = free
         if not best:
             return self._grow(size)
-        # Of equal blocks the last: what lies low lives long.
+        # Of equal blocks the last: low addresses hold long-lived tensors.
         i = len(sizes) - 1
         while sizes[i] != best:
             i -= 1
@@ -88,7 +88,7 @@ class Arena:
         return chunk << CHUNK_BITS | offset
 
     def _chunk_for(self, size: int) -> int:
-        """Return the chunk that grows least by so many bytes at its end; a new one if none has room."""
+        """Return the chunk that grows least by a block at its end; a new one if none has room."""
         best, best_spare = -1, 0
         for chunk, top in enumerate(self._tops):
             if top + size > self._limit:
@@ -103,7 +103,7 @@ class Arena:
         return best
 
     def free(self, address: int, size: int) -> None:
-        """Take back `size` bytes at an address."""
+        """Free `size` bytes at an address."""
         if not size:
             return
         starts, sizes = self._starts, self._sizes
@@ -131,14 +131,14 @@ class Plan:
     Attributes:
         key: The topology.
         buffer_ids: The caller's choice of a buffer type for each tensor.
-        owned: Numbers of the tensors that have a place; the next four fields go with it.
-        memories: In which memory each of them lies.
-        chunks: In which chunk of it.
-        offsets: Where in the chunk [bytes].
-        sizes: How much room there is for each [bytes].
-        views: Numbers of the tensors that lie in the memory of another.
-        inplace: Pairs of numbers: a node, and the operand whose place it takes.
-        peaks: For each memory, what each of its chunks must hold [bytes].
+        owned: Numbers of the placed tensors; the next four fields are parallel to it.
+        memories: Index of the memory of each.
+        chunks: Index of the chunk of each.
+        offsets: Offset of each in its chunk [bytes].
+        sizes: Room for each [bytes].
+        views: Numbers of the views.
+        inplace: Pairs of numbers: a node, and the operand whose place it reuses.
+        peaks: For each memory, the size of each of its chunks [bytes].
     """
 
     key: GraphKey
@@ -153,7 +153,7 @@ class Plan:
     peaks: list[list[int]]
 
     def suits(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-        """Whether other tensors of the same topology fit, of which the owned ones have these sizes."""
+        """Whether other tensors of the same topology fit, given the sizes of the owned ones."""
         return all(map(le, sizes, self.sizes)) and all(
             same_layout(tensors[node], tensors[operand]) for node, operand in self.inplace
         )
@@ -169,17 +169,17 @@ def make_plan(
 ) -> Plan:
     """Plan a graph in one pass over its nodes.
 
-    What holds data from outside (leafs, inputs, parameters) is placed first, side by side. A node is
-    placed when it is computed, and its place is free after the last node that reads it or a view of it.
+    Tensors with data from outside (leafs, inputs, parameters) are placed first, without overlap. A node's
+    place is allocated when it is computed, and freed after the last node that reads it or a view of it.
     Outputs, and results that no node reads, keep theirs.
 
     Args:
-        graph: What is planned.
+        graph: The graph.
         buffer_ids: See `Plan`.
-        memories: For each tensor, the memory that it belongs in.
-        sizes: For each tensor, what it takes there, a multiple of the alignment [bytes].
+        memories: For each tensor, the index of its memory.
+        sizes: For each tensor, its size there, a multiple of the alignment [bytes].
         limits: For each memory, the largest chunk [bytes].
-        stays: The flags of tensors whose memory is never given out again.
+        stays: The flags of tensors whose memory is never reused.
 
     Raises:
         GraphError: A node comes before one that it reads.

@@ -1,11 +1,11 @@
 """Passes 1-4: choose the backend of every tensor of a graph.
 
-The rules are ggml's (ggml_backend_sched_split_graph): a tensor that lies somewhere stays there, an op
-runs where its weights are, the rest follows its neighbours, and what nobody took goes to the backend
-that can read most of its operands in place. Three differences: every choice has a `Cause`; a node
-that writes into the memory of another tensor always runs where that memory is (ggml may compute it on
-another device, whose result then never reaches the tensor); and a view lies where its source does,
-even if the user asked for another place (ggml then reads it there without a copy).
+The rules are ggml's (ggml_backend_sched_split_graph): placed tensors stay, an op runs where its weights
+are, other nodes follow their neighbours, and the rest go to the backend that can read most of their
+operands in place. Three
+differences: every choice has a `Cause`; a node that writes into another tensor always runs where that
+tensor is (ggml may compute it on another device, and the tensor is never updated); and a view is always
+where its source is, even if the user requested another backend (ggml then reads it there without a copy).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Cause(str, Enum):
 _PLACED, _WEIGHT, _NEIGHBOUR, _VIEW = Cause.PLACED, Cause.WEIGHT, Cause.NEIGHBOUR, Cause.VIEW
 
 UNKNOWN = -1
-"""Backend index of what has none yet."""
+"""Backend index of unassigned tensors."""
 
 
 class Assignment:
@@ -77,8 +77,8 @@ class Assignment:
 
     Attributes:
         ids: Backend index of each tensor; 0 is the highest priority.
-        causes: Why, of each tensor.
-        foreign: Numbers of the tensors in memory that no backend here can use: they are read through copies.
+        causes: Cause of each tensor's assignment.
+        foreign: Numbers of the tensors in memory that no backend here can use: they are copied to be read.
         requests: Backend index of the tensors whose backend the user asked for, by number.
         backends, bufts, separate: As the rules say.
         roots: As the graph says.
@@ -117,14 +117,14 @@ class Assignment:
     # -- questions -----------------------------------------------------------------------------
 
     def supports(self, b: int, node: int) -> bool:
-        """Whether backend `b` runs the node; asked of the device once."""
+        """Whether backend `b` runs the node (cached)."""
         answer = self._supported[b][node]
         if answer is None:
             answer = self._supported[b][node] = self._declines[b](self._tensors[node]) is None
         return answer
 
     def supports_buft(self, b: int, buft: BufferType) -> bool:
-        """Whether backend `b` can use memory of that type; asked once."""
+        """Whether backend `b` can use memory of that type (cached)."""
         known = self._bufts_supported[b]
         answer = known.get(id(buft))
         if answer is None:
@@ -140,11 +140,11 @@ class Assignment:
         return known
 
     def _sources(self, node: int) -> list[int]:
-        """Numbers of the sources that are there."""
+        """Return the numbers of the present sources."""
         return [s for s in self._graph.reads(node) if s >= 0]
 
     def readable(self, i: int, b: int) -> bool:
-        """Whether backend `b` can use the tensor where it lies or will lie, without a copy."""
+        """Whether backend `b` can use the tensor without a copy, at its present or planned place."""
         root = self.roots[i]
         buffer = self._buffers[root]
         if buffer is not None:
@@ -157,7 +157,7 @@ class Assignment:
         return self.supports_buft(b, self.bufts[owner])
 
     def shares(self, a: int, b: int) -> bool:
-        """Whether one of two backends computes in memory that the other can use."""
+        """Whether one of two backends can use the other's memory."""
         if self.separate and self.bufts[a] is self.bufts[b]:
             return False
         return self.supports_buft(a, self.bufts[b]) or self.supports_buft(b, self.bufts[a])
@@ -190,7 +190,7 @@ class Assignment:
         return False
 
     def _leaves(self, node: int, wanted: int, request: str) -> None:
-        """Report that a node cannot run where it was asked to: an error if strict, else a warning."""
+        """Report that a node cannot run on the requested backend: an error if strict, else a warning."""
         if not any(self.supports(b, node) for b in range(len(self.backends))):
             return  # an error that holds what each backend says will follow
         tensor, name = self._tensors[node], self.backends[wanted].name
@@ -201,14 +201,14 @@ class Assignment:
         warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
 
     def _owner_of_leafs(self, buffer: Buffer | None) -> int:
-        """Return the backend of what lies in a buffer and is not computed."""
+        """Return the backend of leafs in a buffer."""
         if buffer is None:
             return UNKNOWN
         # Memory of a device outside this scheduler (`foreign`) counts as the last backend's, the host's.
         return next(iter(self.holders(buffer.buft)), self._last)
 
     def _owner_of_result(self, i: int) -> int:
-        """Return the backend of a result that is to lie in a buffer of the user's."""
+        """Return the backend of a result placed in a buffer of the user."""
         buffer, tensor = self._buffers[self.roots[i]], self._tensors[i]
         assert buffer is not None
         for b in self.holders(buffer.buft):
@@ -221,7 +221,7 @@ class Assignment:
         )
 
     def _from_weights(self, work: list[int]) -> None:
-        """Let ops run where their weights are; of several weights, the first decides."""
+        """Assign ops to the backend of their weights; of several weights, the first decides."""
         ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._graph.ops, Op.ROPE
         weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
         # Who can use a buffer, and whether another may find its weights worth copying.
@@ -250,10 +250,10 @@ class Assignment:
                     self._leaves(node, holders[0], "holds its weight")
 
     def _offload(self, node: int, owner: int) -> None:
-        """Give a node to the first device that finds it worth copying its weights out of host memory.
+        """Assign a node to the first device for which copying its weights from host memory is worthwhile.
 
-        Its owner is the last backend or one in the same memory, such as an accelerator beside the CPU; ggml
-        looks no further where that has the weight. Devices after it take nothing from it.
+        Its owner is the last backend or one with the same memory, such as an accelerator beside the CPU
+        (ggml does not offload from the latter). Only devices before the owner are candidates.
         """
         for b in range(owner):
             if self.supports(b, node) and self.backends[b].offload_op(self._tensors[node]):
@@ -263,10 +263,10 @@ class Assignment:
     # -- pass 2: neighbours --------------------------------------------------------------------
 
     def _expand(self, work: list[int]) -> None:
-        """Give unassigned nodes to the backend of the nodes before or after them.
+        """Assign unassigned nodes to the backend of the nodes before or after them.
 
-        First the backends above the last, down and up, so that the last one (the CPU) runs a node only
-        if its operands are there or nothing else surrounds it; then whatever is left.
+        The backends before the last are expanded first, down and up, so that the last one (the CPU) runs
+        a node only if its operands are there or no other backend is near; then all backends.
         """
         if not {*self.ids} <= {UNKNOWN, self._last}:
             self._sweep(work, self._last)
@@ -315,7 +315,7 @@ class Assignment:
                     self._set(node, b, Cause.BEST)
 
     def _keep_writers_home(self, work: list[int]) -> None:
-        """Let the nodes that write into a tensor run where it is, or bring it to where all can run."""
+        """Assign the nodes that write into a tensor, and the tensor, to one backend that runs them all."""
         ids, bases = self.ids, self._bases
         if len({*ids} - {UNKNOWN}) < 2:
             return
@@ -354,7 +354,7 @@ class Assignment:
         )
 
     def _moves(self, node: int, base: int, home: int) -> None:
-        """Report that a request is not followed because a tensor and its writers stay together."""
+        """Report a request that is ignored because a tensor and its writers must be on one backend."""
         message = (
             f"{self._tensors[node].describe()} was set to {self.backends[self.ids[node]].name}, but "
             f"{self._tensors[base].describe()} and what writes into it must be on one device: "
@@ -367,7 +367,7 @@ class Assignment:
     # -- pass 4: sources and leftovers ---------------------------------------------------------
 
     def _rest(self, nodes: Sequence[int], others: Sequence[int]) -> None:
-        """Assign what is left, given the tensors that are no nodes."""
+        """Assign the remaining nodes, given the tensors that are not nodes."""
         ids, bases = self.ids, self._bases
         # Where all of these have a backend, every source has one before its readers are looked at.
         is_open = UNKNOWN in map(ids.__getitem__, others)
@@ -412,7 +412,7 @@ class Assignment:
     # -- words ---------------------------------------------------------------------------------
 
     def reasons(self, node: Tensor) -> dict[str, str]:
-        """What each backend that declines the node says, by its name."""
+        """The reason of each backend that declines the node, by name."""
         answers = (
             (b.name, declines(node)) for b, declines in zip(self.backends, self._declines, strict=True)
         )

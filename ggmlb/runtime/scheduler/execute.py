@@ -1,15 +1,14 @@
-"""Computing the splits: copies in, then the plan, in an order that no copy can race.
+"""Execution of splits: input copies, then the plan, ordered so that no copy races.
 
-Work on one backend runs in the order in which it was queued. What a split reads from elsewhere comes to it
+Work on one backend runs in queue order. A split's inputs from other memory are copied
 
-- from host memory, where inputs lie: as bytes that nobody changes any more (a weight, or a snapshot), queued
-  on the device that reads them, so that nobody waits;
-- from a device, with several copies: queued on the source, which waits (on the device, not here) until the
-  reader has done with what it read from the same copy; the reader waits for the copy;
-- else by `tensor_copy_async`, which is ordered after what was queued before on both sides, and before what
-  is queued later.
+- from host memory: as bytes that do not change any more (a weight, or a snapshot), queued on the device
+  that reads them, without a wait;
+- from a device, with several copies: queued on the source, which waits on the device until the reader has
+  finished with the same copy; the reader waits for the copy;
+- otherwise by `tensor_copy_async`, which is ordered after earlier and before later work on both sides.
 
-A backend that works in another's memory waits for what that one was given before.
+A backend that works in another's memory waits for the earlier work of that backend.
 """
 
 from __future__ import annotations
@@ -38,17 +37,18 @@ if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.split import Split, SplitInput
 
 EvalCallback = Callable[[Tensor, bool], bool]
-"""`callback(node, ask)`: with `ask` it says whether it wants the data of a node, views included; without,
-the data is there, and `False` stops the computation (ggml_backend_sched_eval_callback)."""
+"""`callback(node, ask)`: with `ask`, it returns whether it wants a node's data (views
+included); without, the data is ready, and `False` stops the computation
+(ggml_backend_sched_eval_callback)."""
 
 
 class Executor:
     """Queues programs on a scheduler's backends.
 
     Attributes:
-        n_copies: How many copies there are of what devices send each other.
-        copy: Which of them the next computation uses.
-        is_busy: Whether a computation is being queued: a callback must not begin another.
+        n_copies: Number of copies of tensors sent between devices.
+        copy: Index of the copy that the next computation uses.
+        is_busy: Whether a computation is being queued; a callback must not start another.
     """
 
     def __init__(self, backends: Sequence[Backend], n_copies: int) -> None:
@@ -69,7 +69,7 @@ class Executor:
         self._staging = [Staging(b) for b in backends]
 
     def compute(self, program: Program, callback: EvalCallback | None) -> Status:
-        """Queue all splits; what they need to be right is ordered, nothing more is waited for.
+        """Queue all splits, with only the waits needed for their order.
 
         Returns:
             `Status.ABORTED` as soon as an abort callback or the eval callback asks for it.
@@ -115,7 +115,7 @@ class Executor:
         return Status.SUCCESS
 
     def synchronize(self) -> None:
-        """Wait for all backends; the first copies are used next, so that one at a time needs no others."""
+        """Wait for all backends; the next computation uses the first copies."""
         for backend in self._backends:
             backend.synchronize()
         self.copy = 0
@@ -160,7 +160,7 @@ class Executor:
             self._order(owner, b)
 
     def _upload(self, item: SplitInput, split: Split, owner: int) -> None:
-        """Queue a copy out of host memory, of bytes that stay as they are."""
+        """Queue a copy of unchanging bytes from host memory."""
         src, buffer = item.src, item.src.buffer
         assert buffer is not None
         if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
@@ -181,7 +181,7 @@ class Executor:
         return item.backend.copy_on_stream(item.src, item.copies[c])
 
     def _order(self, first: int, then: int) -> None:
-        """Let later work of one backend wait for the earlier work of another."""
+        """Order later work of one backend after the earlier work of another."""
         mark = self._marks[first]
         if mark is not None and self._marks[then] is not None:
             self._backends[first].event_record(mark)
@@ -191,7 +191,7 @@ class Executor:
 
 
 def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: EvalCallback) -> Status:
-    """Compute up to each node that the callback wants, and show it.
+    """Compute up to each node that the callback wants, and call it.
 
     Views of other devices' tensors come first: what they show is there, and may be gone when the split ends.
     """
@@ -285,10 +285,10 @@ class ExpertCopies:
     def copy(self, item: SplitInput, split: Split) -> bool:
         """Queue copies of the experts in use, those that lie side by side in one.
 
-        The other experts of the copy keep whatever lies there: no id leads to them.
+        The other experts of the copy are undefined, because no id refers to them.
 
         Returns:
-            Whether it was done; not if an expert's bytes are not side by side.
+            Whether it was done; false if an expert is not contiguous.
 
         Raises:
             BackendError: An id is not that of an expert.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.assign import Cause, Rules
 
 MAX_PROGRAMS = 8
-"""Topologies that are kept: a program rarely alternates between more."""
+"""Most cached programs: applications rarely alternate between more topologies."""
 
 
 class Signature(IndexedGraph):
@@ -101,7 +101,7 @@ class Programs:
         self._kept: deque[Program] = deque(maxlen=MAX_PROGRAMS)
 
     def find(self, signature: Signature) -> Program | None:
-        """Return the program of an earlier graph that this one equals, bound to it."""
+        """Return the cached program of an equal earlier graph, bound to this one."""
         for program in self._kept:
             if program.signature.matches(signature):
                 program.bind(signature)
@@ -122,7 +122,7 @@ class Programs:
         return program
 
     def clear(self) -> None:
-        """Forget all of them, with their weights."""
+        """Discard all programs."""
         self._kept.clear()
 
     def __len__(self) -> int:
@@ -130,18 +130,18 @@ class Programs:
 
 
 class Program:
-    """What a scheduler keeps of a topology, bound to one graph at a time.
+    """The cached work of a scheduler for a topology, bound to one graph at a time.
 
-    The image that is allocated and planned is the program's own. Binding another graph of the same
-    signature gives its tensors the places of their clones, and costs nothing else.
+    Its image (clones of the tensors) is allocated and planned. Binding another graph of the same
+    signature only gives its tensors the places of their clones.
 
     Attributes:
         signature: The topology, with the tensors of the graph that is bound.
-        image: What is allocated and planned.
+        image: The clones that are allocated and planned.
         splits: In the order of execution.
         buffers: Buffer of each tensor, by number, once allocated.
         offsets: Offset of each tensor in its buffer, by number.
-        stamp: The allocator's count of allocations when it was placed; -1 if it is not.
+        stamp: The allocator's count of allocations when it was placed; -1 if unplaced.
     """
 
     def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
@@ -162,30 +162,30 @@ class Program:
     # -- facts ---------------------------------------------------------------------------------
 
     def backend_id(self, tensor: Tensor) -> int | None:
-        """Return the backend of a tensor of the bound graph, or `None` if it is none."""
+        """Return the backend of a tensor of the bound graph; `None` for other tensors."""
         if tensor not in self.signature.numbers:
             return None
         b = self._assignment.ids[self.signature.numbers[tensor]]
         return None if b == UNKNOWN else b
 
     def cause(self, node: Tensor) -> Cause:
-        """Return why a node of the bound graph is where it is."""
+        """Return the cause of placement of a node of the bound graph."""
         cause = self._assignment.causes[self.signature.numbers[node]]
         assert cause is not None
         return cause
 
     def reasons(self, node: Tensor) -> dict[str, str]:
-        """Return what each backend that declines a node says, by its name."""
+        """Return the reason of each backend that declines a node, by name."""
         return self._assignment.reasons(node)
 
     # -- binding -------------------------------------------------------------------------------
 
     def bind(self, signature: Signature) -> None:
-        """Take over another graph of the same signature."""
+        """Bind another graph of the same signature."""
         self.signature.tensors, self.signature.numbers = signature.tensors, signature.numbers
 
     def allocate(self, allocator: GraphAllocator) -> None:
-        """Place the image, unless it lies where it did.
+        """Place the image, unless it is still in place.
 
         Raises:
             AllocationError: A device lacks room.
@@ -205,7 +205,7 @@ class Program:
             allocator.prepare(image.clones())
 
     def place(self) -> None:
-        """Place the tensors of the bound graph where their clones lie."""
+        """Place the tensors of the bound graph at the places of their clones."""
         tensors = self.signature.tensors
         for tensor, buffer, offset in zip(tensors, self.buffers, self.offsets, strict=True):
             tensor.buffer = buffer
@@ -213,7 +213,7 @@ class Program:
         self._sources = [t.src for t in tensors]
 
     def release(self) -> None:
-        """Take the places back from the tensors of the bound graph, if nobody else has moved them."""
+        """Un-place the tensors of the bound graph, unless they were moved."""
         tensors, buffers, offsets = self.signature.tensors, self.buffers, self.offsets
         for i in self._owned:
             tensor = tensors[i]
@@ -221,11 +221,11 @@ class Program:
                 tensor.buffer = None
 
     def check(self) -> None:
-        """Check, after something moved somewhere, that it was nothing of ours; note changed parameters.
+        """After a change of the placement clock, check that no tensor of this graph moved; update parameters.
 
         Raises:
             GraphError: A tensor of the bound graph was moved, or reads other tensors.
-            FreedError: A tensor of the user's lies in freed memory.
+            FreedError: A tensor of the user is in freed memory.
         """
         signature = self.signature
         tensors = signature.tensors
@@ -251,7 +251,7 @@ class Program:
     # -- plans ---------------------------------------------------------------------------------
 
     def plan(self, index: int, c: int) -> GraphPlan:
-        """Return the plan of a split that reads the c-th copies, made when first asked for."""
+        """Return the plan of a split for the c-th copies, made on first use."""
         split = self.splits[index]
         plan = split.plans[c]
         if plan is None:
@@ -266,7 +266,7 @@ class Program:
         return graphs
 
     def forget_plans(self) -> None:
-        """Drop the plans: what they bound has changed."""
+        """Drop the plans, whose bound tensors have changed."""
         self._variants: list[list[Graph] | None] = [None] * self._n_copies
         for split in self.splits:
             split.plans = [None] * self._n_copies

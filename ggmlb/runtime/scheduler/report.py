@@ -1,4 +1,4 @@
-"""Where each node landed and why, as data and as text."""
+"""Placement report: the device and cause of each node, as data and as text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What became of one node.
+    """The placement of one node.
 
     Attributes:
         node: Its name, or its op and index.
         op: The op, or the function of a unary or GLU node.
         device: The device that computes it.
         split: Index of its split.
-        cause: Why it is there.
-        rejected: Devices that cannot run it, with what each said.
-        copies: Names of the operands that are copied to the device for it.
+        cause: The cause of its assignment.
+        rejected: Devices that decline it, with reasons.
+        copies: Names of the operands copied to its device.
     """
 
     node: str
@@ -39,7 +39,7 @@ class Placement:
 
 
 def placements(graph: Graph, program: Program) -> list[Placement]:
-    """Return one record per node that computes something, in order."""
+    """Return one record for each computed node, in order."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     records = []
     for i_split, split in enumerate(program.splits):
@@ -62,9 +62,9 @@ def placements(graph: Graph, program: Program) -> list[Placement]:
 
 
 def render(graph: Graph, program: Program) -> str:
-    """Return the splits as text: inputs with their sizes, nodes with the causes of their places.
+    """Return the splits as text: inputs with sizes, nodes with causes.
 
-    Runs of nodes of the same cause share a line.
+    Consecutive nodes with the same cause share a line.
     """
     n_copied = sum(item.nbytes for s in program.splits for item in s.inputs)
     n_inputs = sum(len(s.inputs) for s in program.splits)

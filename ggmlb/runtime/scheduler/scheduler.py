@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Views(Protocol):
-    """What shows a scheduler: `ggmlb.inspect.notebook`, which the scheduler itself does not import."""
+    """Protocol of a scheduler's views, implemented by `ggmlb.inspect.notebook`."""
 
     def to_dot(self, scheduler: Scheduler, graph: Graph) -> str:
         """See `Scheduler.to_dot`."""
@@ -39,34 +39,33 @@ class Views(Protocol):
         """See `Scheduler.trace`."""
 
     def start_sanitizer(self, owner: object) -> Callable[[], object]:
-        """Start a sanitizer that lives as long as its owner; return what stops it."""
+        """Start a sanitizer for the lifetime of its owner; return a function that stops it."""
 
 
 class Scheduler(Freeable):
-    """Splits a graph over backends, allocates it, moves tensors between devices, computes it.
+    """Splits a graph over backends, allocates it, and computes it with copies between devices.
 
     A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
     a new graph of the same topology (`Signature`): same ops, shapes, parameters and weights, as each step
     of a decoding program builds one. The last eight topologies are kept, with their weights.
 
-    A context manager: leaving it frees its memory. One thread at a time may use it; different
-    schedulers may be used in different threads.
+    A context manager, which frees its memory on exit. Only one thread at a time may use a scheduler.
 
     Args:
-        backends: In order of priority, highest first. The last (the CPU, usually) takes what no other
-            runs, and holds the graph's inputs: in host memory, also where it is a GPU, which copies them.
+        backends: In order of priority, highest first. The last (usually the CPU) runs the remaining ops,
+            and holds the graph's inputs: in host memory, even if it is a GPU, which copies them.
         bufts: The memory each computes in; each backend's default by default.
         graph_size: The number of nodes expected; kept for ggml's signature, graphs may be larger.
-        parallel: Pipelining: what a device sends to another goes into one of `n_copies` copies in turn, so
-            that it can go on with the next computation while the other still reads. Streams of one device
-            get memory of their own each. Use `graph_compute_async`, and `get_tensor_async` for results.
-        op_offload: Let a backend take an op whose weights lie in host memory, where its device says
-            that copying them pays (`Device.offload_op`).
+        parallel: Pipelining: tensors sent between devices cycle through `n_copies` copies, so that the
+            sender can continue while the receiver still reads. Streams of one device get separate memory.
+            Use `graph_compute_async`, and `get_tensor_async` for results.
+        op_offload: Assign an op with weights in host memory to a device for which copying them is
+            worthwhile (`Device.offload_op`).
         n_copies: Number of copies when `parallel`, 1 or more.
         strict: An op that must leave the device asked for, by `set_tensor_backend` or by where its
             weights lie, is an error instead of a warning.
-        sanitize: While the scheduler lives, raise a `SanitizerError` on any read or write that nothing
-            orders (`ggmlb.sanitize`).
+        sanitize: Raise a `SanitizerError` on any unordered read or write during the scheduler's lifetime
+            (`ggmlb.sanitize`).
 
     Raises:
         ArgumentError: No backends, a memory its backend cannot use, or no copies.
@@ -135,7 +134,7 @@ class Scheduler(Freeable):
         """Return the i-th backend (ggml_backend_sched_get_backend).
 
         Raises:
-            ArgumentError: There are not so many.
+            ArgumentError: The index is out of range.
         """
         if not -self.n_backends <= i < self.n_backends:
             raise ArgumentError(f"Scheduler.backend({i}): there are {self.n_backends} backends")
@@ -143,7 +142,7 @@ class Scheduler(Freeable):
 
     @property
     def n_copies(self) -> int:
-        """Number of copies of what devices send each other; 1 without `parallel`.
+        """Number of copies of tensors sent between devices; 1 without `parallel`.
 
         Source: ggml_backend_sched_get_n_copies.
         """
@@ -174,7 +173,7 @@ class Scheduler(Freeable):
 
     @property
     def placement(self) -> list[Placement]:
-        """For each node of the last graph: its device, the cause, what others said, and its copies."""
+        """The device, cause, other devices' reasons, and copies of each node of the last graph."""
         if self._graph is None or self._program is None:
             return []
         return placements(self._graph, self._program)
@@ -182,12 +181,12 @@ class Scheduler(Freeable):
     # -- pictures ------------------------------------------------------------------------------
 
     def trace(self, path: str | Path | None = None) -> Trace:
-        """Keep when each device works, within a `with` block, for ui.perfetto.dev or chrome://tracing.
+        """Context manager that records a trace of all devices, for ui.perfetto.dev or chrome://tracing.
 
         Example: `with sched.trace("run.json"): sched.graph_compute(graph)`
 
         Args:
-            path: The JSON file that is written at the end; without it, look at the trace's `events`.
+            path: JSON file to write at the end; without it, use the trace's `events`.
         """
         return self.views.trace(self, path)
 
@@ -200,7 +199,7 @@ class Scheduler(Freeable):
         return self.views.to_dot(self, self._need_graph("to_dot"))
 
     def to_svg(self) -> str:
-        """Return an SVG picture of the split graph, to be read from top to bottom; it needs no Graphviz.
+        """Return an SVG drawing of the split graph, from top to bottom, without Graphviz.
 
         Each device has a lane and a colour, each split a box; curves between lanes are copies. Long splits
         are shortened. A node's cause and operands show when the pointer rests on it.
@@ -215,7 +214,7 @@ class Scheduler(Freeable):
         return f"<Scheduler on {names}: {self.n_splits} splits>"
 
     def __str__(self) -> str:
-        """Splits, their inputs with sizes, and why each node landed where it did."""
+        """The splits with inputs and sizes, and each node's cause of placement."""
         if self._graph is None or self._program is None:
             return f"{self!r}, no graph yet"
         return render(self._graph, self._program)
@@ -223,13 +222,14 @@ class Scheduler(Freeable):
     # -- requests --------------------------------------------------------------------------------
 
     def set_tensor_backend(self, node: Tensor, backend: Backend | None) -> None:
-        """Ask for a node to be computed on a backend; `None` takes the request back.
+        """Request a backend for a node; `None` withdraws the request.
 
-        Requests hold for all later graphs with the node, `reset` and `reserve` notwithstanding. A view lies
-        where its source does: ask for the source's backend.
+        Requests stay valid for all later graphs with the node, also after `reset` and `reserve`. A view
+        is where its source
+        is: request the source's backend.
 
         Raises:
-            ArgumentError: The node is no tensor, or the backend is not one of the scheduler's.
+            ArgumentError: The node is not a tensor, or the backend is not one of the scheduler's.
 
         Source: ggml_backend_sched_set_tensor_backend.
         """
@@ -240,7 +240,7 @@ class Scheduler(Freeable):
         self._graph = None if self._graph is not None and node in self._graph else self._graph
 
     def get_tensor_backend(self, node: Tensor) -> Backend | None:
-        """Return the backend of a tensor: as assigned, else as asked for, else `None`.
+        """Return the assigned backend of a tensor, else the requested one, else `None`.
 
         Source: ggml_backend_sched_get_tensor_backend.
         """
@@ -250,15 +250,15 @@ class Scheduler(Freeable):
         return None if found is None else self._backends[found]
 
     def set_eval_callback(self, callback: EvalCallback | None) -> None:
-        """Watch nodes as they are computed; `None` stops watching.
+        """Set a callback for nodes as they are computed; `None` removes it.
 
-        The callback is asked `callback(node, True)` whether it wants a node's data, of each node of the
-        graph, views included, in the order of execution. If it does, the graph is computed up to the node
-        and `callback(node, False)` is called; `False` stops. It may read and write tensors, but neither
-        compute nor allocate with this scheduler.
+        For each node (views included), in order of execution, `callback(node, True)` returns whether it
+        wants the data. If so, the graph is computed up to the node and `callback(node, False)` is called;
+        `False` stops. It may read and write tensors, but neither compute nor allocate with this
+        scheduler.
 
         Raises:
-            ArgumentError: It cannot be called.
+            ArgumentError: It is not callable.
 
         Source: ggml_backend_sched_set_eval_callback.
         """
@@ -270,7 +270,7 @@ class Scheduler(Freeable):
         """Assign and split a graph without allocating it (ggml_backend_sched_split_graph).
 
         Raises:
-            UnsupportedOpError: No backend runs a node; the message holds what each one said.
+            UnsupportedOpError: No backend runs a node; the message has each one's reason.
             FreedError: A tensor lies in a freed buffer.
         """
         self._check_idle("split_graph")
@@ -280,7 +280,7 @@ class Scheduler(Freeable):
         self._program, self._graph, self._n_nodes = program, graph, len(graph.nodes)
 
     def reserve(self, measure_graph: Graph) -> None:
-        """Allocate the memory that a graph will need, so that `alloc_graph` need not.
+        """Allocate the memory for a graph in advance.
 
         Raises:
             AllocationError: A device lacks room.
@@ -300,7 +300,7 @@ class Scheduler(Freeable):
             self.reset()
 
     def reserve_size(self, measure_graph: Graph) -> list[int]:
-        """Return the bytes that a graph will need on each backend, allocating nothing.
+        """Return the memory that a graph needs on each backend [bytes], without allocating.
 
         Raises:
             UnsupportedOpError: No backend runs a node.
@@ -316,14 +316,14 @@ class Scheduler(Freeable):
         return list(sizes[: self.n_backends])
 
     def alloc_graph(self, graph: Graph) -> None:
-        """Split a graph and place its tensors, so that inputs can be set and it can be computed.
+        """Split a graph and place its tensors, to set inputs and compute it.
 
         Tensors of the graph allocated before lose their place, and their data; read results before, or
         queue the reading with `Backend.get_tensor_async`. If the graph has the topology of the one before,
         nothing is waited for.
 
         Raises:
-            AllocationError: A device lacks room; nothing is placed, and the scheduler can be used on.
+            AllocationError: A device lacks room; nothing is placed, and the scheduler stays usable.
             UnsupportedOpError: No backend runs a node.
             FreedError: A tensor lies in a freed buffer.
 
@@ -352,7 +352,7 @@ class Scheduler(Freeable):
         """Compute a graph and wait for it, allocating it if it is not (ggml_backend_sched_graph_compute).
 
         Returns:
-            `Status.ABORTED` if an abort or eval callback asked for it, else `Status.SUCCESS`.
+            `Status.ABORTED` if an abort or eval callback stopped it, else `Status.SUCCESS`.
 
         Raises:
             Error: As `graph_compute_async`.
@@ -362,11 +362,11 @@ class Scheduler(Freeable):
         return status
 
     def graph_compute_async(self, graph: Graph) -> Status:
-        """Queue a graph, allocating it if it is not allocated; another graph loses its place.
+        """Queue a graph, allocating it first if needed, which un-places another graph.
 
-        Computing the same graph again plans nothing anew. Inputs may be overwritten when this returns; only
-        those that lie in a device's memory, because the user placed them there, asked for it
-        (`set_tensor_backend`), or lets nodes write them, make it wait for that.
+        Computing the same graph again does not plan again. Inputs may be overwritten when this returns.
+        It waits for the device only if an input is in device memory because the user placed or requested
+        it there, or because nodes write it.
 
         Raises:
             GraphError: The graph was allocated here, but its tensors were moved since; or a callback of this
@@ -394,10 +394,10 @@ class Scheduler(Freeable):
         self._executor.synchronize()
 
     def reset(self) -> None:
-        """Forget the graph, its assignment and its splits; reserved memory stays.
+        """Discard the graph, its assignment and its splits; reserved memory stays.
 
-        Its tensors keep their data until the next `alloc_graph`. What `set_tensor_backend` asked for stays,
-        where ggml forgets it: ask for `None` to take it back. Source: ggml_backend_sched_reset.
+        Its tensors keep their data until the next `alloc_graph`. Requests of `set_tensor_backend` stay
+        (unlike in ggml) until withdrawn by `None`. Source: ggml_backend_sched_reset.
         """
         self.check_alive("reset")
         self._graph = None
@@ -425,7 +425,7 @@ class Scheduler(Freeable):
     # -- inner ---------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """Un-place the last graph's tensors, so that nobody reads memory that is given out anew."""
+        """Un-place the last graph's tensors, so that reused memory cannot be read through them."""
         if self._placed is not None:
             self._placed.release()
         self._placed = None
@@ -433,7 +433,7 @@ class Scheduler(Freeable):
         self._graph = None
 
     def _check_idle(self, call: str) -> None:
-        """Refuse a call on a freed scheduler, and by a callback or another thread while it computes."""
+        """Raise if the scheduler was freed, or is called from a callback or another thread meanwhile."""
         self.check_alive(call)
         if self._executor.is_busy:
             raise GraphError(
@@ -442,7 +442,7 @@ class Scheduler(Freeable):
             )
 
     def _host_memory(self) -> BufferType:
-        """Return where inputs lie that the last backend, an asynchronous device, copies when it computes."""
+        """Return the host memory of inputs for a last backend that is an asynchronous device."""
         last = self._bufts[-1]
         if last.is_host or not self._backends[-1].device.caps.async_:
             return last  # it needs no other

@@ -1,4 +1,4 @@
-"""What convolution and pooling share: a kernel that moves over data, as views of the data.
+"""Sliding windows of convolution and pooling, as views of the data.
 
 No rule is made here. Views are `[N, C, spatial dimensions..]` in NumPy order, with one `Axis` for each
 spatial dimension. A place is where the kernel may lie, a tap is one of its elements.

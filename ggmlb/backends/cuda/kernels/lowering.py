@@ -1,4 +1,4 @@
-"""From nodes to steps: CUDA's own kernels and cuBLAS where they are right for a node, else the portable ones.
+"""Lowering of nodes to CUDA-only kernels and cuBLAS where suitable, else to portable kernels.
 
 What a product does to its activations first (rounding them to 8 bits, or to the weights' type) is kept for
 the next products with the same input, until something writes over it.

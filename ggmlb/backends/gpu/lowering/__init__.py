@@ -1,7 +1,7 @@
-"""From nodes to launches: one table says what the kernels take and how they are launched.
+"""Lowering of nodes to launches, by one table of rules.
 
-A rule has two halves that stand side by side: `declines`, which says why a node cannot be done, and `lower`,
-which turns one that can into launches. Both are found here by the node's op.
+A rule has two functions: `declines` returns why a node cannot be computed, and `lower` returns the
+launches of one that can. Both are looked up by the node's op.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Machine code for kernels: LLVM through llvmlite."""
+"""Code generation for kernels, by LLVM through llvmlite."""

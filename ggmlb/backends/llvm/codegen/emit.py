@@ -1,7 +1,7 @@
-"""Writing kernels: memory, loops and variables over LLVM's builder.
+"""Kernel, the emitter of LLVM code: memory, loops and variables over LLVM's builder.
 
-A kernel is emitted by a Python function that computes with `Value`s as if they were numbers; what it writes
-is LLVM code for one instruction set, with vectors as wide as that has. Addresses are 64-bit integers.
+A Python function emits a kernel by computing with `Value`s like numbers. The LLVM code is for one
+instruction set, with its vector width. Addresses are 64-bit integers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Variable:
-    """A value that changes from one turn of a loop to the next; LLVM keeps it in a register."""
+    """A variable that changes between iterations of a loop; LLVM keeps it in a register."""
 
     def __init__(self, kernel: Kernel, start: Value) -> None:
         self._kernel = kernel
@@ -55,9 +55,9 @@ class Kernel:
     Attributes:
         level: The instruction set it is for.
         args: Address of its arguments, 8 bytes each.
-        chunk: Which part of the work the call does.
-        n_chunks: Of how many.
-        thread: Which thread does it, for scratch memory.
+        chunk: Index of the call's part of the work.
+        n_chunks: Number of parts.
+        thread: Index of the thread, for scratch memory.
     """
 
     def __init__(self, module: ir.Module, name: str, level: Level) -> None:
@@ -126,7 +126,7 @@ class Kernel:
         store.set_metadata("nontemporal", self.module.add_metadata([ir.Constant(I32, 1)]))
 
     def fence(self) -> None:
-        """Let other threads see what was written past the caches before what is written after."""
+        """Order writes past the caches before later writes, for other threads."""
         self.build.fence("seq_cst")
 
     def local(self, nbytes: int) -> Value:
@@ -167,7 +167,7 @@ class Kernel:
         self.call(name, ir.VoidType(), value, Value(self, pointer), self.const(I32, 1), mask)
 
     def prefetch(self, address: Value) -> None:
-        """Ask for the cache line at an address, which need not exist, to be read soon."""
+        """Prefetch the cache line at an address, which need not be valid."""
         pointer = Value(self, self.build.inttoptr(address.raw, I8.as_pointer()))
         read, locality, data = (self.const(I32, n) for n in (0, 3, 1))
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, locality, data)
@@ -233,7 +233,7 @@ class Kernel:
 
     @contextmanager
     def while_(self) -> Iterator[tuple[Any, Any]]:
-        """Run the block again and again; it is given where it begins and where to branch to end."""
+        """Run the block in a loop; yields its first basic block and the block to branch to at the end."""
         head = self.build.append_basic_block("again")
         after = self.build.append_basic_block("done")
         self.build.branch(head)

@@ -1,4 +1,4 @@
-"""The processor that code is made for: its instruction set, and LLVM's machine for it."""
+"""Targets of code generation: instruction sets, and LLVM's target machine."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ggmlb.core.errors import ArgumentError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An instruction set that the vector layer knows.
+    """An instruction set supported by the vector layer.
 
     Attributes:
         name: As GGMLB_SIMD gives it.
         lanes: 32-bit lanes of its vectors.
-        dot: How it multiplies bytes: `vnni`, `maddubs`, `sdot` or `widen`.
-        tiles: Whether it multiplies matrices of bytes that lie in tiles (AMX).
-        f16: Whether it converts halves itself.
-        needs: Features of the host, by LLVM's names.
-        cpu: The processor that LLVM makes code for where the level is below the host's own.
-        features: What is added to that processor.
+        dot: Method of byte products: `vnni`, `maddubs`, `sdot` or `widen`.
+        tiles: Whether it has tile products of bytes (AMX).
+        f16: Whether it converts halves in hardware.
+        needs: Required host features, by LLVM's names.
+        cpu: LLVM's processor for code below the host's own level.
+        features: Features added to that processor.
     """
 
     name: str
@@ -55,12 +55,12 @@ LEVELS = (
     Level("neon", 4, "sdot", True, frozenset({"dotprod"}), "generic", "+neon,+dotprod"),
     Level("plain", 8, "widen", False, frozenset(), "", ""),
 )  # fmt: skip
-"""From the widest on: the host gets the first whose needs it meets."""
+"""Instruction sets, the widest first: the host uses the first whose needs it meets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What code is made for: a level, and what LLVM is told.
+    """A target of compilation: a level and LLVM's parameters.
 
     Attributes:
         triple: LLVM's name of architecture and system; the host's if empty.
@@ -73,7 +73,7 @@ class Target:
 
     @property
     def key(self) -> str:
-        """Tells compiled code of one target from that of another."""
+        """Key of the target's compiled code."""
         return f"{self.level.name}|{self.cpu}|{self.features}|{self.triple}"
 
     def machine(self, jit: bool = True) -> Any:
@@ -88,7 +88,7 @@ class Target:
 
 @cache
 def initialize() -> None:
-    """Let LLVM make code for all processors that it knows: once per process."""
+    """Initialize all of LLVM's targets, once per process."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
 
@@ -130,7 +130,7 @@ def _may_use_tiles() -> bool:
 
 
 def levels_here() -> tuple[Level, ...]:
-    """The levels that this processor can run, from the widest on."""
+    """Return the levels that this processor can run, the widest first."""
     _, features, _ = _host()
     have = {name for name, on in features.items() if on}
     if not (have >= _AMX and _may_use_tiles()):

@@ -1,7 +1,7 @@
-"""Compiled kernels: made when first needed, kept on disk, loaded once per process.
+"""Library of kernels, compiled at first use, cached on disk, and loaded once per process.
 
-A file (`disk_cache`) holds the machine code of one kernel, which depends on the processor, the LLVM, the
-source of the emitters, and the kernel's own name and parameters. Loading one takes no compiler.
+A file (`disk_cache`) holds the machine code of one kernel. Its key is the processor, the version of LLVM,
+the source of the emitters, and the kernel's name and parameters. Loading needs no compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ggmlb.system import disk_cache, env
 from ggmlb.system.progress import Task
 
 Emit = Callable[..., None]
-"""Writes a kernel: `emit(kernel, *params)`."""
+"""Emitter of a kernel: `emit(kernel, *params)`."""
 
 _lock = RLock()
 
@@ -48,12 +48,12 @@ class Library:
         self._salt = f"{target.key}|{binding.llvm_version_info}|{_sources()}"
 
     def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
-        """Return where the kernel is that `emit(kernel, *params)` writes.
+        """Return the address of the kernel emitted by `emit(kernel, *params)`.
 
         Args:
             emit: A function of a module of this package.
-            params: What it is specialised for; their `repr` must tell them apart.
-            task: Is told if it must be compiled.
+            params: Parameters it is specialised for, with distinct `repr`.
+            task: Progress task, notified of compilation.
         """
         key = (emit, params)
         found = self._addresses.get(key)
@@ -103,7 +103,7 @@ def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, 
 
 
 def source_files() -> list[Path]:
-    """The modules that kernels depend on: emitters, what these write with, blocks, and shared constants."""
+    """Return the source files that kernels depend on."""
     room = Path(__file__).parents[1]
     folders = room / "codegen", room / "kernels", Path(quants.__file__).parent
     files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
@@ -137,5 +137,5 @@ def _library(level: str | None) -> Library:
 
 
 def function(address: int, n_args: int) -> Any:
-    """A callable of 64-bit integers; the interpreter's lock is free while it runs."""
+    """Return a callable of 64-bit integers, which runs without the GIL."""
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * n_args)(address)

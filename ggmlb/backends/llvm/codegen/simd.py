@@ -1,8 +1,7 @@
-"""The vector layer: what kernels are made of, for each instruction set.
+"""The vector layer: vector operations for each instruction set.
 
-Products of bytes, conversions of halves, table look-ups, sums over lanes, and functions of floats that
-processors lack. Where LLVM has an operation for vectors of any length that is used; where it has none, the
-instruction of the level is.
+Byte products, conversions of halves, table look-ups, reductions over lanes, and transcendental functions.
+They use LLVM's generic vector operations, or else the level's instructions.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The kernels: functions that write LLVM code for one op, type and instruction set."""
+"""The kernels: functions that emit LLVM code for one op, type and instruction set."""

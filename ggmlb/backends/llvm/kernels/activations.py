@@ -1,12 +1,12 @@
-"""Activations as bytes: rows of float32 quantised in blocks of 32, once for all products with them.
+"""Quantisation of activations to bytes, in blocks of 32, once for all products that read them.
 
 A row of `k` elements becomes, one part after the other: `k` codes (int8), `k / 32` scales (float32),
 `k / 32` sums of the values as quantised (float32), and `k / 16` sums of codes (int32).
 
-Weights of 8 bits deserve more: some channels of a model's hidden states are many times as large as their
-neighbours, which 8 bits with a common scale leave little of. For such weights the codes of a block with a
-value that stands out are `128 high + low`; `k` high parts (int8) follow, and `k / 32` bytes that tell which
-blocks have them, so that products leave out the others' zeros.
+Weights of 8 bits need more precision: some channels of a model's hidden states are many times as large as
+their neighbours, which lose precision with a common scale of 8 bits. For such weights, a block with an
+outlier has codes `128 high + low`; `k` high parts (int8) follow, and `k / 32` flags of blocks with high
+parts, so that products can skip the others.
 """
 
 from __future__ import annotations

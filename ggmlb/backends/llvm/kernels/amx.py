@@ -1,8 +1,8 @@
-"""Products of bytes in registers that hold matrices (AMX): 16 rows of activations meet 16 of a weight.
+"""Products of bytes in tile registers (AMX): 16 rows of activations times 16 of a weight.
 
-A register holds a matrix: codes of some rows of activations; or of 16 rows of the weight, four neighbours
-side by side, as packed tiles and strips have them; or their products, in 32 bits. Only elements that share
-a scale are added up there: the rest is done in vectors, by way of memory.
+A tile register holds codes of some rows of activations, or of 16 rows of the weight (groups of four
+neighbours, as in packed tiles and strips), or their 32-bit products. Only elements with a common scale
+are summed there; the rest is done in vectors, through memory.
 """
 
 from __future__ import annotations

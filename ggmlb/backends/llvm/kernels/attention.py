@@ -1,7 +1,7 @@
 """Attention in one pass over keys and values, with a running maximum and sum of each query's weights.
 
-Few queries (a decode step) read keys and values once, as they lie; many (a prompt) have tiles of them made
-float32 first, keys transposed, and multiply those in registers.
+With few queries (decoding), keys and values are read once in place. With many (a prompt), tiles of them
+are first converted to float32, keys transposed, and then multiplied in registers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What both kernels of attention share: their arguments, the units of work, and the running soft max.
+"""Shared parts of the attention kernels: arguments, units of work, and the running soft max.
 
-A unit of work is some queries that meet the same head of keys: of several tokens, or of several heads that
+A unit of work is a set of queries with the same head of keys: of several tokens, or of several heads that
 share one.
 """
 

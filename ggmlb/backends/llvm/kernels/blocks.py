@@ -1,4 +1,4 @@
-"""Blocks of quantised weights: their codes as bytes, and their scales as floats, in vectors.
+"""Readers of quantised blocks: codes as byte vectors, scales as float vectors.
 
 A `Form` reads one block; a block has runs of 32 elements. An element is `scale (code - offset)`, or, where
 the type has minimums, `scale code + minimum`. Scales and minimums are of groups of 16 or 32 elements.
@@ -27,7 +27,7 @@ Fields = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a type lies in memory.
+    """The block format of a type, with its readers.
 
     Attributes:
         block: Elements of a block.

@@ -1,11 +1,10 @@
-"""The driver: threads run the steps of a plan, without Python between them.
+"""The driver: machine code in which threads run the steps of a plan.
 
-A plan is a table of steps: the address of a kernel, the address of its arguments, and how many chunks its
-work is cut into. The thread that computes the plan goes from step to step; the others watch. Each thread has
-a word, which holds the chunks of the open step that are its share and that nobody has taken. It takes those
-first, so that it meets again what its cache holds of the step before: from the other end in every other step,
-for it is what was done last. Then it takes what others have left, from the far end. A step is done when all
-its chunks are: nobody waits for a thread that has not come.
+A plan is a table of steps: the address of a kernel, the address of its arguments, and the number of
+chunks of its work. The thread that computes the plan opens one step after another; the others poll. Each
+thread has a word with the remaining chunks of its share of the open step. It takes those first, which
+reuse its cache from the previous step, in alternating order; then it steals chunks of others, from the
+far end. A step is done when all its chunks are done, without waiting for threads that took none.
 
 The control block, in words of 8 bytes, each group in cache lines of its own:
 
@@ -14,8 +13,8 @@ The control block, in words of 8 bytes, each group in cache lines of its own:
     16   1 while a plan is computed; 1 to stop; the address of sched_yield, or 0; threads; number of the step
     24   for each thread: number of the step << 40 | last chunk of its share + 1 << 20 | first
 
-A word tells by itself whether it has a chunk, and a step that has one is open: so whoever takes it by an
-exchange of the word that it read has read the kernel and the arguments of that very step.
+A word with a chunk belongs to the open step: a thread that takes a chunk by compare-and-exchange of the
+word has therefore read the kernel and arguments of that step.
 """
 
 from __future__ import annotations

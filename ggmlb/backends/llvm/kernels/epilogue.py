@@ -1,6 +1,6 @@
-"""Products with few rows of activations, and what follows: sums, functions, gated units; chunk by chunk.
+"""Products with few rows of activations, fused with their epilogue: sums, functions, gated units.
 
-A chunk multiplies its rows of the weights into scratch memory, which stays in its cache, and goes on there.
+A chunk multiplies its rows of the weights into scratch memory in the cache, and continues there.
 """
 
 from __future__ import annotations

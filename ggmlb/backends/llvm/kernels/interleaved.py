@@ -1,8 +1,8 @@
-"""Strips: 16 rows of a weight, in which what their blocks have in the same place lies side by side.
+"""Strips: 16 rows of a weight, interleaved field by field.
 
-So a vector has a scale, or four neighbouring codes, of each of 16 rows, and a product is added up in the
-lanes, one row each. A strip has the bytes of its rows, in another order: one field of the type after the
-other, each for all blocks of the rows; for a block the field's units; for a unit those of the 16 rows.
+A vector has a scale, or four neighbouring codes, of each of 16 rows, and each lane sums the product of
+one row. A strip has the bytes of its rows in another order: by field of the type, then by block, then by
+unit of the field, then by row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROWS = 16
 """Rows of a strip."""
 
 AHEAD = 8192
-"""Bytes before its turn that memory is asked for: a strip is one stream, which processors follow closely."""
+"""Prefetch distance [bytes]; short, because a strip is one sequential stream."""
 
 BITS = 0
 """As a field's unit: bits of 32 elements, of which those of four neighbours stay together."""

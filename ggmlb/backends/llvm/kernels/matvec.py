@@ -1,6 +1,6 @@
-"""Products of a quantised or float weight with few rows of activations, some rows of the weight at a time.
+"""Products of a quantised or float weight with few rows of activations.
 
-The activations are read once for the rows of a group, which keep their sums in registers.
+The activations are read once for a group of rows of the weight, whose sums stay in registers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Product = Callable[[list["Value"], list["Value"], "Value"], "list[list[Value]]"]
 
 
 class Place:
-    """What a chunk of a product is: its matrix, and its part of the weight's rows.
+    """A chunk of a product: its matrix, and its part of the weight's rows.
 
     Attributes:
         a: Address of the weight's matrix.
@@ -68,7 +68,7 @@ class Place:
 
 
 AHEAD = 1024
-"""Bytes before its turn that memory is asked for: processors follow few rows at once."""
+"""Prefetch distance [bytes], because processors follow few streams at once."""
 
 CHOSEN_ARGS = (
     "a", "a_nb1", "a_nb2", "b", "b_nb1", "b_nb2", "b_ne1", "y", "y_nb1", "y_nb2",
@@ -79,7 +79,7 @@ and `starts` where those of each matrix begin."""
 
 
 class Chosen(Place):
-    """What a chunk is where each row of activations has chosen its matrices."""
+    """A chunk of a product with chosen matrices (mul_mat_id)."""
 
     def __init__(self, k: Kernel, unit: int) -> None:
         p = dict(zip(CHOSEN_ARGS, k.ints(len(CHOSEN_ARGS)), strict=True))

@@ -1,9 +1,9 @@
-"""Products with many rows of activations: tiles of a weight, packed for the purpose, with some of the rows.
+"""Products with many rows of activations, by packed tiles of the weight.
 
-A tile is some rows of the weight, transposed so that lanes are rows: each value (or four neighbouring bytes)
-of an activation row meets a whole vector of weights. A thread packs a tile into memory of its own, which
-stays in its cache, and multiplies all activations with it. Here is what tiles of bytes (`byte_tiles`) and of
-floats (`float_tiles`) share.
+A tile is some rows of the weight, transposed so that lanes are rows: each value (or four neighbouring
+bytes) of an activation row is multiplied by a vector of weights. A thread packs a tile into its own
+memory, which stays in cache, and multiplies all activations with it. This module is shared by tiles of
+bytes (`byte_tiles`) and of floats (`float_tiles`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def columns(n: int, most: int) -> int:
 
 
 class Epilogue(NamedTuple):
-    """What is done with a product before it is written.
+    """Operations on a product before it is written.
 
     Attributes:
         added: Whether something is added: a row of float32 for each row of activations, or one for all.

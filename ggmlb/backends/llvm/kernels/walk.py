@@ -1,4 +1,4 @@
-"""Walking over tensors: rows of several operands side by side, cut into chunks for threads.
+"""Walks: iteration over the rows of several operands, in chunks for threads.
 
 The arguments that a walk takes: the row length, three further extents, into how many parts each row is cut;
 then for each operand its address and three byte strides. Rows have no gaps inside.

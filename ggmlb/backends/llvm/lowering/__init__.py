@@ -1,4 +1,4 @@
-"""From nodes to steps: one table says what the kernels take and how they are run."""
+"""Lowering of nodes to steps, by one table of rules for `declines` and `lower`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: whether a unit has few queries or many, and who gets which unit."""
+"""Lowering of attention: the size of units, and their distribution over threads."""
 
 from __future__ import annotations
 

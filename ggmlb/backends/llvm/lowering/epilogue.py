@@ -1,4 +1,4 @@
-"""Groups of products and what follows: a sum, a function, or a gated unit of two products of few rows."""
+"""Lowering of products fused with an epilogue: a sum, a function, or a gated unit of two products."""
 
 from __future__ import annotations
 

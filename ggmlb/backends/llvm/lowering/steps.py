@@ -1,4 +1,4 @@
-"""Steps: what a rule emits, and how they become a table that machine code reads."""
+"""Steps emitted by rules, and their table for machine code."""
 
 from __future__ import annotations
 
