@@ -207,7 +207,7 @@ def _run(
         The results in the order of the tasks; the facts for reports; the signal that stopped the run, or 0.
     """
     from ggmlb.testing.devices import device_named
-    from ggmlb.testing.junit import JunitReport
+    from ggmlb.testing.formats import JunitReport
     from ggmlb.testing.run import run_as_done
     from ggmlb.testing.xfail import ExpectedFailures
 

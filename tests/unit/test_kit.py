@@ -29,9 +29,8 @@ from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.claims import claims_not_run
 from ggmlb.testing.devices import UnknownDeviceError, device_named, sharded_by_chance
 from ggmlb.testing.forecast import about_minutes, forecast_s
-from ggmlb.testing.formats import as_csv, as_json, as_junit
+from ggmlb.testing.formats import JunitReport, as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
-from ggmlb.testing.junit import JunitReport
 from ggmlb.testing.limits import limit
 from ggmlb.testing.names import device_names
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
