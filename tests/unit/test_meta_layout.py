@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
-from hypothesis import assume, event, given
+from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 from ggmlb.core.dtypes import DType
@@ -79,6 +79,7 @@ def views(draw: st.DrawFn) -> tuple[Four, SplitState, Four, Four, int]:
     return ne, state, (cut[a], cut[b], cut[c], cut[d]), (nb[a], nb[b], nb[c], nb[d]), offset
 
 
+@example(((6, 2, 3, 4), SplitState(SplitAxis.AXIS_0, ((6,),)), (6, 16, 1, 1), (4, 36, 576, 576), 0))
 @given(views())
 def test_parts_make_up_the_view(drawn: tuple[Four, SplitState, Four, Four, int]) -> None:
     root_ne, state, ne, nb, offset = drawn

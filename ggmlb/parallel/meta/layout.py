@@ -62,7 +62,7 @@ def slices_of_view(
 
     walks = [i for i in range(4) if ne[i] > 1 and nb[i] < block and nb[i] * _count(dtype, i, ne) > unit]
     walks.sort(key=nb.__getitem__)
-    if not walks:
+    if not walks or any(n > 1 and b > block and b % block for n, b in zip(ne, nb, strict=True)):
         return None
     reach = _reach(dtype, walks, ne, nb, unit, block)
     if reach is None:
