@@ -134,7 +134,7 @@ def test_a_row_for_each_of_several_programs(told):
         (["--devices", "CPU,CPU", "{program}:misnamed"], "no unplaced leaf has that name"),
         (["--devices", "CPU,CPU", "missing.py"], "there is no file missing.py"),
         (["--devices", "CPU,CPU", "no_such_module:f"], "ModuleNotFoundError"),
-        (["--devices", "CPU,CPU", str(GOLDEN), "-p", "no such"], "has an id that holds 'no such'"),
+        (["--devices", "CPU,CPU", str(GOLDEN), "-p", "no such"], "has an id that contains 'no such'"),
         (["--devices", "CPU,CPU", str(GOLDEN), "-p", "("], "--pattern (: "),
         (["--devices", "CPU,CPU", "{folder}"], "no golden programs"),
     ],

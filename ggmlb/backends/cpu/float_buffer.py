@@ -40,7 +40,7 @@ class FloatBufferType(BufferType):
         self.is_used = False
 
     def alloc_size(self, tensor: Tensor) -> int:
-        """Four bytes an element."""
+        """Return four bytes per element."""
         return tensor.n_elements * 4
 
     def declines(self, node: Tensor) -> str | None:

@@ -85,7 +85,7 @@ class CpuLowering:
         return steps, self._counts
 
     def _lower(self, node: Tensor) -> None:
-        """Follow the recipe of a node like this one, or lower it, and write down how."""
+        """Lower a node by the recipe of a similar one, or by its rule, recording a recipe."""
         recipe = None
         if self._group is None and node.buffer is not None:
             try:
@@ -130,7 +130,7 @@ class CpuLowering:
         self._counts[node] += len(steps)
 
     def _emit_stage(self, stage: Stage) -> None:
-        """Let a stage join those before it, or begin a group with it."""
+        """Add a stage to the current group, or begin a new group."""
         if self._group is None or not self._group.accepts(stage):
             self._flush()
             self._group = Group(self, stage)
@@ -139,13 +139,13 @@ class CpuLowering:
             self._flush()
 
     def _flush(self) -> None:
-        """Append the steps of the stages that wait for others; they count as those of the last one's node."""
+        """Append the steps of the pending group, counted for the node of its last stage."""
         group, self._group = self._group, None
         if group is not None:
             self._append(group.lists(), self._group_node)
 
     def scratch(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        """Return a C-contiguous array that is this node's own while its steps run."""
+        """Return a C-contiguous scratch array, valid for the steps of this node."""
         array = self._workspace.take(shape, dtype)
         self._taken.append(array)
         return array
@@ -165,12 +165,12 @@ class CpuLowering:
     # -- operands ----------------------------------------------------------------------------------
 
     def bind(self, view: View) -> Array:
-        """Make the array of a view."""
+        """Return the array of a view."""
         memory, _, item, offset, shape, strides = view
         return np.ndarray(shape, item, memory.base, offset, strides)
 
     def address(self, view: View) -> int:
-        """The address of the first item of a view: tells whether views share memory."""
+        """Return the address of a view's first item, to compare views."""
         memory = view.buffer
         if memory not in self._addresses:
             self._addresses[memory] = memory.base.ctypes.data
@@ -181,11 +181,11 @@ class CpuLowering:
         return View(_Held(array), dtype, array.dtype, 0, array.shape, array.strides)
 
     def array(self, t: Tensor) -> Array:
-        """The tensor's memory in four dimensions, `ne` reversed; BF16 as `uint16`, blocks as bytes."""
+        """Return the tensor's memory in four dimensions, `ne` reversed; BF16 as `uint16`, blocks as bytes."""
         return self.bind(View.of(t))
 
     def packed(self, t: Tensor) -> View:
-        """View the values without gaps: the memory, or scratch that a step fills, float32 then."""
+        """Return a packed view of the values: the memory, or float32 scratch filled by a step."""
         view = View.of(t)
         if view.is_packed():
             return view
@@ -194,7 +194,7 @@ class CpuLowering:
         return values
 
     def f32(self, t: Tensor) -> Array:
-        """The tensor's values as float32, `ne` reversed: its memory, or scratch that a step fills."""
+        """Return the values as float32, `ne` reversed: the memory, or scratch filled by a step."""
         load = casts.loader(t.dtype)
         x = self.array(t)
         if load is None:
@@ -204,7 +204,7 @@ class CpuLowering:
         return values
 
     def out_f32(self, t: Tensor) -> Array:
-        """A float32 array for the result, `ne` reversed: its memory, or scratch; see `store`."""
+        """Return a float32 array for the result, `ne` reversed: its memory, or scratch; see `store`."""
         return self.array(t) if t.dtype == DType.F32 else self.scratch(t.ne[::-1])
 
     def store(self, t: Tensor, y: Array) -> None:
@@ -267,8 +267,8 @@ class CpuLowering:
             kernel: Fills `y` from float32 arrays of one shape; may use `scratch` arrays of that shape.
             out: The result, of any type that can be stored.
             src: Operands, of any type that can be loaded.
-            scratch: How many scratch arrays the kernel wants.
-            work: What the kernel does to an element, in additions: tells whether threads pay.
+            scratch: Number of scratch arrays of the kernel.
+            work: Cost of the kernel per element, in additions, to decide on threads.
         """
         inner = int(out.dtype.is_quantized or any(s.dtype.is_quantized for s in src))
         views = [View.of(s) for s in src]
@@ -300,11 +300,10 @@ class CpuLowering:
         Args:
             kernel: Called as `kernel(y, *x, *whole, *scratch)`.
             out: The result.
-            src: Operands that are cut like the result, and repeat over it where they are smaller, but for
-                the last `inner` dimensions, which are the kernel's business.
-            whole: Operands that every tile reads whole, as they are.
-            inner: How many dimensions are never cut.
-            scratch: How many scratch arrays the kernel wants, of the shape of the first source.
+            src: Operands, cut like the result and broadcast to it, except in the last `inner` dimensions.
+            whole: Operands that every tile reads whole, unconverted.
+            inner: Number of last dimensions that are never cut.
+            scratch: Number of scratch arrays of the kernel, of the first source's shape.
             work: As for `elementwise`.
             least: The least extent of a tile in the first dimension.
             one_call: Whether the kernel is one call of NumPy, however long.
@@ -328,9 +327,9 @@ class CpuLowering:
             self.tiled(casts.copy, dst, src, inner=inner, work=casts.CAST)
 
     def workers(self, work: int, call: int | None = None) -> int:
-        """Return over how many threads to spread so many additions, of which one call does `call`, or all.
+        """Return the number of threads for so many additions, of which one call does `call` (default all).
 
-        All threads, if calls are long: after each, a thread waits for the interpreter's lock.
+        All threads only if calls are long, because a thread waits for the GIL after each call.
         """
         is_long = call is None or call >= self.parallel_call
         return self._threads.n if is_long and work >= self.parallel_work else 1
@@ -341,12 +340,12 @@ class CpuLowering:
 
 
 def _batch(n3: int, n2: int) -> tuple[Array, Array]:
-    """Indices of all matrices of a batch, to go with one of rows."""
+    """Return indices of all matrices of a batch, to combine with row indices."""
     return np.arange(n3)[:, None, None], np.arange(n2)[None, :, None]
 
 
 class _Held:
-    """Memory behind a view that is not a buffer's."""
+    """Memory of a view outside of buffers."""
 
     def __init__(self, array: Array) -> None:
         self.base = array.reshape(-1).view(np.uint8)

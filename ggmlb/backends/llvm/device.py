@@ -83,7 +83,7 @@ class LlvmDevice(Device):
 
     @property
     def extra_bufts(self) -> tuple[BufferType, ...]:
-        """`LLVM_Repacked`, which keeps rows of weights side by side (ggml_backend_dev_get_extra_bufts)."""
+        """`LLVM_Repacked`, which stores weights in interleaved strips (ggml_backend_dev_get_extra_bufts)."""
         return (self._repacked,)
 
 

@@ -1,12 +1,12 @@
 """Allocators: placement of tensors in buffers (ggml-alloc.h).
 
     TensorAllocator      one tensor after another in an existing buffer     ggml_tallocr
-    alloc_ctx_tensors    all tensors of a context, in new buffers   ggml_backend_alloc_ctx_tensors
+    alloc_ctx_tensors    all tensors of a context, in new buffers           ggml_backend_alloc_ctx_tensors
     GraphAllocator       a graph's tensors, sharing memory over time          ggml_gallocr
 
-A graph is allocated in three steps: `IndexedGraph` reads from it what a plan depends on, as lists of
-numbers; `plan` finds a place for each number, in `Arena`s that exist on paper only; `graph` makes the
-buffers and places the tensors. A plan is kept, so that the second time costs the first and last step.
+A graph is allocated in three steps: `IndexedGraph` converts it to lists of integers; `plan` finds an
+abstract address for each tensor, by `Arena`s; `graph` allocates the buffers and places the tensors. Plans
+are cached, so that later allocations skip the second step.
 """
 
 from ggmlb.runtime.alloc.context import (

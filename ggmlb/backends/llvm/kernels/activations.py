@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
 
 HIGH = 128
-"""What high parts of codes count. With low parts up to 64 no sum of two products of bytes leaves 16 bits."""
+"""Factor of high parts of codes. With low parts up to 64, a sum of two byte products fits in 16 bits."""
 
 CREST = 5.0
-"""A block has high parts if its greatest value is that many times the root of the mean square."""
+"""A block has high parts if its maximum exceeds this multiple of its root mean square."""
 
 AT_ONCE = 4
 """Blocks that are quantised together."""
@@ -35,7 +35,7 @@ FLAGS = 16
 
 
 class Parts(NamedTuple):
-    """Where the parts of a row are.
+    """Addresses of the parts of a quantised row.
 
     Attributes:
         codes: The codes, or their low parts.
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
 
 
 def row_nbytes(k: int, wide: bool) -> int:
-    """Bytes of a row of `k` elements as quantised, with high parts if it is `wide`."""
+    """Return the size of a quantised row of `k` elements, with high parts if `wide` [bytes]."""
     return k + k // 2 + (k + _flags_nbytes(k) if wide else 0)
 
 
@@ -65,7 +65,7 @@ def _flags_nbytes(k: Any) -> Any:
 
 
 def parts(address: Value, k: Value, wide: bool) -> Parts:
-    """Where the parts of a row of `k` elements are."""
+    """Return the addresses of the parts of a row of `k` elements."""
     scales = address + k
     sums = scales + (k >> 3)
     counts = sums + (k >> 3)
@@ -95,7 +95,7 @@ def quantize(k: Kernel, dtype: str, wide: bool) -> None:
 
 
 def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Parts) -> None:
-    """Quantise `n` blocks of a row from one on."""
+    """Quantise `n` blocks of a row, beginning at `block`."""
     start = source + block * (32 * SIZES[dtype])
     values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
     # As integers, magnitudes have NaN above infinity above all numbers: such a block's scale says so.

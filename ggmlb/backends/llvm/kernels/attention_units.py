@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
 
 TILE = 64
-"""Positions of keys and values that are done together."""
+"""Keys and values of a tile."""
 
 MANY_ROWS = 24
-"""Queries of a unit where there are many."""
+"""Queries of a unit, with many queries."""
 
 BLOCK_ROWS = 6
 """Queries whose sums are kept in registers together."""
 
 LOWEST = -1e30
-"""Stands for minus infinity where a difference of two must not be NaN."""
+"""Finite substitute of minus infinity, whose differences are not NaN."""
 
 
 class Shape(NamedTuple):
-    """What a kernel is specialised for: head sizes, types, options."""
+    """Parameters of a specialised kernel: head sizes, types, options."""
 
     d_k: int
     d_v: int
@@ -52,13 +52,13 @@ ARGS = (
 
 
 def scratch_nbytes(shape: Shape) -> int:
-    """Bytes that a thread needs where there are many queries."""
+    """Return the scratch size of a thread with many queries [bytes]."""
     tiles = TILE * (shape.d_k + shape.d_v + MANY_ROWS)
     return 4 * (tiles + MANY_ROWS * shape.d_k) + MANY_ROWS * record_nbytes(shape.d_v)
 
 
 def record_nbytes(d_v: int) -> int:
-    """Bytes that hold what is known of a query: its weighted values, maximum and sum; whole cache lines."""
+    """Return the size of a query's state (weighted values, maximum, sum), in whole cache lines [bytes]."""
     return -(-4 * (d_v + 2) // 64) * 64
 
 
@@ -88,7 +88,7 @@ def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
 
 
 class Unit:
-    """Addresses of a unit: some queries of a batch that meet one head of keys."""
+    """A unit of work, with the addresses of its operands."""
 
     def __init__(self, k: Kernel, p: dict[str, Value], unit: Value, n_rows: int) -> None:
         self.k, self.p, self.n_rows = k, p, n_rows
@@ -119,7 +119,7 @@ class Unit:
         return p["y"] + head * p["y1"] + token * p["y2"] + self.batch * p["y3"]
 
     def sink(self, r: int | Value) -> Value:
-        """The logit that only takes part in its sum."""
+        """The sink logit, which is only added to its sum."""
         _, head = self.row(r)
         return self.k.load(F32, self.p["sinks"] + head * 4)
 
@@ -138,14 +138,14 @@ def arguments(k: Kernel) -> tuple[dict[str, Value], Value, Value]:
 
 
 def n_units_of(p: dict[str, Value], n_rows: int) -> Value:
-    """How many units of `n_rows` queries there are."""
+    """Return the number of units of `n_rows` queries."""
     return (p["n_q"] * p["group"] + (n_rows - 1)) // n_rows * p["n_heads_kv"] * p["batches"]
 
 
 class Part:
-    """The keys that a unit meets: all, or where few units would leave threads idle, a part of them.
+    """The keys of a unit: all, or a part if there are fewer units than threads.
 
-    Parts take two arguments: how many there are, and memory for what each finds; `merge` puts that together.
+    Parts take two arguments: their number, and memory for their partial results, which `merge` combines.
 
     Attributes:
         first: The first key.
@@ -159,7 +159,7 @@ class Part:
         self._index, self._parts = index, parts
 
     def records(self, own: Value, nbytes: Value | int) -> Value:
-        """Where what is found goes, of that many bytes: to memory of one's own if all keys are met."""
+        """Return the address of partial results of `nbytes`: `own` memory if the unit has all keys."""
         return own if self._parts is None else self._parts + self._index * nbytes
 
 
@@ -173,7 +173,7 @@ def units(k: Kernel, p: dict[str, Value], n_rows: int, split: bool) -> Iterator[
 
 
 def finished(k: Kernel, shape: Shape, x: Value, softcap: Value, bias: Value | None, slope: Value) -> Value:
-    """What the exponential is taken of, from scaled products."""
+    """Return logits from scaled products, with softcap, bias and slope."""
     n = x.type.count
     if shape.softcap:
         x = softcap.splat(n) * tanh(k, x)
@@ -188,11 +188,11 @@ class Softmax:
 
     @classmethod
     def at(cls, k: Kernel, record: Value, d_v: int) -> Softmax:
-        """Return that in a record of `record_nbytes`."""
+        """Return the state in a record of `record_nbytes`."""
         return cls(k, record + d_v * 4, record + (d_v + 1) * 4, record)
 
     def begin(self, d_v: int, width: int) -> None:
-        """Forget everything."""
+        """Reset the state."""
         k = self.k
         k.store(k.const(F32, float("-inf")), self.maximum)
         k.store(k.const(F32, 0), self.total)
@@ -200,7 +200,7 @@ class Softmax:
             k.store(k.const(vec(F32, width), 0), self.values + i * 4)
 
     def rescale(self, most: Value, d_v: int, width: int) -> Value:
-        """Take in a maximum; return the one to subtract."""
+        """Update the maximum and rescale; return the maximum to subtract."""
         k = self.k
         before = k.load(F32, self.maximum)
         after = k.maximum(before, most)
@@ -215,7 +215,7 @@ class Softmax:
         return level
 
     def weigh(self, logits: Value, n: Value | int, level: Value) -> None:
-        """Make weights of logits in memory, a whole tile, and add them to the sum."""
+        """Turn a tile of logits in memory into weights, and add them to the sum."""
         k, lanes = self.k, self.k.level.lanes
         sums = k.variable(k.const(vec(F32, lanes), 0))
         with k.loop(0, n, lanes) as j:
@@ -225,7 +225,7 @@ class Softmax:
         k.store(k.load(F32, self.total) + total(k, sums.now), self.total)
 
     def take_in(self, other: Softmax, d_v: int, width: int) -> None:
-        """Add what was found of the same query with other keys."""
+        """Merge the state of the same query for other keys."""
         k = self.k
         most = k.load(F32, other.maximum)
         factor = exp(k, most - self.rescale(most, d_v, width))

@@ -27,17 +27,17 @@ TILE_ROWS = 16
 
 
 def columns_at_once(level: Level, dtype: str) -> int:
-    """Most rows of activations that meet a tile of bytes together."""
+    """Return the most rows of activations multiplied by a tile at once."""
     return amx.ROWS if _in_registers(level, dtype) else _chosen_columns(level)
 
 
 def _in_registers(level: Level, dtype: str) -> bool:
-    """Whether registers hold matrices of codes: where few elements share a scale, vectors are faster."""
+    """Whether to use tile registers; with few elements per scale, vectors are faster."""
     return level.tiles and FORMS[dtype].group == 32
 
 
 def _chosen_columns(level: Level) -> int:
-    """The same of rows that do not lie one after the other."""
+    """As `columns_at_once`, for rows that are not contiguous."""
     return 8 if level.lanes == 16 else 3
 
 
@@ -60,7 +60,7 @@ def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, wo
 
 
 class _Packed:
-    """Where the parts of a packed tile are: codes, scales, minimums; and flags of activations."""
+    """Addresses of the parts of a packed tile: codes, scales, minimums; and flags of activations."""
 
     def __init__(self, form: Form, size: Value, scratch: Value) -> None:
         whole = (size + (DEPTH - 1)) // DEPTH * DEPTH
@@ -71,7 +71,7 @@ class _Packed:
 
 
 def _centered(k: Kernel, form: Form, codes: Value, shifted: bool) -> Value:
-    """Codes as the product of tiles takes them: with minimums as they are, else signed, or 128 above."""
+    """Convert codes for tile products: unchanged with minimums, else signed, or offset by 128."""
     if form.has_min:
         return codes
     if shifted:
@@ -106,7 +106,7 @@ def _pack_bytes(
 
 
 def _codes_in_place(dtype: str) -> int | None:
-    """Where the codes of a strip lie as in a tile of signed bytes: the offset of their field."""
+    """Return the offset of a strip's codes, if they have the layout of a tile of signed bytes."""
     fields = (f.offset for f in fields_of(dtype) if f.nbytes == FORMS[dtype].block)
     return next(fields, None) if FORMS[dtype].offset is None else None
 
@@ -114,7 +114,7 @@ def _codes_in_place(dtype: str) -> int | None:
 def _unpack_strip(
     k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool, in_place: int | None
 ) -> Value:
-    """Return where the codes are: in the strip, if they may stay there."""
+    """Unpack a strip; return the address of its codes, which may be in the strip itself."""
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
@@ -183,12 +183,12 @@ def _multiply_tiles(
     """Return the sums for each vector of rows and each column.
 
     Args:
-        k: Is written.
+        k: The emitted kernel.
         form: Of the weight.
-        packed: What was unpacked of its rows.
-        codes: Where their codes are.
+        packed: Its unpacked rows.
+        codes: Address of their codes.
         rows: The product, the first row of activations, and how many.
-        ask: Whether to ask for codes that come later to be read, if that may be.
+        ask: Whether to prefetch later codes.
     """
     place, column, n_columns = rows
     step, n = place.step, k.level.lanes
@@ -298,7 +298,7 @@ def _multiply_bytes(
 
 
 def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:
-    """Write which blocks have high parts in any of some rows of activations."""
+    """Write flags of the blocks with high parts in any of the rows of activations."""
     flags = vec(I8, FLAGS)
     with k.loop(0, size >> 5, FLAGS) as i:
         any_ = k.const(flags, 0)

@@ -35,12 +35,12 @@ def with_epilogue(
     each product where its result is, `m` float32 a row, and if something is added where that is, `nb1`.
 
     Args:
-        k: Is written.
-        dtype: Of the weights.
-        is_interleaved: How they lie (`interleaved`).
+        k: The emitted kernel.
+        dtype: Type of the weights.
+        is_interleaved: Whether they are in strips (`interleaved`).
         n_rows: Rows that are multiplied together; divides `m`.
         n_columns: Rows of activations.
-        b_dtype: Their type; float32 where weights are of blocks.
+        b_dtype: Type of the activations; float32 if the weights are quantised.
         adds: For each product whether something is added to it.
         gate: The gated linear unit of two products; of one a function, or `None`.
     """

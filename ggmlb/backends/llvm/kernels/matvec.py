@@ -59,11 +59,11 @@ class Place:
         self.step = p["b_nb1"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of a row of activations."""
+        """Address of the row `c` of activations."""
         return self.b + self.args["b_nb1"] * c
 
     def result(self, c: Value | int) -> Value:
-        """Address of what comes of it."""
+        """Address of its result."""
         return self.y + self.args["y_nb1"] * c
 
 
@@ -94,18 +94,18 @@ class Chosen(Place):
         self.last = units * (part + 1) // p["parts"]
 
     def _choice(self, c: Value | int) -> tuple[Value, Value]:
-        """The token, and which of its choices."""
+        """Return the token and the index of its choice."""
         number = self._kernel.load(I64, self.args["order"] + (self._begin + c) * 8)
         return number // self.args["n_used"], number % self.args["n_used"]
 
     def column(self, c: Value | int) -> Value:
-        """Address of a row of activations."""
+        """Address of the row `c` of activations."""
         token, use = self._choice(c)
         p = self.args
         return p["b"] + use % p["b_ne1"] * p["b_nb1"] + token * p["b_nb2"]
 
     def result(self, c: Value | int) -> Value:
-        """Address of what comes of it."""
+        """Address of its result."""
         token, use = self._choice(c)
         return self.args["y"] + use * self.args["y_nb1"] + token * self.args["y_nb2"]
 
@@ -189,7 +189,7 @@ def _all_rows(k: Kernel, place: Place, n_rows: int, n_columns: int, product: Pro
 def _blocks(
     k: Kernel, form: Form, weights: list[Value], columns: list[Value], size: Value
 ) -> list[list[Value]]:
-    """The products of rows of blocks with rows of bytes, by their addresses."""
+    """Return the products of rows of blocks with rows of bytes, by address."""
     wide = k.level.lanes == 16 and form.block > 32
     runs, step = form.block // 32, 2 if wide else 1
     lanes, groups = 8 * step, form.block // form.group
@@ -253,12 +253,12 @@ def _per_group(factors: Value, form: Form) -> Value:
 
 
 def _lanes(form: Form, run: int, lanes: int) -> list[int]:
-    """Which group the sums in each lane belong to, from run `run` on."""
+    """Return the group of the sums in each lane, from run `run` on."""
     return [(32 * run + 4 * i) // form.group for i in range(lanes)]
 
 
 def _group_sums(k: Kernel, form: Form, factors: Value, s: Value, counts: Value, block: Value) -> Value:
-    """The sums of activations over each group of a block: what minimums are multiplied with."""
+    """Return the sums of activations over each group of a block, the factors of minimums."""
     groups = form.block // form.group
     if form.group == 32:
         return k.load(vec(F32, groups), s + block * (4 * groups))
@@ -268,7 +268,7 @@ def _group_sums(k: Kernel, form: Form, factors: Value, s: Value, counts: Value, 
 def _floats(
     k: Kernel, dtype: str, b_dtype: str, weights: list[Value], columns: list[Value], size: Value
 ) -> list[list[Value]]:
-    """The products of rows of floats, by their addresses."""
+    """Return the products of rows of floats, by address."""
     lanes = k.level.lanes
     turns = 2 if len(weights) * len(columns) <= 8 else 1  # independent sums hide the latency of additions
     zero = k.const(vec(F32, lanes), 0)

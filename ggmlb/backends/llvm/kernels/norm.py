@@ -1,4 +1,4 @@
-"""Normalisation of rows, perhaps with the product and the sum that follow; and soft max."""
+"""Normalisation of rows, optionally fused with a product and a sum; soft max."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def normalise(
     """Normalise rows: `eps`, and the walk of `y, x`, then `b` if `added`, `s` if `kept`, then the factors.
 
     Args:
-        k: Is written.
+        k: The emitted kernel.
         kind: `norm`, `rms_norm` or `l2_norm`.
         dtypes: Of `y` and `x`.
         factors: 1: the result is multiplied with rows of float32; 2: then others are added to it.

@@ -1,7 +1,7 @@
-"""Writing blocks: 32 floats, in a vector, become a block of a type.
+"""Block writers: a vector of 32 floats becomes a block of a type.
 
-Each type rounds as ggml's reference does (quantize_row_*_ref), which is what caches are written with.
-As there, comparisons pass over NaN, and a value that no code stands for gets code 0.
+Rounding equals ggml's reference (quantize_row_*_ref), which writes caches. As there, comparisons ignore
+NaN, and a value without a code gets code 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MOST_FLOAT = 3.4028234663852886e38
 
 
 def _inverse(k: Kernel, d: Value) -> Value:
-    """`1 / d` in each lane; 0 of 0."""
+    """Return `1 / d` in each lane; 0 where `d` is 0."""
     return k.select(d.equals(0.0), k.const(F32, 0), 1.0 / d).splat(32)
 
 
 def _magnitude(k: Kernel, x: Value) -> Value:
-    """The largest absolute value; NaN counts for nothing."""
+    """Return the largest absolute value, ignoring NaN."""
     return greatest(k, k.maximum(k.generic("fabs", x), 0.0))
 
 

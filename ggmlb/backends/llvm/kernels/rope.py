@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles of a token once for all heads, then pairs turned in vectors."""
+"""Rotary position embedding: a token's angles are computed once for all heads; pairs rotate in vectors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def rope(
     channels: bool,
     index: str | None = None,
 ) -> None:
-    """Turn pairs; the chunks are of tokens.
+    """Rotate pairs; chunks are ranges of tokens.
 
     Arguments: `magnitude, sine's sign, y, nb1..3, x, nb1..3, ne0, heads, tokens, batches, positions, angles,
     channels, factors, pairs, start`; with an index `ids, nb0, nb1, ne1, limit, errors, step` too.
 
     Args:
-        k: Is written.
+        k: The emitted kernel.
         dtypes: Of `y` and `x`.
         width: Pairs that are turned together; divides their number.
         interleaved: Whether the two of a pair are neighbours; else they are `pairs` apart.

@@ -26,9 +26,9 @@ DEPTH = 256
 
 
 def columns(n: int, most: int) -> int:
-    """Of how many rows of activations at a time to take `n`, where `most` fit the registers.
+    """Return the numbers of rows of activations per pass to cover `n`, at most `most` each.
 
-    As few turns as can be, and as even: the last one does all of its rows, needed or not.
+    Passes are as few and as even as possible; the last one may compute surplus rows.
     """
     return -(-n // -(-n // most))
 
@@ -82,10 +82,10 @@ def store(
     columns: tuple[Value, Value],
     finish: Finish | None = None,
 ) -> None:
-    """Write what lies inside the result.
+    """Write the part of a tile inside the result.
 
     Args:
-        k: Is written.
+        k: The emitted kernel.
         sums: For each vector of the tile's rows, for each column.
         place: The product.
         first: The tile's first row.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 LEAST_WORK = 8000
-"""Work below which a step is done by one thread [ns]; waking others costs about a tenth of this."""
+"""Least work of a step for several threads [ns]; waking them costs about a tenth of this."""
 
 CHUNK_WORK = 4000
 """The least work of a chunk [ns]."""
@@ -81,7 +81,7 @@ class Steps:
 
     @property
     def report(self) -> tuple[int, int]:
-        """Where the next step's kernel reports bad data, and its number, counted from 1."""
+        """Return the address where the next step's kernel reports bad data, and the step's number from 1."""
         return int(self.errors.ctypes.data), len(self.steps) + 1
 
     def address(self, tensor: Tensor) -> int:
@@ -96,7 +96,7 @@ class Steps:
         return base + tensor.offset
 
     def scratch(self, nbytes: int) -> int:
-        """Return the address of memory that is the node's own while its steps run."""
+        """Return the address of scratch memory, valid for the steps of one node."""
         memory = self._scratch.take((nbytes,), np.uint8)
         self.kept.append(memory)
         return int(memory.ctypes.data)
@@ -107,7 +107,7 @@ class Steps:
         return int(array.ctypes.data)
 
     def begin(self, node: Tensor) -> None:
-        """Note which node the following steps compute."""
+        """Begin the steps of a node."""
         self._scratch.restart()
         if self._activations is not None:
             start = self.address(node)
@@ -129,7 +129,7 @@ class Steps:
         return self._activations[1], False
 
     def chunks(self, work: float, most: int | None = None) -> int:
-        """Return into how many chunks to cut some work [ns]; 1 if it is for one thread at once."""
+        """Return the number of chunks for some work [ns]; 1 for a single thread."""
         if work < LEAST_WORK:
             return 1
         n = max(2, min(int(work // CHUNK_WORK), CHUNKS_PER_THREAD * self.n_threads))

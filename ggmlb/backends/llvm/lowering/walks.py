@@ -1,4 +1,4 @@
-"""Walks over operands: dimensions joined where memory allows, and chunks for threads."""
+"""Arguments of walks over operands: merged dimensions, and chunks for threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_PART = 2048
 
 @dataclass(slots=True)
 class Operand:
-    """What a walk sees of a tensor: its address and byte strides; 0 where one element stands for all."""
+    """A walk's operand: address and byte strides; 0 where one element is repeated."""
 
     address: int
     nb: tuple[int, int, int, int]
@@ -77,7 +77,7 @@ def walk(
 
 
 def past_caches(node: Tensor, steps: Steps) -> bool:
-    """Whether a result is better written past the caches: what a thread walks over does not stay there."""
+    """Whether to write a result past the caches, because a thread's operands do not fit there."""
     nbytes = sum(t.nbytes for t in (node, *node.src) if t is not None)
     if nbytes <= steps.n_threads * kept_nbytes():
         return False
