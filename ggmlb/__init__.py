@@ -4,7 +4,7 @@
     devices, init_best, ...       the devices of this machine (`ggmlb.interface.registry`)
     alloc_ctx_tensors, ...        place tensors in a device's memory (`ggmlb.runtime.alloc`)
     Scheduler                     split a graph over several devices, and run it
-    open_gguf                     metadata and tensors of a GGUF file (`ggmlb.models.gguf`)
+    open_gguf, save_gguf          metadata and tensors of a GGUF file (`ggmlb.models.gguf`)
     evaluate                      all of it in one call, for notebooks
 
 Importing this package imports NumPy only. A backend and its array library are imported when one of its
@@ -116,8 +116,10 @@ from ggmlb.system import env as _env
 
 if _typing.TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from ggmlb.models.gguf import GgufFile
+    from ggmlb.models.gguf.writer import TensorData, Writable
 
 __version__ = "0.1.0"
 
@@ -135,6 +137,25 @@ def open_gguf(path: "str | os.PathLike[str]") -> "GgufFile":
     from ggmlb.models.gguf import GgufFile
 
     return GgufFile(path)
+
+
+@_checked
+def save_gguf(
+    path: "str | os.PathLike[str]", metadata: "Mapping[str, Writable]", tensors: "Mapping[str, TensorData]"
+) -> None:
+    """Write a GGUF file; see `ggmlb.models.gguf.save_gguf` for values and tensors.
+
+    Raises:
+        ArgumentError: A key, name or value that the format does not have.
+        DTypeError: ggml has no such type.
+        ShapeError: A tensor's bytes do not fit its extents.
+        ModelError: The file cannot be written.
+
+    Source: gguf_write_to_file.
+    """
+    from ggmlb.models.gguf import save_gguf
+
+    save_gguf(path, metadata, tensors)
 
 
 # Hooks: upper rooms register functions with classes of lower rooms, which do not import them.
@@ -231,6 +252,7 @@ __all__ = [
     "register_device",
     "regs",
     "sanitize",
+    "save_gguf",
     "split_evenly",
     "tensor_alloc",
     "tensor_copy",

@@ -72,7 +72,7 @@ def imports(module: str, text: str, known: Sources) -> Iterator[tuple[str, int]]
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "_typing.TYPE_CHECKING")
         for statement in node.body
         for inner in ast.walk(statement)
     }

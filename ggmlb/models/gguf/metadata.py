@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from struct import Struct
+from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -53,6 +53,33 @@ class Kind(IntEnum):
         return np.dtype(_DTYPES[self])
 
 
+class Raw(NamedTuple):
+    """A value as a file has it, to be written to another.
+
+    Attributes:
+        kind: Of the value, or of an array's elements.
+        length: Number of elements of an array; `None` for a single value.
+        data: Its bytes, read-only.
+    """
+
+    kind: Kind
+    length: int | None
+    data: memoryview
+
+    def encoded(self) -> bytes:
+        """Return its bytes with its kind before them."""
+        if self.length is None:
+            return pack("<I", self.kind) + self.data
+        return pack("<IIQ", Kind.ARRAY, self.kind, self.length) + self.data
+
+    def value(self) -> int | float | None:
+        """Return a single number; `None` for texts and arrays."""
+        if self.length is not None or self.kind is Kind.STRING:
+            return None
+        found: int | float = np.frombuffer(self.data, self.kind.dtype)[0].item()
+        return found
+
+
 class MissingError(ModelError, KeyError):
     """The file has no such key or tensor."""
 
@@ -66,11 +93,13 @@ class Slot(NamedTuple):
         kind: Type of the value, or of an array's elements.
         offset: Offset of its first byte in the file [bytes].
         length: Number of an array's elements; `None` for a single value.
+        nbytes: Its size [bytes].
     """
 
     kind: Kind
     offset: int
     length: int | None
+    nbytes: int
 
     def __str__(self) -> str:
         name = self.kind.name.lower()
@@ -97,6 +126,10 @@ class Metadata(Mapping[str, Value]):
         raw = self._file.data[slot.offset : slot.offset + slot.length * slot.kind.dtype.itemsize]
         return raw != 0 if slot.kind is Kind.BOOL else raw.view(slot.kind.dtype)
 
+    def __or__(self, changed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values with some changed or added, for `save_gguf`; the others keep their types."""
+        return {key: self.raw(key) for key in self} | dict(changed)
+
     def __contains__(self, key: object) -> bool:
         return key in self._slots
 
@@ -117,6 +150,15 @@ class Metadata(Mapping[str, Value]):
         except KeyError:
             told = f"{self._file.path} has no metadata key {str(key)!r}"
             raise MissingError(told + did_you_mean(str(key), self._slots)) from None
+
+    def raw(self, key: str) -> Raw:
+        """Return a value as the file has it.
+
+        Raises:
+            ModelError: There is no such key.
+        """
+        slot = self.slot(key)
+        return Raw(slot.kind, slot.length, self._file.view[slot.offset : slot.offset + slot.nbytes])
 
     # -- values of a certain type --------------------------------------------------------------
 

@@ -360,16 +360,19 @@ class _Part:
             self._where = f"metadata key {key!r}"
             if key in slots:
                 raise self._error("the key is there twice")
-            kind = self._kind()
-            if kind is not Kind.ARRAY:
-                slots[key] = Slot(kind, self._at, None)
-                self._take(self._u64() if kind is Kind.STRING else kind.dtype.itemsize)
-                continue
-            kind = self._kind()
+            kind, count = self._kind(), None
             if kind is Kind.ARRAY:
-                raise self._error("an array of arrays; the format has none")
-            count = self._u64()
-            slots[key] = Slot(kind, self._step_over(kind, count), count)
+                kind, count = self._kind(), self._u64()
+                if kind is Kind.ARRAY:
+                    raise self._error("an array of arrays; the format has none")
+            start = self._at
+            if kind is not Kind.STRING:
+                self._take((1 if count is None else count) * kind.dtype.itemsize)
+            elif count is None:
+                self._take(self._u64())
+            else:
+                self._take_strings(count)
+            slots[key] = Slot(kind, start, count, self._at - start)
         return slots
 
     def _kind(self) -> Kind:
@@ -378,10 +381,8 @@ class _Part:
             raise self._error(f"a value has the type {number}; types are 0 to {len(Kind) - 1}")
         return Kind(number)
 
-    def _step_over(self, kind: Kind, count: int) -> int:
-        """Skip values; return their offset."""
-        if kind is not Kind.STRING:
-            return self._take(count * kind.dtype.itemsize)
+    def _take_strings(self, count: int) -> None:
+        """Skip the strings of an array."""
         self._check_count("the number of strings", count, 8, MAX_STRINGS - self._n_strings)
         self._n_strings += count
         start = at = self._at
@@ -395,7 +396,7 @@ class _Part:
                 self._at = at
                 if at - start > MAX_STRINGS_NBYTES:
                     raise self._error(f"the strings take more than {MAX_STRINGS_NBYTES:,} bytes")
-                return start
+                return
         self._at = min(at, self._size)
         raise self._error(f"a string ends beyond the file, at byte {at:,} of {self._size:,}")
 
