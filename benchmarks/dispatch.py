@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -23,12 +22,11 @@ from typing import Any
 import numpy as np
 from libraries import GgmlContext, use_threads
 from report import Table, save
+from turns import turn
 
 Run = Callable[[], Any]
 
 N, WIDTH = 1000, 64
-TURN_S = 0.1
-"""How long a library computes before the next one has its turn."""
 
 random = np.random.default_rng(0)
 X, A = random.standard_normal((2, WIDTH), np.float32)
@@ -166,17 +164,6 @@ LIBRARIES: dict[str, Callable[[ExitStack], tuple[Run, Run]]] = {
 PACKAGES = ("numpy", "torch", "onnxruntime", "ggml-python", "pyopencl", "llvmlite")
 
 
-def turn(run: Run) -> float:
-    """Time per call [s], the median of a turn."""
-    times = []
-    end = time.perf_counter() + TURN_S
-    while not times or time.perf_counter() < end:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -193,7 +180,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in runs}
         for i in range(rounds):
             for name in list(runs)[:: 1 if i % 2 else -1]:
-                times[name].append(turn(runs[name]))
+                times[name].append(statistics.median(turn(runs[name])))
     table = Table("library", "time per node [us]", "least and most", "over NumPy's")
     floor = times["NumPy"]
     for name, each in times.items():

@@ -24,7 +24,7 @@ import numpy as np
 from libraries import Case, Ggml, Ggmlb, recorded
 from ops import EVEN, milliseconds, verdict
 from report import Table, save
-from turns import Players, arguments
+from turns import Players, arguments, best_s
 
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
@@ -120,12 +120,9 @@ def read_speed(threads: int, nbytes: int) -> float:
     memory, sums = np.ones(nbytes + 4096, np.uint8), np.zeros(1024, np.uint8)
     args = np.array([memory.ctypes.data, nbytes, sums.ctypes.data], np.int64)
     table = np.array([[library().address(read), args.ctypes.data, 8]], np.int64)
-    pool, best = Pool(threads, library()), float("inf")
+    pool = Pool(threads, library())
     clock = time.thread_time if threads == 1 else time.perf_counter
-    for _ in range(20):
-        start = clock()
-        pool.run(table.ctypes.data, 0, 1, True)
-        best = min(best, clock() - start)
+    best = best_s(lambda: pool.run(table.ctypes.data, 0, 1, True), 20, clock)
     pool.free()
     return nbytes / best / 1e9
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from typing import Any
 
 import numpy as np
 from libraries import Case, Ggml, Ggmlb, Numpy, recorded
 from report import Table, save
-from turns import Players, arguments
+from turns import Players, arguments, best_s
 
 from ggmlb.core.context import Context
 from ggmlb.testing.perf import flops, moved_nbytes
@@ -60,12 +59,7 @@ threads most. Run it again on a quiet machine before relying on it.
 def read_bandwidth() -> float:
     """What NumPy reads while it sums 256 MB [GB/s], by one thread."""
     memory = np.ones(1 << 26, np.float32)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        memory.sum()
-        best = min(best, time.perf_counter() - start)
-    return memory.nbytes / best / 1e9
+    return memory.nbytes / best_s(memory.sum, rounds=5) / 1e9
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType
 from report import Table, save
+from turns import best_s
 
 from ggmlb.core.dtypes import DType, can_quantize, dequantize_into, quantize
 
@@ -32,12 +33,7 @@ def speed(call: Callable[[], object] | None, n_values: int, rounds: int) -> floa
     """Millions of values per second of this thread's time."""
     if call is None:
         return None
-    best_s = float("inf")
-    for _ in range(rounds):
-        start_s = time.thread_time()
-        call()
-        best_s = min(best_s, time.thread_time() - start_s)
-    return n_values / best_s / 1e6
+    return n_values / best_s(call, rounds, time.thread_time) / 1e6
 
 
 def by_gguf(dtype: DType, blocks: np.ndarray, values: np.ndarray) -> Pair:

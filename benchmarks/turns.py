@@ -117,16 +117,26 @@ def _play(module: str, name: str, threads: int, pipe: Connection) -> None:
             program.run()
             pipe.send(program.values())
         else:
-            pipe.send(min(_turn(program, time.thread_time if threads == 1 else time.perf_counter)))
+            pipe.send(min(turn(program.run, time.thread_time if threads == 1 else time.perf_counter)))
 
 
-def _turn(program: Any, clock: Callable[[], float]) -> Iterator[float]:
-    """The calls of a turn [s]."""
+def turn(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Iterator[float]:
+    """Yield the times of a turn's calls [s]."""
     end = time.perf_counter() + TURN_S
     while time.perf_counter() < end:
         start = clock()
-        program.run()
+        run()
         yield clock() - start
+
+
+def best_s(call: Callable[[], object], rounds: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the least time of some calls [s]."""
+    times = []
+    for _ in range(rounds):
+        start = clock()
+        call()
+        times.append(clock() - start)
+    return min(times)
 
 
 def error(case: Any, ours: Any, theirs: Any) -> float:
