@@ -1,68 +1,178 @@
 """CUDA's driver played by the host: the CUDA backend's plans, arguments and order of work, with no card.
 
-Memory (`host_memory`) is poisoned when it is allocated and when it is freed. Streams are lists of work that
-runs only when something waits for it, so that a wait that was forgotten shows as poison. Kernels are the
-portable texts, run by PoCL from the very argument blocks that the backend packed for CUDA: what is computed
-is computed. What only a card can tell (the CUDA compiler's code, real asynchrony, capture as CUDA does it) is
-not played.
+Every address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
+freed. Streams are lists of work that runs only when something waits for it, so that a wait that was forgotten
+shows as poison. Kernels are the portable texts, run by PoCL from the very argument blocks that the backend
+packed for CUDA: what is computed is computed. What only a card can tell (the CUDA compiler's code, real
+asynchrony, capture as CUDA does it) is not played.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
-from collections.abc import Sequence, Sized
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.cuda.arguments import layout
-from ggmlb.backends.cuda.driver import Call, Collective, CopyKind
+from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Driver, Facts, address_of
 from ggmlb.backends.gpu import Launch
 from ggmlb.backends.gpu.source import PORTABLE
 from ggmlb.core.errors import BackendUnavailable
-from tests.support.host_kernels import PortableKernels, run_cuda
+from ggmlb.interface.data import Bytes
+from tests.support.host_kernels import Allocation, PortableKernels, operands, run_cuda
 from tests.support.host_libraries import HostCollective, QueuedBlas
-from tests.support.host_memory import HostMemory
 from tests.support.host_streams import HostError, HostStream, Op, Point
 
+POISON = 0xFF
+ALIGNMENT = 256
 
-class HostDriver(HostMemory):
+
+class Owned(np.ndarray[Any, Any]):
+    """An array that keeps the owner of its memory."""
+
+    owner: object
+
+
+def aligned(nbytes: int) -> Bytes:
+    """Poisoned memory that begins at a multiple of `ALIGNMENT`."""
+    whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+    start = -address_of(whole) % ALIGNMENT
+    return whole[start : start + nbytes]
+
+
+class HostDriver(Driver):
     """`n_devices` cards with `capacity` bytes each.
 
     Attributes:
-        log: The names of all that was queued, in order.
-        counts: How often graphs were captured, updated and launched.
+        counts: How often graphs were launched ("replay") and updated, and pools emptied ("trim").
         peers: Whether devices reach each other's memory.
         eager: Devices whose work runs at once, not as late as it may.
+        registered: Where host memory begins, and ends, that the driver was told of.
+        fail: Names of calls that fail from now on.
     """
 
     errors = (HostError,)
 
     def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
+        self._n, self._capacity, self._capability = n_devices, capacity, capability
         self._kernels = PortableKernels()
-        super().__init__(n_devices, capacity, capability, self._kernels.buffer)
         self._blas = QueuedBlas(self)
+        self._local = threading.local()
         self._ids = itertools.count(1)
+        self._allocations: dict[int, Allocation] = {}
+        self._graveyard: list[Allocation] = []
         self.streams: dict[int, HostStream] = {}
         self._events: dict[int, Point] = {}
         self._graphs: dict[int, list[Op]] = {}
         self._execs: dict[int, list[Op]] = {}
-        self.log: list[str] = []
-        self.counts = {"capture": 0, "instantiate": 0, "update": 0, "replay": 0, "trim": 0}
+        self.counts: Counter[str] = Counter()
         self.peers = True
         self.eager: set[int] = set()
+        self.registered: dict[int, int] = {}
+        self.fail: set[str] = set()
+
+    def _check(self, call: str, status: int = 1) -> None:
+        if call in self.fail:
+            raise HostError(f"{call} fails, as the test asked", status)
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def device_count(self) -> int:
+        return self._n
+
+    def facts(self, device: int) -> Facts:
+        return Facts("Host", f"0000:0{device}:00.0", self._capability, 2, False)
+
+    @contextmanager
+    def on(self, device: int | None) -> Iterator[None]:
+        before, self._local.device = self.current_device, device
+        try:
+            yield
+        finally:
+            self._local.device = before
+
+    @property
+    def current_device(self) -> int | None:
+        return getattr(self._local, "device", None)
+
+    def _device(self) -> int:
+        assert self.current_device is not None, "called outside on(device)"
+        return self.current_device
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        used = sum(a.array.size for a in self._allocations.values() if a.device == device)
+        return self._capacity - used, self._capacity
+
+    def is_out_of_memory(self, error: Exception) -> bool:
+        return isinstance(error, HostError) and error.status == 2
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        device = self._device()
+        assert nbytes > 0
+        self._check("malloc", 2)
+        if nbytes > self.memory_info(device)[0]:
+            raise HostError("out of memory", 2)
+        array = aligned(nbytes)
+        address = address_of(array)
+        self._allocations[address] = Allocation(address, array, device, self._kernels.buffer(array))
+        return address
 
     def free(self, address: int) -> None:
-        for stream in self.streams.values():
-            for op in stream.queue:
-                assert not any(self._find(a)[0] == address for a in op.addresses), (
-                    f"memory freed while {op.name} is queued with it"
-                )
-        super().free(address)
+        for op in (op for stream in self.streams.values() for op in stream.queue):
+            is_used = any(self.find(a).address == address for a in op.addresses)
+            assert not is_used, f"memory freed while {op.name} is queued with it"
+        gone = self._allocations.pop(address)
+        gone.array[...] = POISON
+        self._graveyard = [*self._graveyard[-20:], gone]
 
     def trim(self) -> None:
         self.counts["trim"] += 1
+
+    def find(self, address: int) -> Allocation:
+        """Return the allocation that an address is in."""
+        bases = sorted(self._allocations)
+        if i := bisect.bisect_right(bases, address):
+            found = self._allocations[bases[i - 1]]
+            if address < found.address + found.array.size:
+                return found
+        raise HostError(f"an illegal memory access at {address:#x}", 700)
+
+    def device_of(self, address: int) -> int:
+        return self.find(address).device
+
+    def array(self, address: int, nbytes: int, device: int, owner: object) -> Any:
+        whole = self._allocations[address].array if nbytes else np.empty(0, np.uint8)
+        array = whole.view(Owned)
+        array.owner = owner
+        return array
+
+    def view(
+        self, base: Any, shape: tuple[int, ...], dtype: Any, offset: int, strides: tuple[int, ...]
+    ) -> Any:
+        return Owned(shape, dtype, base, offset, strides)
+
+    def pinned(self, nbytes: int) -> Bytes:
+        self._check("pinned", 2)
+        return aligned(nbytes)
+
+    def register(self, array: Bytes) -> None:
+        self._check("register")
+        start, stop = address_of(array), address_of(array) + array.size
+        if any(start < b and a < stop for a, b in self.registered.items()):
+            raise HostError("part or all of the requested memory range is already mapped", 712)
+        self.registered[start] = stop
+
+    def unregister(self, array: Bytes) -> None:
+        del self.registered[address_of(array)]
 
     # -- streams and events --------------------------------------------------------------------
 
@@ -83,10 +193,9 @@ class HostDriver(HostMemory):
         s.run_to(s.n_queued)
 
     def stream_wait(self, stream: int, event: int) -> None:
-        point = self._events[event]
-        other, n = point.stream, point.n  # as it stands now: to record the event again changes nothing
-        if other is not None:
-            self.put(stream, Op("wait", lambda: other.run_to(n)))
+        point = self._events[event]  # as it stands now: to record the event again changes nothing
+        if point.stream is not None:
+            self.put(stream, Op("wait", point.run))
 
     def event_new(self, timed: bool = False) -> int:
         handle = next(self._ids)
@@ -109,9 +218,7 @@ class HostDriver(HostMemory):
 
     def event_synchronize(self, event: int) -> None:
         self._check("synchronize", 700)
-        point = self._events[event]
-        if point.stream is not None:
-            point.stream.run_to(point.n)
+        self._events[event].run()
 
     def event_elapsed(self, start: int, end: int) -> float:
         """As CUDA tells it: a float32 of milliseconds."""
@@ -122,7 +229,6 @@ class HostDriver(HostMemory):
         if s.captured is not None:
             s.captured.append(op)
             return
-        self.log.append(op.name)
         s.queue.append(op)
         s.n_queued += 1
         if s.device in self.eager:
@@ -131,92 +237,54 @@ class HostDriver(HostMemory):
     # -- copies --------------------------------------------------------------------------------
 
     def copy(self, dst: int, src: int, nbytes: int, kind: CopyKind, stream: int) -> None:
-        self._device()
-        on_device = {CopyKind.TO_DEVICE: (dst,), CopyKind.TO_HOST: (src,), CopyKind.ON_DEVICE: (dst, src)}[
-            kind
-        ]
-        for address in on_device:
-            self._find(address)
-        self.put(stream, Op(f"copy {kind.name}", lambda: _move(dst, src, nbytes), on_device))
+        self.copy_2d(dst, nbytes, src, nbytes, nbytes, 1, kind, stream)
 
-    def copy_2d(
-        self,
-        dst: int,
-        dst_pitch: int,
-        src: int,
-        src_pitch: int,
-        width: int,
-        n: int,
-        kind: CopyKind,
-        stream: int,
-    ) -> None:
+    def copy_2d(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, n: int,
+                kind: CopyKind, stream: int) -> None:  # fmt: skip
+        self._device()
         assert width <= min(dst_pitch, src_pitch)
-        on_device = {CopyKind.TO_DEVICE: (dst,), CopyKind.TO_HOST: (src,), CopyKind.ON_DEVICE: (dst, src)}[
-            kind
-        ]
+        on_device = (dst,) * (kind != CopyKind.TO_HOST) + (src,) * (kind != CopyKind.TO_DEVICE)
+        for address in on_device:
+            self.find(address)
 
         def run() -> None:
             for i in range(n):
-                _move(dst + i * dst_pitch, src + i * src_pitch, width)
+                ctypes.memmove(dst + i * dst_pitch, src + i * src_pitch, width)
 
-        self.put(stream, Op("copy_2d", run, on_device))
+        self.put(stream, Op(f"copy {kind.name}", run, on_device))
 
     def copy_peer(
         self, dst: int, dst_device: int, src: int, src_device: int, nbytes: int, stream: int
     ) -> None:
-        for address, device in ((dst, dst_device), (src, src_device)):
-            assert self._allocations[self._find(address)[0]].device == device
-        self.put(stream, Op("copy_peer", lambda: _move(dst, src, nbytes), (dst, src)))
+        assert (self.device_of(dst), self.device_of(src)) == (dst_device, src_device)
+        self.put(stream, Op("copy_peer", partial(ctypes.memmove, dst, src, nbytes), (dst, src)))
 
     def enable_peer(self, device: int, peer: int) -> bool:
         return self.peers
 
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        self.put(stream, Op("fill", lambda: _set(address, value, nbytes), (address,)))
+        self.put(stream, Op("fill", partial(ctypes.memset, address, value, nbytes), (address,)))
 
     # -- work ----------------------------------------------------------------------------------
 
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         assert len(launch.groups) == 3
         assert max(launch.groups[1:]) <= 65535
-        values = layout(launch.kernel).unpack(block)
-        pointers = self._pointers(launch)
+        name, pointers = launch.kernel.name, operands(launch, block)
+
+        def run() -> None:
+            for address in pointers:
+                if (other := self.device_of(address)) != device:
+                    raise HostError(f"{name} touched memory of device {other}", 700)
+            run_kernel = self._kernels.run if launch.kernel.package == PORTABLE else run_cuda
+            run_kernel(launch, block, self.find)
 
         def call(stream: int) -> None:
             self._check("launch")
             assert self.streams[stream].device == device, "a kernel on a stream of another device"
-            addresses = tuple(values[i] for i in pointers if values[i])
-            self.put(stream, Op(launch.kernel.name, lambda: self._run(launch, block, device), addresses))
+            self.put(stream, Op(name, run, tuple(filter(None, pointers))))
 
         return call
-
-    @staticmethod
-    def _pointers(launch: Launch) -> list[int]:
-        found, i = [], 0
-        for param in launch.kernel.params:
-            if param.kind == "tensor":
-                found.append(i)
-            i += 10 if param.kind == "tensor" else 1
-        return found
-
-    def _run(self, launch: Launch, block: bytes, device: int) -> None:
-        values = layout(launch.kernel).unpack(block)
-        for i in self._pointers(launch):
-            allocation = self._allocations[self._find(values[i])[0]]
-            if allocation.device != device:
-                raise HostError(f"{launch.kernel.name} touched memory of device {allocation.device}", 700)
-        if launch.kernel.package == PORTABLE:
-            self._kernels.run(launch, block, self._cl_buffer)
-        else:
-            run_cuda(launch, block, self._span)
-
-    def _span(self, address: int) -> tuple[int, int]:
-        base, _ = self._find(address)
-        return base, base + self._allocations[base].array.size
-
-    def _cl_buffer(self, address: int) -> tuple[Any, int]:
-        base, delta = self._find(address)
-        return self._allocations[base].cl_buffer, delta
 
     def blas(self) -> Any:
         if "blas" in self.fail:
@@ -234,11 +302,9 @@ class HostDriver(HostMemory):
         self.streams[stream].captured = []
 
     def capture_end(self, stream: int) -> int:
-        s = self.streams[stream]
+        s, handle = self.streams[stream], next(self._ids)
         assert s.captured is not None
-        handle = next(self._ids)
         self._graphs[handle], s.captured = s.captured, None
-        self.counts["capture"] += 1
         return handle
 
     def graph_free(self, graph: int) -> None:
@@ -248,7 +314,6 @@ class HostDriver(HostMemory):
         self._check("instantiate")
         handle = next(self._ids)
         self._execs[handle] = list(self._graphs[graph])
-        self.counts["instantiate"] += 1
         return handle
 
     def exec_update(self, executable: int, graph: int) -> bool:
@@ -274,20 +339,6 @@ class HostDriver(HostMemory):
 
     def leftovers(self) -> dict[str, int]:
         """Return what was made and not released."""
-        made: dict[str, Sized] = {
-            "streams": self.streams,
-            "events": self._events,
-            "graphs": self._graphs,
-            "executables": self._execs,
-        }
-        found = {name: len(things) for name, things in made.items()}
-        found["cuBLAS handles"] = self._blas.real.handles
-        return {name: n for name, n in found.items() if n}
-
-
-def _move(dst: int, src: int, nbytes: int) -> None:
-    ctypes.memmove(dst, src, nbytes)
-
-
-def _set(address: int, value: int, nbytes: int) -> None:
-    ctypes.memset(address, value, nbytes)
+        made: dict[str, Sized] = {"streams": self.streams, "events": self._events, "graphs": self._graphs}
+        made |= {"executables": self._execs, "cuBLAS handles": range(self._blas.real.handles)}
+        return {name: len(things) for name, things in made.items() if things}

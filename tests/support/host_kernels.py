@@ -10,16 +10,31 @@ import itertools
 import struct
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pyopencl as cl
 
 from ggmlb.backends.cuda.arguments import FORMATS, layout
-from ggmlb.backends.gpu import Launch, packed_args, source
+from ggmlb.backends.gpu import Kernel, Launch, packed_args, source
 from ggmlb.backends.opencl import backend_reg
 from ggmlb.backends.opencl.device import OpenClDevice
 from ggmlb.interface.data import Bytes
 from tests.support.cuda_emulator import BACKWARD, build
+
+
+@dataclass(slots=True)
+class Allocation:
+    """Memory of a device, and OpenCL's name for it."""
+
+    address: int
+    array: Bytes
+    device: int
+    cl_buffer: cl.Buffer
+
+
+Find = Callable[[int], Allocation]
+"""Gives the allocation that an address lies in."""
 
 
 class PortableKernels:
@@ -37,18 +52,16 @@ class PortableKernels:
         """Return OpenCL's name for an array's own memory."""
         return cl.Buffer(self._context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
 
-    def run(self, launch: Launch, block: bytes, find: Callable[[int], tuple[cl.Buffer, int]]) -> None:
-        """Run a launch; `find` gives the buffer that an address lies in, and how far into it."""
-        kernel = self._kernel(launch)
-        values = iter(layout(launch.kernel).unpack(block))
+    def run(self, launch: Launch, block: bytes, find: Find) -> None:
+        """Run a launch."""
+        kernel, rest = self._kernel(launch), list[float]()
         buffers: list[cl.Buffer] = []
-        rest: list[float] = []
+        values = iter(layout(launch.kernel).unpack(block))
         for param in launch.kernel.params:
             if param.kind == "tensor":
-                buffer, delta = find(next(values))
-                offset, *shape = itertools.islice(values, 9)
-                buffers.append(buffer)
-                rest += (offset + delta, *shape)
+                found = find(address := next(values))
+                buffers.append(found.cl_buffer)
+                rest += (next(values) + address - found.address, *itertools.islice(values, 8))
             else:
                 rest.append(next(values))
         kernel.set_args(*buffers, packed_args(launch.kernel).pack(*rest))
@@ -67,21 +80,29 @@ class PortableKernels:
         return self._kernels[key]
 
 
-def run_cuda(launch: Launch, block: bytes, span: Callable[[int], tuple[int, int]]) -> None:
-    """Run the kernel as C++, its arguments read from where they lie in the block.
+def _letters(kernel: Kernel) -> str:
+    """Return the format of each number in a kernel's argument block."""
+    letters = "".join(FORMATS[param.kind] for param in kernel.params)
+    return letters.replace("4i", "iiii").replace("4q", "qqqq")
 
-    `span` gives where the allocation that an address lies in begins and ends.
-    """
+
+def operands(launch: Launch, block: bytes) -> list[int]:
+    """Return the addresses of a launch's tensors."""
+    values = layout(launch.kernel).unpack(block)
+    return [value for letter, value in zip(_letters(launch.kernel), values, strict=True) if letter == "P"]
+
+
+def run_cuda(launch: Launch, block: bytes, find: Find) -> None:
+    """Run the kernel as C++, its arguments read from where they lie in the block."""
     memory = ctypes.create_string_buffer(block, len(block))
-    pointers, spans, offset = [], [], 0
-    for param in launch.kernel.params:
-        for letter in FORMATS[param.kind].replace("4i", "iiii").replace("4q", "qqqq"):
-            size = struct.calcsize(letter)
-            offset = -(-offset // size) * size
-            pointers.append(ctypes.addressof(memory) + offset)
-            if letter == "P":
-                spans.append(span(struct.unpack_from("P", block, offset)[0]))
-            offset += size
+    pointers, offset = [], 0
+    for letter in _letters(launch.kernel):
+        size = struct.calcsize(letter)
+        offset = -(-offset // size) * size
+        pointers.append(ctypes.addressof(memory) + offset)
+        offset += size
     assert offset == len(block)
+    found = [find(address) for address in operands(launch, block)]
+    spans = [(a.address, a.address + a.array.size) for a in found]
     # The last threads go first: who relies on the first ones' work without a barrier does not find it.
     build(launch.kernel, launch.defines, launch.wg).run(pointers, launch.groups, spans, BACKWARD)

@@ -20,7 +20,7 @@ class Op:
     """Work on a stream: what it is, how it is done, and the device memory it touches."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     addresses: tuple[int, ...] = ()
 
 
@@ -54,6 +54,11 @@ class Point:
         """When it was reached: not before the work queued before it ended, nor before it was recorded."""
         assert self.stream is not None
         return max(self.recorded, self.stream.ends[self.n])
+
+    def run(self) -> None:
+        """Do the work before it."""
+        if self.stream is not None:
+            self.stream.run_to(self.n)
 
     def is_reached(self) -> bool:
         return self.stream is None or self.stream.n_done >= self.n

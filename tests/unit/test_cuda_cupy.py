@@ -89,6 +89,10 @@ def played(file: str) -> Iterator[tuple[str, Any]]:
     for node in ast.parse((PLAYED / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             yield f"{module}.{node.name}", node.args
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):  # the table of calls
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Lambda):
+                    yield f"{module}.{key.value}", value.args
         elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield f"{module}.{node.name}", None
             for part in node.body:

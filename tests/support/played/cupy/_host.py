@@ -26,21 +26,16 @@ FUNCTIONS: dict[int, tuple[Kernel, Defines, int]] = {}
 """What a function's handle stands for."""
 
 _KERNELS = kernels() | kernels(PACKAGE)
-_HANDLES: dict[tuple[str, str], int] = {}
 
 
 def function_of(code: str, name: str) -> Any:
     """Return a kernel of a text as CuPy does; it is built with the macros before the kernel's own text."""
-    handle = _HANDLES.setdefault((code, name), 0xF000 + len(_HANDLES))
-    if handle not in FUNCTIONS:
-        kernel = _KERNELS[name]
-        own = source(kernel, "cuda")
-        assert code.endswith(own), f"the text of {name} is not the kernel's"
-        lines = code[: -len(own)].splitlines()
-        macros = [line.removeprefix("#define ").split(" ", 1) for line in lines]
-        *defines, (wg, size) = [(key, value) for key, value in macros]
-        assert wg == "WG"
-        FUNCTIONS[handle] = kernel, tuple(defines), int(size)
+    own = source(_KERNELS[name], "cuda")
+    assert code.endswith(own), f"the text of {name} is not the kernel's"
+    macros = [line.removeprefix("#define ").split(" ", 1) for line in code[: -len(own)].splitlines()]
+    *defines, (wg, size) = [(key, value) for key, value in macros]
+    assert wg == "WG"
+    FUNCTIONS[handle := 0xF000 + len(FUNCTIONS)] = _KERNELS[name], tuple(defines), int(size)
     return SimpleNamespace(kernel=SimpleNamespace(ptr=handle))
 
 
@@ -50,22 +45,19 @@ def raw(address: int, nbytes: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
-class LibCuda:
-    """What CuPy does not bind."""
-
-    @staticmethod
-    def cuGraphExecUpdate_v2(executable: Any, graph: Any, outcome: Any) -> int:
-        return 0 if HOST.exec_update(executable.value, graph.value) else 910
+def _exec_update(executable: Any, graph: Any, outcome: Any) -> int:
+    return 0 if HOST.exec_update(executable.value, graph.value) else 910
 
 
 _load = ctypes.CDLL
 
 
 def _played(name: Any, *args: Any, **options: Any) -> Any:
+    """Load a library, but for those of CUDA that the backend loads itself."""
     is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("ggmlb.")
     file = Path(name).name if is_ours and isinstance(name, str) else ""
     if file.startswith("libcuda.so"):
-        return LibCuda
+        return SimpleNamespace(cuGraphExecUpdate_v2=_exec_update)
     return HOST.blas() if file.startswith("libcublas.so") else _load(name, *args, **options)
 
 

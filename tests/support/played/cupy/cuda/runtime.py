@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,7 @@ streamCaptureModeRelaxed = 2
 eventDefault = 0
 eventDisableTiming = 2
 
-NOT_READY = 600
-PEER_ALREADY_ENABLED = 704
+NOT_READY, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 704, 711
 LEGACY = 1
 """The handle of the default stream, which has nothing to do here."""
 
@@ -35,211 +34,112 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-def getDeviceCount() -> int:
-    return HOST.device_count()
-
-
-def getDevice() -> int:
-    """The current device; -1 where none was set, so that it is set to none again, and its use is noticed."""
-    current = HOST._current_device
-    return -1 if current is None else current
-
-
-def setDevice(device: int) -> None:
+def _setDevice(device: int) -> None:
     HOST._local.device = None if device < 0 else device
 
 
-def getDeviceProperties(device: int) -> dict[str, Any]:
+def _properties(device: int) -> dict[str, Any]:
     facts = HOST.facts(device)
-    domain, bus, slot = facts.pci_bus_id.removesuffix(".0").split(":")
-    return {
-        "name": facts.name.encode(),
-        "major": facts.capability // 10,
-        "minor": facts.capability % 10,
-        "multiProcessorCount": facts.n_units,
-        "integrated": int(facts.is_integrated),
-        "pciDomainID": int(domain, 16),
-        "pciBusID": int(bus, 16),
-        "pciDeviceID": int(slot, 16),
-    }
+    major, minor = divmod(facts.capability, 10)
+    domain, bus, slot = (int(part, 16) for part in facts.pci_bus_id.removesuffix(".0").split(":"))
+    place = {"pciDomainID": domain, "pciBusID": bus, "pciDeviceID": slot}
+    about = {"name": facts.name.encode(), "integrated": int(facts.is_integrated)}
+    return {**about, **place, "major": major, "minor": minor, "multiProcessorCount": facts.n_units}
 
 
-def deviceGetPCIBusId(device: int) -> str:
-    return HOST.facts(device).pci_bus_id
-
-
-def deviceSynchronize() -> None:
-    for stream in list(HOST.streams):
+def _synchronize(stream: int) -> None:
+    if stream > LEGACY or stream in HOST.streams:
         HOST.stream_synchronize(stream)
 
 
-def driverGetVersion() -> int:
-    return 13000
-
-
-def runtimeGetVersion() -> int:
-    return 13020
-
-
-def memGetInfo() -> tuple[int, int]:
-    return HOST.memory_info(HOST._device())
-
-
-def malloc(size: int) -> int:
-    return HOST.malloc(size)
-
-
-def free(ptr: int) -> None:
-    HOST.free(ptr)
-
-
-def pointerGetAttributes(ptr: int) -> Any:
+def _attributes(ptr: int) -> SimpleNamespace:
     try:
         return SimpleNamespace(type=2, device=HOST.device_of(ptr))
     except HostError:
         return SimpleNamespace(type=0, device=-2)  # host memory that CUDA knows nothing of
 
 
-def hostAlloc(size: int, flags: int) -> int:
+def _pin(size: int) -> int:
     array = HOST.pinned(size)
     _pinned[address_of(array)] = array
     return address_of(array)
 
 
-def freeHost(ptr: int) -> None:
-    _pinned.pop(ptr)[...] = 0xFF
-
-
-def hostRegister(ptr: int, size: int, flags: int) -> None:
-    HOST.register(raw(ptr, size))
-
-
-def hostUnregister(ptr: int) -> None:
-    HOST.unregister(raw(ptr, 1))
-
-
-def streamCreateWithFlags(flags: int) -> int:
-    assert flags == streamNonBlocking
-    return HOST.stream_new()
-
-
-def streamDestroy(stream: int) -> None:
-    HOST.stream_free(stream)
-
-
-def streamSynchronize(stream: int) -> None:
-    if stream > LEGACY or stream in HOST.streams:
-        HOST.stream_synchronize(stream)
-
-
-def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
-    HOST.stream_wait(stream, event)
-
-
-def streamBeginCapture(stream: int, mode: int = streamCaptureModeRelaxed) -> None:
-    HOST.capture_begin(stream)
-
-
-def streamEndCapture(stream: int) -> int:
-    return HOST.capture_end(stream)
-
-
-def eventCreateWithFlags(flags: int) -> int:
-    return HOST.event_new(flags == eventDefault)
-
-
-def eventDestroy(event: int) -> None:
-    HOST.event_free(event)
-
-
-def eventRecord(event: int, stream: int) -> None:
-    HOST.event_record(event, stream)
-
-
-def eventQuery(event: int) -> int:
-    return 0 if HOST.event_done(event) else NOT_READY
-
-
-def eventSynchronize(event: int) -> None:
-    HOST.event_synchronize(event)
-
-
-def eventElapsedTime(start: int, end: int) -> float:
-    return HOST.event_elapsed(start, end) * 1e3
-
-
-def _check_way(dst: int, src: int, kind: int) -> None:
-    """Refuse a copy that goes another way than it says."""
-    to_device, from_device = ((pointerGetAttributes(address).type == 2) for address in (dst, src))
-    if (from_device, to_device) != (
-        kind in (CopyKind.TO_HOST, CopyKind.ON_DEVICE),
-        kind in (CopyKind.TO_DEVICE, CopyKind.ON_DEVICE),
-    ):
+def _copy(dst: int, dpitch: int, src: int, spitch: int, width: int, n: int, kind: int, stream: int) -> None:
+    """Queue a copy, which must go the way that it says."""
+    from_device, to_device = (_attributes(address).type == 2 for address in (src, dst))
+    if (from_device, to_device) != (kind != CopyKind.TO_DEVICE, kind != CopyKind.TO_HOST):
         raise HostError(f"an invalid direction of a copy: {kind}", 21)
+    with HOST.on(HOST.current_device or 0):
+        HOST.copy_2d(dst, dpitch, src, spitch, width, n, CopyKind(kind), stream)
 
 
-def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
-    _check_way(dst, src, kind)
-    with HOST.on(max(getDevice(), 0)):
-        HOST.copy(dst, src, size, CopyKind(kind), stream)
-
-
-def memcpy2DAsync(
-    dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int
-) -> None:
-    _check_way(dst, src, kind)
-    HOST.copy_2d(dst, dpitch, src, spitch, width, height, CopyKind(kind), stream)
-
-
-def memcpyPeerAsync(dst: int, dstDevice: int, src: int, srcDevice: int, size: int, stream: int) -> None:
-    HOST.copy_peer(dst, dstDevice, src, srcDevice, size, stream)
-
-
-def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
-    HOST.fill(ptr, value, size, stream)
-
-
-def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
-    return int(HOST.peers)
-
-
-def deviceEnablePeerAccess(peerDevice: int) -> None:
-    HOST._check("peer", 711)  # cudaErrorTooManyPeers
-    pair = HOST._device(), peerDevice
+def _enable_peer(peer: int) -> None:
+    HOST._check("peer", TOO_MANY_PEERS)
+    pair = HOST._device(), peer
     if pair in _peers:
         raise HostError("peer access is already enabled", PEER_ALREADY_ENABLED)
     _peers.add(pair)
 
 
-def graphInstantiate(graph: int) -> int:
-    return HOST.exec_new(graph)
+CALLS: dict[str, Callable[..., Any]] = {
+    "driverGetVersion": lambda: 13000,
+    "runtimeGetVersion": lambda: 13020,
+    "getDeviceCount": lambda: HOST.device_count(),
+    # -1 where none was set, so that it is set to none again, and its use is noticed
+    "getDevice": lambda: -1 if HOST.current_device is None else HOST.current_device,
+    "setDevice": lambda device: _setDevice(device),
+    "getDeviceProperties": lambda device: _properties(device),
+    "deviceSynchronize": lambda: [*map(HOST.stream_synchronize, list(HOST.streams))],
+    "deviceCanAccessPeer": lambda device, peerDevice: int(HOST.peers),
+    "deviceEnablePeerAccess": lambda peerDevice: _enable_peer(peerDevice),
+    "memGetInfo": lambda: HOST.memory_info(HOST._device()),
+    "malloc": lambda size: HOST.malloc(size),
+    "free": lambda ptr: HOST.free(ptr),
+    "pointerGetAttributes": lambda ptr: _attributes(ptr),
+    "hostAlloc": lambda size, flags: _pin(size),
+    "freeHost": lambda ptr: _pinned.pop(ptr).fill(0xFF),
+    "hostRegister": lambda ptr, size, flags: HOST.register(raw(ptr, size)),
+    "hostUnregister": lambda ptr: HOST.unregister(raw(ptr, 1)),
+    "streamCreateWithFlags": lambda flags: HOST.stream_new(),
+    "streamDestroy": lambda stream: HOST.stream_free(stream),
+    "streamSynchronize": lambda stream: _synchronize(stream),
+    "streamWaitEvent": lambda stream, event, flags=0: HOST.stream_wait(stream, event),
+    "streamBeginCapture": lambda stream, mode=streamCaptureModeRelaxed: HOST.capture_begin(stream),
+    "streamEndCapture": lambda stream: HOST.capture_end(stream),
+    "eventCreateWithFlags": lambda flags: HOST.event_new(flags == eventDefault),
+    "eventDestroy": lambda event: HOST.event_free(event),
+    "eventRecord": lambda event, stream: HOST.event_record(event, stream),
+    "eventQuery": lambda event: 0 if HOST.event_done(event) else NOT_READY,
+    "eventSynchronize": lambda event: HOST.event_synchronize(event),
+    "eventElapsedTime": lambda start, end: HOST.event_elapsed(start, end) * 1e3,
+    "memcpyAsync": lambda dst, src, size, kind, stream: _copy(dst, size, src, size, size, 1, kind, stream),
+    "memcpy2DAsync": lambda dst, dpitch, src, spitch, width, height, kind, stream: _copy(
+        dst, dpitch, src, spitch, width, height, kind, stream
+    ),
+    "memcpyPeerAsync": lambda dst, dstDevice, src, srcDevice, size, stream: HOST.copy_peer(
+        dst, dstDevice, src, srcDevice, size, stream
+    ),
+    "memsetAsync": lambda ptr, value, size, stream: HOST.fill(ptr, value, size, stream),
+    "graphInstantiate": lambda graph: HOST.exec_new(graph),
+    "graphDestroy": lambda graph: HOST.graph_free(graph),
+    "graphLaunch": lambda graphExec, stream: HOST.exec_launch(graphExec, stream),
+    "graphExecDestroy": lambda graphExec: HOST.exec_free(graphExec),
+}
+"""What answers each function, with CuPy's names of its parameters."""
 
 
-def graphDestroy(graph: int) -> None:
-    HOST.graph_free(graph)
+def __getattr__(name: str) -> Any:
+    if name not in CALLS:
+        raise AttributeError(name)
 
-
-def graphLaunch(graphExec: int, stream: int) -> None:
-    HOST.exec_launch(graphExec, stream)
-
-
-def graphExecDestroy(graphExec: int) -> None:
-    HOST.exec_free(graphExec)
-
-
-def _as_cupy(function: Any) -> Any:
-    @functools.wraps(function)
+    @functools.wraps(CALLS[name])
     def call(*args: Any, **options: Any) -> Any:
         for arg in (*args, *options.values()):
-            assert isinstance(arg, (int, np.integer)), f"{function.__name__} takes numbers, not {arg!r}"
+            assert isinstance(arg, (int, np.integer)), f"{name} takes numbers, not {arg!r}"
         try:
-            return function(*args, **options)
+            return CALLS[name](*args, **options)
         except HostError as error:
             raise CUDARuntimeError(error.status, str(error)) from None
 
     return call
-
-
-for _name, _function in list(globals().items()):
-    if inspect.isfunction(_function) and not _name.startswith("_") and _function.__module__ == __name__:
-        globals()[_name] = _as_cupy(_function)
