@@ -18,6 +18,7 @@ from pathlib import Path
 
 import ggmlb
 from tests.support.ggml_bridge import suite
+from tests.support.outcomes import FAILED, OK, Progress
 
 REPORTS = Path(__file__).parents[1] / "build/ggml/reports"
 
@@ -54,14 +55,14 @@ def main() -> int:
     wrong = suite.unmatched(every_case, faults)
     lines = []
     for device in devices:
-        progress = suite.Progress(device, len(cases), REPORTS / f"{device}.jsonl")
+        progress = Progress(device, len(cases), REPORTS / f"{device}.jsonl")
         outcomes = suite.run(device, cases, options.jobs, progress, options.seed)
         unexplained, gone = suite.judge(outcomes, faults)
-        n_known = progress.counts[suite.FAILED] - len(unexplained)
+        n_known = progress.counts[FAILED] - len(unexplained)
         lines.append(f"{progress}; {n_known} of the failures are faults of ggml's")
         wrong += [f"{device}: {o.case} failed: {o.detail[-300:]}" for o in unexplained]
         wrong += [f"{device}: {complaint}" for complaint in gone if options.seed == 0]
-        if not progress.counts[suite.OK]:
+        if not progress.counts[OK]:
             wrong.append(f"{device}: no case ran")
     print("\n".join(["", *wrong, *lines]))
     return 1 if wrong else 0

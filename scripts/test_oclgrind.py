@@ -18,11 +18,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from queue import Empty, Queue
 from typing import Any
+
+import ggmlb
+from tests.support.golden import CASES, wrong
+from tests.support.outcomes import FAILED, OK, UNSUPPORTED, Outcome, Progress, run
+
+REPORT = Path(__file__).parents[1] / "build/oclgrind.jsonl"
 
 RACE = """
 __kernel void race(__global int *out) {
@@ -39,9 +44,6 @@ SHOWN = 1500
 
 def work(log: Path) -> None:
     """Run, in Oclgrind, the programs whose ids come on stdin; print a line of JSON for each."""
-    import ggmlb
-    from tests.support.golden import CASES, wrong
-
     device: Any = ggmlb.device_by_name("OpenCL0")
     if "Oclgrind" not in device.description:
         sys.exit(f"OpenCL0 is {device.description}, not Oclgrind's simulator")
@@ -55,7 +57,9 @@ def work(log: Path) -> None:
             why = "; ".join(f"{n.op}: {r}" for n in nodes if (r := device.declines(n)))
             bad = "" if why else wrong([case], stream)
             said = since(log, before)
-            print(json.dumps({"id": case.id, "declined": why, "wrong": bad, "log": said}), flush=True)
+            status = UNSUPPORTED if why else FAILED if bad or said else OK
+            outcome = Outcome(case.id, status, why or f"{bad}\n{said[:SHOWN]}".strip())
+            print(json.dumps(asdict(outcome)), flush=True)
 
 
 def since(log: Path, position: int) -> str:
@@ -82,16 +86,19 @@ class Simulator:
         handle, name = tempfile.mkstemp(suffix=".oclgrind")
         os.close(handle)
         self._log = Path(name)
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
         # One thread for its work-groups, as processes share the cores.
-        self._process = subprocess.Popen(
-            ["oclgrind", "--data-races", "--num-threads", "1", "--log", name,
-             sys.executable, __file__, "--work", name],
+        simulator = ["oclgrind", "--data-races", "--num-threads", "1", "--log", str(self._log)]
+        return subprocess.Popen(
+            [*simulator, sys.executable, __file__, "--work", str(self._log)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYOPENCL_NO_CACHE": "1", "PYOPENCL_COMPILER_OUTPUT": "0"},
         )  # fmt: skip
 
-    def run(self, case: str) -> dict[str, str]:
-        """Return what happened to a program."""
+    def run(self, case: str) -> Iterator[Outcome]:
+        """Give what happened to a program."""
         assert self._process.stdin and self._process.stdout
         try:
             self._process.stdin.write(f"{case}\n")
@@ -99,63 +106,18 @@ class Simulator:
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
-            status = self._process.wait()
-            return {
-                "id": case,
-                "declined": "",
-                "wrong": f"the process ended with {status}",
-                "log": self._said(),
-            }
-        answer: dict[str, str] = json.loads(line)
-        return answer
+        if line:
+            yield Outcome(**json.loads(line))
+            return
+        status, said = self._process.wait(), self._log.read_text(encoding="utf-8", errors="replace")
+        self._process = self._start()
+        yield Outcome(case, FAILED, f"the process ended with {status}\n{said[:SHOWN]}")
 
     def close(self) -> None:
         """End the process, and take its log away."""
         self._process.kill()
         self._process.communicate()
         self._log.unlink()
-
-    def _said(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")
-
-
-def run(cases: list[str], n_workers: int) -> list[dict[str, str]]:
-    """Run programs in several processes; tell of failures as they come."""
-    waiting: Queue[str] = Queue()
-    for case in cases:
-        waiting.put(case)
-    answers: list[dict[str, str]] = []
-    lock, began = threading.Lock(), time.monotonic()
-
-    def take() -> None:
-        simulator = Simulator()
-        try:
-            while True:
-                answer = simulator.run(waiting.get_nowait())
-                with lock:
-                    answers.append(answer)
-                    if answer["wrong"] or answer["log"]:
-                        print(
-                            f"FAILED {answer['id']}: {answer['wrong']}\n{answer['log'][:SHOWN]}", flush=True
-                        )
-                    if len(answers) % 50 == 0:
-                        passed = f"{len(answers)} of {len(cases)} programs"
-                        print(f"{passed} [{time.monotonic() - began:.0f} s]", flush=True)
-                if "the process ended" in answer["wrong"]:
-                    simulator.close()
-                    simulator = Simulator()
-        except Empty:
-            pass
-        finally:
-            simulator.close()
-
-    threads = [threading.Thread(target=take) for _ in range(n_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
 
 
 def main() -> int:
@@ -175,19 +137,13 @@ def main() -> int:
     if shutil.which("oclgrind") is None:
         print("make test-oclgrind needs the program oclgrind, and does not find it: apt-get install oclgrind")
         return 2
-    from tests.support.golden import CASES
-
     chosen = [case.id for case in CASES if re.search(options.cases, case.id)]
-    answers = run(chosen, options.jobs)
-    failed = [a["id"] for a in answers if a["wrong"] or a["log"]]
-    n_run = sum(not a["declined"] for a in answers)
+    progress = Progress("Oclgrind", len(chosen), REPORT)
+    failed = [o.case for o in run(Simulator, chosen, options.jobs, progress) if o.status == FAILED]
     for case in failed:
         print(f"FAILED {case}")
-    print(
-        f"{n_run} of {len(chosen)} golden programs ran on Oclgrind with the work split of GPUs; "
-        f"{len(failed)} failed"
-    )
-    return 1 if failed or not n_run else 0
+    print(f"{progress}, with the work split of GPUs")
+    return 1 if failed or not progress.counts[OK] else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 
 import ggmlb
 from tests.support.ggml_bridge import suite
+from tests.support.outcomes import OK
 
 if not (suite.FOLDER / "libtest-backend-ops.so").exists():
     pytest.skip("ggml's test is not built: python scripts/build_ggml_tests.py", allow_module_level=True)
@@ -32,4 +33,4 @@ def test_the_first_case_of_each_op(device: str, first_cases: list[str]) -> None:
     unexplained, gone = suite.judge(outcomes, suite.load_faults())
     assert not unexplained
     assert not gone
-    assert sum(outcome.status == suite.OK for outcome in outcomes) > 40
+    assert sum(outcome.status == OK for outcome in outcomes) > 40

@@ -14,20 +14,9 @@ from ggmlb.core.enums import GluOp, Op, Prec, RopeType, UnaryOp
 from ggmlb.core.ops import SPECS
 from tests.support.ggml_bridge import nodes
 from tests.support.ggml_bridge.c_api import CTensor
-from tests.support.ggml_bridge.suite import (
-    FAILED,
-    OK,
-    UNJUDGED,
-    UNSUPPORTED,
-    Fault,
-    Outcome,
-    Worker,
-    judge,
-    load_faults,
-    parse,
-    unmatched,
-)
+from tests.support.ggml_bridge.suite import Fault, Worker, judge, load_faults, parse, unmatched
 from tests.support.ggml_bridge.worker import END
+from tests.support.outcomes import FAILED, OK, UNJUDGED, UNSUPPORTED, Outcome
 
 CASE = "ADD(type=f32,ne=[10,5,4,3],nr=[1,1,1,1])"
 

@@ -9,15 +9,14 @@ import re
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, Queue
 
+from tests.support import outcomes
 from tests.support.ggml_bridge.devices import FAULT, PREFIX
 from tests.support.ggml_bridge.worker import END
+from tests.support.outcomes import FAILED, OK, UNJUDGED, UNSUPPORTED, Outcome
 
 FOLDER = Path(__file__).parents[3] / "build/ggml/lib"
 """Where `scripts/build_ggml_tests.py` puts the libraries."""
@@ -28,19 +27,8 @@ FAULTS = Path(__file__).with_name("ggml_faults.json")
 UNIT = 200
 """Cases that a worker is given at a time: the test builds all its graphs anew for each such list."""
 
-OK, FAILED, UNSUPPORTED, UNJUDGED = "OK", "failed", "not supported", "not supported by ggml's reference"
-
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LINE = re.compile(r"^(.*?) {2}(\w+\([^()]*\)): (OK|FAIL|not supported.*)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What happened to a case: one of the four statuses above, and what was printed about it."""
-
-    case: str
-    status: str
-    detail: str = ""
 
 
 def parse(line: str) -> Outcome | None:
@@ -165,32 +153,9 @@ def run(
         seed: Of the data; a case has the same in each run with the same seed.
         timeout_s: A process that says nothing for so long is ended, and its case has failed [s].
     """
-    units: Queue[Sequence[str]] = Queue()
     size = min(UNIT, math.ceil(len(cases) / n_workers))
-    for i in range(0, len(cases), size):
-        units.put(cases[i : i + size])
-    outcomes: list[Outcome] = []
-    lock = threading.Lock()
-
-    def work() -> None:
-        worker = Worker(device, seed, timeout_s)
-        try:
-            while True:
-                for outcome in worker.run(units.get_nowait()):
-                    with lock:
-                        outcomes.append(outcome)
-                        tell(outcome)
-        except Empty:
-            pass
-        finally:
-            worker.close()
-
-    threads = [threading.Thread(target=work) for _ in range(n_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+    units = [cases[i : i + size] for i in range(0, len(cases), size)]
+    return outcomes.run(lambda: Worker(device, seed, timeout_s), units, n_workers, tell)
 
 
 # -- faults of ggml's own --------------------------------------------------------------------------
@@ -209,13 +174,13 @@ def load_faults(path: Path = FAULTS) -> list[Fault]:
     return [Fault(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def judge(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> tuple[list[Outcome], list[str]]:
+def judge(judged: Iterable[Outcome], faults: Sequence[Fault]) -> tuple[list[Outcome], list[str]]:
     """Return the failures that no fault explains, and what is wrong with the faults: those that have gone.
 
     A fault that explains a case which passes has gone, at least there, and must be taken out of the file.
     """
     unexplained, gone = [], []
-    for outcome in outcomes:
+    for outcome in judged:
         known = [fault for fault in faults if re.fullmatch(fault.cases, outcome.case)]
         if outcome.status == FAILED and not known:
             unexplained.append(outcome)
@@ -227,32 +192,3 @@ def judge(outcomes: Iterable[Outcome], faults: Sequence[Fault]) -> tuple[list[Ou
 def unmatched(cases: Sequence[str], faults: Sequence[Fault]) -> list[str]:
     """Return a complaint for each fault that no case of the test has: its expression is out of date."""
     return [f"no case is {f.cases!r}" for f in faults if not any(re.fullmatch(f.cases, c) for c in cases)]
-
-
-class Progress:
-    """Prints a line now and then: how many cases are done, and how they went. A file gets every outcome."""
-
-    def __init__(self, device: str, total: int, report: Path, every_s: float = 15) -> None:
-        self._device, self._total, self._every_s = device, total, every_s
-        report.parent.mkdir(parents=True, exist_ok=True)
-        self._report = report
-        report.write_text("", encoding="utf-8")
-        self._began = self._told = time.monotonic()
-        self.counts: Counter[str] = Counter()
-
-    def __call__(self, outcome: Outcome) -> None:
-        """Count an outcome; a failure is printed at once."""
-        self.counts[outcome.status] += 1
-        at_s = round(time.monotonic() - self._began, 3)
-        with self._report.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**asdict(outcome), "at_s": at_s}) + "\n")
-        if outcome.status == FAILED:
-            print(f"{self._device}: FAILED {outcome.case}: {outcome.detail[-300:]}", flush=True)
-        if (now := time.monotonic()) - self._told > self._every_s:
-            self._told = now
-            print(f"{self} [{now - self._began:.0f} s]", flush=True)
-
-    def __str__(self) -> str:
-        c, done = self.counts, self.counts.total()
-        said = ", ".join(f"{c[status]:,} {status}" for status in (OK, FAILED, UNSUPPORTED, UNJUDGED))
-        return f"{self._device}: {done:,} of {self._total:,} cases: {said}"
