@@ -535,13 +535,11 @@ class Backend(Freeable):
 
     def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         self._synchronize()  # a synchronous write must not overtake work that is queued
-        assert tensor.buffer is not None
-        tensor.buffer._set_tensor(tensor, data, offset)
+        tensor.placed("set_tensor_async")._set_tensor(tensor, data, offset)
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         self._synchronize()
-        assert tensor.buffer is not None
-        tensor.buffer._get_tensor(tensor, out, offset)
+        tensor.placed("get_tensor_async")._get_tensor(tensor, out, offset)
 
     def _set_tensor_2d_async(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
         for piece, start in pieces.cut(data):

@@ -130,9 +130,8 @@ def writing(tensor: Tensor, offset: int = 0, size: int | None = None) -> Access:
 
 
 def _span(tensor: Tensor, offset: int, size: int | None, is_write: bool) -> Access:
-    assert tensor.buffer is not None
-    start = tensor.offset + offset
-    return Access(tensor.buffer, start, start + (tensor.nbytes if size is None else size), is_write, tensor)
+    start, buffer = tensor.offset + offset, tensor.placed("an access")
+    return Access(buffer, start, start + (tensor.nbytes if size is None else size), is_write, tensor)
 
 
 def _accesses_of(node: Tensor) -> Iterator[Access]:

@@ -111,9 +111,7 @@ class Bench(Freeable):
         for i in lenders(expected.build().graph.nodes[-1]):
             built = expected.build()
             node = built.graph.nodes[-1]
-            operand = node.src[i]
-            assert operand is not None
-            image = memory.place(built, (node, operand))
+            image = memory.place(built, (node, node.operand(i)))
             image.upload()
             wrong, _ = _compute(self.stream, image)
             if wrong:

@@ -206,13 +206,11 @@ class FakeBackend(Backend):
         return Status.SUCCESS
 
     def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        buffer = tensor.buffer
-        assert buffer is not None
+        buffer = tensor.placed("set_tensor_async")
         self.enqueue(f"writes {tensor.name}", lambda: buffer._set_tensor(tensor, data, offset))
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        buffer = tensor.buffer
-        assert buffer is not None
+        buffer = tensor.placed("get_tensor_async")
         self.enqueue(f"reads {tensor.name}", lambda: buffer._get_tensor(tensor, out, offset))
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
@@ -220,8 +218,7 @@ class FakeBackend(Backend):
             return False
         if not isinstance(src.buffer, FakeBuffer) or src.buffer.buft is not backend_src.default_buffer_type:
             return False
-        buffer, source, before = dst.buffer, src.buffer, backend_src.n_queued
-        assert buffer is not None
+        buffer, source, before = dst.placed("cpy_tensor_async"), src.buffer, backend_src.n_queued
 
         def copy() -> None:
             backend_src.run_until(before)

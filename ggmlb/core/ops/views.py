@@ -83,8 +83,7 @@ class ViewOps(OpBase):
         if ne[0] % a.dtype.block_size:
             fail_shape(fn, f"ne0 = {ne[0]} must be a multiple of the block size {a.dtype.block_size}", a)
         view = self._view(a, ne, nb, offset)
-        root = view.view_src
-        assert root is not None
+        root = a.view_src or a
         if offset < 0 or (view.nbytes and view.view_offs + view.nbytes > root.nbytes):
             self.tensors.pop()
             _fail_bounds(fn, a, ne, nb, offset, root)

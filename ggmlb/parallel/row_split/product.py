@@ -111,10 +111,9 @@ class RowSplitProduct:
     """
 
     def __init__(self, node: Tensor, main: Backend, helpers: Helpers) -> None:
-        a, b = node.src[:2]
-        assert a is not None and b is not None and isinstance(a.buffer, SplitBuffer)
-        assert node.buffer is not None and b.buffer is not None
-        self.buffers = (node.buffer, b.buffer)
+        a, b = node.operand(0), node.operand(1)
+        assert isinstance(a.buffer, SplitBuffer)
+        self.buffers = node.placed("a product"), b.placed("a product")
         pieces = a.buffer.pieces[a.offset]
         self._main, self._b = weakref.ref(main), b  # its plans hold this
         self._shares: list[_Share] = []

@@ -142,10 +142,10 @@ class Executor:
             owner = self._index[id(item.backend)]
             buffer = item.src.buffer
             assert buffer is not None
-            if item.experts is not None and experts.copy(item, split):
+            if experts.copy(item, split):
                 continue
             if buffer.is_host and self._is_async[b]:
-                self._upload(item, split, owner)
+                self._upload(item, buffer, split, owner)
             elif len(item.copies) > 1:
                 if self._send(item, b, owner, c, is_first=owner not in senders):
                     senders[owner] = None
@@ -159,10 +159,9 @@ class Executor:
         for owner in senders:
             self._order(owner, b)
 
-    def _upload(self, item: SplitInput, split: Split, owner: int) -> None:
+    def _upload(self, item: SplitInput, buffer: Buffer, split: Split, owner: int) -> None:
         """Queue a copy of unchanging bytes from host memory."""
-        src, buffer = item.src, item.src.buffer
-        assert buffer is not None
+        src = item.src
         if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
             item.backend.synchronize()
         if item.is_constant:
@@ -294,11 +293,10 @@ class ExpertCopies:
             BackendError: An id is not that of an expert.
         """
         src, node = item.src, item.experts
-        assert node is not None
-        ids = node.operand(2)
         n_experts, size = src.ne[2], src.nb[2]
-        if src.ne[3] != 1 or size * n_experts != src.nbytes or src.buffer is None:
+        if node is None or src.ne[3] != 1 or size * n_experts != src.nbytes or src.buffer is None:
             return False
+        ids = node.operand(2)
         used = self._used.get(ids)
         if used is None:
             used = self._used[ids] = self._find_used(ids, n_experts, node, split)

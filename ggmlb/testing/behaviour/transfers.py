@@ -32,8 +32,7 @@ def _expect_written(
 ) -> None:
     """Write to a tensor among others, and compare all bytes of their buffer."""
     _before, tensor, _after = rig.neighbours(N)
-    assert tensor.buffer is not None
-    whole = rig.over(tensor.buffer)
+    whole = rig.over(tensor.placed(call))
     image = poison(whole.nbytes).copy()
     whole.set(image)
     write(tensor)
@@ -86,8 +85,7 @@ def two_dimensional_transfers(rig: Rig) -> None:
     size, n, stride_data, offset = 24, 7, 33, 5
     for is_async, stride_tensor in product((False, True), (24, 40)):
         _, tensor, _ = rig.neighbours(N)
-        assert tensor.buffer is not None
-        where, suffix = (rig.stream, "_async") if is_async else (tensor.buffer, "")
+        where, suffix = (rig.stream, "_async") if is_async else (tensor.placed("set_tensor_2d"), "")
         image = poison(N).copy()
         tensor.set(image)
         data = _bytes(n * stride_data)

@@ -258,7 +258,6 @@ def memory_for_weights_ends(rig: Rig) -> None:
         expect(huge.buffer is None, "a weight that could not be placed has a buffer")
         kind = DType.F16, 80
         (weight,) = _weights(rig, buft, kind)
-        assert weight.buffer is not None
-        weight.buffer.free()
+        weight.placed("free").free()
         expect_error(FreedError, partial(weight.set, _blocks(kind)), "a write to a freed weight")
         expect_error(FreedError, weight.get, "a read of a freed weight")

@@ -164,8 +164,7 @@ def mul_mat_add(lw: Lowering, group: Group) -> list[Step] | None:
 
     cuBLAS' products are not fused: what it adds would have to be copied to the result first.
     """
-    a, b = group["mul_mat"].src
-    assert a is not None and b is not None
+    a, b = map(group["mul_mat"].operand, (0, 1))
     if not a.is_contiguous_rows() or not _is_small(a, b):
         return None
     d = Mem.of(group.result)
@@ -177,8 +176,7 @@ def glu(lw: Lowering, group: Group) -> list[Step] | None:
 
     By cuBLAS, that is where both have a bias: two products, and one kernel for all that follows.
     """
-    a, b = group["gate"].src
-    assert a is not None and b is not None
+    a, b = map(group["gate"].operand, (0, 1))
     if not a.is_contiguous_rows():
         return None
     if _is_small(a, b):
@@ -195,8 +193,8 @@ def glu(lw: Lowering, group: Group) -> list[Step] | None:
     mems: list[Mem] = []
     for part in ("gate", "up"):
         added, added_to = group[f"{part}_add"], group.other(f"{part}_add")
-        a, b = group[part].src
-        found = _by_blas(lw, a, b, Mem.of(added), group[part].params.get("prec"))  # type: ignore[arg-type]
+        a, b = map(group[part].operand, (0, 1))
+        found = _by_blas(lw, a, b, Mem.of(added), group[part].params.get("prec"))
         if found is None:
             return None
         steps += found

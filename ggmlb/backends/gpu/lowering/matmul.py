@@ -163,22 +163,18 @@ def _mul_mat_add(group: Group, target: Target) -> list[Launch]:
 
 
 def _takes_glu(group: Group, target: Target) -> bool:
-    weights = [group[part].src[0] for part in ("gate", "up") if part in group]
-    packings = {Mem.of(w).packing for w in weights if w is not None}
+    packings = {Mem.of(group[part].operand(0)).packing for part in ("gate", "up") if part in group}
     return group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1
 
 
 def _glu(group: Group, target: Target) -> list[Launch]:
-    x = group["gate"].src[1]
-    assert x is not None
     weights, bias, glu = gated(group)
-    return [_launch(target, weights, Mem.of(x), Mem.of(group.result), bias, glu)]
+    return [_launch(target, weights, Mem.of(group["gate"].operand(1)), Mem.of(group.result), bias, glu)]
 
 
 def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
     """Return the weights and bias of the product that is activated, and the other one."""
-    p, d, weights = group["glu"].params, Mem.of(group.result), group["gate"].src[0]
-    assert weights is not None
+    p, d, weights = group["glu"].params, Mem.of(group.result), group["gate"].operand(0)
 
     def bias(part: str) -> Mem | None:
         return Mem.of(group.other(part)).tiled_to(group[part].ne) if part in group else None

@@ -72,7 +72,7 @@ def _lower_group(group: Group, target: Target) -> list[Launch]:
 
 def _group_declines(node: Tensor) -> str | None:
     why = _declines(node)
-    if why is None and not (_packed_planes(node) and _packed_planes(node.src[0])):  # type: ignore[arg-type]
+    if why is None and not (_packed_planes(node) and _packed_planes(node.operand(0))):
         why = "the planes of a group are not contiguous: apply cont"
     return why
 

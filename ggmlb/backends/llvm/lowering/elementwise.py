@@ -51,9 +51,7 @@ def _unary_declines(node: Tensor) -> str | None:
 
 
 def _unary(node: Tensor, steps: Steps) -> None:
-    (a,) = node.src[:1]
-    assert a is not None
-    fn = _function(node)
+    a, fn = node.operand(0), _function(node)
     params = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
     operands = [operand(node, steps), operand(a, steps)]
     args, n = walk(node.ne, operands, steps, _DEAR if fn in _DEAR_NAMES else _CHEAP)

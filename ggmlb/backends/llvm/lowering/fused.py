@@ -61,9 +61,9 @@ def _norm(group: Group, steps: Steps) -> None:
     first = group.parts.get("add", node)
     added, kept = "add" in group, bool(group.kept)
     ne = result.ne
-    operands = [operand(result, steps), operand(first.src[0], steps, ne)]  # type: ignore[arg-type]
+    operands = [operand(result, steps), operand(first.operand(0), steps, ne)]
     if added:
-        operands.append(operand(first.src[1], steps, ne))  # type: ignore[arg-type]
+        operands.append(operand(first.operand(1), steps, ne))
     if kept:
         operands.append(operand(first, steps))
     factors = [part for part in ("mul", "shift") if part in group]
