@@ -107,7 +107,7 @@ class RawModule:
     def __init__(
         self, *, code: str, path: Any = None, options: tuple[str, ...] = (), backend: str = "nvrtc"
     ) -> None:
-        assert isinstance(options, tuple)
+        assert isinstance(code, str) and isinstance(options, tuple)
         self._code = code
 
     def get_function(self, name: str) -> Any:

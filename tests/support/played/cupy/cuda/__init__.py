@@ -72,7 +72,7 @@ class Stream:
     def from_external(cls, obj: Any) -> Stream:
         stream = cls(null=True)
         version, stream.ptr = obj.__cuda_stream__()
-        assert version == 0
+        assert (version, type(stream.ptr)) == (0, int)
         return stream
 
     def __enter__(self) -> Stream:

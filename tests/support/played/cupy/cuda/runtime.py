@@ -47,6 +47,11 @@ def _properties(device: int) -> dict[str, Any]:
     return {**about, **place, "major": major, "minor": minor, "multiProcessorCount": facts.n_units}
 
 
+def _new_stream(flags: int) -> int:
+    assert flags == streamNonBlocking
+    return HOST.stream_new()
+
+
 def _synchronize(stream: int) -> None:
     if stream > LEGACY or stream in HOST.streams:
         HOST.stream_synchronize(stream)
@@ -101,7 +106,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "freeHost": lambda ptr: _pinned.pop(ptr).fill(0xFF),
     "hostRegister": lambda ptr, size, flags: HOST.register(raw(ptr, size)),
     "hostUnregister": lambda ptr: HOST.unregister(raw(ptr, 1)),
-    "streamCreateWithFlags": lambda flags: HOST.stream_new(),
+    "streamCreateWithFlags": lambda flags: _new_stream(flags),
     "streamDestroy": lambda stream: HOST.stream_free(stream),
     "streamSynchronize": lambda stream: _synchronize(stream),
     "streamWaitEvent": lambda stream, event, flags=0: HOST.stream_wait(stream, event),
