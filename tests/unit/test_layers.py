@@ -21,11 +21,12 @@ ROOT = Path(ggmlb.__file__).parents[1]
 ROOMS = {
     "core": "programs: types, tensors, one method per op, graphs, blocks, errors",
     "system": "the process around us: environment, forks, files, progress",
-    "interface": "where it can run: registry, devices, buffers, streams, events, plans",
-    "runtime": "how it gets there: allocators, the scheduler, evaluate",
+    "interface": "interfaces: registry, devices, buffers, streams, events, plans",
+    "runtime": "execution: allocators, the scheduler, evaluate",
     "parallel": "one node on many devices: the meta device, weights split by rows",
-    "inspect": "what happened, and why: pictures, traces, the sanitizer, comparison",
-    "backends.common": "what backends share: rules of operands, fusion, work space, packed weights, formulas",
+    "inspect": "inspection: drawings, traces, the sanitizer, comparison",
+    "backends.common": "shared code of backends: operand rules, fusion, scratch memory, packed weights, "
+    "formulas",
     "backends.gpu": "portable kernels, one text for OpenCL and CUDA, and the launches that compute a node",
     "backends.cpu": "NumPy, the reference",
     "backends.opencl": "PyOpenCL",

@@ -213,19 +213,19 @@ def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: E
 
 
 MOST_LOCKED: Final = 256 << 20
-"""Bytes that are locked for a stream; what is on its way beyond that lies in ordinary memory."""
+"""Limit of page-locked memory for a stream [bytes]; further snapshots use pageable memory."""
 
 LEAST_BLOCK: Final = 4096
 """Bytes of the smallest block."""
 
 
 class Staging:
-    """Snapshots of host memory on their way to a device, in host memory that the device reads by itself.
+    """Snapshots of host memory for uploads, in memory that the device reads directly.
 
     What a queued upload reads must stay as it is, while whoever computed it may overwrite it at once. So the
     scheduler copies it first; out of page-locked memory, the transfer then needs no other copy and no thread.
-    A block of that memory serves again once nobody holds an array in it. Devices that compute in the host's
-    memory have no use for it, and get arrays of NumPy's.
+    A block of that memory serves again once nobody holds an array in it. Devices that compute in host
+    memory get NumPy arrays instead.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -236,7 +236,7 @@ class Staging:
         self._nbytes = 0
 
     def snapshot(self, src: Tensor) -> Bytes:
-        """Return a copy of a tensor's bytes, whose memory serves again when the array is gone."""
+        """Return a copy of a tensor's bytes, in memory that is reused after the array is dropped."""
         size = max(LEAST_BLOCK, 1 << (src.nbytes - 1).bit_length())
         buffer, block = src.buffer, self._take(size)
         if block is None or buffer is None:

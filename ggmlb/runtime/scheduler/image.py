@@ -1,9 +1,9 @@
 """Image: the graph that is allocated, planned and computed in place of the user's.
 
-Each tensor of the user's that has no place of its own has a clone, and nodes read copies where they must. To
-the allocator all of them are numbers; tensors are made of them when a backend looks at them: to plan a
-split, or to say in which order it wants its nodes. After allocation the user's tensors lie where their clones
-do; so do those of the next graph of the same topology.
+Each unplaced tensor of the user has a clone, and nodes read copies where needed. The allocator only sees
+numbers; clones are created when a backend needs them, to plan a split or to order its nodes. After
+allocation, the user's tensors get the places of their clones; so do those of the next graph of the same
+topology.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Image(IndexedGraph):
     Attributes:
         user: The user's graph; its tensors are another's of the same signature, once that is bound.
         params: The ops' parameters, by number.
-        ids: Index by number, of a backend, whose memory it lies in; behind the last, of the host's.
-        buffers: Where each tensor lies, by number, once allocated.
+        ids: Index of the backend that owns each tensor's memory, by number; past the last for host memory.
+        buffers: Buffer of each tensor, by number, once allocated.
         offsets: Offset of each in its buffer.
     """
 
@@ -72,7 +72,7 @@ class Image(IndexedGraph):
     # -- numbers -------------------------------------------------------------------------------
 
     def _list(self, split: Split, leafs: list[int], nodes: list[int]) -> None:
-        """List what a split copies and computes, in order; let its nodes read the copies."""
+        """Append a split's copies and nodes in order, and let its nodes read the copies."""
         bases = self.bases
         nodes += split.view_numbers
         for item in split.inputs:
@@ -109,7 +109,7 @@ class Image(IndexedGraph):
         return number
 
     def _ordered(self, split: Split, before: Sequence[int]) -> Sequence[int]:
-        """Return a split's nodes in the order that its backend wants."""
+        """Return a split's nodes in its backend's preferred order."""
         if type(split.backend).graph_optimize is Backend.graph_optimize:
             return split.numbers
         self._make((*before, *split.numbers))
@@ -125,7 +125,7 @@ class Image(IndexedGraph):
         return [numbers[node] for node in graph.nodes]
 
     def _edges_of(self, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the sources of nodes, one node after another, and how many each has."""
+        """Return the concatenated sources of nodes, and the number of each node's."""
         begins, ends = self.spans
         sources: list[int] = []
         begin = end = 0
@@ -140,7 +140,7 @@ class Image(IndexedGraph):
     # -- tensors -------------------------------------------------------------------------------
 
     def clone(self, i: int) -> Tensor:
-        """Return the clone of a tensor; a tensor of the user's that has a place is its own."""
+        """Return the clone of a tensor; a placed tensor of the user is its own."""
         self._make((i,))
         return self._made((i,))[0]
 
@@ -193,7 +193,7 @@ class Image(IndexedGraph):
         return graph
 
     def variant(self, splits: Sequence[Split], c: int) -> list[Graph]:
-        """Return the splits' graphs with the nodes that read, near or far, the c-th copies of the inputs."""
+        """Return the splits' graphs, with nodes that depend on inputs reading the c-th copies."""
         if c == 0:
             return [split.graph for split in splits]
         clones = {i.copy: i.copies[c] for split in splits for i in split.inputs if len(i.copies) > 1}
@@ -213,7 +213,7 @@ class Image(IndexedGraph):
     # -- places --------------------------------------------------------------------------------
 
     def place(self, buffers: list[Buffer | None], offsets: list[int]) -> bool:
-        """Place the clones; return whether that changed anything."""
+        """Place the clones; return whether anything changed."""
         if buffers == self.buffers and offsets == self.offsets:
             return False
         self.buffers, self.offsets = buffers, offsets
@@ -231,7 +231,7 @@ class Image(IndexedGraph):
                 clone.params = changed
 
     def clones(self) -> list[Tensor]:
-        """Return all tensors that were made for the image, copies included."""
+        """Return all tensors created for the image, copies included."""
         self._make(self.listed)
         tensors, n = self.user.tensors, len(self.user.tensors)
         made = self._clones.items()

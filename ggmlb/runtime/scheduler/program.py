@@ -67,12 +67,12 @@ class Signature(IndexedGraph):
         self.zeros: Zeros | None = None
 
     def keep(self) -> None:
-        """Hold on to the parameters as they are now, whatever becomes of the tensors."""
+        """Copy the current parameters, which may change later."""
         self.params = [p.copy() if p else p for p in self.params]
         self.zeros = None
 
     def matches(self, other: Signature) -> bool:
-        """Whether graphs of another signature are split, allocated and computed as the kept one is."""
+        """Whether graphs of another signature have the same split, allocation and plans."""
         return (
             self.key == other.key
             and self.facts == other.facts

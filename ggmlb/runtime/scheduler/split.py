@@ -1,4 +1,4 @@
-"""Pass 5: cut the graph into splits, and find the tensors that must be copied between devices.
+"""Pass 5: cut the graph into splits, and find the tensors to copy between devices.
 
 ggml rewrites the sources of the user's nodes to point at the copies. Here the user's graph stays as it
 is, and so do the numbers of its tensors: a copy is one more number, which some nodes read instead.
@@ -31,14 +31,13 @@ class SplitInput:
 
     Attributes:
         number: The tensor's number in the graph.
-        copies: The copies in the split's memory: several if the next computation may write one while this
-            one still reads another.
+        copies: The copies in the split's memory; several for pipelining.
         backend: The backend that owns the tensor.
-        is_staged: Whether it is an input of the graph that lies in host memory although a device owns it.
+        is_staged: Whether it is an input of the graph, assigned to a device but kept in host memory.
         is_constant: Whether it is a weight that the graph does not write.
-        has_experts: Whether it holds the weights of experts, of which its one reader names those it reads.
+        has_experts: Whether it holds experts' weights, of which its only reader selects some.
         readers: Numbers of the nodes on the split's device that read it.
-        image: Where numbers are tensors.
+        image: The image with the tensors.
     """
 
     __slots__ = (
@@ -70,17 +69,17 @@ class SplitInput:
 
     @property
     def src(self) -> Tensor:
-        """Where its data lies: its image."""
+        """The source of the copy, in the image."""
         return self.image.clone(self.number)
 
     @property
     def experts(self) -> Tensor | None:
-        """The one node that reads it, in the image, if it holds the weights of experts."""
+        """The only node that reads it, in the image, if it holds experts' weights."""
         return self.image.clone(self.readers[0]) if self.has_experts else None
 
     @property
     def origin(self) -> str:
-        """Where it comes from, for people."""
+        """Description of its origin, for messages."""
         return "host memory" if self.is_staged else self.backend.name
 
     @property
@@ -90,7 +89,7 @@ class SplitInput:
 
     @property
     def nbytes(self) -> int:
-        """Bytes copied each time; at most, where only the experts in use are copied."""
+        """Bytes copied each time (an upper bound if only used experts are copied)."""
         return self.copies[0].nbytes
 
     def __repr__(self) -> str:
@@ -98,21 +97,20 @@ class SplitInput:
 
 
 class Split:
-    """A run of nodes that one backend computes.
+    """A run of consecutive nodes computed by one backend.
 
     Attributes:
-        backend: Where it runs.
-        backend_id: Its index among the scheduler's.
-        view_numbers: Numbers of views of tensors of other devices, that nodes here read through copies.
+        backend: The backend that computes it.
+        backend_id: Index of the backend in the scheduler.
+        view_numbers: Numbers of views of other devices' tensors, which nodes here read through copies.
         numbers: Numbers of the other nodes, views of its own tensors included.
-        ordered: The same in the order that the backend wants.
-        order: Those that compute something, in that order.
-        inputs: What is copied to it first.
+        ordered: The same in the backend's preferred order.
+        order: The computed ones, in that order.
+        inputs: The tensors copied to it first.
         plans: The graph lowered, for each of the copies; `None` until first computed.
-        after: Indices of backends that work in memory that this one works in, and must have finished what
-            they were given before.
-        reads_user_input: Whether it reads an input of the graph where the user wrote it.
-        image: Where numbers are tensors.
+        after: Indices of backends with shared memory whose earlier work must be finished first.
+        reads_user_input: Whether it reads an input of the graph in place.
+        image: The image with the tensors.
     """
 
     __slots__ = (
@@ -147,17 +145,17 @@ class Split:
 
     @property
     def nodes(self) -> list[Tensor]:
-        """The user's nodes that it computes, views of its own tensors included."""
+        """The user's nodes that it computes, including views of its own tensors."""
         return [self.image.user.tensors[i] for i in self.numbers]
 
     @property
     def views(self) -> list[Tensor]:
-        """The user's views of tensors of other devices, that nodes here read through copies."""
+        """The user's views of other devices' tensors, which nodes here read through copies."""
         return [self.image.user.tensors[i] for i in self.view_numbers]
 
     @property
     def graph(self) -> Graph:
-        """What the backend computes: the nodes' clones in the order that it wants, without views."""
+        """The graph of the nodes' clones in the backend's preferred order, without views."""
         if self._graph is None:
             self._graph = self.image.graph_of(self)
         return self._graph
@@ -184,7 +182,7 @@ class Cut:
         self._graph = graph
         self._assignment = assignment
         self._n_copies = n_copies
-        # What each backend has copies of, by number.
+        # Tensors that each backend has copies of, by number.
         self._copied: list[dict[int, SplitInput]] = [{} for _ in assignment.backends]
         flagged = [i for i in graph.flagged if graph.flags[i] & TensorFlag.INPUT]
         self._inputs = {i for i in flagged if graph.bases[i] < 0}
@@ -200,11 +198,11 @@ class Cut:
         self._order_shared_memory()
 
     def _find_staged(self) -> set[int]:
-        """Return the inputs that would lie in memory of an asynchronous device, but need not.
+        """Return the inputs assigned to an asynchronous device that can stay in host memory.
 
-        The user may overwrite an input once a computation is queued. What a device reads in its own memory it
-        must have read by then, or be waited for; what lies in host memory is queued as a snapshot. An input
-        that the user placed there, or asked to have there, is read where it lies, as is one that nodes write.
+        The user may overwrite an input once a computation is queued. An input in device memory would need
+        a wait; one in host memory is queued as a snapshot. Inputs that the user placed on or requested
+        for a device, or that nodes write, are read in place.
         """
         graph, assignment = self._graph, self._assignment
         last = len(assignment.backends) - 1
@@ -264,10 +262,10 @@ class Cut:
                 item.has_experts = item.is_constant and self._has_experts(item)
 
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
-        """Whether a node that reads these should open a new split on the same backend.
+        """Whether a node with these sources should begin a new split on the same backend.
 
-        With a new split the memory of weights copied before can be reused, and no split has more
-        inputs than `MAX_SPLIT_INPUTS` (but a single node may).
+        A new split allows reuse of the memory of earlier copied weights, and limits a split to
+        `MAX_SPLIT_INPUTS` inputs (except for a single node).
         """
         if not split.inputs:
             return False
@@ -280,7 +278,7 @@ class Cut:
         return False
 
     def _needs_copy(self, src: int, b: int) -> bool:
-        """Whether a backend cannot read a source where it lies."""
+        """Whether a backend cannot read a source in place."""
         if src < 0:
             return False
         return self._assignment.roots[src] in self.staged or not self._assignment.readable(src, b)
@@ -303,9 +301,9 @@ class Cut:
         return buffer is not None and buffer.usage is BufferUsage.WEIGHTS
 
     def _is_sent(self, src: int, owner: int, b: int) -> bool:
-        """Whether a device sends the tensor to another, perhaps before that has finished its earlier work.
+        """Whether a device sends the tensor to another device, which may still be busy.
 
-        What comes from the host, or from the user, is queued on the device that reads it.
+        Copies from host memory or the user's buffers are queued on the reading device.
         """
         root = self._assignment.roots[src]
         if self._graph.buffers[root] is not None or root in self._inputs:
@@ -314,7 +312,7 @@ class Cut:
         return not self._assignment.bufts[owner].is_host and all(x.device.caps.events for x in both)
 
     def _has_experts(self, item: SplitInput) -> bool:
-        """Whether a weight holds experts, in host memory, which one node reads by its ids."""
+        """Whether an input is an expert weight in host memory, read by one node through its ids."""
         buffer = self._graph.buffers[item.number]
         if len(item.readers) > 1 or buffer is None or not buffer.is_host:
             return False
@@ -326,10 +324,10 @@ class Cut:
     # -- order ---------------------------------------------------------------------------------
 
     def _order_shared_memory(self) -> None:
-        """Note which backends a split must wait for because they work in the same memory.
+        """Set the backends that a split must wait for because they share memory.
 
-        A copy is ordered on both sides. But a backend that reads or writes another's memory in place
-        may still do so when the allocator has given that memory to a later split.
+        Copies are ordered on both sides. But a backend may still read or write another's memory in place
+        when the allocator has reused that memory for a later split.
         """
         assignment = self._assignment
         n = len(assignment.backends)
@@ -341,7 +339,7 @@ class Cut:
             split.after = tuple(a for a in ran if shared[split.backend_id][a])
 
     def _add_written(self, shared: list[list[bool]]) -> None:
-        """Add the backends that keep apart, but touch memory of the user's that one of them writes."""
+        """Add backends with separate memory that access a buffer of the user that one of them writes."""
         graph = self._graph
         roots, buffers = graph.roots, graph.buffers
         touched: dict[int, set[int]] = {}

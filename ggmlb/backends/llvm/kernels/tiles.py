@@ -26,7 +26,7 @@ DEPTH = 256
 
 
 def columns(n: int, most: int) -> int:
-    """Return the numbers of rows of activations per pass to cover `n`, at most `most` each.
+    """Return the number of rows of activations per pass to cover `n`, at most `most`.
 
     Passes are as few and as even as possible; the last one may compute surplus rows.
     """
