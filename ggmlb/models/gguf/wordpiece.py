@@ -25,7 +25,8 @@ class WordPieces:
         lowers: Whether upper and lower case are one.
         strips_accents: Whether accents are left out.
 
-    Source: llm_tokenizer_wpm in llama.cpp's llama-vocab.cpp.
+    Source: llm_tokenizer_wpm in llama.cpp's llama-vocab.cpp, but for accents, which are left out as by BERT:
+    the marks beside letters of Indian scripts stay, and so do the vowels of Hangul.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class WordPieces:
                 word = ""
                 continue
             is_control = category in ("Cc", "Cf", "Cs", "Co") or character in "\0\ufffd"
-            if is_control or (self._strips_accents and category[0] == "M"):
+            if is_control or (self._strips_accents and category == "Mn"):
                 continue
             lowered = character.lower() if self._lowers else character
             if _stands_alone(character, category):
