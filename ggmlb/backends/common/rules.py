@@ -99,10 +99,10 @@ def operands(*src: Types, out: Types = FLOATS) -> Condition:
             if s is None or s.dtype in plain:
                 continue
             if s.dtype not in types:
-                return _not_of(s.dtype, types, f"src{i}")
+                return _not_of(types, node, i)
             if not s.is_contiguous_rows():
-                return _not_in_rows(s, i)
-        return None if node.dtype in out else _not_of(node.dtype, out, "the result")
+                return _not_in_rows(node, i)
+        return None if node.dtype in out else _not_of(out, node, RESULT)
 
     return check
 
@@ -119,7 +119,7 @@ def in_rows(*which: int) -> Condition:
         for i in which:
             t = node if i == RESULT else node.optional(i)
             if t is not None and not t.is_contiguous_rows():
-                return _not_in_rows(t, i)
+                return _not_in_rows(node, i)
         return None
 
     return check
@@ -132,25 +132,57 @@ def has_elements(node: Tensor) -> str | None:
     return None
 
 
+def converts(can: Callable[[DType, DType], bool]) -> Condition:
+    """Require that elements of src0 can become those of the result; those of blocks, along contiguous rows.
+
+    Args:
+        can: Whether elements of one type can become those of another.
+    """
+    rows = in_rows(0, RESULT)
+
+    def check(node: Tensor) -> str | None:
+        a = node.operand(0)
+        if not can(a.dtype, node.dtype):
+            return f"no kernel converts {a.dtype.name.lower()} to {node.dtype.name.lower()}"
+        return rows(node) if a.dtype.is_quantized or node.dtype.is_quantized else None
+
+    return check
+
+
+def same_shape_of_blocks(node: Tensor) -> str | None:
+    """Require that src0 and the result have one shape, if one of them consists of blocks."""
+    a = node.operand(0)
+    if a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
+        return "a copy between shapes of quantised tensors"
+    return None
+
+
 def same_types(node: Tensor) -> str | None:
     """Condition that all sources have the type of the result."""
     for i, s in enumerate(node.sources):
         if s.dtype is not node.dtype:
             return f"src{i} is {s.dtype.name.lower()}, the result {node.dtype.name.lower()}"
         if s.dtype.is_quantized and not s.is_contiguous_rows():
-            return _not_in_rows(s, i)
+            return _not_in_rows(node, i)
     return None
 
 
-def _not_of(dtype: DType, types: Types, what: str) -> str:
-    name = dtype.name.lower()
-    if len(types) > _FEW:
-        return f"no kernel writes {name}" if what == "the result" else f"no kernel takes {name} as {what}"
-    *first, last = (d.name.lower() for d in sorted(types))
-    return f"{what} is {name}: only {', '.join(first)}{' and ' if first else ''}{last}"
-
-
-def _not_in_rows(t: Tensor, i: int) -> str:
+def _named(node: Tensor, i: int) -> str:
     if i == RESULT:
-        return f"the rows of the result are not contiguous (nb0 = {t.nb[0]})"
-    return f"the rows of src{i} are not contiguous (nb0 = {t.nb[0]}): apply cont"
+        return "the result"
+    name = node.operand(i).name
+    return f"src{i} ({name!r})" if name else f"src{i}"
+
+
+def _not_of(types: Types, node: Tensor, i: int) -> str:
+    name = (node if i == RESULT else node.operand(i)).dtype.name.lower()
+    if len(types) > _FEW:
+        return f"no kernel writes {name}" if i == RESULT else f"no kernel takes {name} as {_named(node, i)}"
+    *first, last = (d.name.lower() for d in sorted(types))
+    return f"{_named(node, i)} is {name}: only {', '.join(first)}{' and ' if first else ''}{last}"
+
+
+def _not_in_rows(node: Tensor, i: int) -> str:
+    nb0 = (node if i == RESULT else node.operand(i)).nb[0]
+    why = f"the rows of {_named(node, i)} are not contiguous (nb0 = {nb0})"
+    return why if i == RESULT else f"{why}: apply cont"

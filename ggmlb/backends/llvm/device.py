@@ -11,7 +11,7 @@ from llvmlite import binding
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen.library import library
-from ggmlb.backends.llvm.lowering import declines
+from ggmlb.backends.llvm.lowering.rules import RULES
 from ggmlb.backends.llvm.repacked_buffer import RepackedBufferType
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.tensor import Tensor
@@ -75,7 +75,7 @@ class LlvmDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the kernels cannot compute the node, from the table used for lowering."""
-        return declines(op) or self._repacked.declines(op)
+        return RULES.declines(op) or self._repacked.declines(op)
 
     def supports_buft(self, buft: BufferType) -> bool:
         """Any host memory, and the extra buffer types."""

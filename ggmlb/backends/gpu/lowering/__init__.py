@@ -1,61 +1,25 @@
 """Lowering of nodes to launches, by one table of rules.
 
-A rule has two functions: `declines` returns why a node cannot be computed, and `lower` returns the
-launches of one that can. Both are looked up by the node's op.
+The modules of this package fill it on import: `RULES` by op, and `GROUP_RULES` by the patterns of
+`ggmlb.backends.common.fusion`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.fusion import Group, Name
-from ggmlb.backends.gpu.lowering import (
-    attention,
-    conv,
-    copy,
-    deepseek,
-    elementwise,
-    matmul,
-    norm,
-    recurrent,
-    reduce,
-    rope,
-    shape,
-    softmax,
-    train,
-    window,
-)
-from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
+from ggmlb.core.enums import NO_OPS
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import Launch, Target
-    from ggmlb.backends.gpu.lowering.base import GroupRule, Rule
 
-RULES: dict[Op, Rule] = {
-    **elementwise.RULES,
-    **copy.RULES,
-    **shape.RULES,
-    **norm.RULES,
-    **softmax.RULES,
-    **rope.RULES,
-    **matmul.RULES,
-    **attention.RULES,
-    **reduce.RULES,
-    **conv.RULES,
-    **recurrent.RULES,
-    **deepseek.RULES,
-    **window.RULES,
-    **train.RULES,
-}
-
-
-GROUP_RULES: dict[Name, GroupRule] = {
-    **norm.GROUP_RULES,
-    **rope.GROUP_RULES,
-    **matmul.GROUP_RULES,
-}
-"""By the names of the patterns in `ggmlb.backends.common.fusion`."""
+for _family in iter_modules(__path__):
+    import_module(f"{__name__}.{_family.name}")
 
 MAX_ELEMENTS = 2**31 - 1
 """Indices are counted in 32 bits, and bytes in 64."""
@@ -63,10 +27,7 @@ MAX_ELEMENTS = 2**31 - 1
 
 def declines(node: Tensor) -> str | None:
     """Return why the kernels cannot compute a node, or `None` if they can."""
-    rule = RULES.get(node.op)
-    if rule is not None:
-        return rule.declines(node) or _too_large(node)
-    return None if node.op in NO_OPS else f"no kernel for {node.op}"
+    return RULES.declines(node) or (_too_large(node) if node.op in RULES else None)
 
 
 def _too_large(node: Tensor) -> str | None:
@@ -80,7 +41,7 @@ def lower(node: Tensor, target: Target) -> list[Launch]:
     """Return the launches that compute a node that is not declined; none for views and empty results."""
     if node.op in NO_OPS or node.is_empty:
         return []
-    return RULES[node.op].lower(node, target)
+    return RULES[node.op](node, target)
 
 
 def can_fuse(group: Group, target: Target) -> bool:

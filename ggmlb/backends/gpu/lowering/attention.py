@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import F32, FLOATS, in_rows, operands
 from ggmlb.backends.gpu.launch import Mem, launch
-from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats, not_in_rows
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.backends.gpu.lowering.softmax import alibi
 from ggmlb.core.enums import Op
@@ -21,17 +22,19 @@ MAX_QUERIES = 8
 """Queries per core at once."""
 
 
-def _declines(node: Tensor) -> str | None:
-    q, k, v = node.operand(0), node.operand(1), node.operand(2)
-    mask, sinks = node.optional(3), node.optional(4)
-    for t in (k, v):
-        if t.dtype not in READ_IN_EIGHTS:
-            return f"no kernel reads {t.dtype.name.lower()} keys or values"
+def _head_sizes(node: Tensor) -> str | None:
+    for t in node.sources[1:3]:
         if t.ne[0] % 8 or t.ne[0] > MAX_HEAD_SIZE:
             return f"a head size of {t.ne[0]}: only multiples of 8 up to {MAX_HEAD_SIZE}"
-    return not_floats(q, mask) or not_f32(sinks, node) or not_in_rows(q, k, v)
+    return None
 
 
+@RULES.rule(
+    Op.FLASH_ATTN_EXT,
+    operands(FLOATS, READ_IN_EIGHTS, READ_IN_EIGHTS, FLOATS, F32, out=F32),
+    in_rows(0, 1, 2),
+    _head_sizes,
+)
 def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     q, k, v = node.operand(0), node.operand(1), node.operand(2)
     mask, sinks = node.optional(3), node.optional(4)
@@ -67,6 +70,3 @@ def queries_at_once(target: Target, n_queries: int, n_groups: int) -> int:
     ):
         at_once //= 2
     return at_once
-
-
-RULES = {Op.FLASH_ATTN_EXT: Rule(_declines, _flash_attn)}

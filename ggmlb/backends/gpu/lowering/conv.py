@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import ANY, F32, FLOATS, all_operands, operands
 from ggmlb.backends.gpu.launch import Mem, elementwise
-from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
 
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
 
 _GEOMETRY_2D = ("s0", "s1", "p0", "p1", "d0", "d1")
 _GEOMETRY_3D = ("s0", "s1", "s2", "p0", "p1", "p2", "d0", "d1", "d2")
-
-
-def _floats(node: Tensor) -> str | None:
-    return not_floats(*node.src, node)
 
 
 def _numbers(node: Tensor, *names: str) -> list[int]:
@@ -37,14 +34,12 @@ _NUMBERS = {
 }
 
 
+@RULES.rule(_NUMBERS, all_operands(FLOATS))
 def _convolve(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, node.op.lower(), _mems(node), *_numbers(node, *_NUMBERS[node.op]))]
 
 
-def _patches_declines(node: Tensor) -> str | None:
-    return not_floats(node.src[1], node)
-
-
+@RULES.rule(Op.IM2COL, operands(ANY, FLOATS))
 def _im2col(node: Tensor, target: Target) -> list[Launch]:
     kernel, data = node.sources
     a, d = Mem.of(data), Mem.of(node)
@@ -56,6 +51,7 @@ def _im2col(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "im2col", [a, d], *numbers)]
 
 
+@RULES.rule(Op.IM2COL_3D, operands(ANY, FLOATS))
 def _im2col_3d(node: Tensor, target: Target) -> list[Launch]:
     kernel, data = node.sources
     n_in = node.params["ic"]
@@ -64,6 +60,7 @@ def _im2col_3d(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "im2col_3d", [Mem.of(data), Mem.of(node)], *numbers)]
 
 
+@RULES.rule((Op.POOL_1D, Op.POOL_2D), operands(FLOATS))
 def _pool(node: Tensor, target: Target) -> list[Launch]:
     p = node.params
     if node.op is Op.POOL_2D:
@@ -75,6 +72,7 @@ def _pool(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "pool", _mems(node), *numbers, int(p["op"] is OpPool.AVG), divisor)]
 
 
+@RULES.rule(Op.IM2COL_BACK, operands(F32, ANY, out=F32))
 def _im2col_back(node: Tensor, target: Target) -> list[Launch]:
     patches, kernel = node.sources
     a, d = Mem.of(patches), Mem.of(node)
@@ -86,26 +84,13 @@ def _im2col_back(node: Tensor, target: Target) -> list[Launch]:
     return [elementwise(target, "im2col_back", [a, d], *numbers)]
 
 
-def _im2col_back_declines(node: Tensor) -> str | None:
-    return not_f32(node.src[0], node)
-
-
+@RULES.rule(Op.COL2IM_1D, operands(FLOATS))
 def _col2im_1d(node: Tensor, target: Target) -> list[Launch]:
     n_taps = node.sources[0].ne[0] // node.params["oc"]
     return [elementwise(target, "col2im_1d", _mems(node), n_taps, *_numbers(node, "s0", "p0"))]
 
 
+@RULES.rule(Op.POOL_2D_BACK, operands(FLOATS, FLOATS))
 def _pool_back(node: Tensor, target: Target) -> list[Launch]:
     numbers = _numbers(node, "k0", "k1", "s0", "s1", "p0", "p1")
     return [elementwise(target, "pool_back", _mems(node), *numbers, int(node.params["op"] is OpPool.AVG))]
-
-
-RULES = {
-    **dict.fromkeys(_NUMBERS, Rule(_floats, _convolve)),
-    Op.IM2COL: Rule(_patches_declines, _im2col),
-    Op.IM2COL_3D: Rule(_patches_declines, _im2col_3d),
-    **dict.fromkeys((Op.POOL_1D, Op.POOL_2D), Rule(_floats, _pool)),
-    Op.IM2COL_BACK: Rule(_im2col_back_declines, _im2col_back),
-    Op.COL2IM_1D: Rule(_floats, _col2im_1d),
-    Op.POOL_2D_BACK: Rule(_floats, _pool_back),
-}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import FLOATS, converts, same_shape_of_blocks
 from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, flattened, mapped, stretched, vector_width
-from ggmlb.backends.gpu.lowering.base import FLOATS, Rule
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.elementwise import combine
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.backends.gpu.source import types_with
@@ -68,22 +69,7 @@ def _as_words(a: Mem, d: Mem, target: Target) -> tuple[Mem, Mem]:
     return words(a), words(d)
 
 
-def _no_conversion(src: Tensor, dst: Tensor) -> str | None:
-    if _conversion(src.dtype, dst.dtype) is None:
-        return f"no kernel converts {src.dtype.name.lower()} to {dst.dtype.name.lower()}"
-    if src.dtype.is_quantized or dst.dtype.is_quantized:
-        for t in (src, dst):
-            if not t.is_contiguous_rows():
-                return f"rows of {t.describe()} are not contiguous: apply cont"
-    return None
-
-
-def _copy_declines(node: Tensor) -> str | None:
-    a = node.sources[0]
-    why = _no_conversion(a, node)
-    if why is None and a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
-        return "a copy between shapes of quantised tensors"
-    return why
+_converts = converts(lambda src, dst: _conversion(src, dst) is not None)
 
 
 def copy(target: Target, a: Mem, d: Mem) -> Launch:
@@ -93,31 +79,25 @@ def copy(target: Target, a: Mem, d: Mem) -> Launch:
     return _moved(target, "copy", a, d)
 
 
+@RULES.rule((Op.DUP, Op.CPY, Op.CONT), _converts, same_shape_of_blocks)
 def _copy(node: Tensor, target: Target) -> list[Launch]:
     return [copy(target, Mem.of(node.sources[0]), Mem.of(node))]
 
 
-def _get_rows_declines(node: Tensor) -> str | None:
-    return _no_conversion(node.sources[0], node)
-
-
+@RULES.rule(Op.GET_ROWS, _converts)
 def _get_rows(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.sources
     return [_moved(target, "get_rows", Mem.of(a), Mem.of(node), [Mem.of(b), BadIndex(node, a.ne[1]).mem])]
 
 
-def _set_rows_declines(node: Tensor) -> str | None:
-    a = node.sources[0]
-    return _no_conversion(a, node)
-
-
+@RULES.rule(Op.SET_ROWS, _converts)
 def _set_rows(node: Tensor, target: Target) -> list[Launch]:
     a, ids = node.sources[:2]
     beside = [Mem.of(ids), BadIndex(node, node.ne[1]).mem]
     return [_moved(target, "set_rows", Mem.of(a), Mem.of(node), beside, over=0)]
 
 
-def _window_declines(node: Tensor) -> str | None:
+def _one_plain_type(node: Tensor) -> str | None:
     a, b = node.sources
     if a.dtype != b.dtype or a.dtype not in _PLAIN:
         return f"a is {a.dtype.name.lower()} and b {b.dtype.name.lower()}: both must have one plain type"
@@ -126,6 +106,7 @@ def _window_declines(node: Tensor) -> str | None:
     return None
 
 
+@RULES.rule((Op.ACC, Op.SET), _one_plain_type)
 def _write_window(node: Tensor, target: Target) -> list[Launch]:
     """ACC and SET: the result is `a`, but for a window that takes b's shape, where b is added or put."""
     a, b = node.sources
@@ -134,14 +115,3 @@ def _write_window(node: Tensor, target: Target) -> list[Launch]:
     steps = [] if p["inplace"] else [copy(target, Mem.of(a), d)]
     put = copy(target, y, window) if node.op is Op.SET else combine(target, "add", window, y, window)
     return [*steps, put]
-
-
-_COPY = Rule(_copy_declines, _copy)
-_WINDOW = Rule(_window_declines, _write_window)
-
-RULES = {
-    **dict.fromkeys((Op.DUP, Op.CPY, Op.CONT), _COPY),
-    Op.GET_ROWS: Rule(_get_rows_declines, _get_rows),
-    Op.SET_ROWS: Rule(_set_rows_declines, _set_rows),
-    **dict.fromkeys((Op.ACC, Op.SET), _WINDOW),
-}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import FLOATS, operands
 from ggmlb.backends.gpu.launch import Mem, flattened, mapped
-from ggmlb.backends.gpu.lowering.base import FLOATS, Rule, not_floats
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op, UnaryOp
 from ggmlb.core.tensor import Tensor
 
@@ -21,23 +22,14 @@ _NUMBERS: dict[Op | UnaryOp, tuple[str, ...]] = {
 """Params that a function takes, in the order of the kernel's p0 to p3."""
 
 
-def _map_declines(node: Tensor) -> str | None:
-    a = node.src[0]
-    return None if a is not None and a.dtype in FLOATS and node.dtype in FLOATS else not_floats(a, node)
-
-
+@RULES.rule(
+    (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU), operands(FLOATS)
+)
 def _map(node: Tensor, target: Target) -> list[Launch]:
     fn = node.params["op"] if node.op is Op.UNARY else node.op
     p = [node.params[key] for key in _NUMBERS.get(fn, ())]
     a, d = flattened(target, [Mem.of(node.sources[0]), Mem.of(node)])
     return [mapped(target, "map", [a, d], *(*p, 0.0, 0.0, 0.0, 0.0)[:4], FN=f"fn_{fn.name.lower()}")]
-
-
-def _combine_declines(node: Tensor) -> str | None:
-    for t in (*node.src, node):
-        if t is not None and t.dtype not in FLOATS:
-            return not_floats(t)
-    return None
 
 
 def combine(target: Target, fn: str, a: Mem, b: Mem, d: Mem) -> Launch:
@@ -47,12 +39,14 @@ def combine(target: Target, fn: str, a: Mem, b: Mem, d: Mem) -> Launch:
     return mapped(target, "combine", flattened(target, [a, b.tiled_to(a.ne), d]), FN=f"fn2_{fn}")
 
 
+@RULES.rule((Op.ADD, Op.ADD1, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), operands(FLOATS, FLOATS))
 def _combine(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.sources
     fn = "add" if node.op is Op.ADD1 else node.op.lower()
     return [combine(target, fn, Mem.of(a), Mem.of(b), Mem.of(node))]
 
 
+@RULES.rule(Op.GLU, operands(FLOATS, FLOATS))
 def _glu(node: Tensor, target: Target) -> list[Launch]:
     a = node.operand(0)
     gate = node.optional(1)
@@ -66,15 +60,3 @@ def _glu(node: Tensor, target: Target) -> list[Launch]:
     numbers = node.params.get("alpha", 0.0), node.params.get("limit", 0.0)
     mems = flattened(target, [x, g, Mem.of(node)])
     return [mapped(target, "glu", mems, *numbers, FN=f"glu_{node.params['op'].name.lower()}")]
-
-
-_MAP = Rule(_map_declines, _map)
-_COMBINE = Rule(_combine_declines, _combine)
-
-RULES = {
-    **dict.fromkeys(
-        (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU), _MAP
-    ),
-    **dict.fromkeys((Op.ADD, Op.ADD1, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), _COMBINE),
-    Op.GLU: Rule(_combine_declines, _glu),
-}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.backends.common.fusion import Group, Name
+from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.rules import FLOATS, in_rows, operands
 from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, launch
-from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_floats, not_in_rows
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
 from ggmlb.backends.gpu.source import types_with
 from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.placement import overlap
@@ -31,15 +32,6 @@ MIN_COLUMNS_OF_EXPERT = 2
 """From so many columns an expert on, the columns of each are gathered, and its rows decoded once for them."""
 
 
-def _declines(node: Tensor) -> str | None:
-    a, b = node.sources[:2]
-    if a.dtype not in READ_IN_EIGHTS:
-        return f"no kernel reads {a.dtype.name.lower()} rows"
-    if b.dtype not in FLOATS:
-        return f"b is {b.dtype.name.lower()}: only f32, f16 and bf16"
-    return not_in_rows(a, b)
-
-
 def _rest(a: Mem) -> dict[str, str | int]:
     return {"REST": 1} if a.ne[0] % 8 else {}
 
@@ -59,6 +51,7 @@ def _rows_at_once(target: Target, a: Mem, columns: int) -> int:
     return max(1, min(2 if a.dtype.is_quantized else 4, 8 // columns))
 
 
+@RULES.rule(Op.MUL_MAT, operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1))
 def _mul_mat(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.sources
     return [_launch(target, Mem.of(a), Mem.of(b), Mem.of(node))]
@@ -100,6 +93,7 @@ def _columns_per_group(target: Target, m: int, n: int, n_matrices: int) -> int:
     return max(48, min(PANEL_COLUMNS, -(-n // shares) + 2)) // 3 * 3
 
 
+@RULES.rule(Op.MUL_MAT_ID, operands(READ_IN_EIGHTS, FLOATS), in_rows(0, 1))
 def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     m, n_pairs, n_experts = a.ne[1], ids.ne[0] * ids.ne[1], a.ne[2]
@@ -118,13 +112,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     return [launch("mul_mat_id", [*mems, rows], groups, target.wg, **flags)]
 
 
-def _out_prod_declines(node: Tensor) -> str | None:
-    a, b = node.sources
-    if a.dtype not in READ_IN_EIGHTS:
-        return f"no kernel reads {a.dtype.name.lower()} rows"
-    return not_floats(b) or (not_in_rows(a) if a.dtype.is_quantized else None)
-
-
+@RULES.rule(Op.OUT_PROD, operands(READ_IN_EIGHTS, FLOATS))
 def _out_prod(node: Tensor, target: Target) -> list[Launch]:
     a, b, d = *map(Mem.of, node.sources), Mem.of(node)
     factors = d.ne[2] // a.ne[2], d.ne[3] // a.ne[3]
@@ -201,13 +189,5 @@ def _halves(weights: Mem, bias: Mem | None, m: int) -> Any:
     ]
 
 
-RULES = {
-    Op.MUL_MAT: Rule(_declines, _mul_mat),
-    Op.MUL_MAT_ID: Rule(_declines, _mul_mat_id),
-    Op.OUT_PROD: Rule(_out_prod_declines, _out_prod),
-}
-
-GROUP_RULES: dict[Name, GroupRule] = {
-    "mul_mat_add": GroupRule(_takes_add, _mul_mat_add),
-    "glu": GroupRule(_takes_glu, _glu),
-}
+GROUP_RULES["mul_mat_add"] = GroupRule(_takes_add, _mul_mat_add)
+GROUP_RULES["glu"] = GroupRule(_takes_glu, _glu)

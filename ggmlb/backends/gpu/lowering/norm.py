@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import FLOATS, operands
 from ggmlb.backends.gpu.launch import Mem, in_registers
-from ggmlb.backends.gpu.lowering.base import GroupRule, Rule, not_floats
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
 from ggmlb.core.enums import Op
 
 if TYPE_CHECKING:
-    from ggmlb.backends.common.fusion import Group, Name
+    from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
 
 
-def _declines(node: Tensor) -> str | None:
-    return not_floats(node.src[0], node)
-
-
+@RULES.rule((Op.NORM, Op.RMS_NORM, Op.L2_NORM), operands(FLOATS))
 def _norm(node: Tensor, target: Target) -> list[Launch]:
     a = node.sources[0]
     if node.op is Op.L2_NORM:
@@ -25,10 +23,7 @@ def _norm(node: Tensor, target: Target) -> list[Launch]:
     return [_launch(target, node, Mem.of(a), Mem.of(node))]
 
 
-def _back_declines(node: Tensor) -> str | None:
-    return not_floats(*node.src, node)
-
-
+@RULES.rule(Op.RMS_NORM_BACK, operands(FLOATS, FLOATS))
 def _rms_norm_back(node: Tensor, target: Target) -> list[Launch]:
     mems = [*map(Mem.of, node.sources), Mem.of(node)]
     return [in_registers(target, "rms_norm_back", mems, node.params["eps"])]
@@ -70,18 +65,15 @@ def _lower_group(group: Group, target: Target) -> list[Launch]:
     return [_launch(target, node, Mem.of(a), d, added=added, kept=kept, scale=scale, shift=shift)]
 
 
-def _group_declines(node: Tensor) -> str | None:
-    why = _declines(node)
-    if why is None and not (_packed_planes(node) and _packed_planes(node.operand(0))):
-        why = "the planes of a group are not contiguous: apply cont"
-    return why
+def _in_planes(node: Tensor) -> str | None:
+    for t in (*node.sources, node):
+        nb0 = t.dtype.type_size
+        if t.nb[:3] != (nb0, nb0 * t.ne[0], nb0 * t.ne[0] * t.ne[1]):
+            return "the planes of a group are not contiguous: apply cont"
+    return None
 
 
-def _packed_planes(t: Tensor) -> bool:
-    nb0 = t.dtype.type_size
-    return t.nb[:3] == (nb0, nb0 * t.ne[0], nb0 * t.ne[0] * t.ne[1])
-
-
+@RULES.rule(Op.GROUP_NORM, operands(FLOATS), _in_planes)
 def _group_norm(node: Tensor, target: Target) -> list[Launch]:
     """A group of channels is a row; the last one may be shorter, and some empty."""
     plane, n_channels, n_images = node.ne[0] * node.ne[1], node.ne[2], node.ne[3]
@@ -102,10 +94,4 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
     return launches
 
 
-RULES = {
-    **dict.fromkeys((Op.NORM, Op.RMS_NORM, Op.L2_NORM), Rule(_declines, _norm)),
-    Op.RMS_NORM_BACK: Rule(_back_declines, _rms_norm_back),
-    Op.GROUP_NORM: Rule(_group_declines, _group_norm),
-}
-
-GROUP_RULES: dict[Name, GroupRule] = {"norm": GroupRule(lambda group, target: True, _lower_group)}
+GROUP_RULES["norm"] = GroupRule(lambda group, target: True, _lower_group)

@@ -5,26 +5,18 @@ from __future__ import annotations
 from math import ceil, floor, inf, log, pi
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
 from ggmlb.backends.gpu.launch import BadIndex, Mem, rowwise, vector_width
-from ggmlb.backends.gpu.lowering.base import FLOATS, GroupRule, Rule, not_f32, not_floats
-from ggmlb.core.dtypes import DType
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
 from ggmlb.core.enums import Op, RopeType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from ggmlb.backends.common.fusion import Group, Name
+    from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
-
-
-def _declines(node: Tensor) -> str | None:
-    positions = node.operand(1)
-    a, factors = node.optional(0), node.optional(2)
-    if positions.dtype is not DType.I32:
-        return f"positions are {positions.dtype.name.lower()}: only i32"
-    return not_floats(a, node) or not_f32(factors)
 
 
 def yarn_ramp(p: Mapping[str, Any]) -> tuple[float, float]:
@@ -41,6 +33,7 @@ def yarn_ramp(p: Mapping[str, Any]) -> tuple[float, float]:
     return low, max(0.001, high - low)
 
 
+@RULES.rule((Op.ROPE, Op.ROPE_BACK), operands(FLOATS, I32, F32))
 def _rope(node: Tensor, target: Target) -> list[Launch]:
     return [_launch(node, target, Mem.of(node), None)]
 
@@ -105,6 +98,4 @@ def _put(group: Group, target: Target) -> list[Launch]:
     return [_launch(node, target, d, cache)]
 
 
-RULES = dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_declines, _rope))
-
-GROUP_RULES: dict[Name, GroupRule] = {"rope_set_rows": GroupRule(_takes_put, _put)}
+GROUP_RULES["rope_set_rows"] = GroupRule(_takes_put, _put)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import F32, FLOATS, operands
 from ggmlb.backends.gpu.launch import Mem, in_registers
-from ggmlb.backends.gpu.lowering.base import Rule, not_f32, not_floats
+from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op
 
 if TYPE_CHECKING:
@@ -20,11 +21,7 @@ def alibi(max_bias: float, n_head: int) -> tuple[float, int, float, float]:
     return max_bias, n_log2, 2.0 ** (-max_bias / n_log2), 2.0 ** (-max_bias / 2 / n_log2)
 
 
-def _declines(node: Tensor) -> str | None:
-    a, mask, sinks = node.src
-    return not_f32(a, sinks, node) or not_floats(mask)
-
-
+@RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32))
 def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     a = node.operand(0)
     mask, sinks = node.optional(1), node.optional(2)
@@ -36,16 +33,7 @@ def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     return [in_registers(target, "soft_max", mems, p["scale"], *alibi(p["max_bias"], a.ne[2]), **flags)]
 
 
-def _back_declines(node: Tensor) -> str | None:
-    return not_floats(*node.src, node)
-
-
+@RULES.rule(Op.SOFT_MAX_BACK, operands(FLOATS, FLOATS))
 def _soft_max_back(node: Tensor, target: Target) -> list[Launch]:
     mems = [*map(Mem.of, node.sources), Mem.of(node)]
     return [in_registers(target, "soft_max_back", mems, node.params["scale"])]
-
-
-RULES = {
-    Op.SOFT_MAX: Rule(_declines, _soft_max),
-    Op.SOFT_MAX_BACK: Rule(_back_declines, _soft_max_back),
-}

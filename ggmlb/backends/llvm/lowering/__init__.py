@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group
-from ggmlb.backends.llvm.lowering import attention, copy, elementwise, fused, matmul, rows
-from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.backends.llvm.lowering import fused
+from ggmlb.backends.llvm.lowering.rules import RULES
+from ggmlb.core.enums import NO_OPS
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.lowering.rules import Rule
     from ggmlb.backends.llvm.lowering.steps import Steps
 
-RULES: dict[Op, Rule] = {
-    **elementwise.RULES,
-    **attention.RULES,
-    **copy.RULES,
-    **matmul.RULES,
-    **rows.RULES,
-}
-
-
-def declines(node: Tensor) -> str | None:
-    """Return why the kernels cannot compute a node, or `None` if they can."""
-    rule = RULES.get(node.op)
-    if rule is not None:
-        return rule.declines(node)
-    return None if node.op in NO_OPS else f"no kernel for {node.op}"
+for _family in iter_modules(__path__):  # each fills the table
+    import_module(f"{__name__}.{_family.name}")
 
 
 def lower(item: Tensor | Group, steps: Steps) -> None:
@@ -38,4 +27,4 @@ def lower(item: Tensor | Group, steps: Steps) -> None:
         fused.lower(item, steps)
     elif item.op not in NO_OPS and not item.is_empty:
         steps.begin(item)
-        RULES[item.op].lower(item, steps)
+        RULES[item.op](item, steps)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.formulas import alibi_slopes
+from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import attention
 from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, Shape, record_nbytes, scratch_nbytes
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.rules import READ, RULES, name
 from ggmlb.backends.llvm.lowering.steps import LEAST_WORK
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -31,19 +32,25 @@ _MERGE_WORK = 0.1
 """Work of a value of a part that is taken in [ns]."""
 
 
-def _declines(node: Tensor) -> str | None:
-    q, k, v = node.operand(0), node.operand(1), node.operand(2)
-    mask, sinks = node.optional(3), node.optional(4)
+_CACHED = frozenset(d for d in READ if d in FLOATS or FORMS[d.name.lower()].block == 32)
+
+
+def _head_sizes(node: Tensor) -> str | None:
+    k, v = node.sources[1:3]
     for t in (k, v):
-        if t.dtype not in FLOATS and (name(t) not in FORMS or FORMS[name(t)].block != 32):
-            return f"no kernel reads {name(t)} keys or values"
         if t.ne[0] % 4 or t.ne[0] > MAX_HEAD_SIZE:
             return f"a head size of {t.ne[0]}: only multiples of 4 up to {MAX_HEAD_SIZE}"
     if k.ne[2] != v.ne[2]:
         return f"keys have {k.ne[2]} heads and values {v.ne[2]}"
-    return not_floats(q) or not_f32(node, sinks) or not_in_rows(q, k, v, mask, node)
+    return None
 
 
+@RULES.rule(
+    Op.FLASH_ATTN_EXT,
+    operands(FLOATS, _CACHED, _CACHED, FLOATS, F32, out=F32),
+    in_rows(0, 1, 2, 3, RESULT),
+    _head_sizes,
+)
 def _flash_attn(node: Tensor, steps: Steps) -> None:
     q, k, v = node.operand(0), node.operand(1), node.operand(2)
     mask, sinks = node.optional(3), node.optional(4)
@@ -88,6 +95,3 @@ def _parts(steps: Steps, work: float, n_units: int, n_kv: int) -> int:
     if steps.n_threads == 1 or work < LEAST_WORK:
         return 1
     return max(1, min(-(-UNITS_PER_THREAD * steps.n_threads // n_units), n_kv // LEAST_KEYS))
-
-
-RULES = {Op.FLASH_ATTN_EXT: Rule(_declines, _flash_attn)}

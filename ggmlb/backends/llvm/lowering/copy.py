@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import ANY, INDEX, RESULT, converts, in_rows, operands, same_shape_of_blocks
 from ggmlb.backends.llvm.kernels import convert
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.convert import can_convert
-from ggmlb.backends.llvm.lowering.rules import Rule, name, not_in_rows
+from ggmlb.backends.llvm.lowering.rules import RULES, name
 from ggmlb.backends.llvm.lowering.walks import Operand, operand, walk
-from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -27,23 +27,18 @@ def _work(src: Tensor, out: Tensor) -> float:
     return _BLOCKS if src.dtype.is_quantized or out.dtype.is_quantized else _WORK
 
 
-def _no_conversion(src: Tensor, out: Tensor) -> str | None:
-    if not can_convert(name(src), name(out)):
-        return f"no kernel makes {name(out)} rows of {name(src)} ones"
-    return None
+_converts = converts(lambda src, out: can_convert(src.name.lower(), out.name.lower()))
+_ROWS = _converts, in_rows(0, RESULT), operands(ANY, INDEX, out=ANY)
 
 
-def _copy_declines(node: Tensor) -> str | None:
+def _one_walk(node: Tensor) -> str | None:
     a = node.operand(0)
     if a.ne != node.ne and not (a.is_contiguous() and node.is_contiguous()):
         return "the shapes differ, and one side is not contiguous"
-    if a.dtype.is_quantized or node.dtype.is_quantized:
-        if a.ne != node.ne:
-            return "a copy between shapes of quantised tensors"
-        return _no_conversion(a, node) or not_in_rows(a, node)
-    return _no_conversion(a, node)
+    return None
 
 
+@RULES.rule((Op.DUP, Op.CPY, Op.CONT), _converts, same_shape_of_blocks, _one_walk)
 def _copy(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     blocks = a.dtype.is_quantized or node.dtype.is_quantized
@@ -89,15 +84,7 @@ def _turned(ne: Ne, y: Operand, x: Operand) -> tuple[Ne, Operand, Operand]:
     return turned[0], Operand(y.address, turned[1]), Operand(x.address, turned[2])  # type: ignore[return-value,arg-type]
 
 
-def _get_rows_declines(node: Tensor) -> str | None:
-    a, ids = node.operand(0), node.operand(1)
-    return _no_conversion(a, node) or not_in_rows(a, node) or _no_index(ids)
-
-
-def _no_index(ids: Tensor) -> str | None:
-    return None if ids.dtype in (DType.I32, DType.I64) else f"row numbers are {name(ids)}"
-
-
+@RULES.rule(Op.GET_ROWS, *_ROWS)
 def _get_rows(node: Tensor, steps: Steps) -> None:
     a, ids = node.operand(0), node.operand(1)
     cut = name(a) not in FORMS
@@ -106,11 +93,7 @@ def _get_rows(node: Tensor, steps: Steps) -> None:
     steps.emit(convert.get_rows, (name(node), name(a), name(ids)), (*front, *args), n)
 
 
-def _set_rows_declines(node: Tensor) -> str | None:
-    a, ids = node.operand(0), node.operand(1)
-    return _no_conversion(a, node) or not_in_rows(a, node) or _no_index(ids)
-
-
+@RULES.rule(Op.SET_ROWS, *_ROWS)
 def _set_rows(node: Tensor, steps: Steps) -> None:
     a, ids = node.operand(0), node.operand(1)
     if a.is_empty:
@@ -123,10 +106,3 @@ def _set_rows(node: Tensor, steps: Steps) -> None:
         node.ne[1], *steps.report,
     )  # fmt: skip
     steps.emit(convert.set_rows, (name(node), name(a), name(ids)), (*front, *args), n)
-
-
-RULES = {
-    **dict.fromkeys((Op.DUP, Op.CPY, Op.CONT), Rule(_copy_declines, _copy)),
-    Op.GET_ROWS: Rule(_get_rows_declines, _get_rows),
-    Op.SET_ROWS: Rule(_set_rows_declines, _set_rows),
-}

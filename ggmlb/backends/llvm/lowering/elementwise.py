@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.rules import FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import elementwise
-from ggmlb.backends.llvm.lowering.rules import Rule, name, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.rules import RULES, name
 from ggmlb.backends.llvm.lowering.walks import operand, past_caches, walk
 from ggmlb.core.enums import GluOp, Op, UnaryOp
 from ggmlb.core.tensor import Tensor
@@ -43,13 +44,17 @@ def plain_function(node: Tensor) -> str | None:
     return fn if fn in elementwise.FUNCTIONS and fn not in _PARAMS else None
 
 
-def _unary_declines(node: Tensor) -> str | None:
+def _is_known(node: Tensor) -> str | None:
     fn = _function(node)
-    if fn not in elementwise.FUNCTIONS:
-        return f"no kernel for {fn}"
-    return not_floats(node.src[0], node) or not_in_rows(node.src[0], node)
+    return None if fn in elementwise.FUNCTIONS else f"no kernel for {fn}"
 
 
+@RULES.rule(
+    (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU),
+    _is_known,
+    operands(FLOATS),
+    in_rows(0, RESULT),
+)
 def _unary(node: Tensor, steps: Steps) -> None:
     a, fn = node.operand(0), _function(node)
     params = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
@@ -59,14 +64,18 @@ def _unary(node: Tensor, steps: Steps) -> None:
     steps.emit(elementwise.unary, (fn, len(params), types, past_caches(node, steps)), (*params, *args), n)
 
 
-def _binary_declines(node: Tensor) -> str | None:
-    a, b = node.operand(0), node.operand(1)
+_TWO = operands(FLOATS, FLOATS), in_rows(0, 1, RESULT)
+
+
+def _repeats_one(node: Tensor) -> str | None:
+    b = node.operand(1)
     for n, m in zip(b.ne, node.ne, strict=True):
         if n not in (1, m):
             return f"{b.describe()} repeats over {node.describe()}: only extents of 1 do"
-    return not_floats(a, b, node) or not_in_rows(a, b, node)
+    return None
 
 
+@RULES.rule((Op.ADD, Op.SUB, Op.MUL, Op.DIV), *_TWO, _repeats_one)
 def _binary(node: Tensor, steps: Steps) -> None:
     a, b = node.operand(0), node.operand(1)
     one = b.ne[0] == 1 and node.ne[0] > 1
@@ -76,11 +85,7 @@ def _binary(node: Tensor, steps: Steps) -> None:
     steps.emit(elementwise.binary, (_function(node), one, types, past_caches(node, steps)), args, n)
 
 
-def _glu_declines(node: Tensor) -> str | None:
-    a, b = node.src[:2]
-    return not_floats(a, b, node) or not_in_rows(a, b, node)
-
-
+@RULES.rule(Op.GLU, *_TWO)
 def _glu(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     b = node.optional(1)
@@ -96,13 +101,3 @@ def _glu(node: Tensor, steps: Steps) -> None:
     args, n = walk(node.ne, [operand(node, steps), gate, up], steps, _DEAR)
     types = (name(node), name(a))
     steps.emit(elementwise.glu, (fn, types, past_caches(node, steps)), (*params, *args), n)
-
-
-_UNARY = Rule(_unary_declines, _unary)
-RULES = {
-    **dict.fromkeys(
-        (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU), _UNARY
-    ),
-    **dict.fromkeys((Op.ADD, Op.SUB, Op.MUL, Op.DIV), Rule(_binary_declines, _binary)),
-    Op.GLU: Rule(_glu_declines, _glu),
-}

@@ -17,10 +17,9 @@ from ggmlb.backends.llvm.lowering.matmul import (
     product,
     quantized_activations,
 )
-from ggmlb.backends.llvm.lowering.matmul import RULES as PRODUCTS
-from ggmlb.backends.llvm.lowering.rules import name
+from ggmlb.backends.llvm.lowering.rules import RULES, name
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import GluOp, Op
+from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def _is_simple(product: _Product) -> bool:
 def _is_few(product: _Product, ne: tuple[int, ...]) -> bool:
     node = product.node
     weight = node.operand(0)
-    if is_many(node) or PRODUCTS[Op.MUL_MAT].declines(node) is not None:
+    if is_many(node) or RULES.declines(node) is not None:
         return False
     return ne[0] % _rows(weight, ne[1]) == 0
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, Name
+from ggmlb.backends.common.rules import FLOATS
 from ggmlb.backends.llvm.kernels import norm, rope
 from ggmlb.backends.llvm.kernels.quantize import WRITERS
 from ggmlb.backends.llvm.lowering import epilogue
 from ggmlb.backends.llvm.lowering.rows import NORM_WORK, rope_to
-from ggmlb.backends.llvm.lowering.rules import FLOATS, name
+from ggmlb.backends.llvm.lowering.rules import name
 from ggmlb.backends.llvm.lowering.walks import operand, walk
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor

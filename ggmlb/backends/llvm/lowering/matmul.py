@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
@@ -15,7 +16,7 @@ from ggmlb.backends.llvm.kernels import (
     tiles,
 )
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.lowering.rules import FLOATS, Rule, name, not_f32, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.rules import READ, RULES, name
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
@@ -35,13 +36,16 @@ PANEL_NBYTES = 1 << 19
 NO_TAIL = tiles.Epilogue()
 
 
-def _declines(node: Tensor) -> str | None:
-    a, b = node.operand(0), node.operand(1)
-    if name(a) not in FORMS and a.dtype not in FLOATS:
-        return f"no kernel multiplies {name(a)} weights"
-    return not_floats(b) or not_f32(node) or not_in_rows(a, b, node)
+_PRODUCT = operands(READ, FLOATS, out=F32), in_rows(0, 1, RESULT)
 
 
+def _three_dimensions(node: Tensor) -> str | None:
+    if node.operand(0).ne[3] != 1:
+        return "the matrices lie in more than three dimensions"
+    return None
+
+
+@RULES.rule(Op.MUL_MAT, *_PRODUCT)
 def _mul_mat(node: Tensor, steps: Steps) -> None:
     product(node, steps)
 
@@ -109,7 +113,7 @@ def is_many(node: Tensor) -> bool:
 def can_have_epilogue(node: Tensor) -> bool:
     """Whether a product of many rows is written once, by a kernel that may do more before."""
     a = node.operand(0)
-    if not is_many(node) or _declines(node) is not None:
+    if not is_many(node) or RULES.declines(node) is not None:
         return False
     return a.dtype.is_quantized or a.ne[0] <= float_tiles.depth(is_interleaved(a))
 
@@ -144,6 +148,7 @@ def quantized_activations(a: Tensor, b: Tensor, steps: Steps) -> tuple[int, tupl
     return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
 
 
+@RULES.rule(Op.MUL_MAT_ID, *_PRODUCT, _three_dimensions)
 def _chosen(node: Tensor, steps: Steps) -> None:
     """Products with matrices that each token chooses; the choices are sorted by matrix first."""
     a, b, ids = node.operand(0), node.operand(1), node.operand(2)
@@ -177,12 +182,6 @@ def _chosen(node: Tensor, steps: Steps) -> None:
         steps.emit(kernel, (*types, packed), args, parts * n_matrices)
 
 
-def _chosen_declines(node: Tensor) -> str | None:
-    if node.src[0] is not None and node.src[0].ne[3] != 1:
-        return "the matrices lie in more than three dimensions"
-    return _declines(node)
-
-
 class _TileShape(NamedTuple):
     """How many rows a tile has, and the bytes that a thread needs for one."""
 
@@ -195,6 +194,3 @@ def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool) -> _TileShape
     if quantized:
         return _TileShape(byte_tiles.TILE_ROWS, -(-byte_tiles.scratch_nbytes(k, dtype) // 64) * 64)
     return _TileShape(float_tiles.tile_rows(level), -(-float_tiles.scratch_nbytes(level) // 64) * 64)
-
-
-RULES = {Op.MUL_MAT: Rule(_declines, _mul_mat), Op.MUL_MAT_ID: Rule(_chosen_declines, _chosen)}

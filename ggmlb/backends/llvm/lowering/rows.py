@@ -6,10 +6,10 @@ from math import log
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.formulas import alibi_slopes, pair_angles
+from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import norm, rope
-from ggmlb.backends.llvm.lowering.rules import Rule, name, not_f32, not_floats, not_in_rows
+from ggmlb.backends.llvm.lowering.rules import RULES, name
 from ggmlb.backends.llvm.lowering.walks import operand, walk
-from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Tensor
 
@@ -20,10 +20,7 @@ NORM_WORK, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
 """Work of an element on one thread [ns]."""
 
 
-def _norm_declines(node: Tensor) -> str | None:
-    return not_floats(node.src[0], node) or not_in_rows(node.src[0], node)
-
-
+@RULES.rule((Op.NORM, Op.RMS_NORM, Op.L2_NORM), operands(FLOATS), in_rows(0, RESULT))
 def _norm(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     args, n = walk(
@@ -33,11 +30,7 @@ def _norm(node: Tensor, steps: Steps) -> None:
     steps.emit(norm.normalise, (kind, (name(node), name(a)), 0), (float(node.params["eps"]), *args), n)
 
 
-def _soft_max_declines(node: Tensor) -> str | None:
-    a, mask, sinks = node.optional(0), node.optional(1), node.optional(2)
-    return not_f32(a, sinks, node) or not_floats(mask) or not_in_rows(a, node)
-
-
+@RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32), in_rows(0, RESULT))
 def _soft_max(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     mask, sinks = node.optional(1), node.optional(2)
@@ -53,14 +46,10 @@ def _soft_max(node: Tensor, steps: Steps) -> None:
     steps.emit(norm.soft_max, params, (float(node.params["scale"]), slopes, sink, *place, *args), n)
 
 
-def _rope_declines(node: Tensor) -> str | None:
-    positions = node.operand(1)
-    a, factors = node.optional(0), node.optional(2)
-    if positions.dtype is not DType.I32:
-        return f"positions are {name(positions)}: only i32"
+def _few_dimensions(node: Tensor) -> str | None:
     if node.params["n_dims"] > rope.MOST_PAIRS:
         return f"{node.params['n_dims']} dimensions are turned: at most {rope.MOST_PAIRS}"
-    return not_floats(a, node) or not_f32(factors) or not_in_rows(a, positions, factors, node)
+    return None
 
 
 def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
@@ -95,12 +84,6 @@ def rope_to(node: Tensor, put: Tensor | None, steps: Steps) -> None:
     steps.emit(rope.rope, params, args, steps.chunks(node.n_elements * _ROPE, n_tokens))
 
 
+@RULES.rule((Op.ROPE, Op.ROPE_BACK), operands(FLOATS, I32, F32), in_rows(0, 1, 2, RESULT), _few_dimensions)
 def _rope(node: Tensor, steps: Steps) -> None:
     rope_to(node, None, steps)
-
-
-RULES = {
-    **dict.fromkeys((Op.NORM, Op.RMS_NORM, Op.L2_NORM), Rule(_norm_declines, _norm)),
-    Op.SOFT_MAX: Rule(_soft_max_declines, _soft_max),
-    **dict.fromkeys((Op.ROPE, Op.ROPE_BACK), Rule(_rope_declines, _rope)),
-}
