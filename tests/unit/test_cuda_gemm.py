@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ggmlb import Context, DType, Graph, init_by_name
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.gemm import Gemm, cannot_describe, gemms
-from ggmlb.backends.gpu import Mem
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
 from tests.support.cuda_emulator.blas import HostBlas

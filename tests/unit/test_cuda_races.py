@@ -13,7 +13,8 @@ from importlib import resources
 import pytest
 
 from ggmlb import Context, DType
-from ggmlb.backends.gpu import Kernel, Mem, Param, declines
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import Kernel, Param, declines
 from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.source import kernels
 from tests.support.cuda_emulator import BACKWARD, FORWARD, EmulationError, Memory, compiler

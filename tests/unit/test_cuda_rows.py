@@ -12,7 +12,8 @@ import pytest
 
 from ggmlb import Context, DType, Graph
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.gpu import Launch, Mem, can_fuse, lower, lower_group
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import Launch, can_fuse, lower, lower_group
 from ggmlb.backends.gpu.launch import vector_width
 from ggmlb.core.enums import RopeType
 from tests.support.cuda_emulator import compiler

@@ -10,7 +10,8 @@ import pytest
 
 import ggmlb.backends.gpu
 from ggmlb import Context, DType, Graph
-from ggmlb.backends.gpu import Mem, Target, declines, families, lower, source
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import Target, declines, families, lower, source
 from ggmlb.backends.gpu.launch import flattened, row_length
 from ggmlb.backends.gpu.source import _param, kernels
 from ggmlb.core.errors import BackendBroken

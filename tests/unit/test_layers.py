@@ -25,8 +25,7 @@ ROOMS = {
     "runtime": "execution: allocators, the scheduler, evaluate",
     "parallel": "one node on many devices: the meta device, weights split by rows",
     "inspect": "inspection: drawings, traces, the sanitizer, comparison",
-    "backends.common": "shared code of backends: operand rules, fusion, scratch memory, packed weights, "
-    "formulas",
+    "backends.common": "shared code: operand rules, strided memory, fusion, scratch memory, packed weights",
     "backends.gpu": "portable kernels, one text for OpenCL and CUDA, and the launches that compute a node",
     "backends.cpu": "NumPy, the reference",
     "backends.opencl": "PyOpenCL",

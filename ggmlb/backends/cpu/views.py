@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ggmlb.backends.common import strided
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
 
@@ -194,26 +195,13 @@ def _aligned(layouts: Layouts, inner: int) -> Layouts:
 @lru_cache(1 << 14)
 def _merged(layouts: Layouts, inner: int) -> Layouts:
     n_outer = len(layouts[0][0]) - inner
-    outer = layouts[0][0][:n_outer]
-    steps = [strides for _, strides in layouts]
-    shape: list[int] = []
-    strides: list[list[int]] = [[] for _ in layouts]
-    for d in range(n_outer):
-        n = outer[d]
-        if n == 1:
-            continue
-        if shape and all(s[-1] == step[d] * n for s, step in zip(strides, steps, strict=True)):
-            shape[-1] *= n
-            for s, step in zip(strides, steps, strict=True):
-                s[-1] = step[d]
-        else:
-            shape.append(n)
-            for s, step in zip(strides, steps, strict=True):
-                s.append(step[d])
+    shape, strides = strided.merged(
+        layouts[0][0][:n_outer][::-1], [strides[:n_outer][::-1] for _, strides in layouts]
+    )
     if not shape:
         shape, strides = [1], [[0] for _ in layouts]
     return tuple(
-        ((*shape, *layout[0][n_outer:]), (*s, *layout[1][n_outer:]))
+        ((*shape[::-1], *layout[0][n_outer:]), (*s[::-1], *layout[1][n_outer:]))
         for layout, s in zip(layouts, strides, strict=True)
     )
 

@@ -6,7 +6,8 @@ import struct
 from collections.abc import Callable
 from functools import lru_cache
 
-from ggmlb.backends.gpu import Kernel, Launch, Mem
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import Kernel, Launch
 
 FORMATS = {
     "tensor": "Pq4i4q",  # TENSOR_ in tensors.h: buffer, offset, extents, strides

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.gpu import Mem
+from ggmlb.backends.common.strided import Mem
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import BackendError, BackendUnavailable
 

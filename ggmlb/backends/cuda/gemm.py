@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ggmlb.backends.gpu import Mem
+from ggmlb.backends.common.strided import Mem
 
 MAX_CALLS = 2
 """Most separate calls for a batch without equal strides; beyond, one call with lists of pointers."""

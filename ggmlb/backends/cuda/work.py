@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.arguments import argument_block
 from ggmlb.backends.cuda.buffer import CudaBuffer
 from ggmlb.backends.cuda.kernels import place
-from ggmlb.backends.gpu import BadIndex, Launch, Mem, Scratch
+from ggmlb.backends.gpu import BadIndex, Launch, Scratch
 from ggmlb.backends.gpu.bad_index import PlanSlots
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor

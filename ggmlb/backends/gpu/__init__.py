@@ -9,7 +9,7 @@ list from its text. The macro WG decides whether a work-group shares a row (GPUs
 its own rows (CPU-type devices).
 """
 
-from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Mem, Scratch, Target
+from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Scratch, Target
 from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
 from ggmlb.backends.gpu.source import Kernel, Param, assemble, families, packed_args, source
 
@@ -18,7 +18,6 @@ __all__ = [
     "Defines",
     "Kernel",
     "Launch",
-    "Mem",
     "Param",
     "Scratch",
     "Target",

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.gpu.launch import BadIndex, Launch, Mem
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import BadIndex, Launch
 from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:

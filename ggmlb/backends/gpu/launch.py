@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from ggmlb.backends.common.strided import Mem, merged
 from ggmlb.backends.gpu.source import Kernel, kernels
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import contiguous_nb
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ggmlb.core.tensor import Ne, Tensor
-    from ggmlb.interface import Buffer
 
 Defines = tuple[tuple[str, str], ...]
 
@@ -99,64 +99,6 @@ class BadIndex:
 
 
 @dataclass(slots=True)
-class Mem:
-    """A kernel's tensor argument: buffer, offset, type, extents and strides.
-
-    Attributes:
-        buffer: Its buffer, or memory provided by the plan.
-        offset: Offset of its first element [bytes].
-        dtype: Its type.
-        ne: Extents, innermost first.
-        nb: Strides in the same order [bytes]; 0 where one element is repeated.
-        packing: Suffix of the type's name for its memory's byte order (`Buffer.packing`).
-    """
-
-    buffer: Buffer | Scratch | BadIndex | None
-    offset: int
-    dtype: DType
-    ne: Ne
-    nb: Ne
-    packing: str = ""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Mem:
-        """Return the argument for a placed tensor."""
-        packing = "" if tensor.buffer is None else tensor.buffer.packing(tensor)
-        return cls(tensor.buffer, tensor.offset, tensor.dtype, tensor.ne, tensor.nb, packing)
-
-    def window(self, ne: Ne, nb: Ne | None = None, offset: int = 0, dtype: DType | None = None) -> Mem:
-        """Return a view with other extents, strides or type, from `offset` bytes on."""
-        return Mem(
-            self.buffer,
-            self.offset + offset,
-            self.dtype if dtype is None else dtype,
-            ne,
-            self.nb if nb is None else nb,
-            self.packing if dtype is None else "",
-        )
-
-    def tiled_to(self, ne: Ne) -> Mem:
-        """Return it broadcast to `ne`: stride 0 in dimensions with one element."""
-        nb = tuple(0 if n == 1 else b for n, b in zip(self.ne, self.nb, strict=True))
-        return self.window(ne, nb)  # type: ignore[arg-type]
-
-    def steps(self) -> list[int]:
-        """Return the offset, and the strides of outer dimensions with several elements [bytes]."""
-        return [self.offset, *(b for n, b in zip(self.ne[1:], self.nb[1:], strict=True) if n > 1)]
-
-    def defines(self, name: str) -> Defines:
-        """Return the macros of the tensor `name`: its type, and the stride of dimension 0.
-
-        The stride is a constant for rows without gaps and for repeated elements.
-        """
-        size, nb0 = self.dtype.type_size, self.nb[0]
-        if self.ne[0] == 1 and nb0:
-            nb0 = size
-        step = str(nb0) if nb0 in (0, size) else f"{name}_nb0"
-        return (f"{name}_T", self.dtype.name.lower() + self.packing), (f"{name}_STEP", step)
-
-
-@dataclass(slots=True)
 class Launch:
     """A kernel launch.
 
@@ -175,6 +117,18 @@ class Launch:
     wg: int
 
 
+def _defines(mem: Mem, name: str) -> Defines:
+    """Return the macros of the tensor `name`: its type, and the stride of dimension 0.
+
+    The stride is a constant for rows without gaps and for repeated elements.
+    """
+    size, nb0 = mem.dtype.type_size, mem.nb[0]
+    if mem.ne[0] == 1 and nb0:
+        nb0 = size
+    step = str(nb0) if nb0 in (0, size) else f"{name}_nb0"
+    return (f"{name}_T", mem.dtype.name.lower() + mem.packing), (f"{name}_STEP", step)
+
+
 def launch(
     name: str | Kernel,
     args: Sequence[Mem | int | float],
@@ -190,7 +144,7 @@ def launch(
     macros = {key: str(value) for key, value in defines.items()}
     for param, arg in zip(kernel.params, args, strict=True):
         if isinstance(arg, Mem):
-            macros.update(arg.defines(param.name))
+            macros.update(_defines(arg, param.name))
     return Launch(kernel, tuple(sorted(macros.items())), tuple(args), groups, wg)
 
 
@@ -360,21 +314,9 @@ def flattened(target: Target, mems: Sequence[Mem]) -> list[Mem]:
 
     With `on_cpu`, one long row is cut into several.
     """
-    ne: list[int] = []
-    nbs: list[list[int]] = [[] for _ in mems]
-    for i, n in enumerate(mems[0].ne):
-        if n == 1:
-            continue
-        if ne and all(m.nb[i] == nb[-1] * ne[-1] for m, nb in zip(mems, nbs, strict=True)):
-            ne[-1] *= n
-            continue
-        ne.append(n)
-        for m, nb in zip(mems, nbs, strict=True):
-            nb.append(m.nb[i])
+    ne, nbs = merged(mems[0].ne, [m.nb for m in mems])
     if not ne:
-        ne = [1]
-        for m, nb in zip(mems, nbs, strict=True):
-            nb.append(m.dtype.type_size)
+        ne, nbs = [1], [[m.dtype.type_size] for m in mems]
     if target.on_cpu and len(ne) == 1:
         row = row_length(ne[0])
         ne = [row, ne[0] // row if row else 1]

@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.gpu import BadIndex, Launch, Mem, lower, lower_group, packed_args
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import BadIndex, Launch, lower, lower_group, packed_args
 from ggmlb.backends.gpu.bad_index import PlanSlots
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from ggmlb.backends.gpu import BadIndex, Kernel, Launch, Mem, Scratch, assemble
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import BadIndex, Kernel, Launch, Scratch, assemble
 from ggmlb.backends.gpu.bad_index import SLOT
 
 HERE = Path(__file__).parent

@@ -12,8 +12,9 @@ from functools import partial
 import numpy as np
 
 from ggmlb import Context, DType, Graph, init_by_name
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.kernels import Lowering, Step, products
-from ggmlb.backends.gpu import Launch, Mem, Target, lower
+from ggmlb.backends.gpu import Launch, Target, lower
 from ggmlb.backends.gpu.lowering.matmul import Glu
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor

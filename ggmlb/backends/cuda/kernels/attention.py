@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.gpu import Mem, Scratch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import Scratch
 from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.lowering.softmax import alibi
 from ggmlb.backends.gpu.source import kernels

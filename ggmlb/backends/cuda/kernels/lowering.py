@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import attention, products
-from ggmlb.backends.gpu import Launch, Mem, Target, can_fuse, declines, lower, lower_group
+from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_group
 from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import FLOATS
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.gemm import cannot_describe, gemms
-from ggmlb.backends.gpu import BadIndex, Launch, Mem, Scratch
+from ggmlb.backends.gpu import BadIndex, Launch, Scratch
 from ggmlb.backends.gpu.launch import flattened, launch, mapped
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS, Glu, gated

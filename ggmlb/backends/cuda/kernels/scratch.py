@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ggmlb.backends.gpu import Mem, Scratch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu import Scratch
 
 ALIGNMENT = 256
 """Alignment promised by `Scratch` [bytes]."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, in_rows, operands
-from ggmlb.backends.gpu.launch import Mem, launch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.backends.gpu.lowering.softmax import alibi

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import ANY, F32, FLOATS, all_operands, operands
-from ggmlb.backends.gpu.launch import Mem, elementwise
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import elementwise
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op, OpPool
 from ggmlb.core.tensor import Tensor
@@ -21,10 +22,6 @@ def _numbers(node: Tensor, *names: str) -> list[int]:
     return [node.params[name] for name in names]
 
 
-def _mems(node: Tensor) -> list[Mem]:
-    return [*(Mem.of(t) for t in node.src if t is not None), Mem.of(node)]
-
-
 _NUMBERS = {
     Op.CONV_2D: _GEOMETRY_2D,
     Op.CONV_2D_DW: _GEOMETRY_2D,
@@ -36,7 +33,7 @@ _NUMBERS = {
 
 @RULES.rule(_NUMBERS, all_operands(FLOATS))
 def _convolve(node: Tensor, target: Target) -> list[Launch]:
-    return [elementwise(target, node.op.lower(), _mems(node), *_numbers(node, *_NUMBERS[node.op]))]
+    return [elementwise(target, node.op.lower(), Mem.all_of(node), *_numbers(node, *_NUMBERS[node.op]))]
 
 
 @RULES.rule(Op.IM2COL, operands(ANY, FLOATS))
@@ -69,7 +66,7 @@ def _pool(node: Tensor, target: Target) -> list[Launch]:
     else:
         numbers = [p["k0"], 1, p["s0"], 1, p["p0"], 0]
         divisor = 0
-    return [elementwise(target, "pool", _mems(node), *numbers, int(p["op"] is OpPool.AVG), divisor)]
+    return [elementwise(target, "pool", Mem.all_of(node), *numbers, int(p["op"] is OpPool.AVG), divisor)]
 
 
 @RULES.rule(Op.IM2COL_BACK, operands(F32, ANY, out=F32))
@@ -87,10 +84,12 @@ def _im2col_back(node: Tensor, target: Target) -> list[Launch]:
 @RULES.rule(Op.COL2IM_1D, operands(FLOATS))
 def _col2im_1d(node: Tensor, target: Target) -> list[Launch]:
     n_taps = node.sources[0].ne[0] // node.params["oc"]
-    return [elementwise(target, "col2im_1d", _mems(node), n_taps, *_numbers(node, "s0", "p0"))]
+    return [elementwise(target, "col2im_1d", Mem.all_of(node), n_taps, *_numbers(node, "s0", "p0"))]
 
 
 @RULES.rule(Op.POOL_2D_BACK, operands(FLOATS, FLOATS))
 def _pool_back(node: Tensor, target: Target) -> list[Launch]:
     numbers = _numbers(node, "k0", "k1", "s0", "s1", "p0", "p1")
-    return [elementwise(target, "pool_back", _mems(node), *numbers, int(node.params["op"] is OpPool.AVG))]
+    return [
+        elementwise(target, "pool_back", Mem.all_of(node), *numbers, int(node.params["op"] is OpPool.AVG))
+    ]

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, converts, same_shape_of_blocks
-from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, flattened, mapped, stretched, vector_width
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import BadIndex, elementwise, flattened, mapped, stretched, vector_width
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.elementwise import combine
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, all_operands, operands
-from ggmlb.backends.gpu.launch import Mem, elementwise, launch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import elementwise, launch
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
 from ggmlb.backends.gpu.lowering.recurrent import lines
@@ -16,24 +17,22 @@ if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import Launch, Target
 
 
-def _mems(node: Tensor) -> list[Mem]:
-    return [*map(Mem.of, node.sources), Mem.of(node)]
-
-
 @RULES.rule(Op.LIGHTNING_INDEXER, operands(F32, READ_IN_EIGHTS, F32, FLOATS, out=F32))
 def _indexer(node: Tensor, target: Target) -> list[Launch]:
     flags = {"EIGHTS": 1} if node.sources[1].dtype.is_quantized else {}
-    return [elementwise(target, "lightning_indexer", _mems(node), **flags)]
+    return [elementwise(target, "lightning_indexer", Mem.all_of(node), **flags)]
 
 
 @RULES.rule((Op.DSV4_HC_PRE, Op.DSV4_HC_POST), all_operands(F32))
 def _streams(node: Tensor, target: Target) -> list[Launch]:
-    return [elementwise(target, node.op.lower(), _mems(node))]
+    return [elementwise(target, node.op.lower(), Mem.all_of(node))]
 
 
 @RULES.rule(Op.DSV4_HC_COMB, all_operands(F32))
 def _matrices(node: Tensor, target: Target) -> list[Launch]:
     groups = lines(target, node.ne[2])
     return [
-        launch("dsv4_hc_comb", [*_mems(node), node.params["eps"], node.params["n_iter"]], groups, target.wg)
+        launch(
+            "dsv4_hc_comb", [*Mem.all_of(node), node.params["eps"], node.params["n_iter"]], groups, target.wg
+        )
     ]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.common.rules import FLOATS, in_rows, operands
-from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, launch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import BadIndex, elementwise, launch
 from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
 from ggmlb.backends.gpu.source import types_with
 from ggmlb.core.enums import GluOp, Op
@@ -114,7 +115,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
 
 @RULES.rule(Op.OUT_PROD, operands(READ_IN_EIGHTS, FLOATS))
 def _out_prod(node: Tensor, target: Target) -> list[Launch]:
-    a, b, d = *map(Mem.of, node.sources), Mem.of(node)
+    a, b, d = Mem.all_of(node)
     factors = d.ne[2] // a.ne[2], d.ne[3] // a.ne[3]
     if not a.dtype.is_quantized:
         return [elementwise(target, "out_prod", [a, b, d], *factors)]

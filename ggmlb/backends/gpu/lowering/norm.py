@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, operands
-from ggmlb.backends.gpu.launch import Mem, in_registers
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import in_registers
 from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
 from ggmlb.core.enums import Op
 
@@ -25,7 +26,7 @@ def _norm(node: Tensor, target: Target) -> list[Launch]:
 
 @RULES.rule(Op.RMS_NORM_BACK, operands(FLOATS, FLOATS))
 def _rms_norm_back(node: Tensor, target: Target) -> list[Launch]:
-    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    mems = Mem.all_of(node)
     return [in_registers(target, "rms_norm_back", mems, node.params["eps"])]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, I32, all_operands, operands
-from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, launch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import BadIndex, elementwise, launch
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @RULES.rule(Op.SSM_CONV, operands(FLOATS, FLOATS))
 def _ssm_conv(node: Tensor, target: Target) -> list[Launch]:
-    return [elementwise(target, "ssm_conv", [*(Mem.of(t) for t in node.src if t is not None), Mem.of(node)])]
+    return [elementwise(target, "ssm_conv", Mem.all_of(node))]
 
 
 def lines(target: Target, n: int) -> tuple[int, int, int]:
@@ -52,13 +53,13 @@ def _heads(node: Tensor, target: Target) -> list[Launch]:
 @RULES.rule(Op.GATED_DELTA_NET, all_operands(F32))
 def _delta_net(node: Tensor, target: Target) -> list[Launch]:
     v = node.sources[2]
-    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    mems = Mem.all_of(node)
     groups = lines(target, v.ne[0] * v.ne[1] * v.ne[3])
     return [launch("gated_delta_net", [*mems, node.params["k"]], groups, target.wg)]
 
 
 @RULES.rule(Op.SOLVE_TRI, all_operands(F32))
 def _solve_tri(node: Tensor, target: Target) -> list[Launch]:
-    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    mems = Mem.all_of(node)
     groups = lines(target, node.ne[0] * node.ne[2] * node.ne[3])
     return [launch("solve_tri", mems, groups, target.wg)]

@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, I32, has_elements, operands
-from ggmlb.backends.gpu.launch import Mem, flattened, in_registers, launch, rowwise
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import flattened, in_registers, launch, rowwise
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, SortOrder

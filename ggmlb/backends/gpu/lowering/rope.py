@@ -6,7 +6,8 @@ from math import ceil, floor, inf, log, pi
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
-from ggmlb.backends.gpu.launch import BadIndex, Mem, rowwise, vector_width
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import BadIndex, rowwise, vector_width
 from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
 from ggmlb.core.enums import Op, RopeType
 

@@ -6,7 +6,8 @@ from math import log
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, I32, all_operands, has_elements, operands, same_types
-from ggmlb.backends.gpu.launch import BadIndex, Mem, elementwise, flattened
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import BadIndex, elementwise, flattened
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.copy import copy
 from ggmlb.core.dtypes import DType

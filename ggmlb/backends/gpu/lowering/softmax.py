@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, operands
-from ggmlb.backends.gpu.launch import Mem, in_registers
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import in_registers
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op
 
@@ -35,5 +36,5 @@ def _soft_max(node: Tensor, target: Target) -> list[Launch]:
 
 @RULES.rule(Op.SOFT_MAX_BACK, operands(FLOATS, FLOATS))
 def _soft_max_back(node: Tensor, target: Target) -> list[Launch]:
-    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    mems = Mem.all_of(node)
     return [in_registers(target, "soft_max_back", mems, node.params["scale"])]

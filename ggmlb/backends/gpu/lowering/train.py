@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, has_elements, operands
-from ggmlb.backends.gpu.launch import Mem, elementwise, flattened, in_registers, launch
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import elementwise, flattened, in_registers, launch
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @RULES.rule(Op.CROSS_ENTROPY_LOSS, operands(FLOATS, FLOATS), has_elements)
 def _loss(node: Tensor, target: Target) -> list[Launch]:
-    mems = [*map(Mem.of, node.sources), Mem.of(node)]
+    mems = Mem.all_of(node)
     return [launch("cross_entropy_loss", mems, (1, 1, 1), target.wg)]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, all_operands, operands
-from ggmlb.backends.gpu.launch import Mem, elementwise
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.gpu.launch import elementwise
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -14,20 +15,16 @@ if TYPE_CHECKING:
     from ggmlb.backends.gpu.launch import Launch, Target
 
 
-def _mems(node: Tensor) -> list[Mem]:
-    return [*map(Mem.of, node.sources), Mem.of(node)]
-
-
 @RULES.rule((Op.WIN_PART, Op.WIN_UNPART), operands(F32, out=F32))
 def _windows(node: Tensor, target: Target) -> list[Launch]:
     image = node.sources[0] if node.op is Op.WIN_PART else node
     n_wide = -(-image.ne[1] // node.params["w"])
-    return [elementwise(target, node.op.lower(), _mems(node), n_wide)]
+    return [elementwise(target, node.op.lower(), Mem.all_of(node), n_wide)]
 
 
 @RULES.rule(Op.GET_REL_POS, operands(FLOATS))
 def _get_rel_pos(node: Tensor, target: Target) -> list[Launch]:
-    return [elementwise(target, "get_rel_pos", _mems(node))]
+    return [elementwise(target, "get_rel_pos", Mem.all_of(node))]
 
 
 @RULES.rule(Op.ADD_REL_POS, all_operands(F32))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ggmlb.backends.common.rules import ANY, INDEX, RESULT, converts, in_rows, operands, same_shape_of_blocks
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import convert
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.convert import can_convert
 from ggmlb.backends.llvm.lowering.rules import RULES, name
-from ggmlb.backends.llvm.lowering.walks import Operand, operand, walk
+from ggmlb.backends.llvm.lowering.walks import walk
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -42,10 +43,10 @@ def _one_walk(node: Tensor) -> str | None:
 def _copy(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     blocks = a.dtype.is_quantized or node.dtype.is_quantized
-    x, y, ne = operand(a, steps), operand(node, steps), node.ne
+    x, y, ne = Mem.of(a), Mem.of(node), node.ne
     if a.ne != node.ne:
         ne = (node.n_elements, 1, 1, 1)
-        x, y = (Operand(o.address, (o.nb[0], 0, 0, 0)) for o in (x, y))
+        x, y = (m.window(ne, (m.dtype.type_size, 0, 0, 0)) for m in (x, y))
     params = (name(node), name(a))
     if a.is_contiguous_rows() and node.is_contiguous_rows():
         args, n = walk(ne, [y, x], steps, _work(a, node), join=not blocks, cut=not blocks)
@@ -55,8 +56,8 @@ def _copy(node: Tensor, steps: Steps) -> None:
     if across is not None and a.ne == ne:
         others = [d for d in (1, 2, 3) if d != across]
         args = [
-            y.address, *(y.nb[d] for d in (across, *others)), x.address, *(x.nb[d] for d in (0, *others)),
-            ne[0], *(ne[d] for d in (across, *others)),
+            steps.address(y), *(y.nb[d] for d in (across, *others)),
+            steps.address(x), *(x.nb[d] for d in (0, *others)), ne[0], *(ne[d] for d in (across, *others)),
         ]  # fmt: skip
         most = -(-ne[across] // VECTOR_WORDS) * ne[others[0]] * ne[others[1]]
         steps.emit(convert.copy_turned, (), args, steps.chunks(node.n_elements * _TURNED, most))
@@ -74,21 +75,21 @@ def _across(node: Tensor, a: Tensor) -> int | None:
     return next((d for d in (1, 2, 3) if a.nb[d] == 4 and a.ne[d] > 1 and a.ne[0] > 1), None)
 
 
-def _turned(ne: Ne, y: Operand, x: Operand) -> tuple[Ne, Operand, Operand]:
+def _turned(ne: Ne, y: Mem, x: Mem) -> tuple[Ne, Mem, Mem]:
     """Put a long dimension first where rows are short: the loop over it has the least overhead."""
     if ne[0] >= 16 or max(ne) == ne[0]:
         return ne, y, x
     i = max(range(4), key=lambda d: ne[d])
     order = [i, *(d for d in range(4) if d != i)]
-    turned = [tuple(v[d] for d in order) for v in (ne, y.nb, x.nb)]
-    return turned[0], Operand(y.address, turned[1]), Operand(x.address, turned[2])  # type: ignore[return-value,arg-type]
+    turned: list[Any] = [tuple(v[d] for d in order) for v in (ne, y.nb, x.nb)]
+    return turned[0], y.window(turned[0], turned[1]), x.window(turned[0], turned[2])
 
 
 @RULES.rule(Op.GET_ROWS, *_ROWS)
 def _get_rows(node: Tensor, steps: Steps) -> None:
     a, ids = node.operand(0), node.operand(1)
     cut = name(a) not in FORMS
-    args, n = walk(node.ne, [operand(node, steps)], steps, _work(a, node), join=False, cut=cut)
+    args, n = walk(node.ne, [node], steps, _work(a, node), join=False, cut=cut)
     front = (steps.address(a), *a.nb[1:], steps.address(ids), *ids.nb[:3], a.ne[1], *steps.report)
     steps.emit(convert.get_rows, (name(node), name(a), name(ids)), (*front, *args), n)
 
@@ -98,9 +99,7 @@ def _set_rows(node: Tensor, steps: Steps) -> None:
     a, ids = node.operand(0), node.operand(1)
     if a.is_empty:
         return
-    args, n = walk(
-        a.ne, [operand(a, steps)], steps, _work(a, node), join=False, cut=not node.dtype.is_quantized
-    )
+    args, n = walk(a.ne, [a], steps, _work(a, node), join=False, cut=not node.dtype.is_quantized)
     front = (
         steps.address(node), *node.nb[1:], steps.address(ids), *ids.nb[:3], ids.ne[1], ids.ne[2],
         node.ne[1], *steps.report,

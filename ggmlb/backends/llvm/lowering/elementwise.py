@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, RESULT, in_rows, operands
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import elementwise
 from ggmlb.backends.llvm.lowering.rules import RULES, name
-from ggmlb.backends.llvm.lowering.walks import operand, past_caches, walk
+from ggmlb.backends.llvm.lowering.walks import past_caches, walk
 from ggmlb.core.enums import GluOp, Op, UnaryOp
 from ggmlb.core.tensor import Tensor
 
@@ -58,8 +59,7 @@ def _is_known(node: Tensor) -> str | None:
 def _unary(node: Tensor, steps: Steps) -> None:
     a, fn = node.operand(0), _function(node)
     params = [float(node.params[p]) for p in _PARAMS.get(fn, ())]
-    operands = [operand(node, steps), operand(a, steps)]
-    args, n = walk(node.ne, operands, steps, _DEAR if fn in _DEAR_NAMES else _CHEAP)
+    args, n = walk(node.ne, [node, a], steps, _DEAR if fn in _DEAR_NAMES else _CHEAP)
     types = (name(node), name(a))
     steps.emit(elementwise.unary, (fn, len(params), types, past_caches(node, steps)), (*params, *args), n)
 
@@ -79,8 +79,7 @@ def _repeats_one(node: Tensor) -> str | None:
 def _binary(node: Tensor, steps: Steps) -> None:
     a, b = node.operand(0), node.operand(1)
     one = b.ne[0] == 1 and node.ne[0] > 1
-    operands = [operand(node, steps), operand(a, steps), operand(b, steps, node.ne)]
-    args, n = walk(node.ne, operands, steps, _CHEAP)
+    args, n = walk(node.ne, [node, a, b], steps, _CHEAP)
     types = (name(node), name(a), name(b))
     steps.emit(elementwise.binary, (_function(node), one, types, past_caches(node, steps)), args, n)
 
@@ -89,15 +88,13 @@ def _binary(node: Tensor, steps: Steps) -> None:
 def _glu(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     b = node.optional(1)
-    gate = operand(a, steps)
-    if b is None:
-        up = operand(a, steps, offset=node.ne[0] * a.dtype.type_size)
-        if node.params["swapped"]:
-            gate, up = up, gate
-    else:
-        up = operand(b, steps)
+    gate: Tensor | Mem = a
+    up: Tensor | Mem | None = b
+    if up is None:
+        halves = [Mem.of(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
+        gate, up = halves[::-1] if node.params["swapped"] else halves
     fn = GluOp(node.params["op"]).name.lower()
     params = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []
-    args, n = walk(node.ne, [operand(node, steps), gate, up], steps, _DEAR)
+    args, n = walk(node.ne, [node, gate, up], steps, _DEAR)
     types = (name(node), name(a))
     steps.emit(elementwise.glu, (fn, types, past_caches(node, steps)), (*params, *args), n)

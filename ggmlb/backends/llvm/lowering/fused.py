@@ -12,7 +12,7 @@ from ggmlb.backends.llvm.kernels.quantize import WRITERS
 from ggmlb.backends.llvm.lowering import epilogue
 from ggmlb.backends.llvm.lowering.rows import NORM_WORK, rope_to
 from ggmlb.backends.llvm.lowering.rules import name
-from ggmlb.backends.llvm.lowering.walks import operand, walk
+from ggmlb.backends.llvm.lowering.walks import walk
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 
@@ -62,13 +62,13 @@ def _norm(group: Group, steps: Steps) -> None:
     first = group.parts.get("add", node)
     added, kept = "add" in group, bool(group.kept)
     ne = result.ne
-    operands = [operand(result, steps), operand(first.operand(0), steps, ne)]
+    operands = [result, first.operand(0)]
     if added:
-        operands.append(operand(first.operand(1), steps, ne))
+        operands.append(first.operand(1))
     if kept:
-        operands.append(operand(first, steps))
+        operands.append(first)
     factors = [part for part in ("mul", "shift") if part in group]
-    operands += [operand(group.other(part), steps, ne) for part in factors]
+    operands += [group.other(part) for part in factors]
     args, n = walk(ne, operands, steps, NORM_WORK, join=False, cut=False)
     params = (node.op.value.lower(), ("f32", "f32"), len(factors), added, kept)
     steps.emit(norm.normalise, params, (float(node.params["eps"]), *args), n)

@@ -9,7 +9,7 @@ from ggmlb.backends.common.formulas import alibi_slopes, pair_angles
 from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import norm, rope
 from ggmlb.backends.llvm.lowering.rules import RULES, name
-from ggmlb.backends.llvm.lowering.walks import operand, walk
+from ggmlb.backends.llvm.lowering.walks import walk
 from ggmlb.core.enums import Op, RopeType
 from ggmlb.core.tensor import Tensor
 
@@ -23,9 +23,7 @@ NORM_WORK, _SOFT_MAX, _ROPE = 0.2, 0.6, 0.4
 @RULES.rule((Op.NORM, Op.RMS_NORM, Op.L2_NORM), operands(FLOATS), in_rows(0, RESULT))
 def _norm(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
-    args, n = walk(
-        node.ne, [operand(node, steps), operand(a, steps)], steps, NORM_WORK, join=False, cut=False
-    )
+    args, n = walk(node.ne, [node, a], steps, NORM_WORK, join=False, cut=False)
     kind = node.op.value.lower()
     steps.emit(norm.normalise, (kind, (name(node), name(a)), 0), (float(node.params["eps"]), *args), n)
 
@@ -38,9 +36,7 @@ def _soft_max(node: Tensor, steps: Steps) -> None:
     place = (0, 0, 0, 0, 1, 1)
     if mask is not None:
         place = (steps.address(mask), *mask.nb[1:], mask.ne[2], mask.ne[3])
-    args, n = walk(
-        node.ne, [operand(node, steps), operand(a, steps)], steps, _SOFT_MAX, join=False, cut=False
-    )
+    args, n = walk(node.ne, [node, a], steps, _SOFT_MAX, join=False, cut=False)
     sink = steps.address(sinks) if sinks is not None else 0
     params = (name(mask) if mask is not None else None, sinks is not None)
     steps.emit(norm.soft_max, params, (float(node.params["scale"]), slopes, sink, *place, *args), n)

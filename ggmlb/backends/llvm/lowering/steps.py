@@ -15,6 +15,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.system.progress import Task
 
 if TYPE_CHECKING:
+    from ggmlb.backends.common.strided import Mem
     from ggmlb.backends.llvm.backend import LlvmBackend
 
     Ints = npt.NDArray[np.int64]
@@ -84,8 +85,8 @@ class Steps:
         """Return the address where the next step's kernel reports bad data, and the step's number from 1."""
         return int(self.errors.ctypes.data), len(self.steps) + 1
 
-    def address(self, tensor: Tensor) -> int:
-        """Return where the tensor's first element is."""
+    def address(self, tensor: Tensor | Mem) -> int:
+        """Return where the first element is."""
         buffer = tensor.buffer
         assert buffer is not None
         base = self._bases.get(id(buffer))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.strided import Mem, merged
 from ggmlb.backends.llvm.codegen.host import kept_nbytes
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -19,51 +19,31 @@ LEAST_PART = 2048
 """Elements that a part of a row has at least."""
 
 
-@dataclass(slots=True)
-class Operand:
-    """A walk's operand: address and byte strides; 0 where one element is repeated."""
-
-    address: int
-    nb: tuple[int, int, int, int]
-
-
-def operand(t: Tensor, steps: Steps, ne: Ne | None = None, offset: int = 0) -> Operand:
-    """See a tensor as one of extents `ne`, which its own must equal or be 1."""
-    nb = t.nb
-    if t.ne[0] == 1:  # its own stride is never taken; as a whole row's, such rows may be joined by it
-        nb = (t.dtype.type_size, *nb[1:])
-    if ne is not None and ne != t.ne:
-        nb = tuple(0 if n == 1 else b for n, b in zip(t.ne, nb, strict=True))  # type: ignore[assignment]
-    return Operand(steps.address(t) + offset, nb)
-
-
 def walk(
-    ne: Ne, operands: Sequence[Operand], steps: Steps, work: float, *, join: bool = True, cut: bool = True
+    ne: Ne,
+    operands: Sequence[Tensor | Mem],
+    steps: Steps,
+    work: float,
+    *,
+    join: bool = True,
+    cut: bool = True,
 ) -> tuple[list[int], int]:
     """Return the arguments of a walk and its chunks.
 
     Args:
         ne: The extents that are walked.
-        operands: In the kernel's order.
+        operands: In the kernel's order; each of these extents, but that 1 stands for any.
         steps: Tells how many threads there are.
         work: Of an element [ns].
         join: Whether rows that follow each other in all operands may be seen as one.
         cut: Whether a row may be cut into parts.
     """
-    extents, strides = list(ne), [list(o.nb) for o in operands]
+    extents: Sequence[int] = ne
+    strides: list[Sequence[int]] = [_strides(o, ne) for o in operands]
     if join:
-        i = 1
-        while i < len(extents):
-            if extents[i] == 1 or all(nb[i] == nb[i - 1] * extents[i - 1] for nb in strides):
-                extents[i - 1] *= extents[i]
-                del extents[i]
-                for nb in strides:
-                    del nb[i]
-            else:
-                i += 1
-        extents += [1] * (4 - len(extents))
-        for nb in strides:
-            nb += [0] * (4 - len(nb))
+        merged_ne, merged_nbs = merged(extents, strides, keep_first=True)
+        rest = 4 - len(merged_ne)
+        extents, strides = [*merged_ne, *[1] * rest], [[*nb, *[0] * rest] for nb in merged_nbs]
     n_rows = extents[1] * extents[2] * extents[3]
     n = steps.chunks(extents[0] * n_rows * work)
     groups = min(n, n_rows)
@@ -72,8 +52,18 @@ def walk(
         parts = max(1, min(-(-n // groups), extents[0] // LEAST_PART))
     args = [*extents, parts]
     for o, nb in zip(operands, strides, strict=True):
-        args += (o.address, *nb[1:])
+        args += (steps.address(o), *nb[1:])
     return args, groups * parts
+
+
+def _strides(operand: Tensor | Mem, ne: Ne) -> Sequence[int]:
+    """Return the strides of a walk [bytes]: 0 where one element is repeated."""
+    nb = operand.nb
+    if operand.ne[0] == 1:  # its own stride is never taken; as a whole row's, such rows may be joined by it
+        nb = (operand.dtype.type_size, *nb[1:])
+    if operand.ne == ne:
+        return nb
+    return [0 if n == 1 else b for n, b in zip(operand.ne, nb, strict=True)]
 
 
 def past_caches(node: Tensor, steps: Steps) -> bool:
