@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from math import ceil, floor, log, log2, pi
+from math import ceil, floor, inf, log, log2, pi
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,26 +34,38 @@ NORMAL_AS_SIGMOID = (
 )
 
 
+def alibi(n_head: int, max_bias: float) -> tuple[int, float, float]:
+    """Return ALiBi's largest power of two up to `n_head`, and the two bases of its slopes."""
+    n = 1 << floor(log2(n_head))
+    return n, 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
+
+
 def alibi_slopes(n_head: int, max_bias: float) -> Array:
     """Return the ALiBi slope of each head (powers of two bases; odd heads in between)."""
-    n = 1 << floor(log2(n_head))
-    base, between = 2.0 ** (-max_bias / n), 2.0 ** (-max_bias / 2 / n)
+    n, base, between = alibi(n_head, max_bias)
     heads = np.arange(n_head)
     slopes = np.where(heads < n, base ** (heads + 1.0), between ** (2.0 * (heads - n) + 1))
     return np.asarray(slopes, np.float32)
 
 
-def yarn_ramp(n_pairs: int, params: dict[str, Any]) -> Array:
-    """Return for each pair the share of the extrapolated angle, from 1 to 0 (interpolated)."""
-    base, n_dims, n_ctx = params["freq_base"], params["n_dims"], params["n_ctx_orig"]
+def yarn_range(params: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the first pair of YaRN's ramp, and its length in pairs."""
+    n_dims, n_ctx = params["n_dims"], params["n_ctx_orig"]
+    if not n_ctx:
+        return 0.0, 0.001
 
     def pair_of(n_turns: float) -> float:
-        return n_dims * log(n_ctx / (n_turns * 2 * pi)) / (2 * log(base)) if n_ctx else -np.inf
+        return n_dims * log(n_ctx / (n_turns * 2 * pi)) / (2 * log(params["freq_base"])) if n_turns else inf
 
-    low, high = pair_of(params["beta_fast"]), pair_of(params["beta_slow"])
-    low = max(0, floor(low)) if n_ctx else 0
-    high = min(n_dims - 1, ceil(high)) if n_ctx else -np.inf
-    return 1 - np.clip((np.arange(n_pairs) - low) / max(0.001, high - low), 0, 1)
+    low = max(0, floor(pair_of(params["beta_fast"])))
+    high = min(n_dims - 1, ceil(pair_of(params["beta_slow"])))
+    return low, max(0.001, high - low)
+
+
+def yarn_ramp(n_pairs: int, params: Mapping[str, Any]) -> Array:
+    """Return for each pair the share of the extrapolated angle, from 1 to 0 (interpolated)."""
+    low, length = yarn_range(params)
+    return 1 - np.clip((np.arange(n_pairs) - low) / length, 0, 1)
 
 
 def pair_angles(n_pairs: int, params: dict[str, Any]) -> tuple[Array, Array]:

@@ -25,7 +25,8 @@ by the pattern's names:
     ================  ====================================  ================================================
 
 `group["norm"]` is a node, `"mul" in group` tells whether it is present, `group.other("mul")` is its
-operand from outside the group. All results except the last are dropped, unless they are in `group.kept`:
+operand from outside the group; `group.products` lists the products with what is added to each, in a gated
+unit the activated one first. All results except the last are dropped, unless they are in `group.kept`:
 the kernel must write these too. Each node keeps its own operands, params and place.
 
 Every group passed to `can_fuse` satisfies:
@@ -42,6 +43,6 @@ Every group passed to `can_fuse` satisfies:
 """
 
 from ggmlb.backends.common.fusion.find import CanFuse, fuse, gather
-from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Name
+from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Name, Product
 
-__all__ = ["IN_PLACE", "PATTERNS", "CanFuse", "Group", "Name", "fuse", "gather"]
+__all__ = ["IN_PLACE", "PATTERNS", "CanFuse", "Group", "Name", "Product", "fuse", "gather"]

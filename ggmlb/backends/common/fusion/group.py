@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -43,6 +43,20 @@ class Pattern:
     fits: Callable[[Group], bool]
 
 
+class Product(NamedTuple):
+    """A product of a group, or a half of it.
+
+    Attributes:
+        node: The product.
+        added: What is added to it, if anything: a bias, or a residual.
+        first: The first row of the weight, and element of what is added, that the half takes.
+    """
+
+    node: Tensor
+    added: Tensor | None
+    first: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """A group of nodes that one kernel may compute.
@@ -78,6 +92,20 @@ class Group:
         """Return the one operand of a part that no node of the group computes."""
         (tensor,) = self.outside(part)
         return tensor
+
+    @property
+    def products(self) -> list[Product]:
+        """The product; of a gated unit the two, or the two halves of one: first that which is activated."""
+        if self.pattern != "glu":
+            return [Product(self["mul_mat"], self.other("add") if "add" in self else None)]
+
+        def half(part: str, first: int = 0) -> Product:
+            return Product(self[part], self.other(f"{part}_add") if f"{part}_add" in self else None, first)
+
+        if "up" in self:
+            return [half("gate"), half("up")]
+        halves = [half("gate"), half("gate", self.result.ne[0])]
+        return halves[::-1] if self["glu"].params["swapped"] else halves
 
     def __getitem__(self, part: str) -> Tensor:
         return self.parts[part]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.formulas import alibi
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import Scratch
 from ggmlb.backends.gpu.launch import launch
-from ggmlb.backends.gpu.lowering.softmax import alibi
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
@@ -62,7 +62,7 @@ def flash_attn(lw: Lowering, node: Tensor) -> list[Step] | None:
     out, absent = Mem.of(node), Mem.of(q)  # an absent one is not read
     given = [Mem.of(t) if t is not None else absent for t in (q, k, v, mask, sinks)]
     p = node.params
-    numbers = p["scale"], p["logit_softcap"], *alibi(p["max_bias"], q.ne[2]), per_split * keys
+    numbers = p["scale"], p["logit_softcap"], p["max_bias"], *alibi(q.ne[2], p["max_bias"]), per_split * keys
     package = __package__ or ""
     found = kernels(package)
     held = [parts, facts] if few else [out, out]

@@ -46,10 +46,13 @@ def lower(node: Tensor, target: Target) -> list[Launch]:
 
 def can_fuse(group: Group, target: Target) -> bool:
     """Whether a kernel computes a group of nodes at once."""
-    rule = GROUP_RULES.get(group.pattern)
-    return rule is not None and all(declines(n) is None for n in group.nodes) and rule.can_fuse(group, target)
+    if group.pattern not in GROUP_RULES or any(declines(node) is not None for node in group.nodes):
+        return False
+    takes, _ = GROUP_RULES[group.pattern]
+    return takes(group, target)
 
 
 def lower_group(group: Group, target: Target) -> list[Launch]:
     """Return the launches that compute a group that is taken."""
-    return GROUP_RULES[group.pattern].lower(group, target)
+    _, lower_it = GROUP_RULES[group.pattern]
+    return lower_it(group, target)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.formulas import alibi
 from ggmlb.backends.common.rules import F32, FLOATS, in_rows, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import launch
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.backends.gpu.lowering.matmul import READ_IN_EIGHTS
-from ggmlb.backends.gpu.lowering.softmax import alibi
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
@@ -41,7 +41,7 @@ def _flash_attn(node: Tensor, target: Target) -> list[Launch]:
     mask, sinks = node.optional(3), node.optional(4)
     p = node.params
     mems = [Mem.of(t or q) for t in (q, k, v, mask, sinks)]
-    numbers = p["scale"], p["logit_softcap"], *alibi(p["max_bias"], q.ne[2])
+    numbers = p["scale"], p["logit_softcap"], p["max_bias"], *alibi(q.ne[2], p["max_bias"])
     flags = {"D_K": k.ne[0], "D_V": v.ne[0]}
     if mask is not None:
         flags["MASK"] = 1

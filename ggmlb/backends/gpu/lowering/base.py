@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ggmlb.backends.common.fusion import Group, Name
 from ggmlb.backends.common.rules import Rules
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 RULES: Final[Rules[Callable[[Tensor, Target], list[Launch]]]] = Rules()
 
 
-class GroupRule(NamedTuple):
-    """Whether a group of nodes, none of them declined, can be done at once; and the launches that do it."""
-
-    can_fuse: Callable[[Group, Target], bool]
-    lower: Callable[[Group, Target], list[Launch]]
-
-
-GROUP_RULES: Final[dict[Name, GroupRule]] = {}
+GROUP_RULES: Final[
+    dict[Name, tuple[Callable[[Group, Target], bool], Callable[[Group, Target], list[Launch]]]]
+] = {}
+"""Whether a group of nodes, none of them declined, can be done at once; and the launches that do it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.fusion import Group, Product
 from ggmlb.backends.common.rules import FLOATS, in_rows, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import BadIndex, elementwise, launch
-from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
 from ggmlb.backends.gpu.source import types_with
 from ggmlb.core.enums import GluOp, Op
 from ggmlb.core.placement import overlap
@@ -146,13 +146,13 @@ def _takes_add(group: Group, target: Target) -> bool:
 
 
 def _mul_mat_add(group: Group, target: Target) -> list[Launch]:
-    a, b = (Mem.of(t) for t in group["mul_mat"].src if t is not None)
-    d = Mem.of(group.result)
-    return [_launch(target, a, b, d, Mem.of(group.other("add")).tiled_to(d.ne))]
+    d, (product,) = Mem.of(group.result), group.products
+    weights, bias = _operands(product, d.ne[0])
+    return [_launch(target, weights, Mem.of(product.node.operand(1)), d, bias)]
 
 
 def _takes_glu(group: Group, target: Target) -> bool:
-    packings = {Mem.of(group[part].operand(0)).packing for part in ("gate", "up") if part in group}
+    packings = {Mem.of(product.node.operand(0)).packing for product in group.products}
     return group.result.ne[1] <= VEC_COLUMNS and len(packings) == 1
 
 
@@ -163,32 +163,21 @@ def _glu(group: Group, target: Target) -> list[Launch]:
 
 def gated(group: Group) -> tuple[Mem, Mem | None, Glu]:
     """Return the weights and bias of the product that is activated, and the other one."""
-    p, d, weights = group["glu"].params, Mem.of(group.result), group["gate"].operand(0)
-
-    def bias(part: str) -> Mem | None:
-        return Mem.of(group.other(part)).tiled_to(group[part].ne) if part in group else None
-
-    gate: tuple[Mem, Mem | None] = Mem.of(weights), bias("gate_add")
-    if "up" in group:
-        other = group["up"].sources[0]
-        up: tuple[Mem, Mem | None] = Mem.of(other), bias("up_add")
-    else:
-        gate, up = _halves(*gate, d.ne[0])
-        if p["swapped"]:
-            gate, up = up, gate
-    return *gate, Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
+    p = group["glu"].params
+    (weights, bias), up = (_operands(product, group.result.ne[0]) for product in group.products)
+    return weights, bias, Glu(*up, p["op"], p.get("alpha", 0.0), p.get("limit", 0.0))
 
 
-def _halves(weights: Mem, bias: Mem | None, m: int) -> Any:
-    """Return the weights and bias of the first and of the second `m` columns of a product."""
-    return [
-        (
-            weights.window((weights.ne[0], m, *weights.ne[2:]), offset=i * m * weights.nb[1]),
-            bias and bias.window((m, *bias.ne[1:]), offset=i * m * bias.nb[0]),
-        )
-        for i in (0, 1)
-    ]
+def _operands(product: Product, m: int) -> tuple[Mem, Mem | None]:
+    """Return `m` rows of the weights of a product, and what is added to what they give."""
+    node, added, first = product
+    a = Mem.of(node.operand(0))
+    weights = a.window((a.ne[0], m, *a.ne[2:]), offset=first * a.nb[1])
+    if added is None:
+        return weights, None
+    bias = Mem.of(added).tiled_to(node.ne)
+    return weights, bias.window((m, *bias.ne[1:]), offset=first * bias.nb[0])
 
 
-GROUP_RULES["mul_mat_add"] = GroupRule(_takes_add, _mul_mat_add)
-GROUP_RULES["glu"] = GroupRule(_takes_glu, _glu)
+GROUP_RULES["mul_mat_add"] = _takes_add, _mul_mat_add
+GROUP_RULES["glu"] = _takes_glu, _glu

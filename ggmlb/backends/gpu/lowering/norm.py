@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.common.rules import FLOATS, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import in_registers
-from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
 from ggmlb.core.enums import Op
 
 if TYPE_CHECKING:
@@ -95,4 +95,4 @@ def _group_norm(node: Tensor, target: Target) -> list[Launch]:
     return launches
 
 
-GROUP_RULES["norm"] = GroupRule(lambda group, target: True, _lower_group)
+GROUP_RULES["norm"] = lambda group, target: True, _lower_group

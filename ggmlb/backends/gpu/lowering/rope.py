@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from math import ceil, floor, inf, log, pi
+from math import log
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.formulas import yarn_range
 from ggmlb.backends.common.rules import F32, FLOATS, I32, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import BadIndex, rowwise, vector_width
-from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES, GroupRule
+from ggmlb.backends.gpu.lowering.base import GROUP_RULES, RULES
 from ggmlb.core.enums import Op, RopeType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
     from ggmlb.backends.common.fusion import Group
     from ggmlb.backends.gpu.launch import Launch, Target
     from ggmlb.core.tensor import Tensor
-
-
-def yarn_ramp(p: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the pair from which frequencies begin to be interpolated, and over how many pairs that grows."""
-    n_dims, n_ctx = p["n_dims"], p["n_ctx_orig"]
-    if not n_ctx:
-        return 0.0, 0.001
-
-    def pair_of(n_turns: float) -> float:
-        return n_dims * log(n_ctx / (n_turns * 2 * pi)) / (2 * log(p["freq_base"])) if n_turns else inf
-
-    low = max(0, floor(pair_of(p["beta_fast"])))
-    high = min(n_dims - 1, ceil(pair_of(p["beta_slow"])))
-    return low, max(0.001, high - low)
 
 
 @RULES.rule((Op.ROPE, Op.ROPE_BACK), operands(FLOATS, I32, F32))
@@ -61,7 +45,7 @@ def _launch(node: Tensor, target: Target, d: Mem, put: Tensor | None) -> Launch:
     )
     numbers = (
         0 if put is None else put.ne[1], n_heads, n_pairs, p["n_dims"], p["offset"], *p["sections"],
-        p["freq_base"], scale, ext, magnitude, *yarn_ramp(p), 1.0 if node.op is Op.ROPE else -1.0,
+        p["freq_base"], scale, ext, magnitude, *yarn_range(p), 1.0 if node.op is Op.ROPE else -1.0,
     )  # fmt: skip
     return rowwise(target, "rope", mems, *numbers, MODE=int(p["mode"]), **flags)
 
@@ -99,4 +83,4 @@ def _put(group: Group, target: Target) -> list[Launch]:
     return [_launch(node, target, d, cache)]
 
 
-GROUP_RULES["rope_set_rows"] = GroupRule(_takes_put, _put)
+GROUP_RULES["rope_set_rows"] = _takes_put, _put

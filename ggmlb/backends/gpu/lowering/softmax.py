@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from ggmlb.backends.common.formulas import alibi
 from ggmlb.backends.common.rules import F32, FLOATS, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import in_registers
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from ggmlb.core.tensor import Tensor
 
 
-def alibi(max_bias: float, n_head: int) -> tuple[float, int, float, float]:
-    """Return what the kernels take for ALiBi: the bias, the power of two below the heads, both bases."""
-    n_log2 = 1 << int(math.log2(n_head))
-    return max_bias, n_log2, 2.0 ** (-max_bias / n_log2), 2.0 ** (-max_bias / 2 / n_log2)
-
-
 @RULES.rule(Op.SOFT_MAX, operands(F32, FLOATS, F32, out=F32))
 def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     a = node.operand(0)
@@ -31,7 +25,11 @@ def _soft_max(node: Tensor, target: Target) -> list[Launch]:
     if sinks is not None:
         flags["SINKS"] = 1
     p = node.params
-    return [in_registers(target, "soft_max", mems, p["scale"], *alibi(p["max_bias"], a.ne[2]), **flags)]
+    return [
+        in_registers(
+            target, "soft_max", mems, p["scale"], p["max_bias"], *alibi(a.ne[2], p["max_bias"]), **flags
+        )
+    ]
 
 
 @RULES.rule(Op.SOFT_MAX_BACK, operands(FLOATS, FLOATS))

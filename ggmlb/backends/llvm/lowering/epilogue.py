@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.fusion import Group
+from ggmlb.backends.common.fusion import Group, Product
 from ggmlb.backends.llvm.kernels import interleaved
 from ggmlb.backends.llvm.kernels.epilogue import with_epilogue
 from ggmlb.backends.llvm.kernels.tiles import Epilogue
@@ -26,32 +26,9 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.lowering.steps import Steps
 
 
-class _Product(NamedTuple):
-    """A product, or the half of one: its node, what is added to it, the first of its rows of the weight."""
-
-    node: Tensor
-    added: Tensor | None
-    first: int = 0
-
-
-def _products(group: Group) -> list[_Product]:
-    """The products of a group, as the gated unit takes them."""
-    if group.pattern != "glu":
-        return [_Product(group["mul_mat"], group.other("add") if "add" in group else None)]
-
-    def half(part: str, first: int = 0) -> _Product:
-        added = group.other(f"{part}_add") if f"{part}_add" in group else None
-        return _Product(group[part], added, first)
-
-    if "up" in group:
-        return [half("gate"), half("up")]
-    halves = [half("gate"), half("gate", group.result.ne[0])]
-    return halves[::-1] if group["glu"].params["swapped"] else halves
-
-
 def can_fuse(group: Group) -> bool:
     """Whether one kernel does it: of few rows, if groups of rows fit the weights; of many, a epilogue."""
-    products = _products(group)
+    products = group.products
     if "unary" in group and plain_function(group["unary"]) is None:
         return False
     if group.pattern != "glu" and is_many(products[0].node):
@@ -61,14 +38,14 @@ def can_fuse(group: Group) -> bool:
     return fits and _in_rows(group.result) and all(_is_simple(p) for p in products)
 
 
-def _is_simple(product: _Product) -> bool:
+def _is_simple(product: Product) -> bool:
     node, added, _ = product
     if node.ne[2] * node.ne[3] != 1:
         return False
     return added is None or (_in_rows(added) and added.ne[0] == node.ne[0])
 
 
-def _is_few(product: _Product, ne: tuple[int, ...]) -> bool:
+def _is_few(product: Product, ne: tuple[int, ...]) -> bool:
     node = product.node
     weight = node.operand(0)
     if is_many(node) or RULES.declines(node) is not None:
@@ -87,7 +64,7 @@ def _in_rows(t: Tensor) -> bool:
 
 def lower(group: Group, steps: Steps) -> None:
     """Append the steps that compute the group."""
-    result, products = group.result, _products(group)
+    result, products = group.result, group.products
     function = plain_function(group["unary"]) if "unary" in group else None
     node, added, _ = products[0]
     if group.pattern != "glu" and is_many(node):

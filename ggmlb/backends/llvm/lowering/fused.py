@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group, Name
 from ggmlb.backends.common.rules import FLOATS
@@ -20,22 +20,16 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.lowering.steps import Steps
 
 
-class GroupRule(NamedTuple):
-    """Whether there is a kernel for a group; and the steps that do it."""
-
-    can_fuse: Callable[[Group], bool]
-    lower: Callable[[Group, Steps], None]
-
-
 def can_fuse(group: Group) -> bool:
     """Whether there is a kernel for the group."""
-    rule = GROUP_RULES.get(group.pattern)
-    return rule is not None and rule.can_fuse(group)
+    takes, _ = GROUP_RULES[group.pattern]
+    return takes(group)
 
 
 def lower(group: Group, steps: Steps) -> None:
     """Append the steps that compute the group."""
-    GROUP_RULES[group.pattern].lower(group, steps)
+    _, lower_it = GROUP_RULES[group.pattern]
+    lower_it(group, steps)
 
 
 # -- norms -----------------------------------------------------------------------------------------
@@ -86,8 +80,9 @@ def _put(group: Group, steps: Steps) -> None:
     rope_to(group["rope"], group.result, steps)
 
 
-GROUP_RULES: dict[Name, GroupRule] = {
-    "norm": GroupRule(_takes_norm, _norm),
-    "rope_set_rows": GroupRule(_takes_put, _put),
-    **dict.fromkeys(("mul_mat_add", "mul_mat_unary", "glu"), GroupRule(epilogue.can_fuse, epilogue.lower)),
+GROUP_RULES: dict[Name, tuple[Callable[[Group], bool], Callable[[Group, Steps], None]]] = {
+    "norm": (_takes_norm, _norm),
+    "rope_set_rows": (_takes_put, _put),
+    **dict.fromkeys(("mul_mat_add", "mul_mat_unary", "glu"), (epilogue.can_fuse, epilogue.lower)),
 }
+"""Whether there is a kernel for a group; and the steps that do it."""
