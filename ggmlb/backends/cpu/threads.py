@@ -23,7 +23,7 @@ class Threads:
 
     Args:
         n: Threads, the caller's included.
-        turns: Whoever has a turn there calls `run`.
+        turns: The turns of the backend, whose holder calls `run`.
     """
 
     def __init__(self, n: int, turns: Turns | None = None) -> None:
@@ -34,8 +34,7 @@ class Threads:
     def run(self, lists: Sequence[Steps]) -> None:
         """Call the steps of each list in order, the lists at the same time; raise the first failure.
 
-        Each thread takes the next list as soon as it is free, so that one that starts late, on a busy
-        machine, holds up nobody.
+        Each free thread takes the next list, so that a late thread delays no other.
         """
         if self._n_forks != process_state.n_forks:
             self._begin()  # threads do not survive a fork
@@ -80,7 +79,7 @@ class Threads:
         self._n_forks = process_state.n_forks
 
     def _start(self, n: int) -> int:
-        """Let `n` threads be there, or as many as the system gives; return how many of the `n` there are."""
+        """Start missing threads; return how many of `n` are running."""
         while self._n_started < min(n, self._most):
             if start_thread("ggmlb-cpu", _serve, self._work, self._done, self._turns) is None:
                 self._most = self._n_started  # it is not asked again at each node

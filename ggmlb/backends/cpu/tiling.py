@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Step = Callable[[], Any]
 
 Range = tuple[int, int]
-"""First address, and the one after the last."""
+"""First address, and end address."""
 
 _F32 = DType.F32  # looked up once
 
@@ -33,7 +33,7 @@ LEAST_ITEMS = 1 << 14
 
 
 class Stage:
-    """A kernel with its operands, the first of them the result, not cut yet.
+    """An uncut kernel with its operands, the result first.
 
     Args:
         lw: Makes arrays and scratch.
@@ -109,7 +109,7 @@ class Stage:
 
 
 class Group:
-    """Stages that run one after another on each tile, with scratch that they share.
+    """Stages that run in order on each tile, with shared scratch.
 
     The first stage decides how all are cut: where its first dimension is. Another can join if its own first
     dimension can be cut at the same fractions, and if no tile of it touches memory of another tile.
@@ -145,7 +145,7 @@ class Group:
         return self._bounds is None
 
     def accepts(self, stage: Stage) -> bool:
-        """Take the stage in, if it can run on a tile as soon as those before it have."""
+        """Add the stage, if it can run on a tile directly after the earlier stages."""
         bounds, limit = self._bounds, self.lw.tile
         if bounds is None or limit is None:
             return False

@@ -1,4 +1,4 @@
-"""Language models: from tokens to logits to text, on any devices."""
+"""Language models: tokens to logits and text, on any devices."""
 
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.model import TextModel

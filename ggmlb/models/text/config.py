@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a family of models has that its metadata does not tell.
+    """Properties of a family of models that its metadata does not state.
 
     What a layer has beside this is seen from the file's tensors: biases, norms of queries and keys, norms
     after attention and feed-forward, fused products, experts, an output matrix of its own.

@@ -1,4 +1,4 @@
-"""Decoder: batches of tokens of any sequences in, logits out, by graphs that are kept."""
+"""Decoder: logits of batches of tokens of any sequences, by cached graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation: sequences that take turns in batches, and the text that comes of them."""
+"""Generation: batched computation of sequences, and their text."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ class Generation:
 
 
 class Request:
-    """A sequence that is at work.
+    """A running sequence.
 
     Args:
         sequence: Its number in the memory.
         prompt: Its first tokens.
         n_kept: Tokens of the prompt whose keys and values are in the memory already.
-        options: What is asked.
+        options: The options of the generation.
         ends: Tokens that end the text.
         detokenizer: Makes text of tokens.
         is_kept: Whether its keys and values stay when it is done.
 
     Attributes:
-        result: What there is so far.
+        result: The result so far.
         tokens: Prompt and generated tokens.
         n_done: Tokens whose keys and values are kept.
     """
@@ -134,7 +134,7 @@ class Request:
             self._end("length")
 
     def take(self) -> str:
-        """Return the text that came since the last call; what may begin a stop text is held back."""
+        """Return the new text since the last call, except a possible beginning of a stop text."""
         end = len(self.result.text)
         piece = self.result.text[self._n_taken : end]
         self._n_taken = end
@@ -167,7 +167,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Engine:
-    """Computes requests together, a token of each in a batch, and prompts in what room is left.
+    """Computes requests together: one token of each per batch, and prompts in the remaining room.
 
     Args:
         decoder: Computes batches.
@@ -185,7 +185,7 @@ class Engine:
         return self._n_sequences
 
     def check_fits(self, tokens: Sequence[int]) -> None:
-        """Refuse a prompt for which the memory is too small.
+        """Raise if the memory is too small for a prompt.
 
         Raises:
             ArgumentError: It has more tokens than the memory has cells.

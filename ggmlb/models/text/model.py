@@ -1,4 +1,4 @@
-"""TextModel: a GGUF language model on the devices that one asks for."""
+"""TextModel: a GGUF language model on chosen devices."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ class TextModel:
         return perplexity(self._engine, self.tokens_of(text), n_ctx, first, max_chunks, progress)
 
     def session(self) -> Session:
-        """Return a sequence whose keys and values stay between calls, as a conversation needs it."""
+        """Return a session, which keeps keys and values between calls (for conversations)."""
         return Session(self._engine, lambda: self.vocabulary, self.tokens_of)
 
     def _request(self, prompt: Prompt, options: Options) -> Request:

@@ -36,7 +36,7 @@ def perplexity(
     max_chunks: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Foretell the second half of each chunk of a text from what is before it in the chunk.
+    """Measure the prediction of the second half of each chunk of a text from its beginning.
 
     Args:
         engine: Computes logits.
@@ -44,7 +44,7 @@ def perplexity(
         n_ctx: Tokens of a chunk.
         first: Token that each chunk begins with, in place of its own; `None`: its own.
         max_chunks: Most chunks.
-        progress: Told after each chunk how many are done, and of how many.
+        progress: Called after each chunk with the number done and the total.
 
     Raises:
         ArgumentError: The text is shorter than a chunk.

@@ -24,7 +24,7 @@ FORMAT = "ggmlb state 1"
 
 
 class Session:
-    """Generates after prompts that begin alike, and computes what is new of each alone.
+    """Generation for prompts with a common beginning, of which only the new tokens are computed.
 
     Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only.
 

@@ -87,7 +87,7 @@ class GraphAllocator(Freeable):
         """Allocate the memory of a graph in several buffer types, without placing its tensors.
 
         Args:
-            graph: The largest graph of its topology that will come.
+            graph: The largest expected graph of its topology.
             node_buffer_ids: For each node, an index in `bufts`; `None` for zeros. Ignored for views and
                 placed tensors.
             leaf_buffer_ids: For each leaf, likewise.
@@ -230,7 +230,7 @@ class GraphAllocator(Freeable):
     # -- by number, for the scheduler ----------------------------------------------------------
 
     def reserve_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> None:
-        """Allocate what a topology needs, as `reserve_n`."""
+        """Allocate the memory of a numbered graph, as `reserve_n`."""
         self.check_alive("reserve")
         self._adopt(self._plan(indexed, ids))
 

@@ -1,4 +1,4 @@
-"""Image: the graph that is allocated, planned and computed in place of the user's.
+"""Image: the graph of clones that is allocated, planned and computed instead of the user's graph.
 
 Each unplaced tensor of the user has a clone, and nodes read copies where needed. The allocator only sees
 numbers; clones are created when a backend needs them, to plan a split or to order its nodes. After
@@ -26,10 +26,10 @@ _NONE = Op.NONE  # looked up once: it is asked of every tensor
 
 
 class Image(IndexedGraph):
-    """A graph, by the user's numbers; copies, and marks of when they are made, follow.
+    """The image of a graph, with the user's numbers, followed by copies and markers of their time.
 
     Attributes:
-        user: The user's graph; its tensors are another's of the same signature, once that is bound.
+        user: The user's graph that is bound.
         params: The ops' parameters, by number.
         ids: Index of the backend that owns each tensor's memory, by number; past the last for host memory.
         buffers: Buffer of each tensor, by number, once allocated.
@@ -145,7 +145,7 @@ class Image(IndexedGraph):
         return self._made((i,))[0]
 
     def _make(self, numbers: Iterable[int]) -> None:
-        """Make the clones that are not made yet."""
+        """Create the missing clones of some tensors."""
         user, clones, bases, flags, params = self.user, self._clones, self.bases, self.flags, self.params
         sources, (begins, ends) = self.sources, self.spans
         tensors, ops, n = user.tensors, user.ops, len(user.tensors)
@@ -154,7 +154,7 @@ class Image(IndexedGraph):
             if i in clones:
                 continue
             base, begin = bases[i], begins[i]
-            # What another graph computes reads its base.
+            # For a view computed by another graph, its base is read.
             reads = sources[begin : ends[i]] if begin >= 0 else [base] if base >= 0 else []
             try:
                 src, view_src = tuple([clones[s] for s in reads]), clones[base]

@@ -1,7 +1,7 @@
 """Program: a graph assigned, split, allocated and planned once, for all graphs of the same signature.
 
-A program that decodes builds a new graph for each token, of new tensors, which is the graph of the token
-before in all but identity. Two graphs of equal signatures are computed by the same `Program`.
+Decoding builds a new graph of new tensors for each token, equal to the previous graph except in identity.
+Graphs with equal signatures are computed by the same `Program`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ MAX_PROGRAMS = 8
 
 
 class Signature(IndexedGraph):
-    """A graph with all that its split, its allocation and its plans depend on.
+    """A graph with everything that its split, allocation and plans depend on.
 
-    Reading a graph takes from its tensors the places that an allocator of compute memory gave them: that
-    memory is given out anew for each graph.
+    Reading a graph un-places its tensors in compute memory, which is reused for each graph.
 
     Attributes:
         facts: Types, extents, strides, and offsets in viewed tensors, each by number.
         params: The op's parameters, by number.
         places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
-        requests: Backend index of the tensors whose backend the user asked for, by number.
+        requests: Backend index of tensors with a request, by number.
         zeros: The kept parameters that are zero, once compared.
     """
 
@@ -82,7 +81,7 @@ class Signature(IndexedGraph):
         )
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
-        """Whether all parameters are equal to the kept ones, the signs of zeros included."""
+        """Whether all parameters equal the kept ones, including the signs of zeros."""
         try:
             same = self.params == params
         except ValueError:  # arrays in a custom function's data have no truth value

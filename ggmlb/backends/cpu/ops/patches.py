@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Axis(NamedTuple):
-    """The way of a kernel along one dimension.
+    """The geometry of a sliding kernel along one dimension.
 
     Attributes:
         n: Elements of the data.
         taps: Elements of the kernel.
-        places: How many places the kernel takes.
+        places: Number of positions of the kernel.
         stride: From one place to the next.
         padding: Elements before the data.
         dilation: From one tap to the next.
@@ -42,7 +42,7 @@ class Axis(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements of the data with as much padding as the kernel touches."""
+        """Elements of the data with the padding that the kernel touches."""
         reach = (self.places - 1) * self.stride + (self.taps - 1) * self.dilation + 1
         return max(reach, self.padding + self.n)
 
@@ -77,7 +77,7 @@ def packed_f32(lw: CpuLowering, x: View) -> Array:
 
 
 def padded(lw: CpuLowering, x: View, axes: Sequence[Axis], fill: float = 0.0) -> View:
-    """The data as float32 with its padding: the memory itself, or scratch of its layout that steps fill."""
+    """Return the padded data as float32: the memory itself, or scratch filled by steps."""
     shape = (*x.shape[:2], *(a.width for a in axes))
     if shape == x.shape:
         return as_f32(lw, x)
@@ -102,7 +102,7 @@ def unpadded(x: View, axes: Sequence[Axis]) -> View:
 
 
 def windows(x: View, axes: Sequence[Axis]) -> View:
-    """See padded data as `[N, C, places.., taps..]`: under each place of the kernel, what its taps meet."""
+    """View padded data as `[N, C, places.., taps..]`: the window under each place of the kernel."""
     steps = list(zip(axes, x.strides[2:], strict=True))
     return x.reshaped(
         (*x.shape[:2], *(a.places for a in axes), *(a.taps for a in axes)),

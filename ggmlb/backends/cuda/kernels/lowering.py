@@ -1,7 +1,7 @@
 """Lowering of nodes to CUDA-only kernels and cuBLAS where suitable, else to portable kernels.
 
-What a product does to its activations first (rounding them to 8 bits, or to the weights' type) is kept for
-the next products with the same input, until something writes over it.
+Converted activations of a product (8 bits, or the weights' type) are reused by later products with the
+same input, until it is overwritten.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FAST = {
 _FAST_GROUPS = {"mul_mat_add": products.mul_mat_add, "glu": products.glu}
 
 MAX_GROUPS = 65535
-"""What CUDA takes of a grid's second and third extents; the first is practically free."""
+"""CUDA's limit of a grid's second and third extents."""
 
 
 class Lowering:
@@ -85,7 +85,7 @@ class Lowering:
         return _in_grid(None if rule is None else rule(self, group))
 
     def wrote(self, node: Tensor) -> None:
-        """Forget what was prepared from memory that a node writes; to be told of every node, in order."""
+        """Discard prepared forms of memory that a node writes; called for every node in order."""
         if not self._prepared:
             return
         written = (node, *(node.sources[i] for i in SPECS[node.op].also_written))
@@ -96,12 +96,12 @@ class Lowering:
     def prepared(
         self, source: Tensor, form: str, make: Callable[[], tuple[list[Step], tuple[Mem, ...]]]
     ) -> tuple[list[Step], tuple[Mem, ...]]:
-        """Return another form of a tensor's data, and the steps that make it: none if it was made before.
+        """Return another form of a tensor's data, and the steps that create it (none if cached).
 
         Args:
             source: The tensor.
-            form: What it is turned into.
-            make: Gives the steps and where they leave the result.
+            form: The form.
+            make: Returns the steps and the place of their result.
         """
         known = self._prepared.get((id(source), form))
         if known is not None:

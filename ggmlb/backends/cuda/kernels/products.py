@@ -26,21 +26,21 @@ IN_PIECES = types_with("INTEGERS", "pieces.h", package=__package__ or "")
 """Types that the kernels multiply as integers."""
 
 FEW_COLUMNS = 8
-"""Up to so many, one pass over floating-point weights does."""
+"""Most columns for one pass over floating-point weights."""
 
 FEW_COLUMNS_Q8 = 32
 """Up to so many, passes of eight over quantised weights should beat making f16 of them first: an estimate
 from the instructions' throughput, to be measured."""
 
 GLU_COLUMNS = 2
-"""Up to so many, both products of a gated unit are computed in one kernel: beyond, their sums spill."""
+"""Most columns for which one kernel computes both products of a gated unit; beyond, sums spill."""
 
 WG = 128
 WARPS = WG // 32
 GROUPS_EACH = 3
 """Groups for each multiprocessor, at least, before warps have rows to themselves: what fits at once."""
 TILE = 1024
-"""Elements of a row that a warp takes at once."""
+"""Elements of a row per warp and iteration."""
 FUSED = 8192
 """Up to so many activations, a group makes 8 bits of a row by itself: more leave little shared memory."""
 
@@ -131,7 +131,7 @@ def mul_mat(lw: Lowering, node: Tensor) -> list[Step] | None:
 
 
 def _is_small(a: Tensor | Mem, b: Tensor) -> bool:
-    """Whether a product has so few columns that it is no matter for cuBLAS."""
+    """Whether a product has too few columns for cuBLAS."""
     return b.ne[1] <= (FEW_COLUMNS_Q8 if a.dtype in IN_PIECES else FEW_COLUMNS)
 
 
@@ -175,7 +175,7 @@ def mul_mat_add(lw: Lowering, group: Group) -> list[Step] | None:
 def glu(lw: Lowering, group: Group) -> list[Step] | None:
     """Return the steps of a gated unit of two products, or None where it is not worth it.
 
-    By cuBLAS, that is where both have a bias: two products, and one kernel for all that follows.
+    With cuBLAS, only if both have a bias: two products, and one kernel for the rest.
     """
     a, b = map(group["gate"].operand, (0, 1))
     if not a.is_contiguous_rows():

@@ -1,4 +1,4 @@
-"""Copies between types, shapes and places; rows taken and put by index; windows written."""
+"""Copies between types, shapes and places; gathering and scattering of rows; writes to windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WORDS = {8: DType.I64, 4: DType.I32, 2: DType.I16, 1: DType.I8}
 
 
 def _conversion(src: DType, dst: DType) -> str | None:
-    """Return how elements of one type become another's: the kernel's CONVERT; `None` where nothing does."""
+    """Return the kernel's CONVERT macro for two types; `None` if there is no conversion."""
     if src == dst or (src in _PLAIN and dst in _PLAIN):
         return "plain"
     if src in READ_IN_EIGHTS and dst in FLOATS:
@@ -38,7 +38,7 @@ def _conversion(src: DType, dst: DType) -> str | None:
 
 
 def _moved(target: Target, kernel: str, a: Mem, d: Mem, beside: Sequence[Mem] = (), over: int = -1) -> Launch:
-    """Return a launch that moves elements of `a`, or of some of its rows, to `d`, or to some of its rows."""
+    """Return a launch that copies elements or selected rows of `a` to `d` or to selected rows of it."""
     kind = _conversion(a.dtype, d.dtype)
     assert kind is not None
     if kind == "plain":

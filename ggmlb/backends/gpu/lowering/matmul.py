@@ -21,7 +21,7 @@ READ_IN_EIGHTS = types_with("DEQ8_FN", "rows.h", "rows_k.h")
 """Types whose rows the kernels read."""
 
 VEC_COLUMNS = 8
-"""Up to so many columns, each row of the weights is decoded once and used at once."""
+"""Most columns for which each row of the weights is decoded once for all of them."""
 
 TILE = 64
 TILE_WG = 256
@@ -30,7 +30,7 @@ PANEL_COLUMNS = 252
 PANEL_K = 256
 
 MIN_COLUMNS_OF_EXPERT = 2
-"""From so many columns an expert on, the columns of each are gathered, and its rows decoded once for them."""
+"""Least columns per expert for which they are gathered, so that the expert's rows are decoded once."""
 
 
 def _rest(a: Mem) -> dict[str, str | int]:
@@ -38,7 +38,7 @@ def _rest(a: Mem) -> dict[str, str | int]:
 
 
 def _rows_per_group(target: Target, a: Mem, n_columns: int) -> int:
-    """Return how many rows of the weights a group takes: one, or a core's fair share."""
+    """Return the rows of the weights per group: one, or a core's share."""
     if not target.on_cpu:
         return 1
     most = -(-a.ne[1] // (4 * target.n_units))
@@ -127,7 +127,7 @@ def _out_prod(node: Tensor, target: Target) -> list[Launch]:
 
 
 class Glu(NamedTuple):
-    """The other product of a gated unit."""
+    """The second product of a gated unit."""
 
     a: Mem
     bias: Mem | None

@@ -83,11 +83,11 @@ class Words:
         self.values = values
 
     def map(self, fn: Callable[[Value], Value]) -> Words:
-        """The same of each vector."""
+        """Apply a function to each vector."""
         return Words([fn(v) for v in self.values])
 
     def join(self, other: Words) -> Words:
-        """These, and others after them."""
+        """Return these words followed by others."""
         return Words(self.values + other.values)
 
     def __and__(self, mask: int) -> Words:

@@ -1,4 +1,4 @@
-"""Scales of strips: for each group of a block a vector of floats, with those of the rows in its lanes."""
+"""Scales of strips: for each group of a block, a vector with one scale per row."""
 
 from __future__ import annotations
 
