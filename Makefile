@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, and costs nothing when that is up to date.
 #
-#   make demo        install, then run the demo: semantic search over two devices
+#   make demo        install, then answer a question with a language model, on one device and over two
 #   make test        install, then run all tests that need no GPU
 #   make test-all    the same with slow tests, long property tests and the notebooks
 #   make lint        ruff, mypy --strict, and the longest files

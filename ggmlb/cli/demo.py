@@ -1,163 +1,115 @@
-"""`ggmlb demo`: a small semantic search on several devices, with its placement."""
+"""`ggmlb demo`: a question answered by a language model, on one device and split over two."""
 
 from __future__ import annotations
 
 import sys
-from time import perf_counter
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-import numpy.typing as npt
+import typer
 
 from ggmlb.cli.frame import console
-from ggmlb.cli.options import DevicesOption, LayersOption, ModelOption, device_names, layers_by_device
-from ggmlb.core.errors import readable_size
+from ggmlb.cli.options import DevicesOption, LayersOption, device_names, layers_by_device
+from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ggmlb.models import BertEmbedder
+    from ggmlb.models import Generation
 
-N_ANSWERS = 3
+QUESTION = "Why is the sky blue?"
+MAX_TOKENS = 24
 
 
 def demo(
+    what: Annotated[str, typer.Argument(help="chat, or search: semantic search.")] = "chat",
     devices: DevicesOption = None,
     layers_on: LayersOption = None,
-    model: ModelOption = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", help="A GGUF file; for search, a model folder."),
+    ] = None,
 ) -> None:
-    """Search a few passages by meaning, with one model split over several devices.
+    """Answer a question with a language model, then again with its layers split over two devices.
 
     Examples:
       ggmlb demo
-      ggmlb demo -d CPU
-      ggmlb demo -d OpenCL0,CPU --layers-on OpenCL0=all
+      ggmlb demo -d OpenCL0,CPU --layers-on OpenCL0=0-9
+      ggmlb demo search
     """
-    from ggmlb.cli.passages import PASSAGES, QUESTIONS
-    from ggmlb.models import BertEmbedder
-
-    out = console()
-    requests = layers_by_device(layers_on)
     names = None if devices is None else device_names(devices)
-    if names is None and requests is None:
-        names, requests = _two_halves()
-    start = perf_counter()
-    with BertEmbedder(model, names, requests) as embedder:
-        out.print(f"[bold]Semantic search[/] with {_model_name(embedder)}, loaded in {_ms(start)}\n")
-        _print_devices(out, embedder)
-        start = perf_counter()
-        passages = embedder.embed(PASSAGES)
-        took = perf_counter() - start
-        _print_splits(out, embedder)
-        rate = len(PASSAGES) / took
-        out.print(
-            f"\n{len(PASSAGES)} passages are now points in {passages.shape[1]} dimensions "
-            f"({took * 1000:.0f} ms, {rate:.0f} passages per second).\n"
-            "A question becomes a point too; the passages nearest to it are the answers, "
-            "even where they share no word with it."
-        )
-        if sys.stdin.isatty() and sys.stdout.isatty():
-            _converse(out, embedder, PASSAGES, passages)
-        else:
-            for question in QUESTIONS:
-                out.print()
-                _answer(out, embedder, question, PASSAGES, passages)
+    requests = layers_by_device(layers_on)
+    if what == "search":
+        from ggmlb.cli.search import search
+
+        search(console(), names, requests, model)
+    elif what == "chat":
+        _chat(console(), names, requests, model)
+    else:
+        raise ArgumentError(f"demo {what}: there are chat and search")
 
 
-def _two_halves() -> tuple[list[str], dict[str, list[str]] | None]:
-    """Return the first device that is not the CPU, and the CPU, with half of the layers on each."""
-    import ggmlb
-    from ggmlb.models import BertConfig, ModelFolder
-
-    other = next((d.name for d in ggmlb.devices() if d.name != "CPU"), None)
-    if other is None:
-        return ["CPU"], None
-    half = BertConfig.from_folder(ModelFolder()).n_layer // 2
-    return [other, "CPU"], {other: [f"0-{half - 1}"]}
-
-
-def _model_name(embedder: BertEmbedder) -> str:
-    config = embedder.config
-    return f"a BERT encoder of {config.n_layer} layers and {config.n_embd} dimensions"
-
-
-def _print_devices(out: Console, embedder: BertEmbedder) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title="Who holds what", title_justify="left")
-    table.add_column("Device", style="bold", no_wrap=True)
-    table.add_column("Weights it holds", no_wrap=True)
-    table.add_column("Description")
-    for backend in embedder.backends:
-        held = [str(part) for part, home in embedder.homes.items() if home == backend.name]
-        table.add_row(backend.name, _held(held), Text(backend.device.description))
-    out.print(table)
-
-
-def _held(parts: list[str]) -> str:
-    layers = [p for p in parts if p.isdigit()]
-    words = [p for p in parts if not p.isdigit()]
-    if layers:
-        whole = len(layers) > 1 and int(layers[-1]) - int(layers[0]) == len(layers) - 1
-        words.append("layers " + (f"{layers[0]}-{layers[-1]}" if whole else ", ".join(layers)))
-    return ", ".join(words) or "none"
-
-
-def _print_splits(out: Console, embedder: BertEmbedder) -> None:
-    from rich.table import Table
-
-    from ggmlb.core.enums import NO_OPS
-
-    scheduler = embedder.scheduler
-    assert scheduler is not None  # a batch was embedded
-    table = Table(title="How the graph was cut", title_justify="left")
-    table.add_column("Split", justify="right")
-    table.add_column("Runs on", style="bold", no_wrap=True)
-    table.add_column("Ops", justify="right")
-    table.add_column("Copied to it first")
-    for i, split in enumerate(scheduler.splits):
-        n_ops = sum(node.op not in NO_OPS for node in split.nodes)
-        copies = ", ".join(f"{item.tensor.name} ({readable_size(item.nbytes)})" for item in split.inputs)
-        table.add_row(str(i), split.backend.name, str(n_ops), copies or "-")
-    out.print(table)
-
-
-def _converse(
-    out: Console, embedder: BertEmbedder, texts: tuple[str, ...], points: npt.NDArray[np.float32]
+def _chat(
+    out: Console, names: list[str] | None, requests: dict[str, list[str]] | None, model: Path | None
 ) -> None:
-    out.print("\nAsk something about animals, bread, cold, space, computers or history; an empty line ends.")
-    while True:
-        try:
-            question = out.input("\n[bold cyan]?[/] ").strip()
-        except (EOFError, KeyboardInterrupt):
-            out.print()
-            return
-        if not question:
-            return
-        _answer(out, embedder, question, texts, points, echo=False)
+    from ggmlb.models import default_text_model
+
+    path = default_text_model() if model is None else model
+    out.print(f"[bold]{path.name}[/] answers: {QUESTION}\n")
+    first = _answer(out, path, names, requests)
+    if names is not None or requests is not None:
+        return
+    split = _split(path)
+    if split is None:
+        out.print("\nThere is no second device: pip install 'ggmlb[opencl]' brings one.")
+        return
+    out.print("\n[bold]The same, its layers split over two devices:[/]\n")
+    second = _answer(out, path, *split)
+    pairs = list(zip(first.tokens, second.tokens, strict=False))
+    n_equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    is_whole = n_equal == len(first.tokens) == len(second.tokens)
+    told = "[green]The answers agree.[/]" if is_whole else f"The first {n_equal} tokens agree."
+    out.print(f"\n{told} Devices round differently: log-probabilities differ in the second digit.")
 
 
 def _answer(
-    out: Console,
-    embedder: BertEmbedder,
-    question: str,
-    texts: tuple[str, ...],
-    points: npt.NDArray[np.float32],
-    echo: bool = True,
-) -> None:
-    from rich.text import Text
+    out: Console, path: Path, names: list[str] | None, requests: dict[str, list[str]] | None
+) -> Generation:
+    """Answer the question on these devices, and tell who holds what and how fast it was."""
+    from ggmlb.cli.search import print_devices
+    from ggmlb.models import TextModel
 
-    start = perf_counter()
-    near = points @ embedder.embed([question])[0]
-    took = _ms(start)
-    if echo:
-        out.print(Text.assemble(("? ", "bold cyan"), (question, "bold"), (f"  ({took})", "dim")))
-    for i in near.argsort()[::-1][:N_ANSWERS]:
-        out.print(Text.assemble((f"  {near[i]:.2f}  ", "green"), texts[i]))
-    if not echo:
-        out.print(Text(f"  ({took})", "dim"))
+    with TextModel(path, names, requests, n_ctx=512) as model:
+        print_devices(out, model.backends, model.homes)
+        out.print()
+
+        def write(piece: str) -> None:
+            out.print(piece, end="", markup=False, style="cyan")
+            sys.stdout.flush()
+
+        result = model.generate(
+            [{"role": "user", "content": QUESTION}], on_token=write, max_tokens=MAX_TOKENS, temperature=0
+        )
+        out.print(
+            f" ...\n\nLoaded in {model.load_seconds:.1f} s; "
+            f"{len(result.prompt_tokens)} tokens of prompt took "
+            f"{result.prompt_seconds:.1f} s, then {result.tokens_per_second:.0f} tokens per second."
+        )
+    return result
 
 
-def _ms(start: float) -> str:
-    return f"{(perf_counter() - start) * 1000:.0f} ms"
+def _split(path: Path) -> tuple[list[str], dict[str, list[str]]] | None:
+    """Return a device with memory of its own and one that uses the host's, with half of the layers each."""
+    import ggmlb
+
+    found = [d for d in ggmlb.devices() if not d.buffer_type.is_host]
+    if not found:
+        return None
+    other = next((d for d in found if d.reg.name == "OpenCL"), found[0]).name
+    host = [d.name for d in ggmlb.devices() if d.buffer_type.is_host]
+    meta = ggmlb.open_gguf(path).metadata
+    n_layer = meta.integer(f"{meta.text('general.architecture')}.block_count")
+    half = n_layer // 2
+    best = next((name for name in host if name != "CPU"), "CPU")
+    names = list(dict.fromkeys([other, best, "CPU"]))
+    return names, {other: [f"0-{half - 1}"], best: [f"{half}-{n_layer - 1}"]}

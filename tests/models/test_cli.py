@@ -115,7 +115,7 @@ def test_layers_options_of_one_device_add_up() -> None:
 
 @pytest.mark.parametrize("options", [["--devices", "CPU"], []], ids=["cpu", "two devices"])
 def test_demo_answers_its_questions(options: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *options]) == 0
+    assert main(["demo", "search", *options]) == 0
     out, err = capfd.readouterr()
     assert not err
     for question in QUESTIONS:
@@ -156,7 +156,7 @@ def test_shows_progress_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_demo_asks_on_a_terminal() -> None:
-    shown = on_terminal(["demo", "--devices", "CPU"], "Who keeps time for the workers?\n\n")
+    shown = on_terminal(["demo", "search", "--devices", "CPU"], "Who keeps time for the workers?\n\n")
     assert "knocker-up" in shown and not any(question in shown for question in QUESTIONS)
 
 

@@ -314,7 +314,10 @@ def test_the_shell_completes(line: str, told: list[str]) -> None:
     assert set(told) <= set(done.stdout.split()), done.stderr
 
 
-@pytest.mark.parametrize("command", ["devices", "ops", "test", "bench", "compare", "embed", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["devices", "ops", "test", "bench", "compare", "embed", "generate", "chat", "perplexity", "demo"],
+)
 def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     told = capsys.readouterr().out
