@@ -1,8 +1,7 @@
 """Lowering of nodes to steps.
 
-CUDA's own kernels and cuBLAS come first, where they are right for a node and the card (`kernels`); then the
-portable kernels, which say what is declined. A product whose weight is spread over devices is computed by all
-of them, outside CUDA graphs.
+CUDA-only kernels and cuBLAS (`kernels`) are tried first, then the portable kernels, whose table decides
+what is declined. A product with a split weight is computed by several devices, outside CUDA graphs.
 """
 
 from __future__ import annotations

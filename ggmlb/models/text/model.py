@@ -237,8 +237,8 @@ class TextModel:
 
         Args:
             prompt: A text, token numbers, or the messages of a chat (`{"role": ..., "content": ...}`).
-            options: What is asked; see `Options`.
-            on_token: Told each piece of text, of whole characters, as it is there.
+            options: Options of the generation; see `Options`.
+            on_token: Called with each new piece of text, in whole characters.
             changes: Single options by name: `max_tokens`, `temperature`, `seed`, `stop` and so on.
 
         Raises:

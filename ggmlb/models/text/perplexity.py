@@ -36,7 +36,7 @@ def perplexity(
     max_chunks: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Measure the prediction of the second half of each chunk of a text from its beginning.
+    """Return the perplexity of the second half of each chunk of a text, given its beginning.
 
     Args:
         engine: Computes logits.

@@ -97,7 +97,7 @@ class Sampler:
 
         Args:
             logits: Of all tokens of the vocabulary; not changed.
-            tokens: Those so far.
+            tokens: The tokens so far.
 
         Raises:
             ArgumentError: The processor returned something else than as many logits.

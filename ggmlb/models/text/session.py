@@ -1,4 +1,4 @@
-"""Session: a sequence whose keys and values stay between calls, as a conversation needs it."""
+"""Session: a sequence that keeps keys and values between calls, for conversations."""
 
 from __future__ import annotations
 

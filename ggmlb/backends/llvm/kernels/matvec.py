@@ -37,9 +37,9 @@ class Place:
         k: Elements of a row.
         m: Rows.
         n: Rows of activations.
-        step: Bytes from one of these to the next; `None` if they do not follow each other.
-        first: The first of the units that it does.
-        last: The one after the last.
+        step: Byte stride of these; `None` if they are not evenly spaced.
+        first: First unit of the chunk.
+        last: End of its units (exclusive).
     """
 
     step: Value | None = None

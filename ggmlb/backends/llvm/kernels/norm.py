@@ -158,7 +158,7 @@ def soft_max(k: Kernel, mask_type: str | None, has_sinks: bool) -> None:
 
 
 def _store_first(k: Kernel, value: Value, address: Value, count: Value) -> None:
-    """Write the first lanes, fewer than all, without a mask, which delays who reads the next row."""
+    """Write the first lanes without a masked store, which would delay later reads of the next row."""
     rest, to, n = k.variable(value), k.variable(address), value.type.count
     while n > 1:
         n //= 2
