@@ -148,7 +148,7 @@ def test_ops_are_chosen_by_function_op_or_family():
         Selection(ops=("mulmat",))
     with pytest.raises(ArgumentError, match="did you mean 'perf'"):
         Selection("pref")
-    with pytest.raises(ArgumentError, match="no regular expression"):
+    with pytest.raises(ArgumentError, match="not a regular expression"):
         Selection(pattern="(")
 
 
