@@ -8,7 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from ggmlb.cli import bench, chat, compare, demo, devices, embed, generate, ops, perplexity, plain, test
+from ggmlb.cli import (
+    bench,
+    chat,
+    compare,
+    demo,
+    devices,
+    embed,
+    generate,
+    ops,
+    perplexity,
+    plain,
+    quantize,
+    show,
+    test,
+)
 from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
@@ -26,6 +40,8 @@ app.command()(compare.compare)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(perplexity.perplexity)
+app.command()(show.show)
+app.command()(quantize.quantize)
 app.command()(embed.embed)
 app.command()(demo.demo)
 

@@ -54,7 +54,7 @@ def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> lis
 
 def fill(tensor: Tensor, parts: Sequence[Extent]) -> None:
     """Write the tensors of a file into a weight, one below the other."""
-    pieces = (_converted(rows, part.dtype, tensor.dtype) for part in parts for rows in slices(part))
+    pieces = (converted(rows, part.dtype, tensor.dtype) for part in parts for rows in slices(part))
     if isinstance(tensor.buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
         whole = [piece.reshape(-1) for piece in pieces]
         tensor.set(whole[0] if len(whole) == 1 else np.concatenate(whole))
@@ -65,10 +65,15 @@ def fill(tensor: Tensor, parts: Sequence[Extent]) -> None:
         offset += piece.nbytes
 
 
-def slices(extent: Extent) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield slices of a tensor's rows; release a slice's pages before the next."""
+def slices(extent: Extent, nbytes: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield slices of a tensor's rows; release a slice's pages before the next.
+
+    Args:
+        extent: The tensor.
+        nbytes: Size of a slice [bytes], `SLICE` by default; less than `GROUP` rows are not cut.
+    """
     rows = extent.rows()
-    step = max(SLICE // max(rows.shape[1], 1) // GROUP, 1) * GROUP
+    step = max((nbytes or SLICE) // max(rows.shape[1], 1) // GROUP, 1) * GROUP
     for start in range(0, len(rows), step):
         piece = rows[start : start + step]
         yield piece
@@ -80,5 +85,6 @@ def values_of(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:
     return dequantize(rows, dtype) if dtype.is_quantized else rows.view(dtype.numpy)
 
 
-def _converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType) -> npt.NDArray[np.uint8]:
+def converted(rows: npt.NDArray[np.uint8], dtype: DType, to: DType) -> npt.NDArray[np.uint8]:
+    """Return rows of bytes in another type."""
     return rows if dtype is to else quantize(values_of(rows, dtype), to)

@@ -151,6 +151,21 @@ class Metadata(Mapping[str, Value]):
             told = f"{self._file.path} has no metadata key {str(key)!r}"
             raise MissingError(told + did_you_mean(str(key), self._slots)) from None
 
+    def first(self, key: str, n: int) -> bool | int | float | str | list[Any]:
+        """Return a single value, or at most `n` elements of an array; the others are not decoded.
+
+        Raises:
+            ModelError: There is no such key, or a string is not UTF-8.
+        """
+        slot = self.slot(key)
+        if slot.length is not None and slot.kind is Kind.STRING:
+            return self._strings(key, slot.offset, min(n, slot.length))
+        found = self[key]
+        if isinstance(found, np.ndarray):
+            items: list[Any] = found[:n].tolist()
+            return items
+        return found
+
     def raw(self, key: str) -> Raw:
         """Return a value as the file has it.
 

@@ -20,6 +20,7 @@ from ggmlb.core.errors import DTypeError, ModelError, did_you_mean, shown
 from ggmlb.interface import Backend, BufferType, Device
 from ggmlb.models.gguf.loaded import LoadedTensors
 from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot
+from ggmlb.models.gguf.summary import as_html
 from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ class GgufTensor(NamedTuple):
     offset: int
     nbytes: int
     part: int
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.ne)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -262,6 +268,9 @@ class GgufFile(Mapping[str, GgufTensor]):
         """Raise a ModelError if a file was cut, extended or overwritten since it was opened."""
         for part in self._parts:
             part.check_unchanged()
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
     def __repr__(self) -> str:
         return (

@@ -1,0 +1,100 @@
+"""`ggmlb quantize`: a GGUF model with its matrices in another type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ggmlb.cli import plain
+from ggmlb.cli.frame import progress_bar
+from ggmlb.core.errors import ArgumentError, readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.models.gguf.quantizing import Change
+
+
+def quantize(
+    model: Annotated[Path, typer.Argument(metavar="IN", help="GGUF file; of a split model, the first part.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The new file.")],
+    to: Annotated[
+        str, typer.Option("--type", "-t", metavar="TYPE", help="Type of the matrices, as q4_K, q8_0 or f16.")
+    ],
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX=TYPE",
+            help="Type of the tensors whose name matches, as 'ffn_down=q6_K'; the first match decides. "
+            "May be given several times.",
+        ),
+    ] = None,
+    pure: Annotated[
+        bool,
+        typer.Option("--pure", help="Give the output matrix the same type; it gets at least q6_K otherwise."),
+    ] = False,
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Convert tensors that are quantised already too.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Number of threads; all processors by default.")
+    ] = None,
+) -> None:
+    """Write a GGUF model with its matrices in another type.
+
+    Norms and tensors of one dimension keep their type. Rows that are not whole blocks get a type of smaller
+    blocks, and are listed.
+
+    Examples:
+      ggmlb quantize model-f16.gguf model-q4_K.gguf --type q4_K
+      ggmlb quantize model-f16.gguf out.gguf --type q4_0 --rule 'ffn_down=q6_K' --rule 'attn_v=q8_0'
+    """
+    from ggmlb import open_gguf
+    from ggmlb.models.gguf.quantizing import quantize_gguf
+    from ggmlb.system.process import n_cpus
+
+    file = open_gguf(model)
+    with progress_bar("Bytes", file.nbytes) as progress:
+        changes = quantize_gguf(
+            file,
+            out,
+            to,
+            rules=_rules(rule or ()),
+            pure=pure,
+            requantize=requantize,
+            n_threads=n_cpus() if threads is None else threads,
+            progress=progress,
+        )
+    for line in _notes(changes):
+        plain.echo(line)
+    before, after = file.nbytes, sum(change.nbytes for change in changes)
+    n_elements = sum(tensor.n_elements for tensor in file.values())
+    plain.echo(
+        f"written to {out}: {readable_size(before)} became {readable_size(after)}, "
+        f"{8 * after / max(n_elements, 1):.2f} bits per weight"
+    )
+
+
+def _rules(options: Sequence[str]) -> dict[str, str]:
+    """Parse `["ffn_down=q6_K"]`."""
+    found: dict[str, str] = {}
+    for option in options:
+        pattern, equals, dtype = option.rpartition("=")
+        if not (pattern and equals and dtype):
+            raise ArgumentError(f"--rule {option}: give REGEX=TYPE, as ffn_down=q6_K")
+        found.setdefault(pattern, dtype)
+    return found
+
+
+def _notes(changes: Sequence[Change]) -> list[str]:
+    """Return a line for each reason to deviate from the types requested."""
+    by_note: dict[str, list[str]] = {}
+    for change in changes:
+        if change.note:
+            by_note.setdefault(change.note, []).append(change.tensor.name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {note}"
+        for note, names in by_note.items()
+    ]

@@ -1,0 +1,234 @@
+"""Models stored in other types: `quantize_gguf` converts the matrices of a GGUF file.
+
+The blocks are those of ggml's reference quantisers, without an importance matrix.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.errors import ArgumentError, DTypeError, ModelError
+from ggmlb.models.filling import converted, slices
+from ggmlb.models.gguf.reader import GgufFile, GgufTensor
+from ggmlb.models.gguf.writer import save_gguf
+from ggmlb.models.mapped_file import FLOATS
+
+Bytes = npt.NDArray[np.uint8]
+
+Progress = Callable[[int, int], None]
+"""`progress(n_done, n_all)`, in bytes read."""
+
+VERSION: Final = 2
+"""Of the block formats (GGML_QNT_VERSION)."""
+
+KEPT: Final = re.compile(
+    r"_norm\.weight$|^(position_embd|token_types)\.weight$|ffn_gate_inp|ssm_conv1d|time_mix_|attn_rel_b"
+)
+"""Matrices that are small, or whose precision matters: they keep their type, as in llama.cpp."""
+
+FALLBACKS: Final = {
+    DType.Q2_K: DType.IQ4_NL, DType.Q3_K: DType.IQ4_NL, DType.TQ1_0: DType.Q4_0, DType.TQ2_0: DType.Q4_0,
+    DType.IQ4_XS: DType.IQ4_NL, DType.Q1_0: DType.Q4_0, DType.Q2_0: DType.Q4_0, DType.Q4_K: DType.Q5_0,
+    DType.Q5_K: DType.Q5_1, DType.Q6_K: DType.Q8_0, DType.NVFP4: DType.MXFP4,
+}  # fmt: skip
+"""Types of smaller blocks, for rows that are not whole blocks; F16 if these do not fit either."""
+
+FILE_TYPES: Final = {
+    DType.F32: 0, DType.F16: 1, DType.Q4_0: 2, DType.Q4_1: 3, DType.Q8_0: 7, DType.Q5_0: 8, DType.Q5_1: 9,
+    DType.Q2_K: 10, DType.Q3_K: 11, DType.Q4_K: 14, DType.Q5_K: 16, DType.Q6_K: 18, DType.IQ4_NL: 25,
+    DType.IQ4_XS: 30, DType.BF16: 32, DType.TQ1_0: 36, DType.TQ2_0: 37, DType.MXFP4: 38, DType.NVFP4: 39,
+    DType.Q1_0: 40,
+}  # fmt: skip
+"""`general.file_type` (enum llama_ftype); of k-quants the small mixture, which is nearest."""
+
+GUESSED: Final = 1024
+"""`general.file_type` of types that have no number."""
+
+
+class Change(NamedTuple):
+    """A tensor of the new file.
+
+    Attributes:
+        tensor: The tensor of the old file.
+        dtype: Its new type.
+        nbytes: Its new size [bytes].
+        note: The reason for another type than the one requested; empty if there is none.
+    """
+
+    tensor: GgufTensor
+    dtype: DType
+    nbytes: int
+    note: str
+
+
+def quantize_gguf(
+    source: GgufFile,
+    path: str | os.PathLike[str],
+    dtype: DType | str,
+    *,
+    rules: Mapping[str, DType | str] | None = None,
+    pure: bool = False,
+    requantize: bool = False,
+    n_threads: int = 1,
+    progress: Progress | None = None,
+) -> list[Change]:
+    """Write a model with its matrices in another type.
+
+    Norms, tensors of one dimension and a few small matrices (`KEPT`) keep their type. The output matrix, or
+    the token embeddings if they are the output matrix too, gets at least Q6_K. Rows that are not whole blocks
+    get a type of smaller blocks.
+
+    Args:
+        source: The model; a split model becomes one file.
+        path: The new file.
+        dtype: The type of matrices.
+        rules: Types of some tensors by regular expression; the first that is found in the name decides.
+        pure: Whether the output matrix gets `dtype` too.
+        requantize: Whether to convert tensors that are quantised, which loses more than from floating point.
+        n_threads: Number of threads.
+        progress: Called with the bytes that are done.
+
+    Returns:
+        The tensors with their new types, in the order of the file.
+
+    Raises:
+        ArgumentError: A rule is no regular expression, or matches no tensor; or less than one thread.
+        DTypeError: No such type, or one that cannot be written.
+        ModelError: A tensor is quantised, and `requantize` is false; or the file cannot be written.
+
+    Source: llama_model_quantize.
+    """
+    to = _writable(dtype)
+    changes = _plan(source, to, {pattern: _writable(t) for pattern, t in (rules or {}).items()}, pure)
+    if n_threads < 1:
+        raise ArgumentError(f"quantize_gguf: n_threads is {n_threads}; give 1 or more")
+    if not requantize:
+        for tensor, new, _, _ in changes:
+            if tensor.dtype.is_quantized and new is not tensor.dtype:
+                raise ModelError(
+                    f"{source.path}: tensor {tensor.name!r} is {tensor.dtype.name} already, and {new.name} "
+                    "of it loses more than of the original; convert the original model, or add --requantize "
+                    "(requantize=True)"
+                )
+    with suppress(OSError):
+        if any(os.path.samefile(path, part.path) for part in source.parts):
+            raise ArgumentError(f"quantize_gguf: {path} is the model that is read; give another name")
+    changed = {"general.file_type": np.uint32(FILE_TYPES.get(to, GUESSED))}
+    if any(new.is_quantized for _, new, _, _ in changes):
+        changed["general.quantization_version"] = np.uint32(VERSION)
+    metadata = source.metadata | changed
+    for key in ("split.no", "split.count", "split.tensors.count"):
+        metadata.pop(key, None)
+    done = _Counter(source.nbytes, progress)
+    with ThreadPoolExecutor(n_threads) as pool:
+        tensors = {
+            t.name: (_converted(source, t.name, new, pool, n_threads, done), new, t.ne)
+            for t, new, _, _ in changes
+        }
+        save_gguf(Path(path), metadata, tensors)
+    source.check_unchanged()
+    return changes
+
+
+def _writable(dtype: DType | str) -> DType:
+    dtype = DType.parse(dtype)
+    if dtype not in FILE_TYPES and dtype is not DType.Q2_0:
+        names = ", ".join(t.name.lower() for t in FILE_TYPES)
+        raise DTypeError(f"quantize_gguf: {dtype.name} is no type to store weights in; use {names}")
+    return dtype
+
+
+def _plan(source: GgufFile, to: DType, rules: Mapping[str, DType], pure: bool) -> list[Change]:
+    """Choose the types of all tensors."""
+    patterns = []
+    for pattern, dtype in rules.items():
+        try:
+            patterns.append((re.compile(pattern), dtype))
+        except re.error as error:
+            raise ArgumentError(f"the rule {pattern!r} is no regular expression: {error}") from None
+        if not any(patterns[-1][0].search(name) for name in source):
+            raise ArgumentError(f"the rule {pattern!r} matches no tensor; see the names with ggmlb show")
+    output = "output.weight" if "output.weight" in source else "token_embd.weight"
+    changes = []
+    for name, tensor in source.items():
+        wanted = next((dtype for pattern, dtype in patterns if pattern.search(name)), None)
+        if wanted is None:
+            wanted = tensor.dtype if _is_kept(tensor) else to
+            if name == output and not pure and wanted is to and _bits(to) < _bits(DType.Q6_K):
+                wanted = DType.Q6_K
+        found = _fitting(tensor, wanted)
+        note = ""
+        if found is not wanted:
+            note = (
+                f"rows of {tensor.ne[0]} elements are not whole {wanted.name} blocks of "
+                f"{wanted.block_size}; stored as {found.name}"
+            )
+        n_rows = tensor.nbytes // max(tensor.dtype.row_size(tensor.ne[0]), 1)
+        changes.append(Change(tensor, found, n_rows * found.row_size(tensor.ne[0]), note))
+    return changes
+
+
+def _is_kept(tensor: GgufTensor) -> bool:
+    is_matrix = len(tensor.ne) > 1 and tensor.ne[1] > 1 and tensor.name.endswith("weight")
+    is_number = tensor.dtype.is_quantized or tensor.dtype in FLOATS
+    return not (is_matrix and is_number) or KEPT.search(tensor.name) is not None
+
+
+def _bits(dtype: DType) -> float:
+    return 8 * dtype.type_size / dtype.block_size
+
+
+def _fitting(tensor: GgufTensor, dtype: DType) -> DType:
+    """Return a type whose blocks fill the rows."""
+    if tensor.ne[0] % dtype.block_size:
+        dtype = FALLBACKS.get(dtype, DType.F16)
+    return DType.F16 if tensor.ne[0] % dtype.block_size else dtype
+
+
+class _Counter:
+    """Counts bytes for the progress."""
+
+    def __init__(self, n_all: int, progress: Progress | None) -> None:
+        self._n_done, self._n_all, self._progress = 0, n_all, progress
+
+    def add(self, n: int) -> None:
+        self._n_done += n
+        if self._progress is not None:
+            self._progress(self._n_done, self._n_all)
+
+
+def _converted(
+    source: GgufFile, name: str, dtype: DType, pool: ThreadPoolExecutor, n_threads: int, done: _Counter
+) -> Iterator[Bytes]:
+    """Yield a tensor's bytes in its new type, while threads convert the next."""
+    extent = source.extent(name)
+    if extent.dtype is dtype:
+        for rows in slices(extent):
+            yield rows
+            done.add(rows.nbytes)
+        return
+    waiting: deque[tuple[int, Future[Bytes]]] = deque()
+
+    def first() -> Bytes:
+        nbytes, future = waiting.popleft()
+        blocks = future.result()
+        done.add(nbytes)
+        return blocks
+
+    for rows in slices(extent, 1 << 20):
+        waiting.append((rows.nbytes, pool.submit(converted, rows, extent.dtype, dtype)))
+        if len(waiting) > 2 * n_threads:
+            yield first()
+    while waiting:
+        yield first()
