@@ -18,9 +18,11 @@ from ggmlb.models.gguf import GgufFile, Vocabulary
 from ggmlb.models.gguf.merging import merge
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS
 from tests.support.vocabularies import (
+    CONTROL,
     EXPRESSIONS,
     NORMAL,
     TEXTS,
+    UNKNOWN,
     USER_DEFINED,
     byte_pairs,
     sentence_pieces,
@@ -203,6 +205,47 @@ def test_phi3_leaves_out_white_space_after_special_tokens(tmp_path: Path) -> Non
     assert vocabulary_.encode("<s> der") != vocabulary_.encode("<s>der")
 
 
+def best_unigrams(text: str, scores: dict[str, float]) -> float:
+    """The highest sum of scores of all ways to cut a text."""
+    best = [0.0]
+    for end in range(1, len(text) + 1):
+        parts = ((text[start:end], best[start]) for start in range(end))
+        best.append(max((before + scores[part] for part, before in parts if part in scores), default=-1e9))
+    return best[-1]
+
+
+def test_unigrams_are_the_likeliest(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pieces = ["\u2581", *"abc", "ab", "bc", "abc", "\u2581a", "\u2581ab", "ca", "cab", "bcab"]
+    tokens = ["<pad>", "</s>", "<unk>", *pieces]
+    scores = np.concatenate([np.zeros(3), -rng.uniform(1, 9, len(pieces))]).astype(np.float32)
+    found = vocabulary(
+        tmp_path,
+        {
+            "tokenizer.ggml.model": "t5",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": scores,
+            "tokenizer.ggml.token_type": np.array(
+                [CONTROL, CONTROL, UNKNOWN] + [NORMAL] * len(pieces), np.int32
+            ),
+            "tokenizer.ggml.add_space_prefix": True,
+            "tokenizer.ggml.remove_extra_whitespaces": True,
+        },
+    )
+    by_text = dict(zip(pieces, scores[3:].tolist(), strict=True))
+    assert found.encode("") == [1]
+    assert found.encode("a  z\U0010ffff0", add_special=False) == [tokens.index("\u2581a"), 3, 2]
+
+    @given(st.text("abc ", max_size=12))
+    def check(text: str) -> None:
+        normalized = "".join("\u2581" + word for word in text.split())
+        ids = found.encode(text, add_special=False)
+        assert "".join(tokens[i] for i in ids) == normalized
+        assert sum(scores[i] for i in ids) == pytest.approx(best_unigrams(normalized, by_text), abs=1e-4)
+
+    check()
+
+
 # -- parts -------------------------------------------------------------------------------------------
 
 
@@ -255,7 +298,7 @@ def test_the_tokens_of_smollm2() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "told"),
     [
-        ("gpt-2", {"model": "rwkv"}, "unknown tokenizer 'rwkv'; known: bert, gemma4, gpt2, llama"),
+        ("gpt-2", {"model": "rwkv"}, "unknown tokenizer 'rwkv'; known: bert, gemma4, gpt2, llama, t5"),
         ("gpt-2", {"pre": "nosuch"}, "unknown pre-tokenizer 'nosuch'; known: a.x-4.0, afmoe,"),
         ("gpt-2", {"pre": "x\x1b[31m" * 1000}, "unknown pre-tokenizer"),
         ("gpt-2", {"model": None}, "no metadata key 'tokenizer.ggml.model'"),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from ggmlb.core.errors import ModelError, shown
 from ggmlb.models.gguf.merging import BytePairs, SentencePieces
 from ggmlb.models.gguf.metadata import Metadata
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS, PreTokenizer, pre_tokenizer
+from ggmlb.models.gguf.unigram import Unigrams
 from ggmlb.models.gguf.wordpiece import WordPieces
 
 _KEY: Final = "tokenizer.ggml."
@@ -99,6 +101,7 @@ _MODELS: Final = {
     "gemma4": _Defaults(),
     "gpt2": _Defaults(),
     "llama": _Defaults(bos=1, eos=2, unk=0, adds_bos=True, adds_space=True),
+    "t5": _Defaults(eos=1, unk=2, pad=0, adds_eos=True),
 }
 """Tokenizer models by the names that files give them."""
 
@@ -138,11 +141,14 @@ class Vocabulary:
             known = ", ".join(_MODELS)
             raise metadata.error(_KEY + "model", f"unknown tokenizer {shown(self._model)!r}; known: {known}")
         defaults = _MODELS[self._model]
-        self.tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(metadata.texts(_KEY + "tokens"))]
+        self.tokens = metadata.texts(_KEY + "tokens")
         self.n_tokens = len(self.tokens)
         if not self.tokens:
             raise metadata.error(_KEY + "tokens", "there are no tokens")
         self._ids = dict(zip(self.tokens, range(self.n_tokens), strict=True))
+        if "" in self._ids:
+            self.tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(self.tokens)]
+            self._ids = dict(zip(self.tokens, range(self.n_tokens), strict=True))
         self.types = self._read_types()
         self._pre = self._read_pre()
 
@@ -358,6 +364,12 @@ class Vocabulary:
             lowers = self._metadata.flag(_KEY + "normalizer.lowercase", True)
             strips_accents = self._metadata.flag(_KEY + "normalizer.strip_accents", lowers)
             return WordPieces(self._ids, self.unk, lowers, strips_accents)
+        scores = self._read_scores()
+        if self._model == "t5":
+            return self._unigrams(scores)
+        return SentencePieces(self._ids, scores, self.unk, self._adds_space)
+
+    def _read_scores(self) -> Sequence[float]:
         scores = self._numbers("scores", "iuf")
         if scores is None:
             scores = np.zeros(self.n_tokens, np.float32)
@@ -365,7 +377,23 @@ class Vocabulary:
             raise self._metadata.error(
                 _KEY + "scores", f"token {int(np.isnan(scores).argmax())} has no number"
             )
-        return SentencePieces(self._ids, scores.tolist(), self.unk, self._adds_space)
+        return array("f", scores.astype(np.float32).tobytes())
+
+    def _unigrams(self, scores: Sequence[float]) -> Unigrams:
+        metadata, key = self._metadata, _KEY + "precompiled_charsmap"
+        if self.unk is None:
+            raise metadata.error(_KEY + "unknown_token_id", "it names no token, which this kind needs")
+        replacements = metadata.numbers(key).tobytes() if key in metadata else b""
+        texts = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
+        tokens = [
+            text if kind in texts else None
+            for text, kind in zip(self.tokens, self.types.tolist(), strict=True)
+        ]
+        merges_spaces = metadata.flag(_KEY + "remove_extra_whitespaces", False)
+        try:
+            return Unigrams(tokens, scores, self.unk, replacements, self._adds_space, merges_spaces)
+        except ModelError as error:
+            raise metadata.error(key, error.message) from None
 
 
 class Detokenizer:
