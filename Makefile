@@ -6,7 +6,7 @@
 #   make lint        ruff, mypy --strict, and the longest files
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
-#   make test-oracle random programs against the installed ggml: 200 per op, some minutes
+#   make test-oracle random programs against the installed ggml: 200 per op, some minutes; vocabularies against llama.cpp
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch

@@ -195,6 +195,8 @@ def test_tokens_that_end_a_generation(write: Callable[..., Vocabulary]) -> None:
     harmony = write(tokens=tokens, token_type=np.full(len(tokens), NORMAL, np.int32))
     assert {harmony.tokens[i] for i in harmony.end_tokens} >= {"<|return|>", "<|call|>"}
     assert len(tokens) - 1 not in harmony.end_tokens
+    only = write(tokens=[*tokens[:-7], *tokens[-3:]], token_type=None, eos_token_id=None)
+    assert {only.tokens[i] for i in only.end_tokens} == {"<|return|>", "<|call|>"}
     assert harmony.decode([len(tokens) - 1]) == "<|end|>"
 
 

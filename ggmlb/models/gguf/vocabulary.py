@@ -26,6 +26,10 @@ from ggmlb.models.gguf.wordpiece import WordPieces
 _KEY: Final = "tokenizer.ggml."
 
 
+MAX_SPECIAL: Final = 512
+"""Longest special token that is looked for in a text [characters]; the longest known has some dozens."""
+
+
 class TokenType(IntEnum):
     """The type of a token (enum llama_token_type)."""
 
@@ -326,26 +330,28 @@ class Vocabulary:
         return found
 
     def _find_ends(self) -> frozenset[int]:
-        ends = {self._special(name, self._first(texts)) for name, texts in _FILE_ENDS}
-        texts = {text for text in _ENDS if text in self._ids}
-        # Texts that mean something else in some families of models.
-        if {"<|return|>", "<|call|>"} <= texts or (
-            "<|flush|>" in texts and texts & {"<|call|>", "<|calls|>"}
-        ):
-            self._retype(texts, "<|end|>", TokenType.USER_DEFINED)
-        if texts & {"<|tool_response>", "<|plamo:eos|>"}:
-            self._retype(texts, "</s>", TokenType.NORMAL)
+        texts = _ENDS & self._ids.keys()
         for text in texts:
             self.types[self._ids[text]] = TokenType.CONTROL
         for text in _ALWAYS_SHOWN & self._ids.keys():
             self.types[self._ids[text]] = TokenType.USER_DEFINED
-        ends |= {self.eos, self.eot, self.eom, *(self._ids[text] for text in texts)}
+        ends = {self.eos, self.eot, self.eom, *(self._ids[text] for text in texts)}
+        ends |= {self._special(name, self._first(found)) for name, found in _FILE_ENDS}
+        # Texts that mean something else in some families of models.
+        if {"<|return|>", "<|call|>"} <= texts or (
+            "<|flush|>" in texts and texts & {"<|call|>", "<|calls|>"}
+        ):
+            self._keep(ends, "<|end|>", TokenType.USER_DEFINED)
+        if texts & {"<|tool_response>", "<|plamo:eos|>"}:
+            self._keep(ends, "</s>", TokenType.NORMAL)
         return frozenset(token for token in ends if token is not None)
 
-    def _retype(self, ends: set[str], text: str, kind: TokenType) -> None:
-        if text in ends:
-            ends.discard(text)
-            self.types[self._ids[text]] = kind
+    def _keep(self, ends: set[int | None], text: str, kind: TokenType) -> None:
+        """Take a token, if there is one of this text, from those that end a generation."""
+        token = self._ids.get(text)
+        if token in ends and token is not None:
+            ends.discard(token)
+            self.types[token] = kind
 
     def _adds(self, name: str, token: int | None, default: bool) -> bool:
         key = f"{_KEY}add_{name}_token"
@@ -429,13 +435,14 @@ class _Finder:
     def __init__(self, ids: Mapping[str, int], strips: Set[str]) -> None:
         self._ids = ids
         self._strips = strips
-        by_length = sorted(ids, key=lambda text: -len(text.encode()))
-        self._order = {text: i for i, text in enumerate(by_length)}
+        texts = [text for text in ids if len(text) <= MAX_SPECIAL]
+        texts.sort(key=lambda text: -len(text.encode()))
+        self._order = {text: i for i, text in enumerate(texts)}
         lengths: dict[str, set[int]] = {}
-        for text in ids:
+        for text in texts:
             lengths.setdefault(text[:2], set()).add(len(text))
         self._lengths = {prefix: tuple(sorted(found)) for prefix, found in lengths.items()}
-        firsts = sorted({text[0] for text in ids})
+        firsts = sorted({text[0] for text in texts})
         self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]") if firsts else None
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
@@ -448,7 +455,7 @@ class _Finder:
             for prefix in (text[start : start + 2], text[start]):
                 for length in self._lengths.get(prefix, ()):
                     piece = text[start : start + length]
-                    if piece in self._ids:
+                    if piece in self._order:
                         found.append((self._order[piece], start, start + length))
         found.sort()
         is_taken = bytearray(len(text))

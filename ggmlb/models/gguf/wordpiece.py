@@ -9,6 +9,9 @@ from typing import Final
 from ggmlb.models.gguf.merging import SPACE
 from ggmlb.models.gguf.pretokenizers import is_space
 
+MAX_LENGTH: Final = 256
+"""Longest token that is looked for [characters]; the longest of BERT has some dozens."""
+
 _CHINESE: Final = (
     (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x2A6DF), (0x2A700, 0x2B81F),
     (0x2B920, 0x2CEAF), (0x2F800, 0x2FA1F),
@@ -36,7 +39,7 @@ class WordPieces:
         self._unknown = [] if unknown is None else [unknown]
         self._lowers = lowers
         self._strips_accents = strips_accents
-        self._longest = max(map(len, ids))
+        self._longest = min(max(map(len, ids)), MAX_LENGTH)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Return the tokens of a text; `is_start` changes nothing here."""
