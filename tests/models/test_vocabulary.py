@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from ggmlb.core.errors import ModelError
 from ggmlb.models.gguf import GgufFile, Vocabulary
 from ggmlb.models.gguf.merging import merge
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS
+from ggmlb.models.gguf.unigram import Replacements
 from tests.support.vocabularies import (
     CONTROL,
     EXPRESSIONS,
@@ -246,6 +249,23 @@ def test_unigrams_are_the_likeliest(tmp_path: Path) -> None:
         assert sum(scores[i] for i in ids) == pytest.approx(best_unigrams(normalized, by_text), abs=1e-4)
 
     check()
+
+
+def test_characters_are_replaced() -> None:
+    units = [0] * 512
+    units[97] = ord("a") | 0x100 | 1 << 10
+    raw = struct.pack("<I512I", 4 * 512, *units) + b"bc\0"
+    assert Replacements(raw).apply("xaäa\0🚀") == "xbcäbc\0🚀"
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(0, (1 << 32) - 1), max_size=300), ANY_TEXT)
+def test_damaged_replacements_do_no_harm(texts: bytes, units: list[int], text: str) -> None:
+    raw = struct.pack(f"<I{len(units)}I", 4 * len(units), *units) + texts
+    with contextlib.suppress(ModelError):
+        assert isinstance(Replacements(raw).apply(text), str)
+    for damaged in (raw[: len(raw) // 2], texts):
+        with contextlib.suppress(ModelError):
+            Replacements(damaged).apply(text)
 
 
 # -- parts -------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from struct import unpack_from
+from typing import Final
 
 from ggmlb.core.errors import ModelError
 from ggmlb.models.gguf.merging import SPACE
@@ -11,6 +12,10 @@ from ggmlb.models.mapped_file import failing
 
 UNUSABLE: Final = "\U0010ffff"
 """A character that no text has: tokens that are not found by their texts begin with it."""
+
+
+MAX_REPLACEMENT: Final = 256
+"""Longest text that a character is replaced by [bytes]; the longest known has 33."""
 
 
 class Unigrams:
@@ -40,17 +45,15 @@ class Unigrams:
         merges_spaces: bool,
     ) -> None:
         try:
-            from tokenizers import models, normalizers
+            from tokenizers import models
         except ImportError:
             raise ModelError("this vocabulary needs tokenizers: pip install 'ggmlb[models]'") from None
         self._adds_space = adds_space
         self._merges_spaces = merges_spaces
-        self._normalizer: Any = None
+        self._replacements = Replacements(replacements) if replacements else None
         with failing("the vocabulary cannot be used"):
             texts = [f"{UNUSABLE}{i}" if text is None else text for i, text in enumerate(tokens)]
             self._model = models.Unigram(list(zip(texts, scores, strict=True)), unknown, False)
-            if replacements:
-                self._normalizer = normalizers.Precompiled(replacements)
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Return the tokens of a text; `is_start` changes nothing here."""
@@ -63,11 +66,78 @@ class Unigrams:
         return text.replace(SPACE, " ").encode()
 
     def _normalized(self, text: str) -> str:
-        if self._normalizer is not None:
-            text = self._normalizer.normalize_str(text)
+        if self._replacements is not None:
+            text = self._replacements.apply(text)
         if self._merges_spaces:
             return "".join(SPACE + word for word in text.split(" ") if word)
         start = text.lstrip(" ")
         if self._adds_space and start:
             text = text[: len(text) - len(start)] + " " + start
         return text.replace(" ", SPACE)
+
+
+class Replacements:
+    """Characters and what stands for them, as SentencePiece compiles them: the longest match counts.
+
+    A double array of 32-bit units, and texts that end with a zero byte. `tokenizers` can apply them too, but
+    loses marks that follow a character which is replaced.
+
+    Args:
+        raw: The bytes.
+
+    Raises:
+        ModelError: They are damaged.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        nbytes = int.from_bytes(raw[:4], "little")
+        if len(raw) < 4 or nbytes % 4 or nbytes > len(raw) - 4:
+            raise ModelError(
+                f"the replacements have {nbytes:,} bytes of units, beyond their {len(raw):,} bytes"
+            )
+        self._units = unpack_from(f"<{nbytes // 4}I", raw, 4)
+        self._texts = raw[4 + nbytes :]
+
+    def apply(self, text: str) -> str:
+        """Return a text with its characters replaced.
+
+        Raises:
+            ModelError: The replacements are damaged.
+        """
+        data = text.encode()
+        found = []
+        at = 0
+        try:
+            while at < len(data):
+                length, start = self._longest(data, at)
+                if length:
+                    found.append(self._texts[start : self._texts.index(0, start, start + MAX_REPLACEMENT)])
+                else:
+                    length = 1
+                    while at + length < len(data) and data[at + length] & 0xC0 == 0x80:
+                        length += 1
+                    found.append(data[at : at + length])
+                at += length
+        except (IndexError, ValueError):
+            raise ModelError("the replacements of characters point outside their units or texts") from None
+        return b"".join(found).decode("utf-8", "replace")
+
+    def _longest(self, data: bytes, at: int) -> tuple[int, int]:
+        """Return the length of the longest match [bytes], 0 for none, and where its replacement begins."""
+        units = self._units
+        length = start = 0
+        node = _base(units[0])
+        for i in range(at, len(data)):
+            byte = data[i]
+            node ^= byte
+            unit = units[node]
+            if byte == 0 or unit & 0x800000FF != byte:
+                break
+            node ^= _base(unit)
+            if unit & 0x100:
+                length, start = i - at + 1, units[node] & 0x7FFFFFFF
+        return length, start
+
+
+def _base(unit: int) -> int:
+    return (unit >> 10) << ((unit & 0x200) >> 6)
