@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,22 @@ from ggmlb import Backend, Scheduler, Tensor
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.graph import TextGraph
-from ggmlb.models.text.memory import FREE, SPARE, KvMemory
+from ggmlb.models.text.memory import FREE, KvMemory
 
 N_BATCH = 512
 """Most tokens that are computed together."""
 
 N_OUT = 64
 """Most tokens of a batch whose logits are computed."""
+
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, N_BATCH)
+"""Tokens of graphs: a batch is filled up to one of these."""
+
+LEAST_PART = 96
+"""Tokens that are computed together, whatever fills up: a part more would read all weights again."""
+
+MOST_WASTE = 1.2
+"""How much larger than a batch its graph may be, where the batch could be cut."""
 
 Floats = npt.NDArray[np.float32]
 Sizes = tuple[int, int, int]
@@ -68,29 +78,37 @@ class Decoder:
         """Compute a batch, and keep its keys and values.
 
         Args:
-            batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits, and one at least.
+            batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits.
 
         Returns:
             Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
 
         Raises:
-            AllocationError: Too few cells are free; nothing was computed.
+            AllocationError: Too few cells are free.
         """
-        run = self._compute(batch)
-        n_out = sum(token.wants_logits for token in batch)
-        return run.logits.to_numpy().reshape(-1, self._config.n_vocab)[:n_out]
+        return self._each(batch, lambda graph: graph.logits, self._config.n_vocab)
 
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
-        run = self._compute(batch)
-        n_out = sum(token.wants_logits for token in batch)
-        return run.hidden.to_numpy().reshape(-1, self._config.n_embd)[:n_out]
+        return self._each(batch, lambda graph: graph.hidden, self._config.n_embd)
 
-    def _compute(self, batch: Sequence[Token]) -> TextGraph:
+    def _each(self, batch: Sequence[Token], output: Callable[[TextGraph], Tensor], width: int) -> Floats:
+        """Compute a batch in parts that waste little, and return rows of an output."""
+        found = [np.empty((0, width), np.float32)]
+        start = 0
+        while start < len(batch):
+            part = batch[start : start + _part(len(batch) - start)]
+            start += len(part)
+            n_out = sum(token.wants_logits for token in part)
+            graph = self._compute(part, n_out)
+            if n_out:
+                found.append(output(graph).to_numpy().reshape(-1, width)[:n_out])
+        return found[1] if len(found) == 2 else np.concatenate(found)
+
+    def _compute(self, batch: Sequence[Token], n_wanted: int) -> TextGraph:
         n = len(batch)
         memory, config = self._memory, self._config
-        wanted = [i for i, token in enumerate(batch) if token.wants_logits]
-        n_tokens = _padded_tokens(n)
+        n_tokens = _padded(n)
         ids, sequences, positions = np.zeros((3, n_tokens), np.int32)
         sequences[n:] = FREE
         ids[:n], sequences[:n], positions[:n] = np.array([token[:3] for token in batch], np.int32).T
@@ -99,11 +117,11 @@ class Decoder:
         cells[n:] = memory.n_cells + np.arange(n_tokens - n)
         memory.occupy(cells[:n], sequences[:n], positions[:n])
         n_kv = min(_padded_cells(memory.n_used), memory.n_cells)
-        n_out = n_tokens if len(wanted) == n_tokens else min(_padded_tokens(len(wanted)), n_tokens)
+        n_out = n_tokens if n_wanted == n_tokens else min(_padded(max(n_wanted, 1)), n_tokens)
         sizes = (n_tokens, n_out, n_kv)
         run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
         chosen = np.zeros(n_out, np.int32)
-        chosen[: len(wanted)] = wanted
+        chosen[:n_wanted] = [i for i, token in enumerate(batch) if token.wants_logits]
         windows = (0, config.window) if config.window else (0,)
         masks = [memory.mask(sequences, positions, n_kv, window) for window in windows]
         run.built.set_inputs(ids, positions, cells, masks, chosen)
@@ -115,12 +133,19 @@ class Decoder:
         self._runs.free()
 
 
-def _padded_tokens(n: int) -> int:
+def _padded(n: int) -> int:
     """The size of the graph for `n` tokens: few sizes, so that one serves many batches."""
-    return 1 << (n - 1).bit_length() if n <= SPARE else -(-n // SPARE) * SPARE
+    return SIZES[bisect_left(SIZES, n)]
+
+
+def _part(n: int) -> int:
+    """How many of `n` tokens to compute together, so that few fill up a graph."""
+    padded = _padded(n)
+    if n <= LEAST_PART or padded <= MOST_WASTE * n:
+        return n
+    return SIZES[bisect_left(SIZES, n) - 1]
 
 
 def _padded_cells(n: int) -> int:
-    """The number of cells that a graph looks at when `n` are in use."""
-    step = 32 if n <= 256 else 64 if n <= 1024 else 256
-    return -(-n // step) * step
+    """The number of cells that a graph looks at when `n` are in use; kernels skip those that masks hide."""
+    return -(-n // 256) * 256

@@ -16,7 +16,7 @@ from ggmlb.models.text.config import TextConfig
 FREE = -1
 """The sequence number of a cell that holds nothing."""
 
-SPARE = 32
+SPARE = 128
 """Cells after the last, for tokens that fill up a batch; nothing reads them."""
 
 

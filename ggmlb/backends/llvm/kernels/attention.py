@@ -54,12 +54,13 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
             _scaled_query(k, shape, unit.query(r), queries + r * d_k * 4, scale, width)
         with k.loop(part.first, part.stop, TILE) as begin:
             count = k.least(p["n_kv"] - begin, TILE)
-            _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
-            for r, row in enumerate(rows):
-                _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
-                level = row.rescale(highest(k, logits + r * TILE * 4), d_v, width)
-                row.weigh(logits + r * TILE * 4, TILE, level)
-            _few_values(k, shape, unit, begin, count, logits, rows, width)
+            with k.when(_any_seen(k, unit, begin, count, k.i64(n_rows)) if shape.mask else count > 0):
+                _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
+                for r, row in enumerate(rows):
+                    _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
+                    level = row.rescale(highest(k, logits + r * TILE * 4), d_v, width)
+                    row.weigh(logits + r * TILE * 4, TILE, level)
+                _few_values(k, shape, unit, begin, count, logits, rows, width)
         if not split:
             for r, row in enumerate(rows):
                 row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
