@@ -308,6 +308,7 @@ def test_the_tokens_of_smollm2() -> None:
     path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     vocabulary = Vocabulary(GgufFile(path).metadata)
     assert vocabulary.n_tokens == 49152
+    assert repr(vocabulary) == "<Vocabulary gpt2, smollm: 49,152 tokens>"
     assert vocabulary.encode("Hello world") == [19556, 905]
     assert sorted(vocabulary.end_tokens) == [0, 2, 4]
     for text in TEXTS:

@@ -120,7 +120,9 @@ _DEEPSEEK_WORDS: Final = (
 _DEEPSEEK: Final = rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACE_RUNS}"
 _EAST_ASIAN: Final = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _BLOOM: Final = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-_DIGITS_FROM_RIGHT: Final = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_DIGITS_FROM_RIGHT: Final = (r"\p{N}+", r"\A\p{N}{1,2}(?=(?:\p{N}{3})+\Z)|\p{N}{1,3}")
+"""Runs of digits, then groups of three in each, counted from its end."""
+
 _LINES: Final = r"[^\n]+|\n+"
 
 _CASED: Final = (
@@ -222,7 +224,7 @@ def _table() -> dict[str, PreTokenizer]:
         "gpt-4o llama4 kanana2 talkie minimax-m2": of(_GPT4O),
         "granite-embed-multi-97m": of(_GPT4O, ignores_merges=True),
         "tekken": of(_gpt4o(r"\p{N}", ""), ignores_merges=True, adds_bos=True),
-        "tiny_aya cohere2moe": of(_DIGITS_FROM_RIGHT, _GPT4O),
+        "tiny_aya cohere2moe": of(*_DIGITS_FROM_RIGHT, _GPT4O),
         "youtu": of(
             r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
             r"\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CHINESE_JAPANESE,
@@ -241,7 +243,7 @@ def _table() -> dict[str, PreTokenizer]:
             rf"{_DEEPSEEK_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}",
         ),
         "afmoe": of(
-            _DIGITS_FROM_RIGHT,
+            *_DIGITS_FROM_RIGHT,
             r"[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
             r"\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
             r"\u1100-\u11ff]+",

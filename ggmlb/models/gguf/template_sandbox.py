@@ -33,7 +33,7 @@ MAX_SIZE: Final = 1 << 22
 ELEMENT: Final = 16
 """The size of an element of a list or mapping, beside its own text [characters]."""
 
-MAX_WORK: Final = 1 << 25
+MAX_WORK: Final = 1 << 24
 """Most that is done in all: `STEP` for a step, 2 for an element of a list, 1 for 8 characters."""
 
 STEP: Final = 32

@@ -174,6 +174,10 @@ class Vocabulary:
         self.adds_sep = defaults.adds_sep and self.sep is not None
         self._adds_space = metadata.flag(_KEY + "add_space_prefix", defaults.adds_space)
 
+    def __repr__(self) -> str:
+        pre = self._metadata.get(_KEY + "pre", "default")
+        return f"<Vocabulary {shown(f'{self._model}, {pre}')}: {self.n_tokens:,} tokens>"
+
     # -- text to tokens ----------------------------------------------------------------------------
 
     def encode(self, text: str, special: bool = True, add_special: bool = True) -> list[int]:
