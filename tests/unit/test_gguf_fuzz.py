@@ -5,6 +5,7 @@ The work on each is bounded by the size of the file: lines of the reader that ru
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import sys
@@ -19,10 +20,10 @@ import numpy as np
 import pytest
 
 from ggmlb import ModelError
-from ggmlb.models.gguf import GgufFile, metadata, reader
+from ggmlb.models.gguf import GgufFile, metadata, reader, summary
 from tests.support.gguf_files import Typed, gguf_bytes, random_blocks, write_split
 
-N_QUICK, N_SLOW = 200, 10_000
+N_QUICK, N_SLOW = 200, 5_000
 
 LINES_PER_BYTE, MEMORY_PER_BYTE = 8, 128
 """Most that a file may cost; IQ1's 50 bytes become 1 KiB of float32, and a short string an object."""
@@ -157,6 +158,8 @@ def read_all(path: Path) -> bool:
         assert str(path) in str(error)
         return False
     repr(file)
+    json.dumps(summary.as_dict(file), allow_nan=False)
+    assert "\x1b" not in summary.as_html(file)
     for key in file.metadata:
         try:
             found = file.metadata[key]
@@ -197,7 +200,7 @@ def test_mutants(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 120))
 def test_many_mutants(tmp_path: Path, seed: int) -> None:
     fuzz(tmp_path, seed, N_SLOW)
 

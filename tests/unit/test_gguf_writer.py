@@ -6,11 +6,15 @@ import os
 import struct
 import tracemalloc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import ggmlb
 from ggmlb import DType, ModelError, open_gguf, quantize, save_gguf
@@ -245,6 +249,51 @@ def test_an_error_in_the_middle_leaves_the_earlier_file(tmp_path: Path) -> None:
         save_gguf(path, {}, {"w": (pieces(), "q4_0", (64,))})
     assert os.listdir(tmp_path) == ["m.gguf"]
     assert path.read_bytes() == b"earlier"
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NUMBERS = st.one_of(
+    st.booleans(),
+    st.integers(-(1 << 63), (1 << 64) - 1),
+    st.floats(width=32),
+    TEXTS,
+    st.lists(TEXTS, min_size=1, max_size=5),
+    st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=1, max_size=5),
+    st.lists(st.floats(width=32), min_size=1, max_size=5),
+    st.lists(st.booleans(), min_size=1, max_size=5),
+    st.sampled_from(["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8", "?"]).flatmap(
+        lambda t: hnp.arrays(t, st.integers(0, 5))
+    ),
+)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+ARRAYS = st.sampled_from(["f4", "f2", "f8", "i1", "i2", "i4", "i8"]).flatmap(lambda t: hnp.arrays(t, SHAPES))
+
+
+@given(
+    st.dictionaries(TEXTS.filter(bool), NUMBERS, max_size=6),
+    st.dictionaries(TEXTS.filter(lambda name: len(name.encode()) < 64), ARRAYS, max_size=4),
+    st.sampled_from([None, 1, 32, 256]),
+)
+def test_anything_that_is_written_is_read(
+    metadata: dict[str, Any], tensors: dict[str, np.ndarray], alignment: int | None
+) -> None:
+    metadata.pop("general.alignment", None)
+    if alignment is not None:
+        metadata["general.alignment"] = alignment
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "m.gguf"
+        save_gguf(path, metadata, tensors)
+        file = open_gguf(path)
+        assert list(file.metadata) == list(metadata)
+        for key, value in metadata.items():
+            np.testing.assert_equal(plain(file.metadata[key]), plain(value))
+        assert list(file) == list(tensors)
+        for name, array in tensors.items():
+            assert file.array(name).tobytes() == array.tobytes()
+            assert file.array(name).shape == (array.shape or (1,))
+        again = Path(folder) / "again.gguf"
+        save_gguf(again, file.metadata, {name: file.array(name) for name in file})
+        assert again.read_bytes() == path.read_bytes()
 
 
 def test_a_file_may_be_written_over_itself(tmp_path: Path) -> None:
