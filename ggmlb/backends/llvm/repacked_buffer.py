@@ -95,16 +95,24 @@ def _is_whole(tensor: Tensor) -> bool:
 def pack(data: Bytes, dtype: DType, k: int) -> Bytes:
     """Return whole strips of rows of `k` elements: for each, field by field, block, unit, row."""
     out = np.empty_like(data)
-    for there, here, field in _parts(data, out, dtype, k):
-        here[...] = _bits_of_rows(there) if field.unit == BITS else _turned(there, field.unit)
+    for rows, strips, field in _parts(data, out, dtype, k):
+        if field.unit == BITS:
+            _pack_bits(rows, strips)
+        else:
+            by_row, by_strip = _units(rows, strips, field.unit)
+            by_strip[...] = by_row
     return out
 
 
 def unpack(data: Bytes, dtype: DType, k: int) -> Bytes:
     """Return rows: what `pack` was given."""
     out = np.empty_like(data)
-    for here, there, field in _parts(out, data, dtype, k):
-        here[...] = _bits_of_strips(there) if field.unit == BITS else _back(there, field.unit)
+    for rows, strips, field in _parts(out, data, dtype, k):
+        if field.unit == BITS:
+            _unpack_bits(rows, strips)
+        else:
+            by_row, by_strip = _units(rows, strips, field.unit)
+            by_row[...] = by_strip
     return out
 
 
@@ -121,29 +129,24 @@ def _parts(rows: Bytes, strips: Bytes, dtype: DType, k: int) -> list[tuple[Any, 
     return found
 
 
-def _turned(rows: npt.NDArray[np.uint8], unit: int) -> npt.NDArray[np.uint8]:
-    units = np.ascontiguousarray(rows).view(f"u{unit}")  # (strips, 16, blocks, units)
-    n_strips, _, n_blocks, _ = units.shape
-    turned = np.ascontiguousarray(units.transpose(0, 2, 3, 1))
-    return turned.view(np.uint8).reshape(n_strips, n_blocks, -1)
+def _units(rows: Bytes, strips: Bytes, unit: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """View a field in rows and in strips as units `(strips, blocks, units, 16)`; nothing is copied."""
+    by_row = rows.view(f"u{unit}").transpose(0, 2, 3, 1)
+    return by_row, strips.view(f"u{unit}").reshape(by_row.shape)
 
 
-def _back(strips: npt.NDArray[np.uint8], unit: int) -> npt.NDArray[np.uint8]:
-    n_strips, n_blocks, _ = strips.shape
-    units = np.ascontiguousarray(strips).view(f"u{unit}").reshape(n_strips, n_blocks, -1, ROWS)
-    return np.ascontiguousarray(units.transpose(0, 3, 1, 2)).view(np.uint8)
+def _pack_bits(rows: Bytes, strips: Bytes) -> None:
+    """Write four neighbours' bits of each row in turn: those of an even row and the next make a byte."""
+    even, odd = (rows[:, i::2].transpose(0, 2, 3, 1) for i in (0, 1))
+    pairs = strips.reshape(*even.shape[:3], 2, ROWS // 2)
+    pairs[..., 0, :] = (even & 15) | (odd << 4)
+    pairs[..., 1, :] = (even >> 4) | (odd & 240)
 
 
-def _bits_of_rows(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Four neighbours' bits of each row in turn."""
-    n_strips, _, n_blocks, nbytes = rows.shape
-    bits = np.unpackbits(rows, axis=-1, bitorder="little").reshape(n_strips, ROWS, n_blocks, 2 * nbytes, 4)
-    turned = bits.transpose(0, 2, 3, 1, 4).reshape(n_strips, n_blocks, -1)
-    return np.packbits(turned, axis=-1, bitorder="little")
-
-
-def _bits_of_strips(strips: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    n_strips, n_blocks, _ = strips.shape
-    bits = np.unpackbits(strips, axis=-1, bitorder="little").reshape(n_strips, n_blocks, -1, ROWS, 4)
-    turned = bits.transpose(0, 3, 1, 2, 4).reshape(n_strips, ROWS, n_blocks, -1)
-    return np.packbits(turned, axis=-1, bitorder="little")
+def _unpack_bits(rows: Bytes, strips: Bytes) -> None:
+    """Write what `_pack_bits` was given."""
+    even, odd = (rows[:, i::2].transpose(0, 2, 3, 1) for i in (0, 1))
+    pairs = strips.reshape(*even.shape[:3], 2, ROWS // 2)
+    first, second = pairs[..., 0, :], pairs[..., 1, :]
+    even[...] = (first & 15) | (second << 4)
+    odd[...] = (first >> 4) | (second & 240)
