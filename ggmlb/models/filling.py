@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from threading import Lock, Thread
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +19,9 @@ from ggmlb.parallel.meta import MetaBuffer
 
 SLICE: Final = 1 << 22
 """Bytes copied or converted at a time."""
+
+MAX_THREADS: Final = 8
+"""More do not copy faster."""
 
 GROUP: Final = 64
 """Slices have a multiple of this many rows, because memory may interleave groups of rows."""
@@ -52,17 +58,79 @@ def map_tensors(device: Device, tensors: Iterable[tuple[Tensor, Extent]]) -> lis
     return buffers
 
 
-def fill(tensor: Tensor, parts: Sequence[Extent]) -> None:
-    """Write the tensors of a file into a weight, one below the other."""
-    pieces = (converted(rows, part.dtype, tensor.dtype) for part in parts for rows in slices(part))
-    if isinstance(tensor.buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
-        whole = [piece.reshape(-1) for piece in pieces]
-        tensor.set(whole[0] if len(whole) == 1 else np.concatenate(whole))
-        return
+def fill(tensors: Iterable[tuple[Tensor, Sequence[Extent]]]) -> None:
+    """Write tensors of files into weights, stacked in order; into host memory with several threads."""
+    copies: list[Callable[[], None]] = []
+    for tensor, parts in tensors:
+        buffer = tensor.placed("fill")
+        if isinstance(buffer, MetaBuffer):  # it reads a weight that is cut back for each piece
+            pieces = [
+                converted(rows, part.dtype, tensor.dtype).reshape(-1)
+                for part in parts
+                for rows in slices(part)
+            ]
+            tensor.set(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+            continue
+        own = list(_copies(tensor, parts))
+        if not buffer.buft.device.buffer_type.is_host:
+            _run_in_order(own)
+        elif any(part.rows().shape[0] % GROUP for part in parts[:-1]):  # slices share groups of rows
+            copies.append(partial(_run_in_order, own))
+        else:
+            copies += own
+    _run(copies)
+
+
+def _run_in_order(copies: Iterable[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()
+
+
+def _copies(tensor: Tensor, parts: Sequence[Extent]) -> Iterator[Callable[[], None]]:
+    """Yield functions that each write some rows of a weight."""
+    row_size = tensor.dtype.row_size(tensor.ne[0])
     offset = 0
-    for piece in pieces:
-        tensor.set(piece, offset)
-        offset += piece.nbytes
+    for part in parts:
+        for start, stop in _cuts(part):
+            yield partial(_copy, tensor, offset + start * row_size, part, start, stop)
+        offset += part.rows().shape[0] * row_size
+
+
+def _copy(tensor: Tensor, offset: int, part: Extent, start: int, stop: int) -> None:
+    rows = part.rows()[start:stop]
+    tensor.set(converted(rows, part.dtype, tensor.dtype), offset)
+    part.release(start * rows.shape[1], rows.nbytes)
+
+
+def _run(copies: Sequence[Callable[[], None]]) -> None:
+    """Run functions in any order, on as many threads as there are processors and the system allows."""
+    todo, lock = iter(copies), Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                copy = next(todo, None)
+            if copy is None:
+                return
+            try:
+                copy()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = []
+    for _ in range(min(os.cpu_count() or 1, len(copies), MAX_THREADS) - 1):
+        thread = Thread(target=work, name="ggmlb fill")
+        try:
+            thread.start()
+        except RuntimeError:  # the system allows no more
+            break
+        threads.append(thread)
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def slices(extent: Extent, nbytes: int | None = None) -> Iterator[npt.NDArray[np.uint8]]:
@@ -73,11 +141,17 @@ def slices(extent: Extent, nbytes: int | None = None) -> Iterator[npt.NDArray[np
         nbytes: Size of a slice [bytes], `SLICE` by default; less than `GROUP` rows are not cut.
     """
     rows = extent.rows()
-    step = max((nbytes or SLICE) // max(rows.shape[1], 1) // GROUP, 1) * GROUP
-    for start in range(0, len(rows), step):
-        piece = rows[start : start + step]
+    for start, stop in _cuts(extent, nbytes):
+        piece = rows[start:stop]
         yield piece
         extent.release(start * rows.shape[1], piece.nbytes)
+
+
+def _cuts(extent: Extent, nbytes: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield the rows at which slices begin and end."""
+    n_rows, row_size = extent.rows().shape
+    step = max((nbytes or SLICE) // max(row_size, 1) // GROUP, 1) * GROUP
+    return ((start, min(start + step, n_rows)) for start in range(0, n_rows, step))
 
 
 def values_of(rows: npt.NDArray[np.uint8], dtype: DType) -> npt.NDArray[Any]:

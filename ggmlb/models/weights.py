@@ -121,9 +121,12 @@ class Weights:
             for buffer in mapped:
                 self._keep(buffers, buffer)
             self._keep(buffers, alloc_ctx_tensors(ctx, backend))
-            for name, tensor in tensors.items():
-                if not any(tensor.buffer is buffer for buffer in mapped):
-                    fill(tensor, extents[name])
+            copied = [
+                (tensor, extents[name])
+                for name, tensor in tensors.items()
+                if not any(tensor.buffer is buffer for buffer in mapped)
+            ]
+            fill(copied)
             self._file.check_unchanged()
             self._buffers.push(buffers.pop_all())
         self._is_mapped |= bool(mapped)

@@ -122,6 +122,46 @@ def test_copies_are_made_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sum(nbytes for _, nbytes in released) == 3 * 1000 * row
 
 
+def test_an_error_in_a_thread_is_raised_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE", 1 << 12)
+    stored = {"a": random_blocks(np.random.default_rng(0), "Q4_K", (K, 1024))}
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", {}, stored))
+    real = module.converted
+
+    def failing(rows: np.ndarray, *types: DType) -> np.ndarray:
+        if np.shares_memory(rows, file.blocks("a")[512]):
+            raise MemoryError("no room")
+        return real(rows, *types)
+
+    monkeypatch.setattr(module, "converted", failing)
+    with ggmlb.init_by_name("LLVM") as stream:
+        weights = Weights(file)
+        with pytest.raises(MemoryError, match="no room"):
+            weights.place({"a": Source(("a",), (1024, K), True, True)}, stream)
+        monkeypatch.setattr(module, "converted", real)
+        placed = weights.place({"a": Source(("a",), (1024, K), True, True)}, stream)
+        assert placed["a"].get().tolist() == file.blocks("a").reshape(-1).tolist()
+        weights.free()
+
+
+def test_a_system_that_allows_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLICE", 1 << 12)
+    stored = {"a": random_blocks(np.random.default_rng(0), "Q4_K", (K, 1024))}
+    file = GgufFile(write_gguf(tmp_path / "a.gguf", {}, stored))
+
+    def no_thread(thread: module.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module.Thread, "start", no_thread)
+    with ggmlb.init_by_name("LLVM") as stream:
+        weights = Weights(file)
+        placed = weights.place({"a": Source(("a",), (1024, K), True, True)}, stream)
+        assert placed["a"].get().tolist() == file.blocks("a").reshape(-1).tolist()
+        weights.free()
+
+
 def test_types_are_converted_where_that_is_asked(tmp_path: Path) -> None:
     tensors = {"a": quantized(values(0, M, K), "q4_0"), "b": quantized(values(1, M, K), "q6_K")}
     file = GgufFile(write_gguf(tmp_path / "a.gguf", {}, tensors))

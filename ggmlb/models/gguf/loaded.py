@@ -44,8 +44,7 @@ class LoadedTensors(Mapping[str, Tensor]):
                 made.append(buffers.enter_context(alloc_ctx_tensors(ctx, device)))
             for buffer in made:
                 buffer.usage = BufferUsage.WEIGHTS
-            for tensor in copied:
-                fill(tensor, [places[tensor.name][1]])
+            fill((tensor, [places[tensor.name][1]]) for tensor in copied)
             for _, at in places.values():
                 at.file.check_unchanged()
             self._buffers = buffers.pop_all()
