@@ -88,9 +88,9 @@ def _run_in_order(copies: Iterable[Callable[[], None]]) -> None:
 
 def _copies(tensor: Tensor, parts: Sequence[Extent]) -> Iterator[Callable[[], None]]:
     """Yield functions that each write some rows of a weight."""
-    row_size = tensor.dtype.row_size(tensor.ne[0])
     offset = 0
     for part in parts:
+        row_size = tensor.dtype.row_size(part.shape[-1])
         for start, stop in _cuts(part):
             yield partial(_copy, tensor, offset + start * row_size, part, start, stop)
         offset += part.rows().shape[0] * row_size

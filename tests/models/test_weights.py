@@ -54,6 +54,7 @@ def test_blocks_are_placed_as_they_are(tmp_path: Path, backend: ggmlb.Backend, d
         "stacked": Source(("a", "b", "c"), (M, K), True),
         "product": Source(("b",), (M, K), True, True),
         "norm": Source(("norm",), (K,), False),
+        "norms": Source(("norm", "norm"), (K,), False),
     }
     placed = weights.place(sources, backend)
     blocks = [file.blocks(name).reshape(-1) for name in "abc"]
@@ -61,6 +62,7 @@ def test_blocks_are_placed_as_they_are(tmp_path: Path, backend: ggmlb.Backend, d
     assert placed["one"].get().tolist() == blocks[0].tolist()
     assert placed["stacked"].get().tolist() == np.concatenate(blocks).tolist()
     assert placed["norm"].to_numpy().tolist() == values(9, K).tolist()
+    assert placed["norms"].to_numpy().tolist() == [*values(9, K).tolist()] * 2
     if placed["product"].buffer.name != "CPU_F32":
         assert placed["product"].get().tolist() == blocks[1].tolist()
     weights.free()
