@@ -6,9 +6,11 @@ import contextlib
 import importlib.util
 import re
 import struct
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unicodedata import ucd_3_2_0
 
 import numpy as np
 import pytest
@@ -33,8 +35,13 @@ from tests.support.vocabularies import (
     word_pieces,
 )
 
-ALPHABET = st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("aesnt 's \n\t019äß你🚀▁Ā"))
+ALPHABET = st.one_of(
+    st.characters(exclude_categories=["Cs", "Cn"]), st.sampled_from("aesnt 's \n\t019äß你🚀▁Ā")
+)
 ANY_TEXT = st.text(ALPHABET, max_size=40)
+
+OLD_TEXT = st.text(ALPHABET.filter(lambda c: ucd_3_2_0.category(c) == unicodedata.category(c)), max_size=40)
+"""Texts of characters whose categories are the same in Python's Unicode and that of `tokenizers`."""
 
 KINDS: dict[str, Callable[[], tuple[dict[str, Any], Any]]] = {
     **{pre: lambda pre=pre: byte_pairs(pre) for pre in EXPRESSIONS},
@@ -75,7 +82,7 @@ def test_tokens_are_those_of_tokenizers(kind: str, vocabularies: dict[str, Vocab
         if not any(s in text for s in specials):
             same(text)
 
-    @given(ANY_TEXT)
+    @given(OLD_TEXT)
     def check(text: str) -> None:
         if not any(s in text for s in specials) and not re.search("[\u01c4-\u01f3\u0130\u017f]", text):
             same(text)

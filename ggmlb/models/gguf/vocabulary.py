@@ -26,10 +26,6 @@ from ggmlb.models.gguf.wordpiece import WordPieces
 _KEY: Final = "tokenizer.ggml."
 
 
-MAX_SPECIAL: Final = 512
-"""Longest special token that is looked for in a text [characters]; the longest known has some dozens."""
-
-
 class TokenType(IntEnum):
     """The type of a token (enum llama_token_type)."""
 
@@ -439,37 +435,34 @@ class _Finder:
     def __init__(self, ids: Mapping[str, int], strips: Set[str]) -> None:
         self._ids = ids
         self._strips = strips
-        texts = [text for text in ids if len(text) <= MAX_SPECIAL]
-        texts.sort(key=lambda text: -len(text.encode()))
-        self._order = {text: i for i, text in enumerate(texts)}
-        lengths: dict[str, set[int]] = {}
-        for text in texts:
-            lengths.setdefault(text[:2], set()).add(len(text))
-        self._lengths = {prefix: tuple(sorted(found)) for prefix, found in lengths.items()}
-        firsts = sorted({text[0] for text in texts})
-        self._first = re.compile(f"[{''.join(map(re.escape, firsts))}]") if firsts else None
+        self._by_prefix: dict[str, list[tuple[int, str]]] = {}
+        for order, text in enumerate(sorted(ids, key=lambda text: -len(text.encode()))):
+            self._by_prefix.setdefault(text[:2], []).append((order, text))
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """Return where tokens lie: start, end and number; none overlap, and the longest is taken first."""
-        if self._first is None:
-            return []
-        found = []
-        for match in self._first.finditer(text):
-            start = match.start()
-            for prefix in (text[start : start + 2], text[start]):
-                for length in self._lengths.get(prefix, ()):
-                    piece = text[start : start + length]
-                    if piece in self._order:
-                        found.append((self._order[piece], start, start + length))
-        found.sort()
+        present = sorted(
+            (order, piece)
+            for prefix, pieces in self._by_prefix.items()
+            if prefix in text
+            for order, piece in pieces
+            if piece in text
+        )
         is_taken = bytearray(len(text))
-        parts = []
-        for _, start, end in found:
-            # A token taken before is at least as long: it covers an end of this one if they overlap.
-            if not (is_taken[start] or is_taken[end - 1]):
-                piece = text[start:end]
-                while piece in self._strips and text[end : end + 1] in _STRIPPED and not is_taken[end]:
-                    end += 1
-                is_taken[start:end] = b"\1" * (end - start)
-                parts.append((start, end, self._ids[piece]))
-        return sorted(parts)
+        found = []
+        for _, piece in present:
+            start = text.find(piece)
+            while start >= 0:
+                end = start + len(piece)
+                # A token taken before is at least as long: it covers an end of this one if they overlap.
+                if is_taken[start]:
+                    end = is_taken.find(0, start)
+                elif is_taken[end - 1]:
+                    end = start + 1
+                else:
+                    while piece in self._strips and text[end : end + 1] in _STRIPPED and not is_taken[end]:
+                        end += 1
+                    is_taken[start:end] = b"\1" * (end - start)
+                    found.append((start, end, self._ids[piece]))
+                start = text.find(piece, end) if end >= 0 else -1
+        return sorted(found)
