@@ -164,7 +164,7 @@ def read_all(path: Path) -> bool:
         try:
             found = file.metadata[key]
         except ModelError as error:
-            assert repr(key) in str(error)  # a text that is not UTF-8: the other values can be read
+            assert repr(key[:100]) in str(error)  # a text that is not UTF-8: the other values can be read
             continue
         assert isinstance(found, (bool, int, float, str, list, np.ndarray))
     for name, tensor in file.items():

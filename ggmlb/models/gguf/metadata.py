@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
+from itertools import islice
 from struct import Struct, pack
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -25,6 +26,12 @@ T = TypeVar("T", bool, int, float, str)
 
 MAX_TEXT: Final = 1 << 27
 """Longest string that is decoded [bytes]; the longest in use are tokenizers as JSON, of some 30 MB."""
+
+MAX_SHOWN: Final = 100
+"""Characters of a name that a message shows."""
+
+MAX_COMPARED: Final = 4096
+"""Names compared with one that is missing."""
 
 _U64 = Struct("<Q").unpack_from
 _NEEDED: Final = object()
@@ -78,6 +85,17 @@ class Raw(NamedTuple):
             return None
         found: int | float = np.frombuffer(self.data, self.kind.dtype)[0].item()
         return found
+
+
+def quoted(name: str) -> str:
+    """Return a key or name for a message, with escaped control characters, cut short."""
+    return repr(name) if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]!r}..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Suggest a known name, in bounded time; see `did_you_mean`."""
+    fit = (k for k in known if len(k) <= MAX_SHOWN and k.isprintable())
+    return did_you_mean(name[:MAX_SHOWN], islice(fit, MAX_COMPARED))
 
 
 class MissingError(ModelError, KeyError):
@@ -148,8 +166,8 @@ class Metadata(Mapping[str, Value]):
         try:
             return self._slots[key]
         except KeyError:
-            told = f"{self._file.path} has no metadata key {str(key)!r}"
-            raise MissingError(told + did_you_mean(str(key), self._slots)) from None
+            told = f"{self._file.path} has no metadata key {quoted(str(key))}"
+            raise MissingError(told + nearest(str(key), self._slots)) from None
 
     def first(self, key: str, n: int) -> bool | int | float | str | list[Any]:
         """Return a single value, or at most `n` elements of an array; the others are not decoded.
@@ -243,7 +261,7 @@ class Metadata(Mapping[str, Value]):
 
     def error(self, key: str, found: str) -> ModelError:
         """Return the error about a value."""
-        return ModelError(f"{self._file.path}: metadata key {key!r}: {found}")
+        return ModelError(f"{self._file.path}: metadata key {quoted(key)}: {found}")
 
     # -- decoding ------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType, dequantize
-from ggmlb.core.errors import DTypeError, ModelError, did_you_mean, shown
+from ggmlb.core.errors import DTypeError, ModelError, shown
 from ggmlb.interface import Backend, BufferType, Device
 from ggmlb.models.gguf.loaded import LoadedTensors
-from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot
+from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot, nearest, quoted
 from ggmlb.models.gguf.summary import as_html
 from ggmlb.models.mapped_file import FLOATS, Extent, MappedFile, failing
 
@@ -147,7 +147,7 @@ class GgufFile(Mapping[str, GgufTensor]):
             twice = next((name for name in part.tensors if name in self._tensors), None)
             if twice is not None:
                 raise ModelError(
-                    f"{path}: tensor {twice!r} is in an earlier part too; download the parts again"
+                    f"{path}: tensor {quoted(twice)} is in an earlier part too; download the parts again"
                 )
             self._parts.append(part.file)
             self._tensors |= part.tensors
@@ -162,8 +162,8 @@ class GgufFile(Mapping[str, GgufTensor]):
         try:
             return self._tensors[name]
         except KeyError:
-            told = f"{self.path} has no tensor {str(name)!r} among its {len(self)}"
-            raise MissingError(told + did_you_mean(str(name), self._tensors)) from None
+            told = f"{self.path} has no tensor {quoted(str(name))} among its {len(self)}"
+            raise MissingError(told + nearest(str(name), self._tensors)) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -220,17 +220,17 @@ class GgufFile(Mapping[str, GgufTensor]):
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(
-                f"{self.path} has no tensor {name!r} among its {len(self)}, which its architecture "
+                f"{self.path} has no tensor {quoted(name)} among its {len(self)}, which its architecture "
                 "needs; download or convert the file again"
             )
         if _without_ones(tensor.shape) != _without_ones(shape):
             raise ModelError(
-                f"{self.path}: tensor {name!r} has shape {list(tensor.shape)}, but the metadata ask "
+                f"{self.path}: tensor {quoted(name)} has shape {list(tensor.shape)}, but the metadata ask "
                 f"for {list(shape)}; convert the file again"
             )
         if not (tensor.dtype.is_quantized or tensor.dtype in FLOATS):
             raise ModelError(
-                f"{self.path}: tensor {name!r} has type {tensor.dtype.name}; weights are floating "
+                f"{self.path}: tensor {quoted(name)} has type {tensor.dtype.name}; weights are floating "
                 "point or quantised"
             )
         return self.extent(name)._replace(shape=shape)
@@ -366,7 +366,7 @@ class _Part:
         for i in range(n_values):
             self._where = f"metadata value {i}"
             key = self._name(1)
-            self._where = f"metadata key {key!r}"
+            self._where = f"metadata key {quoted(key)}"
             if key in slots:
                 raise self._error("the key is there twice")
             kind, count = self._kind(), None
@@ -416,14 +416,14 @@ class _Part:
         for i in range(n_tensors):
             self._where = f"tensor {i}"
             name = self._name()
-            self._where = f"tensor {name!r}"
+            self._where = f"tensor {quoted(name)}"
             if name in found:
                 raise self._error("the name is there twice")
             found[name] = self._read_tensor(name, number)
         start = self._at + -self._at % self.alignment
         end = 0
         for tensor in sorted(found.values(), key=lambda t: (t.offset, t.nbytes)):
-            self._where, self._at = f"tensor {tensor.name!r}", start + tensor.offset
+            self._where, self._at = f"tensor {quoted(tensor.name)}", start + tensor.offset
             if tensor.offset % self.alignment:
                 raise self._error(
                     f"offset {tensor.offset:,} is no multiple of the alignment, {self.alignment}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ggmlb.core.errors import ModelError, readable_size, shown
 from ggmlb.inspect.html import card, table
+from ggmlb.models.gguf.metadata import quoted
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.metadata import Metadata
@@ -53,7 +54,7 @@ def rows(metadata: Metadata, n_items: int = N_ITEMS) -> list[Row]:
         try:
             value = metadata.first(key, n_items)
         except ModelError as error:
-            problem = str(error).partition(f"{key!r}: ")[2]
+            problem = str(error).partition(f"{quoted(key)}: ")[2]
         found.append(Row(key, str(metadata.slot(key)), value, problem))
     return found
 
