@@ -49,7 +49,7 @@ class ChatTemplate:
         try:
             self._program = Program(source)
         except (Exception, RecursionError) as error:
-            raise _failure("is no Jinja template", error) from None
+            raise _failure("the chat template is no Jinja template", error) from None
 
     @classmethod
     def from_metadata(cls, metadata: Metadata, vocabulary: Vocabulary) -> ChatTemplate | None:
@@ -86,7 +86,7 @@ class ChatTemplate:
         except self._refusal as error:
             raise ModelError(f"the chat template refuses the messages: {shown(str(error))[:500]}") from None
         except (Exception, RecursionError) as error:
-            raise _failure("fails", error) from None
+            raise _failure("the chat template fails", error) from None
 
 
 def _failure(what: str, error: Exception) -> ModelError:
@@ -95,4 +95,4 @@ def _failure(what: str, error: Exception) -> ModelError:
     why = shown(str(error))[:500] or type(error).__name__
     if isinstance(error, RecursionError | MemoryError):
         why = "it is nested too deeply, or too large"
-    return ModelError(f"the chat template {what}{where}: {why}")
+    return ModelError(f"{what}{where}: {why}")
