@@ -190,6 +190,8 @@ def test_a_space_before_the_text_is_added_and_left_out_again(write: Callable[...
     assert vocabulary.decode(vocabulary.encode(" der")) == " der"
     unspaced = write("spm", add_space_prefix=False)
     assert unspaced.decode(unspaced.encode(" der")) == " der"
+    pairs = write("gpt-2", add_space_prefix=True)
+    assert pairs.decode(pairs.encode(" der")) == " der"
     # A stream goes on from a prompt, so its first space is text.
     assert vocabulary.stream().add(vocabulary.encode("d")[1]).startswith(" ")
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ggmlb.core.errors import ModelError, shown
 
-if TYPE_CHECKING:
-    from ggmlb.models.gguf.metadata import Metadata
-    from ggmlb.models.gguf.vocabulary import Vocabulary
-
 MAX_SOURCE: Final = 1 << 16
 """Longest template [characters]; the longest known has 17,000."""
-
-KEY: Final = "tokenizer.chat_template"
 
 
 class ChatTemplate:
@@ -50,15 +44,6 @@ class ChatTemplate:
             self._program = Program(source)
         except (Exception, RecursionError) as error:
             raise _failure("the chat template is no Jinja template", error) from None
-
-    @classmethod
-    def from_metadata(cls, metadata: Metadata, vocabulary: Vocabulary) -> ChatTemplate | None:
-        """Return the template of a model file; `None` if it has none."""
-        if KEY not in metadata:
-            return None
-        tokens = (vocabulary.bos, vocabulary.eos)
-        bos, eos = ("" if token is None else vocabulary.tokens[token] for token in tokens)
-        return cls(metadata.text(KEY), bos, eos)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any

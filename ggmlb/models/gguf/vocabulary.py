@@ -152,15 +152,12 @@ class Vocabulary:
         self.types = self._read_types()
         self._pre = self._read_pre()
 
-        for name in ("bos", "eos", "unk", "sep", "pad", "mask"):
-            key = {"unk": "unknown", "sep": "seperator", "pad": "padding"}.get(name, name)
-            setattr(self, name, self._special(f"{key}_token_id", getattr(defaults, name)))
-        self.bos: int | None
-        self.eos: int | None
-        self.unk: int | None
-        self.sep: int | None
-        self.pad: int | None
-        self.mask: int | None
+        self.bos = self._special("bos_token_id", defaults.bos)
+        self.eos = self._special("eos_token_id", defaults.eos)
+        self.unk = self._special("unknown_token_id", defaults.unk)
+        self.sep = self._special("seperator_token_id", defaults.sep)  # the format's own spelling
+        self.pad = self._special("padding_token_id", defaults.pad)
+        self.mask = self._special("mask_token_id", defaults.mask)
         self.eot = self._special("eot_token_id", self._first(_END_OF_TURN))
         self.eom = self._special("eom_token_id", self._first(("<|eom_id|>",)))
         self.end_tokens = self._find_ends()
@@ -168,7 +165,9 @@ class Vocabulary:
         self.adds_bos |= self._pre.always_adds_bos and self.bos is not None
         self.adds_eos = self._adds("eos", self.eos, defaults.adds_eos)
         self.adds_sep = defaults.adds_sep and self.sep is not None
-        self._adds_space = metadata.flag(_KEY + "add_space_prefix", defaults.adds_space)
+        # Files of other kinds have the key too, but their texts begin as they are.
+        can_add_space = self._model in ("llama", "t5")
+        self._adds_space = can_add_space and metadata.flag(_KEY + "add_space_prefix", defaults.adds_space)
 
     def __repr__(self) -> str:
         pre = self._metadata.get(_KEY + "pre", "default")
@@ -308,8 +307,9 @@ class Vocabulary:
     def _read_pre(self) -> PreTokenizer:
         if self._model != "gpt2":
             return PRE_TOKENIZERS["gemma4" if self._model == "gemma4" else "default"]
+        name = self._metadata.text(_KEY + "pre", "default")
         try:
-            return pre_tokenizer(self._metadata.text(_KEY + "pre", "default"))
+            return pre_tokenizer(name)
         except ModelError as error:
             raise self._metadata.error(_KEY + "pre", error.message) from None
 
