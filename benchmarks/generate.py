@@ -1,0 +1,215 @@
+"""Text generation on the LLVM device beside llama.cpp (PyPI `xllamacpp`), by turns in one run.
+
+Two processes take turns with the same file, the same prompts and as many threads; the idle one sleeps.
+`prefill` is a prompt of 512 tokens, `decode` 32 tokens after 32 and after 512. A ratio is our tokens per
+second by llama.cpp's: the median of the rounds, with the least and the greatest. `bound` is what share of the
+read bandwidth decoding at depth 32 uses: bytes of weights and cached keys and values that a token needs, by
+what two threads read per second in the same run. `first` is the time of a new process to its first token,
+after a prompt of 32, ours by llama.cpp's; `peak` the same of resident memory after all rounds.
+
+    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,FILE,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Table, save
+
+from ggmlb import open_gguf
+from ggmlb.models import default_text_model
+
+N_CTX = 1024
+N_PROMPT, N_TOKENS, DEPTHS = 512, 32, (32, 512)
+Figures = dict[str, float]
+
+
+def prompt_of(n: int) -> list[int]:
+    """Token numbers that no text has: speed does not depend on them."""
+    return [300 + (i * 37) % 1000 for i in range(n)]
+
+
+class Ours:
+    """ggmlb on the LLVM device."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        from ggmlb.models import TextModel
+
+        self._model = TextModel(path, ["LLVM", "CPU"], n_ctx=N_CTX, threads=threads)
+
+    def run(self, n_prompt: int, n_tokens: int) -> tuple[float, float]:
+        """Tokens per second of the prompt and of what follows it."""
+        found = self._model.generate(prompt_of(n_prompt), max_tokens=n_tokens, temperature=0, ignore_eos=True)
+        return found.prompt_tokens_per_second, found.tokens_per_second
+
+
+class LlamaCpp:
+    """llama.cpp, as PyPI ships it."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        import xllamacpp
+
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        params = xllamacpp.CommonParams()
+        params.model.path = path
+        params.n_ctx = N_CTX
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.n_parallel = 1
+        self._server = xllamacpp.Server(params)
+
+    def run(self, n_prompt: int, n_tokens: int) -> tuple[float, float]:
+        """Tokens per second of the prompt and of what follows it."""
+        asked = {
+            "prompt": prompt_of(n_prompt), "n_predict": n_tokens, "temperature": 0, "ignore_eos": True,
+            "cache_prompt": False,
+        }  # fmt: skip
+        found: Any = self._server.handle_completions(asked)
+        timings = (json.loads(found) if isinstance(found, str) else found)["timings"]
+        return timings["prompt_per_second"], timings["predicted_per_second"]
+
+
+LIBRARIES = {"ours": Ours, "llama.cpp": LlamaCpp}
+
+
+def play(name: str, path: str, threads: int, pipe: Connection) -> None:
+    """Answer `(n_prompt, n_tokens)` with tokens per second and the peak of memory [bytes]."""
+    model = LIBRARIES[name](path, threads)
+    pipe.send(None)
+    while (task := pipe.recv()) is not None:
+        found = model.run(*task)
+        pipe.send((*found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    os._exit(0)  # llama.cpp may wait for its threads
+
+
+def read_bandwidth(threads: int) -> float:
+    """Bytes per second that threads read together from memory."""
+    data = [np.ones(1 << 25, np.float64) for _ in range(threads)]
+
+    def read(i: int) -> float:
+        return float(data[i].sum())
+
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(6):
+            start = time.perf_counter()
+            list(pool.map(read, range(threads)))
+            best = max(best, threads * data[0].nbytes / (time.perf_counter() - start))
+    return best
+
+
+def token_nbytes(path: str, depth: int) -> int:
+    """Bytes of weights and of keys and values that a token reads."""
+    file = open_gguf(path)
+    arch = file.metadata.text("general.architecture")
+    embedding = file["token_embd.weight"]
+    is_tied = "output.weight" not in file
+    weights = file.nbytes - (0 if is_tied else embedding.nbytes)
+    key = file["blk.0.attn_k.weight"].ne[1]
+    n_layer = file.metadata.integer(f"{arch}.block_count")
+    return weights + 2 * 2 * key * n_layer * depth
+
+
+FIRST = {
+    "ours": "import sys; from ggmlb.cli import main; main(['generate', '-m', sys.argv[1], '--prompt-tokens', "
+    "sys.argv[3], '-n', '1', '-t', sys.argv[2], '-d', 'LLVM,CPU', '--ctx', '1024', '--json'])",
+    "llama.cpp": "import os, sys; sys.path.insert(0, 'benchmarks'); import generate; "
+    "m = generate.LlamaCpp(sys.argv[1], int(sys.argv[2])); m.run(32, 1); os._exit(0)",
+}
+
+
+def first_token_s(name: str, path: str, threads: int) -> float:
+    """Time of a new process until it has ended after one token [s]."""
+    start = time.perf_counter()
+    ids = ",".join(map(str, prompt_of(32)))
+    subprocess.run(
+        [sys.executable, "-c", FIRST[name], path, str(threads), ids], check=True, stdout=subprocess.DEVNULL
+    )
+    return time.perf_counter() - start
+
+
+def measure(path: str, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
+    """Return figures of each library, by rounds."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Any] = {}
+    processes = []
+    for name in LIBRARIES:
+        pipes[name], other = context.Pipe()
+        processes.append(context.Process(target=play, args=(name, path, threads, other), daemon=True))
+        processes[-1].start()
+        pipes[name].recv()
+    tasks = {"prefill": (N_PROMPT, 1)} | {f"decode {depth}": (depth, N_TOKENS) for depth in DEPTHS}
+    found: dict[str, dict[str, list[float]]] = {name: {task: [] for task in tasks} for name in LIBRARIES}
+    for i in range(rounds + 1):
+        for task, sizes in tasks.items():
+            for name in list(LIBRARIES)[:: 1 if i % 2 else -1]:
+                time.sleep(0.02)
+                pipes[name].send(sizes)
+                prefill, decode, peak = pipes[name].recv()
+                if i:  # the first round makes graphs and kernels
+                    found[name][task].append(prefill if task == "prefill" else decode)
+                found[name]["peak"] = [peak]
+    for name, process in zip(LIBRARIES, processes, strict=True):
+        pipes[name].send(None)
+        process.join()
+        found[name]["first"] = [first_token_s(name, path, threads) for _ in range(3)]
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    """The median, least and greatest of ratios by rounds."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    return f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--models", default="", help="GGUF files; the installed SmolLM2 by default")
+    parser.add_argument("--save", action="store_true", help="write results/generate.md")
+    args = parser.parse_args()
+    bandwidth = read_bandwidth(args.threads)
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
+    table = Table(
+        "model", "SIMD", "prefill [tokens/s]", "decode at 32 [tokens/s]", "decode at 512 [tokens/s]",
+        "prefill",
+        "decode at 32", "decode at 512", "bound", "first", "peak",
+    )  # fmt: skip
+    for path in args.models.split(",") if args.models else [str(default_text_model())]:
+        found = measure(path, args.rounds, args.threads)
+        ours, theirs = found["ours"], found["llama.cpp"]
+        tasks = ["prefill", *(f"decode {depth}" for depth in DEPTHS)]
+        speeds = [f"{statistics.median(ours[t]):.0f}, {statistics.median(theirs[t]):.0f}" for t in tasks]
+        used = token_nbytes(path, DEPTHS[0]) * statistics.median(ours[tasks[1]]) / bandwidth
+        first = statistics.median(ours["first"]) / statistics.median(theirs["first"])
+        table.row(
+            Path(path).stem, os.environ.get("GGMLB_SIMD", "best"), *speeds,
+            *(ratio(ours[t], theirs[t]) for t in tasks), f"{used:.0%}", f"{first:.2f}",
+            f"{ours['peak'][0] / theirs['peak'][0]:.2f}",
+        )  # fmt: skip
+    if args.save:
+        about = f"""Text generation beside llama.cpp
+Made by `python benchmarks/generate.py`: {args.rounds} rounds, {args.threads} threads each; columns of tokens
+per second are ours, llama.cpp's. Read bandwidth {bandwidth / 1e9:.1f} GB/s.
+
+{__doc__.partition("    python")[0]}"""
+        save("generate", about, table, packages=("numpy", "llvmlite", "xllamacpp"))
+
+
+if __name__ == "__main__":
+    main()
