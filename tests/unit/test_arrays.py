@@ -247,6 +247,21 @@ def test_blocks_become_a_tensor_as_they_are(dtype: str, shape: tuple[int, ...]) 
     assert copied.get().tolist() == blocks.reshape(-1).tolist()
 
 
+def test_blocks_on_a_device_are_shared_and_copied() -> None:
+    blocks = blocks_of("q4_0", 3, 64)
+    ctx = Context()
+    tensor = ctx.new_tensor("q4_0", (64, 3))
+    with ggmlb.init_by_name("OpenCL0") as stream, ggmlb.alloc_ctx_tensors(ctx, stream):
+        tensor.set(blocks)
+        shared = Context().from_array(tensor.as_array(), "q4_0", copy=False)
+        assert shared.buffer is not None and shared.buffer.name == "OpenCL0"
+        assert shared.get().tolist() == blocks.reshape(-1).tolist()
+        copied = Context().from_array(tensor.as_array(), "q4_0", copy=True)
+        shared.memset(0)
+        assert not tensor.get().any()
+        assert copied.get().tolist() == blocks.reshape(-1).tolist()
+
+
 def test_blocks_with_gaps_between_rows_are_shared_and_with_gaps_inside_are_copied() -> None:
     blocks = blocks_of("q8_0", 4, 64)
     apart = np.zeros((4, 100), np.uint8)
