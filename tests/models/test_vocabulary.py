@@ -373,6 +373,46 @@ def test_odd_vocabularies_do_no_harm(write: Callable[..., Vocabulary]) -> None:
     assert spm.decode(spm.encode("Hello fox", special=False)) == "Hello fox"
 
 
+ODD_VALUE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(0, (1 << 32) - 1),
+    st.floats(width=32),
+    ANY_TEXT,
+    st.lists(ANY_TEXT, max_size=300),
+    st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=2000).map(lambda v: np.array(v, np.int32)),
+    st.lists(st.floats(width=32), max_size=2000).map(lambda v: np.array(v, np.float32)),
+    st.binary(max_size=2000).map(lambda v: np.frombuffer(v, np.uint8)),
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "spm", "wpm", "gemma4", "t5"])
+def test_values_of_any_kind_are_an_error_or_harmless(
+    kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp(kind)
+    metadata = dict(KINDS["spm" if kind == "t5" else "gpt-2" if kind == "gemma4" else kind]()[0])
+    if kind in ("t5", "gemma4"):
+        metadata["tokenizer.ggml.model"] = kind
+    extra = ("add_eos_token", "add_space_prefix", "eot_token_id", "precompiled_charsmap", "fim_pad_token_id")
+    keys = [*metadata, *(f"tokenizer.ggml.{name}" for name in extra), "general.name"]
+
+    @given(st.dictionaries(st.sampled_from(keys), ODD_VALUE, min_size=1, max_size=3), ANY_TEXT)
+    def check(changes: dict[str, Any], text: str) -> None:
+        changed = {key: value for key, value in (metadata | changes).items() if value is not None}
+        with contextlib.suppress(ModelError):
+            found = vocabulary(path, changed)
+            tokens = found.encode(text)
+            assert all(0 <= token < found.n_tokens for token in tokens)
+            found.decode(tokens, special=True)
+            stream = found.stream()
+            for token in tokens:
+                stream.add(token)
+            repr(found)
+
+    check()
+
+
 def test_numbers_that_are_no_tokens(vocabularies: dict[str, Vocabulary]) -> None:
     for token in (-1, 1 << 40):
         for use in (vocabularies["gpt-2"].bytes_of, vocabularies["gpt-2"].stream().add):

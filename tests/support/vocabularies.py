@@ -58,7 +58,9 @@ SPECIAL = {"<|endoftext|>": CONTROL, "<|im_start|>": CONTROL, "<|im_end|>": CONT
 
 def vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     """Write a file of metadata alone, and read its vocabulary."""
-    return Vocabulary(GgufFile(write_gguf(path / "vocabulary.gguf", metadata, {})).metadata)
+    file = path / "vocabulary.gguf"
+    file.unlink(missing_ok=True)  # not overwritten: an earlier vocabulary may still read it
+    return Vocabulary(GgufFile(write_gguf(file, metadata, {})).metadata)
 
 
 @cache
