@@ -15,7 +15,6 @@ from ggmlb.models import Options, TextModel
 from tests.support.text_models import KINDS, N_VOCAB, write_text_model
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
-ATTENTION = [kind for kind in KINDS if kind != "mamba"]
 DEVICES = [d.name for d in ggmlb.devices() if d.name != "CPU"]
 
 
@@ -36,7 +35,7 @@ def log_probs(logits: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("kind", KINDS)
 def test_step_by_step_is_as_all_at_once(models: Callable[..., Path], kind: str) -> None:
     """Keys and values that are kept, masks, windows and padding change nothing."""
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
@@ -55,7 +54,7 @@ def test_step_by_step_is_as_all_at_once(models: Callable[..., Path], kind: str) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("kind", KINDS)
 def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         expected = log_probs(model.logits(PROMPT))

@@ -45,6 +45,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(),
     "qwen3moe": Architecture(),
     "phi3": Architecture(),
+    "mamba": Architecture(is_recurrent=True),
     "gemma2": Architecture(activation="geglu", scales_embeddings=True, window_period=2, many_layers=46),
     "gemma3": Architecture(
         activation="geglu", scales_embeddings=True, window_period=6, window_rope_base=10000.0, many_layers=62
@@ -257,11 +258,11 @@ def _rope(meta: Metadata, name: str, arch: Architecture, n_key: int) -> Rope:
 
 
 def _state(meta: Metadata, name: str) -> State:
-    def count(key: str) -> int:
-        return meta.integer(f"{name}.ssm.{key}", None, 1, MAX_WIDTH)
+    def count(key: str, least: int = 1) -> int:
+        return meta.integer(f"{name}.ssm.{key}", None, least, MAX_WIDTH)
 
     return State(
-        n_conv=count("conv_kernel"),
+        n_conv=count("conv_kernel", 2),
         n_inner=count("inner_size"),
         n_state=count("state_size"),
         n_dt=count("time_step_rank"),

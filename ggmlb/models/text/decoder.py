@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,23 @@ class Token(NamedTuple):
     sequence: int
     position: int
     wants_logits: bool = False
+
+
+class AnyDecoder(Protocol):
+    """A `Decoder`, or the `RecurrentDecoder` of a recurrent model."""
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the last batch; `None` before the first."""
+
+    def decode(self, batch: Sequence[Token]) -> Floats:
+        """Compute a batch; return the logits of the tokens that want them, shape `(n, n_vocab)`."""
+
+    def hidden(self, batch: Sequence[Token]) -> Floats:
+        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
+
+    def free(self) -> None:
+        """Free the memory of the graphs."""
 
 
 class Decoder:
@@ -119,13 +136,17 @@ class Decoder:
         n_kv = min(_padded_cells(memory.n_used), memory.n_cells)
         n_out = n_tokens if n_wanted == n_tokens else min(_padded(max(n_wanted, 1)), n_tokens)
         sizes = (n_tokens, n_out, n_kv)
-        run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
         chosen = np.zeros(n_out, np.int32)
         chosen[:n_wanted] = [i for i, token in enumerate(batch) if token.wants_logits]
         windows = (0, config.window) if config.window else (0,)
         masks = [memory.mask(sequences, positions, n_kv, window) for window in windows]
-        run.built.set_inputs(ids, positions, cells, masks, chosen)
-        run.compute()
+        try:
+            run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
+            run.built.set_inputs(ids, positions, cells, masks, chosen)
+            run.compute()
+        except BaseException:  # the cells have no keys and values, or but some layers'
+            memory.sequence[cells[:n]] = FREE
+            raise
         return run.built
 
     def free(self) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError
-from ggmlb.models.text.decoder import N_BATCH, N_OUT, Decoder, Floats, Token
-from ggmlb.models.text.memory import KvMemory
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, AnyDecoder, Floats, Token
+from ggmlb.models.text.memory import Memory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
 
 if TYPE_CHECKING:
@@ -171,10 +171,10 @@ class Engine:
 
     Args:
         decoder: Computes batches.
-        memory: Where keys and values are kept.
+        memory: Where keys and values, or states, are kept.
     """
 
-    def __init__(self, decoder: Decoder, memory: KvMemory) -> None:
+    def __init__(self, decoder: AnyDecoder, memory: Memory) -> None:
         self.decoder = decoder
         self.memory = memory
         self._n_sequences = 0
@@ -237,9 +237,7 @@ class Engine:
         active: list[Request] = []
         try:
             while waiting or active:
-                room = self.memory.n_cells - sum(_n_most(r) for r in active)
-                while waiting and len(active) < N_OUT and (not active or _n_most(waiting[0]) <= room):
-                    room -= _n_most(waiting[0])
+                while waiting and len(active) < N_OUT and self._has_room([*active, waiting[0]]):
                     active.append(waiting.popleft())
                 for request in self._step(active):
                     if request.is_done:
@@ -262,6 +260,10 @@ class Engine:
         for request, row in zip(asking, self.decoder.decode(batch), strict=True):
             request.accept(row)
         return asking
+
+    def _has_room(self, requests: Sequence[Request]) -> bool:
+        """Whether requests can run together; one alone may try, and fails if there is no room."""
+        return len(requests) == 1 or self.memory.fits({r.sequence: _n_most(r) for r in requests})
 
     def _remove(self, request: Request) -> None:
         if not request.is_kept:

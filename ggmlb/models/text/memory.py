@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,32 @@ FREE = -1
 
 SPARE = 128
 """Cells after the last, for tokens that fill up a batch; nothing reads them."""
+
+
+class Memory(Protocol):
+    """What is kept of earlier tokens: a `KvMemory`, or the `StateMemory` of a recurrent model."""
+
+    n_cells: int
+
+    def fits(self, needs: Mapping[int, int]) -> bool:
+        """Whether there is room for sequences, given the tokens that each has at most."""
+
+    def remove(self, sequence: int, start: int = 0) -> int:
+        """Forget a sequence from a position on, or all of it; return the number of tokens that stay."""
+
+    def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
+        """Return what is kept of a sequence."""
+
+    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give a sequence what `save` returned.
+
+        Raises:
+            AllocationError: Too little is free.
+            ModelError: The state is of another model.
+        """
+
+    def free(self) -> None:
+        """Free the memory."""
 
 
 class KvMemory:
@@ -89,9 +115,23 @@ class KvMemory:
         self.sequence[cells] = sequences
         self.position[cells] = positions
 
-    def remove(self, sequence: int, start: int = 0) -> None:
-        """Free the cells of a sequence from a position on."""
+    def remove(self, sequence: int, start: int = 0) -> int:
+        """Free the cells of a sequence from a position on.
+
+        Returns:
+            The number of tokens that stay.
+        """
         self.sequence[(self.sequence == sequence) & (self.position >= start)] = FREE
+        return int(np.count_nonzero(self.sequence == sequence))
+
+    def fits(self, needs: Mapping[int, int]) -> bool:
+        """Whether there are cells for some sequences, beside those that others hold.
+
+        Args:
+            needs: For the number of each sequence, the tokens that it has at most.
+        """
+        held = (self.sequence != FREE) & ~np.isin(self.sequence, list(needs))
+        return sum(needs.values()) + int(np.count_nonzero(held)) <= self.n_cells
 
     @property
     def n_used(self) -> int:

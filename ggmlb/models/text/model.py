@@ -19,12 +19,14 @@ from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import Decoder, Floats
+from ggmlb.models.text.decoder import AnyDecoder, Decoder, Floats
 from ggmlb.models.text.generation import Engine, Generation, Request
-from ggmlb.models.text.memory import KvMemory
+from ggmlb.models.text.memory import KvMemory, Memory
 from ggmlb.models.text.perplexity import Perplexity, perplexity
+from ggmlb.models.text.recurrent import RecurrentDecoder
 from ggmlb.models.text.sampling import Options, changed
 from ggmlb.models.text.session import Session
+from ggmlb.models.text.states import StateMemory
 from ggmlb.models.text.weights import Layout
 from ggmlb.models.weights import Source, Weights
 
@@ -61,8 +63,9 @@ class TextModel:
         gpu_layers: In place of `layers_on`: so many of the last layers, and the output, lie on the first
             device, the others on the second.
         n_ctx: Tokens of all sequences together whose keys and values are kept; by default what the model was
-            trained for, at most 4096.
-        kv_type: Type of keys and values: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`.
+            trained for, at most 4096. A recurrent model keeps states of 16 sequences, each of so many tokens.
+        kv_type: Type of keys and values: `"f16"`, `"q8_0"`, `"q4_0"` or `"f32"`. States of recurrent models
+            are f32.
         override_tensors: Other memory for some weights, by regular expression: `{"exps": "CPU"}` keeps
             experts on the CPU.
         threads: Threads that compute on processors; all by default.
@@ -114,9 +117,8 @@ class TextModel:
             for name, backend in opened.items():
                 weights |= self._placer.place(self._sources(layout, name), backend)
             layer_homes = [opened[self.homes[i]] for i in range(config.n_layer)]
-            memory = KvMemory(config, layer_homes, self.n_ctx, DType.parse(kv_type))
+            memory, decoder = self._memory(weights, layer_homes, DType.parse(kv_type))
             resources.callback(memory.free)
-            decoder = Decoder(config, weights, memory, self._backends)
             resources.callback(decoder.free)
             self._engine = Engine(decoder, memory)
             self._resources = resources.pop_all()
@@ -133,6 +135,16 @@ class TextModel:
         if self.homes[self.config.n_layer - 1] == device:
             sources |= layout.output
         return sources
+
+    def _memory(
+        self, weights: Mapping[str, Tensor], homes: Sequence[Backend], kv_type: DType
+    ) -> tuple[Memory, AnyDecoder]:
+        """What keeps earlier tokens, and what computes with it."""
+        if self.config.state is not None:
+            states = StateMemory(self.config.state, homes, self.n_ctx)
+            return states, RecurrentDecoder(self.config, weights, states, self._backends)
+        cells = KvMemory(self.config, homes, self.n_ctx, kv_type)
+        return cells, Decoder(self.config, weights, cells, self._backends)
 
     # -- facts ---------------------------------------------------------------------------------
 

@@ -26,10 +26,11 @@ FORMAT = "ggmlb state 1"
 class Session:
     """Generation for prompts with a common beginning, of which only the new tokens are computed.
 
-    Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only.
+    Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. A
+    recurrent model (Mamba) goes on only where the prompt begins with all tokens that are kept, and has more.
 
     Attributes:
-        tokens: Tokens whose keys and values are kept.
+        tokens: Tokens whose keys and values, or states, are kept.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Session:
         tokens = self._tokens_of(prompt)
         self._engine.check_fits(tokens)
         n_kept = min(len(tokens) - 1, _n_equal(self.tokens, tokens))
-        memory.remove(self._sequence, n_kept)
+        n_kept = memory.remove(self._sequence, n_kept)
         del self.tokens[n_kept:]
         request = self._engine.request(tokens, options, self._vocabulary(), self._sequence, n_kept)
         try:
@@ -74,8 +75,8 @@ class Session:
                 if on_token is not None and (piece := request.take()):
                     on_token(piece)
         finally:
-            self.tokens = request.tokens[: request.n_done]
-            memory.remove(self._sequence, request.n_done)  # of a batch that failed
+            n_kept = memory.remove(self._sequence, request.n_done)  # fewer, where a batch failed
+            self.tokens = request.tokens[:n_kept]
         return request.result
 
     def save_state(self, path: str | PathLike[str]) -> None:

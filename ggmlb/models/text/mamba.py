@@ -1,0 +1,164 @@
+"""MambaGraph: the graph of one step of a recurrent language model, from tokens to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Context, DType, Graph, Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.config import State, TextConfig
+    from ggmlb.models.text.states import StateMemory
+
+
+class MambaGraph:
+    """The graph for `n_tokens` more tokens of each of `n_sequences` sequences.
+
+    The slots of the sequences are inputs: one graph serves every step of its sizes.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names of the file.
+        memory: The states of each layer.
+        n_tokens: Tokens of each sequence; none fill up, because each changes the states.
+        n_sequences: Sequences, those that fill up included.
+        n_out: Tokens of all sequences whose logits are computed; 0 for none.
+
+    Attributes:
+        graph: What to compute.
+        ids: Input: token numbers, one sequence after the other, i32 `[n_tokens * n_sequences]`.
+        slots: Input: the slot of each sequence, i32 `[n_sequences]`.
+        chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are, or none.
+        logits: Output: f32 `[n_vocab, n_out]`; `None` where `n_out` is 0.
+        hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`; `None` where `n_out` is 0.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: StateMemory,
+        n_tokens: int,
+        n_sequences: int,
+        n_out: int,
+    ) -> None:
+        assert config.state is not None
+        self._eps = config.eps
+        self._state: State = config.state
+        self._weights = weights
+        self._sizes = (n_tokens, n_sequences)
+        self._ctx = ctx = Context()
+        n = n_tokens * n_sequences
+        self.graph = Graph()
+        self.ids = self._input("ids", n)
+        self.slots = self._input("slots", n_sequences)
+        self.chosen = self._input("chosen", n_out) if 0 < n_out < n else None
+        x = ctx.get_rows(weights["token_embd.weight"], self.ids)
+        for layer in range(config.n_layer):
+            y = self._mix(layer, self._norm(f"blk.{layer}.attn_norm.weight", x), memory)
+            if layer == config.n_layer - 1 and self.chosen is not None:
+                y, x = ctx.get_rows(y, self.chosen), ctx.get_rows(x, self.chosen)
+            x = ctx.add(y, x)
+            x.name = f"hidden_{layer + 1}"
+        self.hidden = self.logits = None
+        if n_out:
+            self.hidden = ctx.set_output(self._norm("output_norm.weight", x))
+            self.hidden.name = "hidden"
+            self.logits = ctx.set_output(ctx.mul_mat(weights["output.weight"], self.hidden))
+            self.logits.name = "logits"
+            self.graph.build_forward_expand(self.logits)
+
+    def set_inputs(
+        self, ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], chosen: npt.NDArray[np.int32]
+    ) -> None:
+        """Write the inputs."""
+        self.ids.set(ids)
+        self.slots.set(slots)
+        if self.chosen is not None:
+            self.chosen.set(chosen)
+
+    def _input(self, name: str, n: int) -> Tensor:
+        return self._ctx.set_input(self._ctx.new_tensor(DType.I32, (n,), name))
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return self._ctx.mul(self._ctx.rms_norm(x, self._eps), self._weights[name])
+
+    def _mix(self, layer: int, x: Tensor, memory: StateMemory) -> Tensor:
+        """Mix each token with the earlier ones of its sequence, by way of the layer's states.
+
+        Args:
+            layer: The layer.
+            x: Normalised hidden states, `[n_embd, n_tokens * n_sequences]`.
+            memory: States, which are replaced by those after the last token.
+
+        Returns:
+            Of the shape of `x`.
+        """
+        ctx, w, s, at = self._ctx, self._weights, self._state, f"blk.{layer}."
+        n_tokens, n_sequences = self._sizes
+        both = ctx.mul_mat(w[at + "ssm_in.weight"], x)
+        both = ctx.reshape_3d(both, 2 * s.n_inner, n_tokens, n_sequences)
+        halves = (
+            ctx.view_3d(
+                both, s.n_inner, n_tokens, n_sequences, both.nb[1], both.nb[2], i * s.n_inner * both.nb[0]
+            )
+            for i in range(2)
+        )
+        x, gate = halves
+        x = self._convolve(at, x, memory.convolved[layer])
+        y = ctx.add(self._scan(at, x, memory.scanned[layer]), ctx.mul(x, w[at + "ssm_d"]))
+        y = ctx.swiglu_split(ctx.cont(gate), y)
+        y = ctx.mul_mat(w[at + "ssm_out.weight"], ctx.reshape_2d(y, s.n_inner, n_tokens * n_sequences))
+        return y
+
+    def _convolve(self, at: str, x: Tensor, table: Tensor) -> Tensor:
+        """The convolution over each channel's last inputs, then silu: `[n_inner, n_tokens, n_sequences]`."""
+        ctx, w, s = self._ctx, self._weights, self._state
+        n_tokens, n_sequences = self._sizes
+        n_kept = s.n_conv - 1
+        kept = ctx.reshape_3d(ctx.get_rows(table, self.slots), n_kept, s.n_inner, n_sequences)
+        seen = ctx.concat(kept, ctx.cont(ctx.transpose(x)), 0)
+        last = ctx.view_3d(
+            seen, n_kept, s.n_inner, n_sequences, seen.nb[1], seen.nb[2], n_tokens * seen.nb[0]
+        )
+        self._keep(table, ctx.cont(last))
+        y = ctx.ssm_conv(seen, w[at + "ssm_conv1d.weight"])
+        return ctx.silu(ctx.add(y, w[at + "ssm_conv1d.bias"]))
+
+    def _scan(self, at: str, x: Tensor, table: Tensor) -> Tensor:
+        """The selective scan: `[n_inner, n_tokens, n_sequences]`."""
+        ctx, w, s = self._ctx, self._weights, self._state
+        n_tokens, n_sequences = self._sizes
+        flat = ctx.reshape_2d(x, s.n_inner, n_tokens * n_sequences)
+        found = ctx.mul_mat(w[at + "ssm_x.weight"], flat)
+        start = 0
+        parts = []
+        for n in (s.n_dt, s.n_state, s.n_state):
+            part = ctx.view_2d(found, n, found.ne[1], found.nb[1], start * found.nb[0])
+            parts.append(ctx.rms_norm(part, self._eps) if s.normalizes else part)
+            start += n
+        dt = ctx.mul_mat(w[at + "ssm_dt.weight"], ctx.cont(parts[0]))
+        dt = ctx.reshape_3d(ctx.add(dt, w[at + "ssm_dt.bias"]), s.n_inner, n_tokens, n_sequences)
+        b, c = (
+            ctx.view_4d(
+                part, s.n_state, 1, n_tokens, n_sequences,
+                part.ne[0] * part.nb[0], part.nb[1], n_tokens * part.nb[1],
+            )
+            for part in parts[1:]
+        )  # fmt: skip
+        states = ctx.reshape_4d(table, s.n_state, 1, s.n_inner, table.ne[1])
+        inputs = ctx.reshape_4d(x, 1, s.n_inner, n_tokens, n_sequences)
+        packed = ctx.ssm_scan(states, inputs, dt, w[at + "ssm_a"], b, c, self.slots)
+        n, element = s.n_inner * n_tokens * n_sequences, packed.nb[0]
+        row = table.ne[0]
+        self._keep(table, ctx.view_2d(packed, row, n_sequences, row * element, n * element))
+        return ctx.reshape_3d(ctx.view_1d(packed, n), s.n_inner, n_tokens, n_sequences)
+
+    def _keep(self, table: Tensor, states: Tensor) -> None:
+        """Write states into the slots of their sequences; nothing of the graph reads them afterwards."""
+        rows = self._ctx.reshape_2d(states, table.ne[0], self._sizes[1])
+        self.graph.build_forward_expand(self._ctx.set_rows(table, rows, self.slots))

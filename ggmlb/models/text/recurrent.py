@@ -1,0 +1,137 @@
+"""RecurrentDecoder: logits of batches of tokens of recurrent models, by cached graphs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ggmlb import Backend, Scheduler, Tensor
+from ggmlb.core.errors import ArgumentError
+from ggmlb.models.runs import Runs
+from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.decoder import Floats, Token
+from ggmlb.models.text.mamba import MambaGraph
+from ggmlb.models.text.states import StateMemory
+
+Sizes = tuple[int, int, int]
+"""Of a graph: tokens of a sequence, sequences, tokens whose logits are computed."""
+
+
+class RecurrentDecoder:
+    """Computes batches of tokens, and keeps the states after them.
+
+    A batch is computed in steps, each of equally many tokens of some sequences: powers of two, so that few
+    graphs serve all batches, though no token can fill one up.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names that the graph uses.
+        memory: Of states.
+        backends: Streams, highest priority first.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: StateMemory,
+        backends: Sequence[Backend],
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._memory = memory
+        self._runs: Runs[Sizes, MambaGraph] = Runs(backends)
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler of the last step, to see its splits and placement; `None` before the first."""
+        return None if self._runs.last is None else self._runs.last.scheduler
+
+    def decode(self, batch: Sequence[Token]) -> Floats:
+        """Compute a batch, and keep the states after it.
+
+        Args:
+            batch: At most `N_BATCH` tokens; those of a sequence in their order, each after the last.
+
+        Returns:
+            Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
+
+        Raises:
+            AllocationError: Too few slots are free, or a device lacks room; sequences of the batch are
+                forgotten.
+        """
+        return self._compute(batch, lambda graph: graph.logits)
+
+    def hidden(self, batch: Sequence[Token]) -> Floats:
+        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
+        return self._compute(batch, lambda graph: graph.hidden)
+
+    def _compute(self, batch: Sequence[Token], output: Callable[[MambaGraph], Tensor | None]) -> Floats:
+        left: dict[int, list[int]] = defaultdict(list)
+        for i, token in enumerate(batch):
+            left[token.sequence].append(i)
+        rows: dict[int, Floats] = {}
+        try:
+            for sequence, places in left.items():
+                self._begin(sequence, batch[places[0]].position)
+            while left:
+                n_tokens = 1 << (max(map(len, left.values())).bit_length() - 1)
+                step = {s: p[:n_tokens] for s, p in left.items() if len(p) >= n_tokens}
+                for sequence in step:
+                    del left[sequence][:n_tokens]
+                    if not left[sequence]:
+                        del left[sequence]
+                rows |= self._step(batch, step, output)
+        except BaseException:  # states have seen a part of the batch
+            for token in batch:
+                self._memory.remove(token.sequence)
+            raise
+        found = [rows[i] for i, token in enumerate(batch) if token.wants_logits]
+        return np.stack(found) if found else np.zeros((0, 0), np.float32)
+
+    def _begin(self, sequence: int, position: int) -> None:
+        if position != self._memory.length(sequence):
+            raise ArgumentError(
+                f"sequence {sequence} goes on at position {position}, but its states have seen "
+                f"{self._memory.length(sequence)} tokens"
+            )
+        self._memory.slot_of(sequence)
+
+    def _step(
+        self,
+        batch: Sequence[Token],
+        step: Mapping[int, Sequence[int]],
+        output: Callable[[MambaGraph], Tensor | None],
+    ) -> dict[int, Floats]:
+        """Compute equally many tokens of some sequences; return rows by their places in the batch."""
+        memory, config = self._memory, self._config
+        n_tokens = len(next(iter(step.values())))
+        n_sequences = 1 << (len(step) - 1).bit_length()
+        n = n_tokens * n_sequences
+        places = [i for found in step.values() for i in found]
+        ids = np.zeros(n, np.int32)
+        ids[: len(places)] = [batch[i].id for i in places]
+        slots = np.full(n_sequences, memory.spare, np.int32)
+        slots[: len(step)] = [memory.slot_of(sequence) for sequence in step]
+        wanted = [j for j, i in enumerate(places) if batch[i].wants_logits]
+        n_out = 0 if not wanted else 1 << (len(wanted) - 1).bit_length()
+        chosen = np.zeros(n_out, np.int32)
+        chosen[: len(wanted)] = wanted
+        sizes = (n_tokens, n_sequences, n_out)
+        run = self._runs.get(sizes, lambda: MambaGraph(config, self._weights, memory, *sizes))
+        run.built.set_inputs(ids, slots, chosen)
+        run.compute()
+        for sequence in step:
+            memory.advance(sequence, n_tokens)
+        found = output(run.built)
+        if found is None:
+            return {}
+        table = found.to_numpy().reshape(n_out, -1)
+        at = wanted if n_out == n else range(len(wanted))
+        return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}
+
+    def free(self) -> None:
+        """Free the memory of the graphs."""
+        self._runs.free()
