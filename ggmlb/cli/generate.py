@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.options import DevicesOption, LayersOption, device_names, layers_by_device
-from ggmlb.core.errors import ArgumentError, shown
+from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ggmlb.models import Generation, TextModel
@@ -137,9 +136,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def write_piece(piece: str) -> None:
-    """Print a piece of text at once, that no terminal obeys."""
-    sys.stdout.write(shown(piece))
-    sys.stdout.flush()
+    """Print a piece of text at once, with escaped control characters."""
+    plain.echo(piece, end="")
 
 
 def _as_json(model: TextModel, result: Generation) -> dict[str, Any]:

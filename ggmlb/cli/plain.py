@@ -18,9 +18,9 @@ Found = tuple[str, "DeviceProps"]
 """The backend's name, and a device of it."""
 
 
-def echo(text: str, stream: TextIO | None = None) -> None:
-    """Print lines with escaped control characters, by default on standard output."""
-    print(shown(text), file=stream)
+def echo(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
+    """Print lines with escaped control characters, by default on standard output; at once without `end`."""
+    print(shown(text), file=stream, end=end, flush=not end)
 
 
 def drop_output() -> None:

@@ -140,7 +140,7 @@ def test_schedulers_and_traces() -> None:
         assert "OpenCL0: computations" in text and "host" in text and " us" in text
 
 
-def test_all_that_notebooks_show_passes_the_sanitizer() -> None:
+def test_all_that_notebooks_show_passes_the_sanitizer(tmp_path: Path) -> None:
     classes = {
         node.name
         for path in Path(ggmlb.__file__).parent.rglob("*.py")
@@ -150,12 +150,14 @@ def test_all_that_notebooks_show_passes_the_sanitizer() -> None:
     }
     ctx = Context()
     x = ctx.from_array([1.0, 2.0, 3.0])
+    ggmlb.save_gguf(tmp_path / "x.gguf", {"general.name": "<x>"}, {"x": x})
+    file = ggmlb.open_gguf(tmp_path / "x.gguf")
     graph = Graph().build_forward_expand(ctx.sqr(x))
     with ggmlb.init_by_name("CPU") as cpu, ggmlb.Scheduler([cpu]) as scheduler:
         scheduler.alloc_graph(graph)
         with scheduler.trace() as trace:
             scheduler.graph_compute(graph)
-        things = (ctx, x, graph, cpu.device, x.buffer, ggmlb.devices(), scheduler, trace)
+        things = (ctx, x, graph, cpu.device, x.buffer, ggmlb.devices(), scheduler, trace, file)
         for thing in things:
             shown(thing)
     found = {t.__name__ for thing in things for t in type(thing).__mro__ if "_repr_html_" in vars(t)}
