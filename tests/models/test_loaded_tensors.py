@@ -64,6 +64,17 @@ def test_some_tensors_on_a_stream_or_in_memory_of_a_kind(file: GgufFile) -> None
             assert not tensors
 
 
+def test_tensors_that_are_not_aligned_are_copied(tmp_path: Path) -> None:
+    given = {"a": X[0, :2], "b": X[0], "c": X[1]}
+    file = ggmlb.open_gguf(write_gguf(tmp_path / "m.gguf", {}, given, alignment=8))
+    is_aligned = {name: tensor.offset % 32 == 0 for name, tensor in file.items()}
+    assert set(is_aligned.values()) == {True, False}
+    with ggmlb.init_by_name("LLVM") as stream, file.load(stream) as tensors:
+        for name, tensor in tensors.items():
+            assert tensor.to_numpy().tolist() == given[name].tolist()
+            assert tensor.buffer.name == ("CPU_Mapped" if is_aligned[name] else "CPU")
+
+
 def test_memory_is_freed(file: GgufFile) -> None:
     with file.load(ggmlb.device_by_name("CPU")) as tensors:
         w = tensors["w"]
