@@ -64,6 +64,62 @@ def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> N
     assert np.abs(found - expected).max() < 2e-2
 
 
+KV_MEANS = {"f32": 1e-4, "f16": 2e-3, "q8_0": 0.03, "q4_0": 0.4}
+"""Bounds of the mean distance of log-probabilities from those with keys and values in f32."""
+
+
+@pytest.mark.parametrize("kv_type", KV_MEANS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_types_of_keys_and_values(models: Callable[..., Path], kind: str, kv_type: str) -> None:
+    """Each rounds as its blocks do, and alike on every device."""
+    with TextModel(models(kind), ["CPU"], n_ctx=64, kv_type="f32") as model:
+        exact = log_probs(model.logits(PROMPT))
+    with TextModel(models(kind), ["CPU"], n_ctx=64, kv_type=kv_type) as model:
+        expected = log_probs(model.logits(PROMPT))
+    assert np.abs(expected - exact).mean() < KV_MEANS[kv_type]
+    for device in DEVICES:
+        with TextModel(models(kind), [device, "CPU"], n_ctx=64, kv_type=kv_type) as model:
+            found = log_probs(model.logits(PROMPT))
+        assert np.abs(found - expected).mean() < KV_MEANS[kv_type] / 10 + 1e-3
+
+
+def test_types_of_keys_and_values_that_are_wrong(models: Callable[..., Path]) -> None:
+    with pytest.raises(ArgumentError, match=r"q4_k has blocks of 256 elements; a head .* has 64: take f16"):
+        TextModel(models(), ["CPU"], n_ctx=64, kv_type="q4_K")
+    with pytest.raises(ggmlb.DTypeError, match="q99"):
+        TextModel(models(), ["CPU"], n_ctx=64, kv_type="q99")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gpu_layers_are_the_last_ones(models: Callable[..., Path], device: str) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    for n, on_device in ((0, set()), (2, {1, 2}), (99, {0, 1, 2})):
+        with TextModel(models(), [device, "CPU"], gpu_layers=n, n_ctx=64) as model:
+            assert {layer for layer, home in model.homes.items() if home == device} == on_device
+            assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
+    with pytest.raises(ArgumentError, match="give one of them"):
+        TextModel(models(), [device, "CPU"], gpu_layers=1, layers_on={device: "0"})
+    with pytest.raises(ArgumentError, match="gpu_layers is -1"):
+        TextModel(models(), [device, "CPU"], gpu_layers=-1)
+
+
+@pytest.mark.skipif("OpenCL0" not in DEVICES, reason="LLVM computes in the CPU's memory: nothing is moved")
+@pytest.mark.parametrize("kind", ["llama-experts", "qwen3moe"])
+def test_experts_stay_on_the_cpu(models: Callable[..., Path], kind: str) -> None:
+    with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT[:1]))
+    with TextModel(models(kind), ["OpenCL0", "CPU"], n_ctx=64, override_tensors={"exps": "CPU"}) as model:
+        found = log_probs(model.logits(PROMPT[:1]))
+        assert model.scheduler is not None
+        placed = {(p.op, p.device) for p in model.scheduler.placement}
+    assert ("MUL_MAT_ID", "CPU") in placed and ("MUL_MAT_ID", "OpenCL0") not in placed
+    assert ("MUL_MAT", "OpenCL0") in placed
+    assert np.abs(found - expected).max() < 2e-2
+    with pytest.raises(ArgumentError, match=r"'exps' is for 'CUDA7'; the devices are CPU"):
+        TextModel(models(kind), ["CPU"], override_tensors={"exps": "CUDA7"})
+
+
 def test_the_same_seed_gives_the_same_text(models: Callable[..., Path]) -> None:
     with TextModel(models(), ["CPU"], n_ctx=64) as model:
         first = model.generate(PROMPT, max_tokens=12, seed=7, temperature=1.5, top_k=0, top_p=1, min_p=0)

@@ -1,0 +1,45 @@
+"""Text models through the CUDA backend on the played driver: layers on two cards and the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.processes import python
+from tests.support.text_models import write_text_model
+
+PROGRAM = """
+import sys
+import numpy as np
+import ggmlb.backends.cuda
+from tests.support.host_driver import HostDriver
+driver = HostDriver(n_devices=2)
+ggmlb.backends.cuda.load_driver = lambda: driver
+from ggmlb.models import TextModel
+prompt = [1, *(260 + (7 * i) % 55 for i in range(9))]
+path, found = sys.argv[1:]
+on_cards = {"devices": ["CUDA0", "CUDA1", "CPU"], "layers_on": {"CUDA0": "0", "CUDA1": "1"}}
+logits, texts = [], []
+for options in ({"devices": ["CPU"]}, on_cards):
+    with TextModel(path, n_ctx=64, **options) as model:
+        logits.append(model.logits(prompt))
+        texts.append(model.generate(prompt, max_tokens=6, temperature=0, ignore_eos=True).tokens)
+        devices = {p.device for p in model.scheduler.placement}
+assert devices == {"CUDA0", "CUDA1", "CPU"}, devices
+assert driver.counts["replay"] > 0, driver.counts
+np.savez(found, logits=np.array(logits), texts=np.array(texts))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_layers_on_two_cards_and_the_cpu(tmp_path: Path, kind: str) -> None:
+    path, file = write_text_model(tmp_path / "model.gguf", kind), tmp_path / "found.npz"
+    done = python("-c", PROGRAM, str(path), str(file))
+    assert done.returncode == 0, done.stderr
+    with np.load(file) as found:
+        expected, logits = found["logits"]
+        assert np.abs(logits - expected).max() < 2e-2
+        assert np.array_equal(*found["texts"])
