@@ -25,9 +25,10 @@ _ASCII: Final = {
     "P": r"!-#%-*,-/:;?@\[-\]_{}", "S": r"$+<=>\^`|~",
 }  # fmt: skip
 
-_STAND_INS: Final = dict(
-    zip(("Lu", "Ll", "Lt", "Lm", "Lo", "N", "P", "M", "S"), map(chr, range(0xE000, 0xE009)), strict=True)
-)
+_CATEGORIES: Final = ("Lu", "Ll", "Lt", "Lm", "LoHan", "LoRest", "N", "P", "M", "S")
+"""Unicode's, but `Lo` in two: Chinese characters and the rest."""
+
+_STAND_INS: Final = {name: chr(0xE000 + i) for i, name in enumerate(_CATEGORIES)}
 """The character that stands for each category, from a private area of Unicode."""
 
 _OTHER: Final = "\ue0ff"
@@ -45,6 +46,9 @@ class _ShortForm(dict[int, str]):
         character = chr(code)
         category = unicodedata.category(character)
         is_kept = code < 128 or is_space(character)
+        if category == "Lo":
+            is_chinese = unicodedata.name(character, "").startswith(("CJK UNIFIED", "CJK COMPATIBILITY"))
+            category = "LoHan" if is_chinese else "LoRest"
         found = character if is_kept else _STAND_INS.get(category) or _STAND_INS.get(category[0], _OTHER)
         self[code] = found
         return found
@@ -62,7 +66,10 @@ _PARTS: Final = re.compile(r"\\p\{(?P<category>\w+)\}|\\[sS]|\\.|.", re.DOTALL)
 
 
 def _members(category: str) -> str:
-    """Return the characters of a category as members of a bracket: ASCII, and what stands for the others."""
+    """Return a category as members of a bracket: its ASCII characters, and what stands for the others.
+
+    A name stands for all categories that begin with it, as in Unicode: `L` for all letters.
+    """
     return "".join(
         _ASCII.get(name, "") + stand_in for name, stand_in in _STAND_INS.items() if name.startswith(category)
     )
@@ -101,12 +108,12 @@ def _gpt4(digits: str, suffixes: str = _SUFFIXES + "|", letters: str = r"\p{L}")
     return rf"{suffixes}{word}|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_SPACE_RUNS}"
 
 
-def _gpt4o(digits: str, suffixes: str) -> str:
+def _gpt4o(digits: str, suffixes: str, caseless: str = r"\p{Lm}\p{Lo}\p{M}", ends: str = r"\r\n/") -> str:
     """Return the expression of GPT-4o (`o200k_base`): words also end where upper case begins."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    upper, lower = rf"[\p{{Lu}}\p{{Lt}}{caseless}]", rf"[\p{{Ll}}{caseless}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{upper}*{lower}+{suffixes}|{before}{upper}+{lower}*{suffixes}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE_RUNS}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{ends}]*|{_SPACE_RUNS}"
 
 
 _LLAMA3: Final = _gpt4(r"\p{N}{1,3}")
@@ -224,6 +231,10 @@ def _table() -> dict[str, PreTokenizer]:
         "gpt-4o llama4 kanana2 talkie minimax-m2": of(_GPT4O),
         "granite-embed-multi-97m": of(_GPT4O, ignores_merges=True),
         "tekken": of(_gpt4o(r"\p{N}", ""), ignores_merges=True, adds_bos=True),
+        "kimi-k2": of(
+            r"\p{LoHan}+|"
+            + _gpt4o(r"\p{N}{1,3}", _SUFFIXES + "?", r"\p{Lm}\p{LoRest}\p{M}", r"\r\n")
+        ),
         "tiny_aya cohere2moe": of(*_DIGITS_FROM_RIGHT, _GPT4O),
         "youtu": of(
             r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
