@@ -115,6 +115,18 @@ def test_random_models(folder: Path, kind: str, dtype: str, place: str) -> None:
     check(path, random_sequences(), place, is_float=dtype in ("f16", "f32"))
 
 
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_types_of_keys_and_values(folder: Path, kind: str, kv_type: str) -> None:
+    needs("LLVM")
+    path, sequences = write_text_model(folder / f"{kind}-{kv_type}-kept.gguf", kind), random_sequences()
+    expected = float32_log_probs(path, sequences)
+    found = our_log_probs(path, sequences, kv_type=kv_type, **PLACES["LLVM"])
+    theirs = llama_cpp_log_probs(path, sequences, N_VOCAB, ggmlb.DType.parse(kv_type))
+    ours, peers = (np.nanmean(distances(x, expected)) for x in (found, theirs))
+    assert ours <= MOST_OF_PEER * peers
+
+
 def smollm2(folder: Path) -> Path:
     try:
         return default_text_model()

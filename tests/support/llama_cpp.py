@@ -1,7 +1,7 @@
 """Log-probabilities by llama.cpp (xllamacpp), and by our devices, for the same forced tokens.
 
 llama.cpp logs to standard output and may end the process, so it runs as a process of its own:
-`python -m tests.support.llama_cpp FILE` with the sequences on standard input.
+`python -m tests.support.llama_cpp FILE KV_TYPE` with the sequences on standard input.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb import DType
 from ggmlb.models import TextModel
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,9 @@ N_CTX = 128
 Floats = npt.NDArray[np.float64]
 
 
-def llama_cpp_log_probs(path: Path, sequences: Sequence[Sequence[int]], n_vocab: int) -> Floats:
+def llama_cpp_log_probs(
+    path: Path, sequences: Sequence[Sequence[int]], n_vocab: int, kv_type: DType = DType.F16
+) -> Floats:
     """Return llama.cpp's log-probabilities before each forced token; NaN for those that it does not tell.
 
     Returns:
@@ -45,7 +48,7 @@ def llama_cpp_log_probs(path: Path, sequences: Sequence[Sequence[int]], n_vocab:
         RuntimeError: llama.cpp ended without a result; carries the end of its log.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.llama_cpp", str(path)],
+        [sys.executable, "-m", "tests.support.llama_cpp", str(path), str(int(kv_type))],
         input=json.dumps([list(map(int, s)) for s in sequences]),
         capture_output=True,
         text=True,
@@ -126,12 +129,13 @@ def n_disagreeing(found: Floats, llama_cpp: Floats, reference: Floats, least: fl
     return int((is_sure & (theirs != found.argmax(axis=-1))).sum())
 
 
-def _main(path: str, sequences: Sequence[Sequence[int]]) -> None:
+def _main(path: str, kv_type: int, sequences: Sequence[Sequence[int]]) -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_ctx = N_CTX
+    params.cache_type_k = params.cache_type_v = kv_type
     params.n_parallel = 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
     params.warmup = False
@@ -158,4 +162,4 @@ def _main(path: str, sequences: Sequence[Sequence[int]]) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], json.load(sys.stdin))
+    _main(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin))
