@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -64,6 +67,9 @@ class World:
     """Something of every public class, and for each parameter something that fits it."""
 
     def __init__(self, stack: ExitStack) -> None:
+        folder = stack.enter_context(TemporaryDirectory())
+        stack.callback(os.chdir, Path.cwd())
+        os.chdir(folder)  # what is given as a path may be written to
         cpu = self.backend = stack.enter_context(ggmlb.init_by_name("CPU", {"n_threads": 1}))
         self.device = cpu.device
         weights = self.weights = ggmlb.Context()
@@ -158,6 +164,9 @@ BY_NAME: dict[tuple[str, str], Callable[[World], Any]] = {
     ("device_by_name", "name"): lambda w: "CPU",
     ("init_by_name", "name"): lambda w: "CPU",
     ("reg_by_name", "name"): lambda w: "CPU",
+    ("save_gguf", "path"): lambda w: "m.gguf",
+    ("save_gguf", "metadata"): lambda w: {"general.architecture": "x"},
+    ("save_gguf", "tensors"): lambda w: {"w": np.zeros(4, np.float32)},
     ("load", "where"): lambda w: "ggmlb.backends.cpu",
     ("load_all_from_path", "folder"): lambda w: "/nowhere",
     ("alloc_graph", "graph"): lambda w: w.graph,

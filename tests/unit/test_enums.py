@@ -51,7 +51,11 @@ RECORDS = {
 }
 """Arguments that no user gives."""
 
-ELSEWHERE = {"BertEmbedder.weight_type": "tests/models/test_embedder.py"}
+ELSEWHERE = {
+    "BertEmbedder.weight_type": "tests/models/test_embedder.py",
+    "Tensor.set_array.dtype": "tests/unit/test_arrays.py",
+    "TextModel.kv_type": "tests/models/test_text_model.py",
+}
 """Arguments whose test needs more than a context; the file named there tests them."""
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.errors import ArgumentError, DTypeError, ShapeError, kind_of
+from ggmlb.core.errors import ArgumentError, DTypeError, ModelError, ShapeError, kind_of
 from ggmlb.core.tensor import Tensor
 from ggmlb.models.gguf.metadata import Kind, Metadata, Raw
 from ggmlb.models.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME
@@ -95,6 +95,8 @@ def save_gguf(
         header += pack(f"<I{n_dims}QIQ", n_dims, *entry.ne, entry.dtype, offset)
         offset += entry.nbytes + -entry.nbytes % alignment
     header += bytes(-len(header) % alignment)
+    if not path.name:
+        raise ModelError(f"cannot write {path}: it names no file; give one, as model.gguf")
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with failing(f"cannot write {path}", OSError, cure="free space, or choose another folder"):
