@@ -37,6 +37,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
         "ssm.time_step_rank": N_DT,
     },
+    "mamba-norms": {
+        "ssm.conv_kernel": N_CONV, "ssm.inner_size": N_INNER, "ssm.state_size": N_STATE,
+        "ssm.time_step_rank": N_DT, "ssm.dt_b_c_rms": True,
+    },
 }  # fmt: skip
 """Metadata beyond the sizes of each kind of model; a kind is an architecture and a variant of it."""
 
