@@ -139,6 +139,24 @@ def test_sequences_that_take_turns_do_not_see_each_other(models: Callable[..., P
         assert np.allclose([p for _, p in one.logprobs], [p for _, p in other.logprobs], atol=2e-3)
 
 
+def test_sessions_keep_their_room(models: Callable[..., Path]) -> None:
+    """Others wait for the room that is left; a session that found none has kept nothing."""
+    options = Options(max_tokens=6, temperature=0, ignore_eos=True)
+    prompts = [PROMPT[:5], PROMPT[3:9], PROMPT[6:11]]
+    with TextModel(models(), ["CPU"], n_ctx=36) as model:
+        alone = [model.generate(prompt, options).tokens for prompt in prompts]
+        session, other = model.session(), model.session()
+        session.generate(PROMPT[:15], options)
+        assert [found.tokens for found in model.generate_many(prompts, options)] == alone
+        with pytest.raises(ggmlb.AllocationError, match="end other sequences"):
+            other.generate(PROMPT[:18], options)
+        assert other.tokens == []
+        session.close()
+        assert other.generate(PROMPT[:18], options).tokens == model_alone(
+            models("llama"), PROMPT[:18], options
+        )
+
+
 def test_states_of_a_prompt_longer_than_a_batch(models: Callable[..., Path]) -> None:
     prompt = (PROMPT * 26)[:531]
     with TextModel(models("mamba"), ["CPU"], n_ctx=600) as model:
@@ -168,11 +186,13 @@ def test_recurrent_sequences_share_slots(models: Callable[..., Path]) -> None:
             more[2].generate([1], options)
         assert more[2].tokens == []
         more[0].close()
-        assert more[2].generate(PROMPT[:4], options).tokens == model_alone(models, PROMPT[:4], options)
+        assert more[2].generate(PROMPT[:4], options).tokens == model_alone(
+            models("mamba"), PROMPT[:4], options
+        )
 
 
-def model_alone(models: Callable[..., Path], prompt: list[int], options: Options) -> list[int]:
-    with TextModel(models("mamba"), ["CPU"], n_ctx=64) as model:
+def model_alone(path: Path, prompt: list[int], options: Options) -> list[int]:
+    with TextModel(path, ["CPU"], n_ctx=64) as model:
         return model.generate(prompt, options).tokens
 
 
