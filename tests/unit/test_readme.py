@@ -41,14 +41,18 @@ def test_the_short_way_gives_the_same_values(tmp_path: Path) -> None:
     assert told.endswith("True\n")
 
 
+def test_the_text_example_runs(tmp_path: Path) -> None:
+    assert len(run(PYTHON[2], tmp_path).split()) >= 4
+
+
 def test_the_embedding_example_runs(tmp_path: Path) -> None:
-    similar = [float(number) for number in re.findall(r"-?\d+\.\d*", run(PYTHON[2], tmp_path))]
+    similar = [float(number) for number in re.findall(r"-?\d+\.\d*", run(PYTHON[3], tmp_path))]
     assert similar[0] == pytest.approx(1, abs=1e-5)
     assert similar[1] > 0.5 > similar[2]
 
 
 def test_there_is_no_other_python() -> None:
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 4
 
 
 def run(program: str, folder: Path) -> str:
