@@ -16,7 +16,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -92,8 +92,14 @@ def play(name: str, path: str, threads: int, pipe: Connection) -> None:
     pipe.send(None)
     while (task := pipe.recv()) is not None:
         found = model.run(*task)
-        pipe.send((*found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+        pipe.send((*found, peak_nbytes()))
     os._exit(0)  # llama.cpp may wait for its threads
+
+
+def peak_nbytes() -> float:
+    """The greatest resident memory of this process; `getrusage` would tell the parent's, if that was more."""
+    status = Path("/proc/self/status").read_text()
+    return 1024.0 * int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0])
 
 
 def read_bandwidth(threads: int) -> float:

@@ -125,6 +125,6 @@ def test_a_pocl_that_cannot_write_its_cache_is_told_with_what_to_do(
     tmp_path: Path, only_pocl: dict[str, str]
 ) -> None:
     (file := tmp_path / "file").touch()
-    code = "EXPECTED = 'set POCL_CACHE_DIR to a folder'\n" + LAZY
+    code = "EXPECTED = 'set POCL_CACHE_DIR to a writable folder'\n" + LAZY
     for unwritable in ({"POCL_CACHE_DIR": str(file / "pocl")}, {"HOME": str(file), "XDG_CACHE_HOME": ""}):
         finish(start(code, **{"POCL_CACHE_DIR": "", **only_pocl, **unwritable}))
