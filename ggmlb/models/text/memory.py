@@ -197,10 +197,6 @@ class KvMemory:
                 tensor.set(row, cell * tensor.nb[1])
         self.occupy(cells, np.full(positions.size, sequence, np.int32), positions)
 
-    def clear(self) -> None:
-        """Free all cells."""
-        self.sequence[:] = FREE
-
     def free(self) -> None:
         """Free the memory."""
         self._buffers.close()

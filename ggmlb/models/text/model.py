@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from functools import cached_property
 from os import PathLike
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ggmlb import Backend, BufferType, DType, Scheduler, SplitState, Tensor
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
-from ggmlb.models.devices import device_names, memory_overrides, open_device
+from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
@@ -31,8 +30,6 @@ from ggmlb.models.text.weights import Layout
 from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from ggmlb.models.gguf.chat import ChatTemplate
 
 N_CTX = 4096
@@ -48,7 +45,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token numbers, or the messages of a chat."""
 
 
-class TextModel:
+class TextModel(ModelOnDevices):
     """Generates text with a GGUF model.
 
     The weights of each layer lie in the memory of its device, and each layer runs where its weights are. A
@@ -105,7 +102,6 @@ class TextModel:
         self.n_ctx = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
         if self.n_ctx < 1:
             raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
-        self.is_freed = False
         with ExitStack() as resources:
             opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
             self._backends = tuple(opened.values())
@@ -147,11 +143,6 @@ class TextModel:
         return cells, Decoder(self.config, weights, cells, self._backends)
 
     # -- facts ---------------------------------------------------------------------------------
-
-    @property
-    def backends(self) -> tuple[Backend, ...]:
-        """The streams in use, highest priority first."""
-        return self._backends
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -323,21 +314,6 @@ class TextModel:
         if self.is_freed:
             raise FreedError(f"{call}: this model was closed")
         self._placer.check_mapped()
-
-    # -- end -----------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Free all memory and the streams; closing again does nothing."""
-        self.is_freed = True
-        self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _layers_on(
