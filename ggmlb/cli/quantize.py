@@ -21,7 +21,14 @@ def quantize(
     model: Annotated[Path, typer.Argument(metavar="IN", help="GGUF file; of a split model, the first part.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new file.")],
     to: Annotated[
-        str, typer.Option("--type", "-t", metavar="TYPE", help="Type of the matrices, as q4_K, q8_0 or f16.")
+        str,
+        typer.Option(
+            "--type",
+            "-t",
+            metavar="TYPE",
+            help="Type of the matrices, as q4_K, q8_0 or f16; or a mixture of llama.cpp's: q4_K_M, q4_K_S, "
+            "q5_K_M, q5_K_S, q3_K_L, q3_K_M, q3_K_S or q2_K_S.",
+        ),
     ],
     rule: Annotated[
         list[str] | None,
@@ -33,7 +40,9 @@ def quantize(
     ] = None,
     pure: Annotated[
         bool,
-        typer.Option("--pure", help="Give the output matrix the same type; it gets at least q6_K otherwise."),
+        typer.Option(
+            "--pure", help="One type for all matrices, the output too, which gets at least q6_K otherwise."
+        ),
     ] = False,
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Convert tensors that are quantised already too.")
@@ -48,7 +57,7 @@ def quantize(
     blocks, and are listed.
 
     Examples:
-      ggmlb quantize model-f16.gguf model-q4_K.gguf --type q4_K
+      ggmlb quantize model-f16.gguf model-q4_K_M.gguf --type q4_K_M
       ggmlb quantize model-f16.gguf out.gguf --type q4_0 --rule 'ffn_down=q6_K' --rule 'attn_v=q8_0'
     """
     from ggmlb import open_gguf

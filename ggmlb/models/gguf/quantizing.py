@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ggmlb.core.dtypes import DType
 from ggmlb.core.errors import ArgumentError, DTypeError, ModelError
 from ggmlb.models.filling import converted, slices
+from ggmlb.models.gguf.mixtures import MIXTURES, Mixture, Place
 from ggmlb.models.gguf.reader import GgufFile, GgufTensor
 from ggmlb.models.gguf.writer import save_gguf
 from ggmlb.models.mapped_file import FLOATS
@@ -55,6 +56,8 @@ FILE_TYPES: Final = {
 GUESSED: Final = 1024
 """`general.file_type` of types that have no number."""
 
+LAYER: Final = re.compile(r"^blk\.(\d+)\.")
+
 
 class Change(NamedTuple):
     """A tensor of the new file.
@@ -86,15 +89,15 @@ def quantize_gguf(
     """Write a model with its matrices in another type.
 
     Norms, tensors of one dimension and a few small matrices (`KEPT`) keep their type. The output matrix, or
-    the token embeddings if they are the output matrix too, gets at least Q6_K. Rows that are not whole blocks
-    get a type of smaller blocks.
+    the token embeddings if they are the output matrix too, gets at least Q6_K. A mixture (`MIXTURES`) gives
+    some matrices of some layers another type. Rows that are not whole blocks get a type of smaller blocks.
 
     Args:
         source: The model; a split model becomes one file.
         path: The new file.
-        dtype: The type of matrices.
+        dtype: The type of matrices, or the name of a mixture, as `"q4_K_M"`.
         rules: Types of some tensors by regular expression; the first that is found in the name decides.
-        pure: Whether the output matrix gets `dtype` too.
+        pure: Whether all matrices, the output too, get `dtype`, or the type that most of a mixture has.
         requantize: Whether to convert tensors that are quantised, which loses more than from floating point.
         n_threads: Number of threads.
         progress: Called with the bytes that are done.
@@ -105,12 +108,13 @@ def quantize_gguf(
     Raises:
         ArgumentError: A rule is no regular expression, or matches no tensor; or less than one thread.
         DTypeError: No such type, or one that cannot be written.
-        ModelError: A tensor is quantised, and `requantize` is false; or the file cannot be written.
+        ModelError: A tensor is quantised, and `requantize` is false; metadata that a mixture asks for is
+            missing; or the file cannot be written.
 
     Source: llama_model_quantize.
     """
-    to = _writable(dtype)
-    changes = _plan(source, to, {pattern: _writable(t) for pattern, t in (rules or {}).items()}, pure)
+    to = _mixture(dtype)
+    changes = plan_types(source, to, {pattern: _writable(t) for pattern, t in (rules or {}).items()}, pure)
     if n_threads < 1:
         raise ArgumentError(f"quantize_gguf: n_threads is {n_threads}; give 1 or more")
     if not requantize:
@@ -124,7 +128,7 @@ def quantize_gguf(
     with suppress(OSError):
         if any(os.path.samefile(path, part.path) for part in source.parts):
             raise ArgumentError(f"quantize_gguf: {path} is the model that is read; give another name")
-    changed = {"general.file_type": np.uint32(FILE_TYPES.get(to, GUESSED))}
+    changed = {"general.file_type": np.uint32(to.file_type)}
     if any(new.is_quantized for _, new, _, _ in changes):
         changed["general.quantization_version"] = np.uint32(VERSION)
     metadata = source.metadata | changed
@@ -141,16 +145,29 @@ def quantize_gguf(
     return changes
 
 
+def _mixture(dtype: DType | str) -> Mixture:
+    """Return a mixture by its name, or one of a single type."""
+    if isinstance(dtype, str) and dtype.upper() in MIXTURES:
+        return MIXTURES[dtype.upper()]
+    to = _writable(dtype)
+    return Mixture(to, FILE_TYPES.get(to, GUESSED))
+
+
 def _writable(dtype: DType | str) -> DType:
     dtype = DType.parse(dtype)
     if dtype not in FILE_TYPES and dtype is not DType.Q2_0:
-        names = ", ".join(t.name.lower() for t in FILE_TYPES)
+        names = ", ".join((*(t.name.lower() for t in FILE_TYPES), *map(str.lower, MIXTURES)))
         raise DTypeError(f"quantize_gguf: {dtype.name} is no type to store weights in; use {names}")
     return dtype
 
 
-def _plan(source: GgufFile, to: DType, rules: Mapping[str, DType], pure: bool) -> list[Change]:
-    """Choose the types of all tensors."""
+def plan_types(source: GgufFile, to: Mixture, rules: Mapping[str, DType], pure: bool = False) -> list[Change]:
+    """Choose the types of all tensors, as `quantize_gguf` tells.
+
+    Raises:
+        ArgumentError: A rule is no regular expression, or matches no tensor.
+        ModelError: Metadata that a mixture asks for is missing.
+    """
     patterns = []
     for pattern, dtype in rules.items():
         try:
@@ -164,9 +181,14 @@ def _plan(source: GgufFile, to: DType, rules: Mapping[str, DType], pure: bool) -
     for name, tensor in source.items():
         wanted = next((dtype for pattern, dtype in patterns if pattern.search(name)), None)
         if wanted is None:
-            wanted = tensor.dtype if _is_kept(tensor) else to
-            if name == output and not pure and wanted is to and _bits(to) < _bits(DType.Q6_K):
-                wanted = DType.Q6_K
+            if _is_kept(tensor):
+                wanted = tensor.dtype
+            elif pure:
+                wanted = to.dtype
+            elif name == output:
+                wanted = max(to.dtype, DType.Q6_K, key=_bits)
+            else:
+                wanted = _by_layer(source, to, name)
         found = _fitting(tensor, wanted)
         note = ""
         if found is not wanted:
@@ -177,6 +199,19 @@ def _plan(source: GgufFile, to: DType, rules: Mapping[str, DType], pure: bool) -
         n_rows = tensor.nbytes // max(tensor.dtype.row_size(tensor.ne[0]), 1)
         changes.append(Change(tensor, found, n_rows * found.row_size(tensor.ne[0]), note))
     return changes
+
+
+def _by_layer(source: GgufFile, to: Mixture, name: str) -> DType:
+    """The type that a mixture gives to a matrix."""
+    layer = LAYER.match(name)
+    if layer is None or not to.rules:
+        return to.dtype
+    meta = source.metadata
+    arch = meta.text("general.architecture")
+    heads = meta.integer(f"{arch}.attention.head_count", 0)
+    shared = heads // max(1, meta.integer(f"{arch}.attention.head_count_kv", heads))
+    n_layer, n_expert = meta.integer(f"{arch}.block_count"), meta.integer(f"{arch}.expert_count", 0)
+    return to.type_of(name, Place(int(layer[1]), n_layer, n_expert, shared))
 
 
 def _is_kept(tensor: GgufTensor) -> bool:
