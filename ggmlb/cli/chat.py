@@ -18,6 +18,7 @@ from ggmlb.cli.generate import (
     SeedOption,
     TemperatureOption,
     ThreadsOption,
+    UbatchOption,
     open_model,
     write_piece,
 )
@@ -39,6 +40,7 @@ def chat(
     kv_type: KvOption = "f16",
     override: OverrideOption = None,
     threads: ThreadsOption = None,
+    ubatch: UbatchOption = None,
 ) -> None:
     """Talk with a GGUF model; what was said is computed once.
 
@@ -48,7 +50,7 @@ def chat(
     """
     with suppress(ImportError):
         import readline  # noqa: F401 (gives `input` line editing)
-    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads) as opened:
+    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch) as opened:
         session = opened.session()
         first = [] if system is None else [{"role": "system", "content": system}]
         messages: list[Any] = list(first)

@@ -36,6 +36,12 @@ OverrideOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", "-t", help="Threads on processors; all by default.", min=1)
 ]
+UbatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ubatch", help="Tokens that devices pass on in a pipeline, 1 to 512; no pipeline by default.", min=1
+    ),
+]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the random numbers.")]
 
@@ -49,6 +55,7 @@ def open_model(
     kv_type: str,
     override: list[str] | None,
     threads: int | None,
+    ubatch: int | None = None,
 ) -> TextModel:
     """Open a model as the options say.
 
@@ -65,7 +72,8 @@ def open_model(
             raise ArgumentError(f"--override {option}: give REGEX=DEVICE, as 'exps=CPU'")
         overrides[pattern] = device
     names = None if devices is None else device_names(devices)
-    return TextModel(model, names, layers_by_device(layers_on), gpu_layers, ctx, kv_type, overrides, threads)
+    layers = layers_by_device(layers_on)
+    return TextModel(model, names, layers, gpu_layers, ctx, kv_type, overrides, threads, ubatch)
 
 
 def generate(
@@ -95,6 +103,7 @@ def generate(
     kv_type: KvOption = "f16",
     override: OverrideOption = None,
     threads: ThreadsOption = None,
+    ubatch: UbatchOption = None,
 ) -> None:
     """Generate text with a GGUF model, on any devices.
 
@@ -110,7 +119,7 @@ def generate(
         asked = _numbers(prompt_tokens)
     elif chat is not None:
         asked = [{"role": "user", "content": chat}]
-    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads) as opened:
+    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch) as opened:
         result = opened.generate(
             asked,
             on_token=None if as_json else write_piece,

@@ -25,15 +25,20 @@ Built = TypeVar("Built", bound=HasGraph)
 class Run(Generic[Built]):
     """A graph allocated by its own scheduler.
 
+    Args:
+        built: The graph with its inputs and outputs.
+        backends: Streams, highest priority first.
+        parallel: Whether computations of the graph overlap on several devices (see `Scheduler`).
+
     Attributes:
         built: The graph with its inputs and outputs.
         scheduler: The scheduler that computes it.
         nbytes: Its device memory [bytes].
     """
 
-    def __init__(self, built: Built, backends: Sequence[Backend]) -> None:
+    def __init__(self, built: Built, backends: Sequence[Backend], parallel: bool = False) -> None:
         self.built = built
-        self.scheduler = Scheduler(backends)
+        self.scheduler = Scheduler(backends, parallel=parallel)
         try:
             self.scheduler.alloc_graph(built.graph)
         except BaseException:
@@ -45,19 +50,29 @@ class Run(Generic[Built]):
         """Compute the graph with the current inputs, and wait for it."""
         self.scheduler.graph_compute(self.built.graph)
 
+    def start(self) -> None:
+        """Queue the graph with the current inputs, which may be overwritten then."""
+        self.scheduler.graph_compute_async(self.built.graph)
+
+    def wait(self) -> None:
+        """Wait for what was queued."""
+        self.scheduler.synchronize()
+
 
 class Runs(Generic[Key, Built]):
     """Cache of runs by their sizes.
 
     Args:
         backends: Streams, highest priority first.
+        parallel: Whether computations of one graph overlap; those of different graphs never do.
 
     Attributes:
         last: The run returned last; `None` before the first.
     """
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
+    def __init__(self, backends: Sequence[Backend], parallel: bool = False) -> None:
         self._backends = tuple(backends)
+        self._parallel = parallel
         self._runs: OrderedDict[Key, Run[Built]] = OrderedDict()
         self.last: Run[Built] | None = None
 
@@ -80,8 +95,10 @@ class Runs(Generic[Key, Built]):
             UnsupportedOpError: No device runs a node.
         """
         run = self._runs.pop(key, None)
+        if self._parallel and self.last is not None and run is not self.last:
+            self.last.wait()  # nothing orders the work of two schedulers
         if run is None:
-            run = Run(build(), self._backends)
+            run = Run(build(), self._backends, self._parallel)
             room = NBYTES - run.nbytes
             while self._runs and sum(r.nbytes for r in self._runs.values()) > room:
                 self._runs.popitem(last=False)[1].scheduler.free()

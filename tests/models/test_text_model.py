@@ -12,6 +12,7 @@ import pytest
 import ggmlb
 from ggmlb import ArgumentError, FreedError, ModelError
 from ggmlb.models import Options, TextModel
+from ggmlb.models.runs import Run
 from tests.support.text_models import KINDS, N_VOCAB, write_text_model
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
@@ -118,6 +119,35 @@ def test_experts_stay_on_the_cpu(models: Callable[..., Path], kind: str) -> None
     assert np.abs(found - expected).max() < 2e-2
     with pytest.raises(ArgumentError, match=r"'exps' is for 'CUDA7'; the devices are CPU"):
         TextModel(models(kind), ["CPU"], override_tensors={"exps": "CUDA7"})
+
+
+@pytest.mark.skipif("OpenCL0" not in DEVICES, reason="LLVM and the CPU compute in turn")
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba"])
+def test_a_pipeline_of_devices(
+    models: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's parts are passed on without waiting for any but the last, and give the same logits."""
+    waits: list[object] = []
+    wait = Run.wait
+    monkeypatch.setattr(Run, "wait", lambda run: (waits.append(run), wait(run)))
+    options = Options(max_tokens=3, temperature=0, ignore_eos=True, logprobs=9)
+    asked = {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}, "n_ctx": 64}
+    with TextModel(models(kind), **asked) as model:
+        expected = model.generate(PROMPT, options)
+    with TextModel(models(kind), **asked, n_ubatch=4) as model:
+        waits.clear()
+        found = model.generate(PROMPT, options)
+        # Twenty-one tokens are six parts, of which the last has one token, as each that is generated.
+        n_graphs = 2
+        assert len(waits) == options.max_tokens + n_graphs - 1
+        assert model.scheduler is not None and model.scheduler.n_copies == 4
+        many = model.generate_many([PROMPT, PROMPT[3:], PROMPT[:11]], options)
+    assert many[0].tokens == found.tokens == expected.tokens
+    for one in (found, many[0]):
+        assert [ids for ids, _ in one.logprobs] == [ids for ids, _ in expected.logprobs]
+        assert np.allclose([p for _, p in one.logprobs], [p for _, p in expected.logprobs], atol=2e-3)
+    with pytest.raises(ArgumentError, match="n_ubatch is 513; give 1 to 512"):
+        TextModel(models(kind), ["CPU"], n_ubatch=513)
 
 
 def test_the_same_seed_gives_the_same_text(models: Callable[..., Path]) -> None:

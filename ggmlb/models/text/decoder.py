@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Scheduler, Tensor
-from ggmlb.models.runs import Runs
+from ggmlb.models.runs import Run, Runs
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.memory import FREE, KvMemory
@@ -76,15 +76,22 @@ class Decoder:
         weights: By the names that the graph uses.
         memory: Of keys and values.
         backends: Streams, highest priority first.
+        n_ubatch: Tokens of a batch's parts, which devices compute one behind the other; 0: one at a time.
     """
 
     def __init__(
-        self, config: TextConfig, weights: Mapping[str, Tensor], memory: KvMemory, backends: Sequence[Backend]
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: KvMemory,
+        backends: Sequence[Backend],
+        n_ubatch: int = 0,
     ) -> None:
         self._config = config
         self._weights = weights
         self._memory = memory
-        self._runs: Runs[Sizes, TextGraph] = Runs(backends)
+        self._runs: Runs[Sizes, TextGraph] = Runs(backends, parallel=n_ubatch > 0)
+        self._n_ubatch = n_ubatch
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -111,47 +118,73 @@ class Decoder:
 
     def _each(self, batch: Sequence[Token], output: Callable[[TextGraph], Tensor], width: int) -> Floats:
         """Compute a batch in parts that waste little, and return rows of an output."""
+        memory = self._memory
+        ids, sequences, positions = np.array([token[:3] for token in batch], np.int32).reshape(-1, 3).T
+        cells = memory.find_cells(len(batch))
+        memory.occupy(cells, sequences, positions)
+        n_kv = min(_padded_cells(memory.n_used), memory.n_cells)
         found = [np.empty((0, width), np.float32)]
         start = 0
-        while start < len(batch):
-            part = batch[start : start + _part(len(batch) - start)]
-            start += len(part)
-            n_out = sum(token.wants_logits for token in part)
-            graph = self._compute(part, n_out)
-            if n_out:
-                found.append(output(graph).to_numpy().reshape(-1, width)[:n_out])
+        try:
+            while start < len(batch):
+                end = start + self._part(len(batch) - start)
+                chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
+                part = slice(start, end)
+                run = self._start(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
+                if chosen or not self._n_ubatch:
+                    run.wait()
+                if chosen:
+                    found.append(output(run.built).to_numpy().reshape(-1, width)[: len(chosen)])
+                start = end
+        except BaseException:  # the cells have no keys and values, or but some layers'
+            memory.sequence[cells] = FREE
+            raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
-    def _compute(self, batch: Sequence[Token], n_wanted: int) -> TextGraph:
-        n = len(batch)
+    def _part(self, n: int) -> int:
+        """How many of `n` tokens to compute together."""
+        return min(n, self._n_ubatch) if self._n_ubatch else _part(n)
+
+    def _start(
+        self,
+        ids: npt.NDArray[np.int32],
+        sequences: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        cells: npt.NDArray[np.int64],
+        chosen: Sequence[int],
+        n_kv: int,
+    ) -> Run[TextGraph]:
+        """Queue tokens that look at `n_kv` cells; return the run, whose outputs are of those chosen."""
         memory, config = self._memory, self._config
+        n = len(ids)
         n_tokens = _padded(n)
-        ids, sequences, positions = np.zeros((3, n_tokens), np.int32)
-        sequences[n:] = FREE
-        ids[:n], sequences[:n], positions[:n] = np.array([token[:3] for token in batch], np.int32).T
-        cells = np.empty(n_tokens, np.int64)
-        cells[:n] = memory.find_cells(n)
-        cells[n:] = memory.n_cells + np.arange(n_tokens - n)
-        memory.occupy(cells[:n], sequences[:n], positions[:n])
-        n_kv = min(_padded_cells(memory.n_used), memory.n_cells)
-        n_out = n_tokens if n_wanted == n_tokens else min(_padded(max(n_wanted, 1)), n_tokens)
-        sizes = (n_tokens, n_out, n_kv)
-        chosen = np.zeros(n_out, np.int32)
-        chosen[:n_wanted] = [i for i, token in enumerate(batch) if token.wants_logits]
+        n_out = n_tokens if len(chosen) == n_tokens else min(_padded(max(len(chosen), 1)), n_tokens)
+        filled = _filled(sequences, n_tokens, FREE), _filled(positions, n_tokens)
         windows = (0, config.window) if config.window else (0,)
-        masks = [memory.mask(sequences, positions, n_kv, window) for window in windows]
-        try:
-            run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
-            run.built.set_inputs(ids, positions, cells, masks, chosen)
-            run.compute()
-        except BaseException:  # the cells have no keys and values, or but some layers'
-            memory.sequence[cells[:n]] = FREE
-            raise
-        return run.built
+        masks = [memory.mask(*filled, n_kv, window) for window in windows]
+        spare = memory.n_cells + np.arange(n_tokens - n)
+        sizes = (n_tokens, n_out, n_kv)
+        run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
+        run.built.set_inputs(
+            _filled(ids, n_tokens),
+            filled[1],
+            np.concatenate([cells, spare]),
+            masks,
+            _filled(np.array(chosen, np.int32), n_out),
+        )
+        run.start()
+        return run
 
     def free(self) -> None:
         """Free the memory of the graphs."""
         self._runs.free()
+
+
+def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArray[np.int32]:
+    """Return `n` values, of which those that are missing are `value`."""
+    found = np.full(n, value, np.int32)
+    found[: len(values)] = values
+    return found
 
 
 def _padded(n: int) -> int:

@@ -18,7 +18,7 @@ from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import AnyDecoder, Decoder, Floats
+from ggmlb.models.text.decoder import N_BATCH, AnyDecoder, Decoder, Floats
 from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.memory import KvMemory, Memory
 from ggmlb.models.text.perplexity import Perplexity, perplexity
@@ -66,6 +66,9 @@ class TextModel(ModelOnDevices):
         override_tensors: Other memory for some weights, by regular expression: `{"exps": "CPU"}` keeps
             experts on the CPU.
         threads: Threads that compute on processors; all by default.
+        n_ubatch: Tokens of a prompt's parts in a pipeline: one device computes a part while the next one
+            computes the part before, at most 512; by default there is no pipeline. For layers on several
+            devices that compute asynchronously (CUDA, OpenCL).
 
     Attributes:
         config: The model's sizes.
@@ -92,6 +95,7 @@ class TextModel(ModelOnDevices):
         kv_type: DType | str = DType.F16,
         override_tensors: Mapping[str, str | BufferType] | None = None,
         threads: int | None = None,
+        n_ubatch: int | None = None,
     ) -> None:
         start = perf_counter()
         self.file = GgufFile(path)
@@ -102,6 +106,8 @@ class TextModel(ModelOnDevices):
         self.n_ctx = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
         if self.n_ctx < 1:
             raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
+        if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
+            raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
         with ExitStack() as resources:
             opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
             self._backends = tuple(opened.values())
@@ -113,7 +119,7 @@ class TextModel(ModelOnDevices):
             for name, backend in opened.items():
                 weights |= self._placer.place(self._sources(layout, name), backend)
             layer_homes = [opened[self.homes[i]] for i in range(config.n_layer)]
-            memory, decoder = self._memory(weights, layer_homes, DType.parse(kv_type))
+            memory, decoder = self._memory(weights, layer_homes, DType.parse(kv_type), n_ubatch or 0)
             resources.callback(memory.free)
             resources.callback(decoder.free)
             self._engine = Engine(decoder, memory)
@@ -133,14 +139,14 @@ class TextModel(ModelOnDevices):
         return sources
 
     def _memory(
-        self, weights: Mapping[str, Tensor], homes: Sequence[Backend], kv_type: DType
+        self, weights: Mapping[str, Tensor], homes: Sequence[Backend], kv_type: DType, n_ubatch: int
     ) -> tuple[Memory, AnyDecoder]:
         """What keeps earlier tokens, and what computes with it."""
         if self.config.state is not None:
             states = StateMemory(self.config.state, homes, self.n_ctx)
-            return states, RecurrentDecoder(self.config, weights, states, self._backends)
+            return states, RecurrentDecoder(self.config, weights, states, self._backends, n_ubatch)
         cells = KvMemory(self.config, homes, self.n_ctx, kv_type)
-        return cells, Decoder(self.config, weights, cells, self._backends)
+        return cells, Decoder(self.config, weights, cells, self._backends, n_ubatch)
 
     # -- facts ---------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ class RecurrentDecoder:
         weights: By the names that the graph uses.
         memory: Of states.
         backends: Streams, highest priority first.
+        n_ubatch: Most tokens of a sequence in a step, which devices compute one behind the other; 0: one step
+            at a time.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class RecurrentDecoder:
         weights: Mapping[str, Tensor],
         memory: StateMemory,
         backends: Sequence[Backend],
+        n_ubatch: int = 0,
     ) -> None:
         self._config = config
         self._weights = weights
         self._memory = memory
-        self._runs: Runs[Sizes, MambaGraph] = Runs(backends)
+        self._runs: Runs[Sizes, MambaGraph] = Runs(backends, parallel=n_ubatch > 0)
+        self._n_ubatch = n_ubatch
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -77,7 +81,8 @@ class RecurrentDecoder:
             for sequence, places in left.items():
                 self._begin(sequence, batch[places[0]].position)
             while left:
-                n_tokens = 1 << (max(map(len, left.values())).bit_length() - 1)
+                most = min(max(map(len, left.values())), self._n_ubatch or len(batch))
+                n_tokens = 1 << (most.bit_length() - 1)
                 step = {s: p[:n_tokens] for s, p in left.items() if len(p) >= n_tokens}
                 for sequence in step:
                     del left[sequence][:n_tokens]
@@ -122,7 +127,9 @@ class RecurrentDecoder:
         sizes = (n_tokens, n_sequences, n_out)
         run = self._runs.get(sizes, lambda: MambaGraph(config, self._weights, memory, *sizes))
         run.built.set_inputs(ids, slots, chosen)
-        run.compute()
+        run.start()
+        if n_out or not self._n_ubatch:
+            run.wait()
         for sequence in step:
             memory.advance(sequence, n_tokens)
         found = output(run.built)
