@@ -41,9 +41,10 @@ print(perf_counter() - start)
 def plan_of(embedder: BertEmbedder, n_texts: int) -> tuple[Any, Any]:
     """Return the stream and the OpenCL plan that embed so many texts."""
     embedder.embed([TEXT] * n_texts, n_texts)
-    run = embedder._runs.last
-    assert run is not None
-    split = max((s for s in run.scheduler.splits if s.backend.name == DEVICES[0]), key=lambda s: len(s.graph))
+    assert embedder.scheduler is not None
+    split = max(
+        (s for s in embedder.scheduler.splits if s.backend.name == DEVICES[0]), key=lambda s: len(s.graph)
+    )
     return split.backend, split.plan
 
 

@@ -95,7 +95,7 @@ class BertEmbedder(ModelOnDevices):
     @property
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last batch, for its splits and placement; `None` before the first."""
-        return None if self._runs.last is None else self._runs.last.scheduler
+        return None if self._runs.last is None else self._runs.scheduler
 
     def embed(
         self, texts: Sequence[str], batch: int = 32, progress: Progress | None = None
@@ -127,10 +127,11 @@ class BertEmbedder(ModelOnDevices):
         n_done = 0
         lengths = [t.size for t in tokens]
         for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
-            run = self._runs.get((n_tokens, len(members)), partial(self._build, n_tokens, len(members)))
-            run.built.set_inputs([tokens[i] for i in members])
-            run.compute()
-            found = run.built.embeddings.to_numpy().reshape(len(members), -1)
+            graph = self._runs.get((n_tokens, len(members)), partial(self._build, n_tokens, len(members)))
+            graph.set_inputs([tokens[i] for i in members])
+            self._runs.start(graph)
+            self._runs.wait()
+            found = graph.embeddings.to_numpy().reshape(len(members), -1)
             is_unit = np.isclose(np.linalg.norm(found, axis=1), 1, atol=LENGTH_ERROR)
             if not is_unit.all():
                 raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")

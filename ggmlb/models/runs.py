@@ -1,15 +1,15 @@
-"""Runs: cached graphs, split, allocated and planned once, and computed repeatedly."""
+"""Runs: cached graphs, split, allocated and planned once, and computed repeatedly in the same memory."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from ggmlb import Backend, Graph, Scheduler
 
-NBYTES = 1 << 30
-"""Limit of the device memory of cached graphs [bytes]; beyond it, the least recently used is freed."""
+MOST = 64
+"""Limit of cached graphs; beyond it, the least recently used is dropped."""
 
 
 class HasGraph(Protocol):
@@ -22,92 +22,74 @@ Key = TypeVar("Key", bound=Hashable)
 Built = TypeVar("Built", bound=HasGraph)
 
 
-class Run(Generic[Built]):
-    """A graph allocated by its own scheduler.
-
-    Args:
-        built: The graph with its inputs and outputs.
-        backends: Streams, highest priority first.
-        parallel: Whether computations of the graph overlap on several devices (see `Scheduler`).
-
-    Attributes:
-        built: The graph with its inputs and outputs.
-        scheduler: The scheduler that computes it.
-        nbytes: Its device memory [bytes].
-    """
-
-    def __init__(self, built: Built, backends: Sequence[Backend], parallel: bool = False) -> None:
-        self.built = built
-        self.scheduler = Scheduler(backends, parallel=parallel)
-        try:
-            self.scheduler.alloc_graph(built.graph)
-        except BaseException:
-            self.scheduler.free()
-            raise
-        self.nbytes = sum(self.scheduler.buffer_size(b) for b in backends)
-
-    def compute(self) -> None:
-        """Compute the graph with the current inputs, and wait for it."""
-        self.scheduler.graph_compute(self.built.graph)
-
-    def start(self) -> None:
-        """Queue the graph with the current inputs, which may be overwritten then."""
-        self.scheduler.graph_compute_async(self.built.graph)
-
-    def wait(self) -> None:
-        """Wait for what was queued."""
-        self.scheduler.synchronize()
-
-
 class Runs(Generic[Key, Built]):
-    """Cache of runs by their sizes.
+    """Cache of graphs by their sizes, in memory as large as the largest of them needs.
+
+    Computing one overwrites the results of the others: set all inputs after `get`, and read results before
+    the next `get`.
 
     Args:
         backends: Streams, highest priority first.
         parallel: Whether computations of one graph overlap; those of different graphs never do.
 
     Attributes:
-        last: The run returned last; `None` before the first.
+        scheduler: The scheduler that computes them.
+        last: The graph returned last; `None` before the first.
     """
 
     def __init__(self, backends: Sequence[Backend], parallel: bool = False) -> None:
-        self._backends = tuple(backends)
-        self._parallel = parallel
-        self._runs: OrderedDict[Key, Run[Built]] = OrderedDict()
-        self.last: Run[Built] | None = None
+        self.scheduler = Scheduler(backends, parallel=parallel, keep_graphs=True)
+        self.last: Built | None = None
+        self._built: OrderedDict[Key, Built] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._built)
 
     def keys(self) -> list[Key]:
-        """The sizes of the cached runs."""
-        return list(self._runs)
+        """The sizes of the cached graphs."""
+        return list(self._built)
 
-    def values(self) -> list[Run[Built]]:
-        """The runs that are kept."""
-        return list(self._runs.values())
+    def values(self) -> list[Built]:
+        """The cached graphs."""
+        return list(self._built.values())
 
-    def get(self, key: Key, build: Callable[[], Built]) -> Run[Built]:
-        """Return the run of these sizes, cached or new.
+    def reserve(self, largest: Iterable[Built]) -> None:
+        """Allocate the memory of some graphs, so that none that needs less allocates any.
 
         Raises:
             AllocationError: A device lacks room.
             UnsupportedOpError: No device runs a node.
         """
-        run = self._runs.pop(key, None)
-        if self._parallel and self.last is not None and run is not self.last:
-            self.last.wait()  # nothing orders the work of two schedulers
-        if run is None:
-            run = Run(build(), self._backends, self._parallel)
-            room = NBYTES - run.nbytes
-            while self._runs and sum(r.nbytes for r in self._runs.values()) > room:
-                self._runs.popitem(last=False)[1].scheduler.free()
-        self._runs[key] = self.last = run
-        return run
+        for built in largest:
+            self.scheduler.reserve(built.graph)
+
+    def get(self, key: Key, build: Callable[[], Built]) -> Built:
+        """Return the graph of these sizes, cached or new, to set its inputs.
+
+        Raises:
+            AllocationError: A device lacks room.
+            UnsupportedOpError: No device runs a node.
+        """
+        built = self._built.pop(key, None)
+        if built is None:
+            built = build()
+            while len(self._built) >= MOST:
+                self._built.popitem(last=False)
+        self.scheduler.alloc_graph(built.graph)
+        self._built[key] = self.last = built
+        return built
+
+    def start(self, built: Built) -> None:
+        """Queue what `get` returned with the current inputs, which may be overwritten then."""
+        self.scheduler.graph_compute_async(built.graph)
+
+    def wait(self) -> None:
+        """Wait for what was queued."""
+        self.scheduler.synchronize()
 
     def free(self) -> None:
-        """Free the memory of all runs."""
+        """Free the memory."""
         self.last = None
-        for run in self._runs.values():
-            run.scheduler.free()
-        self._runs.clear()
+        self._built.clear()
+        if not self.scheduler.is_freed:
+            self.scheduler.free()

@@ -97,7 +97,7 @@ def test_what_a_scheduler_reserves_is_what_it_uses(sentences: list[str], paralle
     with BertEmbedder(devices=[CL, CPU], layers_on={CL: [1, 4]}) as embedder:
         embedder.embed(sentences[:2])
         assert embedder._runs.last is not None
-        graph = embedder._runs.last.built.graph
+        graph = embedder._runs.last.graph
         with ggmlb.Scheduler(embedder.backends, parallel=parallel) as scheduler:
             sizes = scheduler.reserve_size(graph)
             assert min(sizes) > 0
@@ -185,10 +185,22 @@ def test_plans_of_earlier_batches_serve_again(on_cpu: BertEmbedder, sentences: l
     assert set(map(id, on_cpu._runs.values())) == set(map(id, before))
 
 
-def test_plans_are_forgotten_when_they_hold_too_much(
+def test_plans_share_memory_as_large_as_the_largest_needs(sentences: list[str]) -> None:
+    sizes = []
+    with BertEmbedder(devices=[CL, CPU], layers_on={CL: [1, 4]}) as embedder:
+        for batch in (1, 8, 2, 8):
+            embedder.embed(sentences[:8], batch=batch)
+            assert embedder.scheduler is not None
+            sizes.append([embedder.scheduler.buffer_size(b) for b in embedder.backends])
+            largest = [embedder.scheduler.reserve_size(b.graph) for b in embedder._runs.values()]
+            assert sizes[-1] == [max(of_device) for of_device in zip(*largest, strict=True)]
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3]
+
+
+def test_plans_are_forgotten_when_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch, sentences: list[str], reference: F32
 ) -> None:
-    monkeypatch.setattr("ggmlb.models.runs.NBYTES", 1)
+    monkeypatch.setattr("ggmlb.models.runs.MOST", 1)
     with BertEmbedder(devices=["CPU"]) as embedder:
         assert cosines(embedder.embed(sentences[:8], batch=2), reference[:8]).min() >= 0.99999
         assert len(embedder._runs) == 1
@@ -201,11 +213,11 @@ def test_cls_pooling_takes_the_first_token(folder_copy: Path, sentences: list[st
     pooling.write_text(json.dumps(modes))
     with BertEmbedder(folder_copy, devices=["CPU"]) as embedder:
         embeddings = embedder.embed(sentences[:3])
-        run = embedder._runs.last
-        assert run is not None
-        hidden = run.built.graph.node("hidden_6")
+        built = embedder._runs.last
+        assert built is not None
+        hidden = built.graph.node("hidden_6")
         assert np.abs(np.linalg.norm(embeddings, axis=1) - 1).max() < 1e-5
-        pool = run.built.pool.to_numpy().reshape(run.built.pool.ne[2], -1)
+        pool = built.pool.to_numpy().reshape(built.pool.ne[2], -1)
         assert (pool[:, 0] == 1).all() and not pool[:, 1:].any() and hidden.ne[0] == N_EMBD
 
 

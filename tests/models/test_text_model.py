@@ -12,7 +12,7 @@ import pytest
 import ggmlb
 from ggmlb import ArgumentError, FreedError, ModelError
 from ggmlb.models import Options, TextModel
-from ggmlb.models.runs import Run
+from ggmlb.models.runs import Runs
 from tests.support.text_models import KINDS, N_VOCAB, write_text_model
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
@@ -128,8 +128,8 @@ def test_a_pipeline_of_devices(
 ) -> None:
     """A prompt's parts are passed on without waiting for any but the last, and give the same logits."""
     waits: list[object] = []
-    wait = Run.wait
-    monkeypatch.setattr(Run, "wait", lambda run: (waits.append(run), wait(run)))
+    wait = Runs.wait
+    monkeypatch.setattr(Runs, "wait", lambda runs: (waits.append(runs), wait(runs)))
     options = Options(max_tokens=3, temperature=0, ignore_eos=True, logprobs=9)
     asked = {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}, "n_ctx": 64}
     with TextModel(models(kind), **asked) as model:
@@ -137,9 +137,8 @@ def test_a_pipeline_of_devices(
     with TextModel(models(kind), **asked, n_ubatch=4) as model:
         waits.clear()
         found = model.generate(PROMPT, options)
-        # Twenty-one tokens are six parts, of which the last has one token, as each that is generated.
-        n_graphs = 2
-        assert len(waits) == options.max_tokens + n_graphs - 1
+        # Twenty-one tokens are six parts, of which only the last is waited for, as is each new token.
+        assert len(waits) == options.max_tokens
         assert model.scheduler is not None and model.scheduler.n_copies == 4
         many = model.generate_many([PROMPT, PROMPT[3:], PROMPT[:11]], options)
     assert many[0].tokens == found.tokens == expected.tokens

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
-from ggmlb.core.errors import FreedError, GraphError, NotAllocatedError
+from ggmlb.core.errors import AllocationError, FreedError, GraphError, NotAllocatedError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
@@ -282,3 +282,103 @@ def test_what_is_freed_is_gone_at_once_not_when_garbage_is_collected(world):
         assert [plan() for plan in plans] == [None] * len(plans)
     finally:
         gc.enable()
+
+
+# -- kept graphs -----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(recipes.map(lambda r: replace(r, usage=BufferUsage.WEIGHTS)), min_size=2, max_size=5),
+    st.lists(st.integers(0, 4), min_size=4, max_size=12),
+    st.sampled_from([False, True]),
+)
+def test_kept_graphs_take_turns_in_one_memory(
+    several: list[Recipe], order: list[int], parallel: bool
+) -> None:
+    with ExitStack() as stack:
+        world = World(stack)
+        sched = stack.enter_context(Scheduler(world.backends, parallel=parallel, keep_graphs=True))
+        built = [world.build(recipe, sched) for recipe in several]
+        needs = []
+        for seed, turn in enumerate(order):
+            i = turn % len(several)
+            with Scheduler(world.backends, parallel=parallel) as fresh:
+                expected = world.compute(fresh, several[i], seed)
+                needs.append([fresh.buffer_size(b) for b in world.backends])
+            graph, x, y = built[i]
+            sched.alloc_graph(graph)
+            x.set_array(np.random.default_rng(seed).standard_normal(x.shape, np.float32))
+            sched.graph_compute(graph)
+            assert y.to_numpy().tobytes() == expected, several[i]
+            most = [max(of_backend) for of_backend in zip(*needs, strict=True)]
+            assert [sched.buffer_size(b) for b in world.backends] == most
+
+
+def test_nothing_is_done_for_a_kept_graph(world, monkeypatch):
+    with Scheduler(world.backends, keep_graphs=True) as sched:
+        built = [world.build(Recipe(rows=rows), None) for rows in (6, 4, 5)]
+        results = []
+        for turn in (0, 1, 2, 2, 1, 0):
+            graph, x, y = built[turn]
+            if len(results) == 3:
+                plans = {s.plan for g, _, _ in built for s in sched._kept[g].splits}
+                monkeypatch.setattr(sched, "split_graph", None)
+                monkeypatch.setattr("ggmlb.runtime.scheduler.program.Program.place", None)
+                for backend in world.backends:
+                    monkeypatch.setattr(backend, "graph_plan_create", None)
+            sched.alloc_graph(graph)
+            assert sched.graph is graph and sched.get_tensor_backend(y) is sched.splits[-1].backend
+            x.set_array(np.ones(x.shape))
+            sched.graph_compute(graph)
+            results.append(y.to_numpy().tobytes())
+        assert results[:3] == results[:2:-1]
+        assert plans == {s.plan for g, _, _ in built for s in sched._kept[g].splits}
+
+
+def test_a_kept_graph_whose_weight_moved_is_split_anew_and_one_that_died_is_dropped(world):
+    w = world.weights[0, 8, 0]
+    with Scheduler(world.backends, keep_graphs=True) as sched:
+        graph, x, y = world.build(Recipe(), None)
+        other = world.build(Recipe(rows=6), None)[0]
+        for each in (graph, other):
+            sched.alloc_graph(each)
+        buffer, w.buffer = w.buffer, None
+        with alloc_ctx_tensors(_holding(w), world.backends[0]) as elsewhere:
+            elsewhere.usage = BufferUsage.WEIGHTS
+            w.set_array(np.ones((8, 8)))
+            sched.alloc_graph(graph)
+            x.set_array(np.full((4, 8), 0.5))
+            sched.graph_compute(graph)
+            found = y.to_numpy()
+            with Scheduler(world.backends) as fresh:
+                again, x, y = world.build(Recipe(), None)
+                fresh.alloc_graph(again)
+                x.set_array(np.full((4, 8), 0.5))
+                fresh.graph_compute(again)
+                assert np.array_equal(found, y.to_numpy())
+        with pytest.raises(FreedError, match="'w'"):
+            sched.alloc_graph(graph)
+        w.buffer = buffer
+        assert len(sched._kept) == 2
+        del other, each
+        gc.collect()
+        assert len(sched._kept) == 1
+
+
+def test_kept_graphs_that_find_no_room_lose_their_places(bench):
+    chain, larger = bench.chain(), bench.chain(9)
+    with Scheduler(bench.backends, keep_graphs=True) as sched:
+        sched.alloc_graph(chain.graph)
+        device = bench.reg.devices[0]
+        device.capacity = device.used
+        wide = Context()
+        x = wide.set_input(wide.new_tensor(DType.F32, (8, 999)))
+        graph = Graph().build_forward_expand(wide.mul_mat(larger.weights[0], x))
+        with pytest.raises(AllocationError):
+            sched.alloc_graph(graph)
+        device.capacity += 1 << 20
+        assert chain.y.buffer is None
+        sched.alloc_graph(chain.graph)
+        chain.x.set_array(np.ones((3, 8)))
+        sched.graph_compute(chain.graph)
+        np.testing.assert_allclose(chain.y.to_numpy(), chain.expected(np.ones((3, 8))), rtol=1e-5)

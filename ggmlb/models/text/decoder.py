@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Scheduler, Tensor
-from ggmlb.models.runs import Run, Runs
+from ggmlb.models.runs import Runs
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.memory import FREE, KvMemory
@@ -23,6 +23,9 @@ N_OUT = 64
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, N_BATCH)
 """Tokens of graphs: a batch is filled up to one of these."""
+
+MOST_NOT_OFFLOADED = 16
+"""Most of `SIZES` for which no device copies weights to multiply them."""
 
 LEAST_PART = 96
 """Tokens that are computed together, whatever fills up: a part more would read all weights again."""
@@ -64,6 +67,13 @@ class AnyDecoder(Protocol):
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
 
+    def reserve(self) -> None:
+        """Allocate the memory that the largest batches need, so that none allocates any.
+
+        Raises:
+            AllocationError: A device lacks room.
+        """
+
     def free(self) -> None:
         """Free the memory of the graphs."""
 
@@ -96,7 +106,18 @@ class Decoder:
     @property
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
-        return None if self._runs.last is None else self._runs.last.scheduler
+        return None if self._runs.last is None else self._runs.scheduler
+
+    def reserve(self) -> None:
+        """Allocate the memory that the largest batches need, so that none allocates any.
+
+        Raises:
+            AllocationError: A device lacks room.
+        """
+        self._runs.reserve(
+            TextGraph(self._config, self._weights, self._memory, n, min(n, N_OUT), self._memory.n_cells)
+            for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH))
+        )
 
     def decode(self, batch: Sequence[Token]) -> Floats:
         """Compute a batch, and keep its keys and values.
@@ -130,11 +151,11 @@ class Decoder:
                 end = start + self._part(len(batch) - start)
                 chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
                 part = slice(start, end)
-                run = self._start(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
+                graph = self._start(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
                 if chosen or not self._n_ubatch:
-                    run.wait()
+                    self._runs.wait()
                 if chosen:
-                    found.append(output(run.built).to_numpy().reshape(-1, width)[: len(chosen)])
+                    found.append(output(graph).to_numpy().reshape(-1, width)[: len(chosen)])
                 start = end
         except BaseException:  # the cells have no keys and values, or but some layers'
             memory.sequence[cells] = FREE
@@ -153,8 +174,8 @@ class Decoder:
         cells: npt.NDArray[np.int64],
         chosen: Sequence[int],
         n_kv: int,
-    ) -> Run[TextGraph]:
-        """Queue tokens that look at `n_kv` cells; return the run, whose outputs are of those chosen."""
+    ) -> TextGraph:
+        """Queue tokens that look at `n_kv` cells; return the graph, whose outputs are of those chosen."""
         memory, config = self._memory, self._config
         n = len(ids)
         n_tokens = _padded(n)
@@ -164,16 +185,16 @@ class Decoder:
         masks = [memory.mask(*filled, n_kv, window) for window in windows]
         spare = memory.n_cells + np.arange(n_tokens - n)
         sizes = (n_tokens, n_out, n_kv)
-        run = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
-        run.built.set_inputs(
+        graph = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
+        graph.set_inputs(
             _filled(ids, n_tokens),
             filled[1],
             np.concatenate([cells, spare]),
             masks,
             _filled(np.array(chosen, np.int32), n_out),
         )
-        run.start()
-        return run
+        self._runs.start(graph)
+        return graph
 
     def free(self) -> None:
         """Free the memory of the graphs."""
@@ -185,6 +206,15 @@ def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArra
     found = np.full(n, value, np.int32)
     found[: len(values)] = values
     return found
+
+
+def largest_batches(backends: Sequence[Backend], n_most: int) -> tuple[int, ...]:
+    """Tokens of the batches that need most memory.
+
+    Of several devices, one may take the products of large batches with weights in host memory
+    (`Device.offload_op`), and leave those of small batches to the device that has them.
+    """
+    return (n_most,) if len(backends) == 1 else (n_most, min(n_most, MOST_NOT_OFFLOADED))
 
 
 def _padded(n: int) -> int:

@@ -122,6 +122,7 @@ class TextModel(ModelOnDevices):
             memory, decoder = self._memory(weights, layer_homes, DType.parse(kv_type), n_ubatch or 0)
             resources.callback(memory.free)
             resources.callback(decoder.free)
+            decoder.reserve()
             self._engine = Engine(decoder, memory)
             self._resources = resources.pop_all()
         self.load_seconds = perf_counter() - start

@@ -11,7 +11,7 @@ from ggmlb import Backend, Scheduler, Tensor
 from ggmlb.core.errors import ArgumentError
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import Floats, Token
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, Floats, Token, largest_batches
 from ggmlb.models.text.mamba import MambaGraph
 from ggmlb.models.text.states import StateMemory
 
@@ -51,7 +51,28 @@ class RecurrentDecoder:
     @property
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last step, to see its splits and placement; `None` before the first."""
-        return None if self._runs.last is None else self._runs.last.scheduler
+        return None if self._runs.last is None else self._runs.scheduler
+
+    def reserve(self) -> None:
+        """Allocate the memory that the largest batches need, so that none allocates any.
+
+        Raises:
+            AllocationError: A device lacks room.
+        """
+        n_most = 1 << (self._memory.spare - 1).bit_length()
+        self._runs.reserve(
+            MambaGraph(
+                self._config,
+                self._weights,
+                self._memory,
+                n_tokens,
+                n_sequences,
+                min(n_tokens * n_sequences, N_OUT),
+            )
+            for n in largest_batches(self._runs.scheduler.backends, N_BATCH)
+            for n_sequences in (1, min(n, n_most))
+            for n_tokens in (min(n // n_sequences, self._n_ubatch or n),)
+        )
 
     def decode(self, batch: Sequence[Token]) -> Floats:
         """Compute a batch, and keep the states after it.
@@ -125,14 +146,14 @@ class RecurrentDecoder:
         chosen = np.zeros(n_out, np.int32)
         chosen[: len(wanted)] = wanted
         sizes = (n_tokens, n_sequences, n_out)
-        run = self._runs.get(sizes, lambda: MambaGraph(config, self._weights, memory, *sizes))
-        run.built.set_inputs(ids, slots, chosen)
-        run.start()
+        graph = self._runs.get(sizes, lambda: MambaGraph(config, self._weights, memory, *sizes))
+        graph.set_inputs(ids, slots, chosen)
+        self._runs.start(graph)
         if n_out or not self._n_ubatch:
-            run.wait()
+            self._runs.wait()
         for sequence in step:
             memory.advance(sequence, n_tokens)
-        found = output(run.built)
+        found = output(graph)
         if found is None:
             return {}
         table = found.to_numpy().reshape(n_out, -1)

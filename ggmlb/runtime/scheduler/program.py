@@ -141,6 +141,7 @@ class Program:
         buffers: Buffer of each tensor, by number, once allocated.
         offsets: Offset of each tensor in its buffer, by number.
         stamp: The allocator's count of allocations when it was placed; -1 if unplaced.
+        n_nodes: Number of nodes.
     """
 
     def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
@@ -156,6 +157,8 @@ class Program:
         self.buffers: list[Buffer | None] = []
         self.offsets: list[int] = []
         self.stamp = -1
+        self.n_nodes = len(signature.n_sources)
+        self._checked_at = -1
         self._sources: list[tuple[Tensor | None, ...]] = []
 
     # -- facts ---------------------------------------------------------------------------------
@@ -210,6 +213,8 @@ class Program:
             tensor.buffer = buffer
             tensor.offset = offset
         self._sources = [t.src for t in tensors]
+        placement_clock.tick()
+        self._checked_at = placement_clock.now
 
     def release(self) -> None:
         """Un-place the tensors of the bound graph, unless they were moved."""
@@ -226,6 +231,8 @@ class Program:
             GraphError: A tensor of the bound graph was moved, or reads other tensors.
             FreedError: A tensor of the user is in freed memory.
         """
+        if self._checked_at == placement_clock.now:
+            return
         signature = self.signature
         tensors = signature.tensors
         if (
@@ -246,6 +253,7 @@ class Program:
             signature.keep()
             self.image.set_params(signature.params)
             self.forget_plans()
+        self._checked_at = placement_clock.now
 
     # -- plans ---------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ggmlb.core.enums import Status
-from ggmlb.core.errors import ArgumentError, GraphError
+from ggmlb.core.errors import ArgumentError, FreedError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
-from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BufferType
 from ggmlb.interface.registry import cpu_buffer_type
@@ -66,6 +65,10 @@ class Scheduler(Freeable):
             weights lie, is an error instead of a warning.
         sanitize: Raise a `SanitizerError` on any unordered read or write during the scheduler's lifetime
             (`ggmlb.sanitize`).
+        keep_graphs: Every graph stays allocated and planned as long as it lives, all in the same memory,
+            which is as large as the largest needs. Only the data of the last one is valid: after another
+            graph was computed, call `alloc_graph` (which then does nothing else) and set all inputs. A
+            kept graph must not be changed.
 
     Raises:
         ArgumentError: No backends, a memory its backend cannot use, or no copies.
@@ -86,6 +89,7 @@ class Scheduler(Freeable):
         n_copies: int = 4,
         strict: bool = False,
         sanitize: bool = False,
+        keep_graphs: bool = False,
     ) -> None:
         if not backends:
             raise ArgumentError("a Scheduler needs at least one backend")
@@ -112,10 +116,10 @@ class Scheduler(Freeable):
         self._programs = Programs(rules, self._n_copies)
         self._program: Program | None = None
         self._graph: Graph | None = None
-        self._n_nodes = 0
         self._placed: Program | None = None
         self._last: Program | None = None
-        self._checked_at = -1
+        self._keep_graphs = keep_graphs
+        self._kept: weakref.WeakKeyDictionary[Graph, Program] = weakref.WeakKeyDictionary()
         self._stop_sanitizer = self.views.start_sanitizer(self) if sanitize else None
 
     # -- facts ---------------------------------------------------------------------------------
@@ -238,6 +242,8 @@ class Scheduler(Freeable):
         else:
             self._user[node] = self._index(backend)
         self._graph = None if self._graph is not None and node in self._graph else self._graph
+        for graph in [graph for graph in self._kept if node in graph]:
+            del self._kept[graph]
 
     def get_tensor_backend(self, node: Tensor) -> Backend | None:
         """Return the assigned backend of a tensor, else the requested one, else `None`.
@@ -277,7 +283,9 @@ class Scheduler(Freeable):
         self._forget()
         signature = Signature(graph, self._user)
         program = self._programs.find(signature) or self._programs.make(signature)
-        self._program, self._graph, self._n_nodes = program, graph, len(graph.nodes)
+        for other in [g for g, p in self._kept.items() if p is program]:
+            del self._kept[other]
+        self._program, self._graph = program, graph
 
     def reserve(self, measure_graph: Graph) -> None:
         """Allocate the memory for a graph in advance.
@@ -294,7 +302,7 @@ class Scheduler(Freeable):
         try:
             self._allocator.reserve_indexed(program.image, program.image.ids)
         except BaseException:
-            self._programs.clear()
+            self._drop_programs()
             raise
         finally:
             self.reset()
@@ -329,8 +337,11 @@ class Scheduler(Freeable):
 
         Source: ggml_backend_sched_alloc_graph.
         """
-        self.split_graph(graph)
-        program = self._need_program()
+        program = self._find_kept(graph)
+        is_placed = program is not None and self._is_placed(program)
+        if program is None:
+            self.split_graph(graph)
+            program = self._need_program()
         if program is not self._last or program.stamp != self._allocator.n_reallocs:
             self.synchronize()  # queued work may still use the memory that is given out anew
             self._last = None
@@ -338,13 +349,31 @@ class Scheduler(Freeable):
                 program.allocate(self._allocator)
             except BaseException:
                 self._forget()
-                self._programs.clear()
+                self._drop_programs()
                 raise
             self._last = program
-        program.place()
-        placement_clock.tick()
-        self._placed = program
-        self._checked_at = placement_clock.now
+        if not is_placed:
+            program.place()
+        self._program, self._graph, self._placed = program, graph, program
+        if self._keep_graphs:
+            self._kept[graph] = program
+
+    def _is_placed(self, program: Program) -> bool:
+        allocator = self._allocator
+        is_last = program is self._last or allocator.keeps_places()
+        return is_last and program.stamp == allocator.n_reallocs
+
+    def _find_kept(self, graph: Graph) -> Program | None:
+        """Return the program of a kept graph, unless its tensors were moved."""
+        self._check_idle("alloc_graph")
+        program = self._kept.get(graph)
+        if program is None or program.n_nodes != len(graph.nodes):
+            return None
+        try:
+            program.check()
+        except (GraphError, FreedError):
+            return None  # which splitting it anew can cure, or words
+        return program
 
     # -- computing -----------------------------------------------------------------------------
 
@@ -376,12 +405,11 @@ class Scheduler(Freeable):
         Source: ggml_backend_sched_graph_compute_async.
         """
         self._check_idle("graph_compute")
-        if graph is not self._graph or self._placed is None or len(graph.nodes) != self._n_nodes:
+        placed = self._placed
+        if graph is not self._graph or placed is None or len(graph.nodes) != placed.n_nodes:
             self.alloc_graph(graph)
         program = self._need_program()
-        if self._checked_at != placement_clock.now:
-            program.check()
-            self._checked_at = placement_clock.now
+        program.check()
         return self._executor.compute(program, self._callback)
 
     def synchronize(self) -> None:
@@ -414,7 +442,7 @@ class Scheduler(Freeable):
             if not backend.is_freed:
                 backend.synchronize()
         self._forget()
-        self._programs.clear()
+        self._drop_programs()
         self._last = None
         self.is_freed = True
         self._executor.free()
@@ -426,11 +454,18 @@ class Scheduler(Freeable):
 
     def _forget(self) -> None:
         """Un-place the last graph's tensors, so that reused memory cannot be read through them."""
-        if self._placed is not None:
+        if self._placed is not None and not self._keep_graphs:
             self._placed.release()
         self._placed = None
         self._program = None
         self._graph = None
+
+    def _drop_programs(self) -> None:
+        """Drop all programs, whose memory is gone."""
+        for program in self._kept.values():
+            program.release()
+        self._kept.clear()
+        self._programs.clear()
 
     def _check_idle(self, call: str) -> None:
         """Raise if the scheduler was freed, or is called from a callback or another thread meanwhile."""
