@@ -36,22 +36,28 @@ def log_probs(logits: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
+def step_by_step(model: TextModel, n: int) -> np.ndarray:
+    """Logits after each token of `PROMPT` from the `n`-th on, but the last, computed one at a time."""
+    forced = iter(PROMPT[n:])
+    steps: list[np.ndarray] = []
+
+    def force(tokens: object, logits: np.ndarray) -> np.ndarray:
+        steps.append(logits)
+        return np.where(np.arange(N_VOCAB) == next(forced), 1, 0).astype(np.float32)
+
+    model.generate(
+        PROMPT[:n], max_tokens=len(PROMPT) - n, temperature=0, logits_processor=force, ignore_eos=True
+    )
+    return np.array(steps)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_by_step_is_as_all_at_once(models: Callable[..., Path], kind: str) -> None:
     """Keys and values that are kept, masks, windows and padding change nothing."""
     with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
         whole = model.logits(PROMPT)
-        forced = iter(PROMPT[6:])
-
-        def force(tokens: object, logits: np.ndarray) -> np.ndarray:
-            steps.append(logits)
-            return np.where(np.arange(N_VOCAB) == next(forced), 1, 0).astype(np.float32)
-
-        steps: list[np.ndarray] = []
-        model.generate(
-            PROMPT[:6], max_tokens=len(PROMPT) - 6, temperature=0, logits_processor=force, ignore_eos=True
-        )
-    assert np.abs(log_probs(np.array(steps)) - log_probs(whole[5:-1])).max() < 2e-3
+        steps = step_by_step(model, 6)
+    assert np.abs(log_probs(steps) - log_probs(whole[5:-1])).max() < 2e-3
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -147,6 +153,39 @@ def test_a_pipeline_of_devices(
         assert np.allclose([p for _, p in one.logprobs], [p for _, p in expected.logprobs], atol=2e-3)
     with pytest.raises(ArgumentError, match="n_ubatch is 513; give 1 to 512"):
         TextModel(models(kind), ["CPU"], n_ubatch=513)
+
+
+@pytest.mark.skipif("OpenCL0" not in DEVICES, reason="no device here has memory of its own")
+@pytest.mark.parametrize("kind", ["llama-experts", "qwen3moe"])
+def test_experts_used_most_are_cached(models: Callable[..., Path], kind: str) -> None:
+    """Steps of one token compute from the cache, whatever it holds; longer ones from host memory."""
+    devices = ["OpenCL0", "CPU"]
+    with TextModel(models(kind), devices, n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    with pytest.raises(
+        ArgumentError, match=r"one expert of each layer takes [\d,]+, .* give ([\d,]+)"
+    ) as found:
+        TextModel(models(kind), devices, n_ctx=64, expert_cache=1)
+    least = int(str(found.value).rpartition("give ")[2].removesuffix(" or more").replace(",", ""))
+    misses = []
+    for n_slots in (2, 3, 4):
+        with TextModel(models(kind), devices, n_ctx=64, expert_cache=least * n_slots // 2) as model:
+            steps = step_by_step(model, 1)
+            assert np.abs(log_probs(steps) - expected[:-1]).max() < 2e-2
+            assert model.experts is not None and model.scheduler is not None
+            assert model.experts.n_slots == n_slots and model.experts.nbytes == least * n_slots // 2
+            assert model.experts.n_hits + model.experts.n_misses == 2 * 3 * len(steps)
+            assert {p.device for p in model.scheduler.placement if p.op == "MUL_MAT_ID"} == {"OpenCL0"}
+            misses.append(model.experts.n_misses)
+            assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
+    assert misses[0] > misses[1] > misses[2] and misses[2] <= 4 * 3
+
+
+def test_an_expert_cache_that_cannot_be(models: Callable[..., Path]) -> None:
+    with pytest.raises(ArgumentError, match="has no experts"):
+        TextModel(models(), ["CPU"], n_ctx=64, expert_cache=1 << 30)
+    with pytest.raises(ArgumentError, match="no layer is on a device with memory of its own"):
+        TextModel(models("qwen3moe"), ["CPU"], n_ctx=64, expert_cache=1 << 30)
 
 
 def test_the_same_seed_gives_the_same_text(models: Callable[..., Path]) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ggmlb import Backend, Scheduler, Tensor
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.experts import ExpertCache
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.memory import FREE, KvMemory
 
@@ -87,6 +88,7 @@ class Decoder:
         memory: Of keys and values.
         backends: Streams, highest priority first.
         n_ubatch: Tokens of a batch's parts, which devices compute one behind the other; 0: one at a time.
+        cache: Experts in devices' memory, or `None`.
     """
 
     def __init__(
@@ -96,12 +98,14 @@ class Decoder:
         memory: KvMemory,
         backends: Sequence[Backend],
         n_ubatch: int = 0,
+        cache: ExpertCache | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
         self._memory = memory
         self._runs: Runs[Sizes, TextGraph] = Runs(backends, parallel=n_ubatch > 0)
         self._n_ubatch = n_ubatch
+        self._cache = cache
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -115,7 +119,7 @@ class Decoder:
             AllocationError: A device lacks room.
         """
         self._runs.reserve(
-            TextGraph(self._config, self._weights, self._memory, n, min(n, N_OUT), self._memory.n_cells)
+            self._graph(n, min(n, N_OUT), self._memory.n_cells)
             for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH))
         )
 
@@ -162,6 +166,9 @@ class Decoder:
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
+    def _graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
+        return TextGraph(self._config, self._weights, self._memory, n_tokens, n_out, n_kv, self._cache)
+
     def _part(self, n: int) -> int:
         """How many of `n` tokens to compute together."""
         return min(n, self._n_ubatch) if self._n_ubatch else _part(n)
@@ -185,7 +192,7 @@ class Decoder:
         masks = [memory.mask(*filled, n_kv, window) for window in windows]
         spare = memory.n_cells + np.arange(n_tokens - n)
         sizes = (n_tokens, n_out, n_kv)
-        graph = self._runs.get(sizes, lambda: TextGraph(config, self._weights, memory, *sizes))
+        graph = self._runs.get(sizes, lambda: self._graph(*sizes))
         graph.set_inputs(
             _filled(ids, n_tokens),
             filled[1],

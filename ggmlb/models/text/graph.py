@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Context, DType, Graph, Tensor
+from ggmlb.models.text.experts import KINDS
 
 if TYPE_CHECKING:
     from ggmlb.models.text.config import Rope, TextConfig
+    from ggmlb.models.text.experts import ExpertCache
     from ggmlb.models.text.memory import KvMemory
 
 MIN_EXPERT_SUM = 2.0**-14
@@ -31,6 +33,7 @@ class TextGraph:
         n_tokens: Tokens of a step, those that fill up included.
         n_out: Tokens whose logits are computed.
         n_kv: Cells that are looked at, from the first.
+        cache: Experts in devices' memory; `None` where all are used where they lie.
 
     Attributes:
         graph: What to compute.
@@ -52,8 +55,10 @@ class TextGraph:
         n_tokens: int,
         n_out: int,
         n_kv: int,
+        cache: ExpertCache | None = None,
     ) -> None:
         self._config = config
+        self._cache = cache
         self._weights = weights
         self._n_tokens = n_tokens
         self._n_kv = n_kv
@@ -126,7 +131,7 @@ class TextGraph:
         mixed = self._linear(at + "attn_output", seen)
         x = ctx.add(self._norm_if(at + "post_attention_norm.weight", mixed), x)
         y = self._norm(at + "ffn_norm.weight", x)
-        y = self._feed_forward(at, y) if self._config.experts is None else self._experts(at, y)
+        y = self._feed_forward(at, y) if self._config.experts is None else self._experts(layer, y)
         return ctx.add(self._norm_if(at + "post_ffw_norm.weight", y), x)
 
     def _attend(self, layer: int, x: Tensor, memory: KvMemory) -> Tensor:
@@ -196,9 +201,9 @@ class TextGraph:
             y = self._activate(self._linear(at + "ffn_up", x), None)
         return self._linear(at + "ffn_down", y)
 
-    def _experts(self, at: str, x: Tensor) -> Tensor:
+    def _experts(self, layer: int, x: Tensor) -> Tensor:
         """Each token's `n_used` best experts, weighted by their shares, which sum to 1."""
-        ctx, w, experts = self._ctx, self._weights, self._config.experts
+        ctx, w, experts, at = self._ctx, self._weights, self._config.experts, f"blk.{layer}."
         assert experts is not None
         n_embd, n = x.ne[0], x.ne[1]
         shares = ctx.soft_max(ctx.mul_mat(w[at + "ffn_gate_inp.weight"], x))
@@ -208,9 +213,12 @@ class TextGraph:
         total = ctx.clamp(ctx.sum_rows(weights), MIN_EXPERT_SUM, math.inf)
         weights = ctx.reshape_3d(ctx.div(weights, total), 1, experts.n_used, n)
         rows = ctx.reshape_3d(x, n_embd, 1, n)
-        gate = ctx.mul_mat_id(w[at + "ffn_gate_exps.weight"], rows, chosen)
-        up = ctx.mul_mat_id(w[at + "ffn_up_exps.weight"], rows, chosen)
-        down = ctx.mul_mat_id(w[at + "ffn_down_exps.weight"], self._activate(gate, up), chosen)
+        if self._cache is None or not self._cache.serves(layer, self._n_tokens):
+            gates, ups, downs = (w[at + kind] for kind in KINDS)
+        else:
+            chosen, (gates, ups, downs) = self._cache.choose(ctx, layer, chosen)
+        gate, up = ctx.mul_mat_id(gates, rows, chosen), ctx.mul_mat_id(ups, rows, chosen)
+        down = ctx.mul_mat_id(downs, self._activate(gate, up), chosen)
         weighted = ctx.mul(down, weights)
         parts = [
             ctx.view_2d(weighted, n_embd, n, weighted.nb[2], i * weighted.nb[1])

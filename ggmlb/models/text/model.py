@@ -19,6 +19,7 @@ from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.decoder import N_BATCH, AnyDecoder, Decoder, Floats
+from ggmlb.models.text.experts import ON_HOST, ExpertCache
 from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.memory import KvMemory, Memory
 from ggmlb.models.text.perplexity import Perplexity, perplexity
@@ -65,6 +66,8 @@ class TextModel(ModelOnDevices):
             are f32.
         override_tensors: Other memory for some weights, by regular expression: `{"exps": "CPU"}` keeps
             experts on the CPU.
+        expert_cache: Memory for the experts used most on the devices of their layers [bytes]; all of them
+            are in host memory then. See `experts`.
         threads: Threads that compute on processors; all by default.
         n_ubatch: Tokens of a prompt's parts in a pipeline: one device computes a part while the next one
             computes the part before, at most 512; by default there is no pipeline. For layers on several
@@ -72,6 +75,7 @@ class TextModel(ModelOnDevices):
 
     Attributes:
         config: The model's sizes.
+        experts: The cache of experts, with its hits and misses; `None` without `expert_cache`.
         file: The GGUF file.
         homes: The device of each layer, and of the `"embeddings"`.
         n_ctx: Tokens that the memory of keys and values holds.
@@ -94,6 +98,7 @@ class TextModel(ModelOnDevices):
         n_ctx: int | None = None,
         kv_type: DType | str = DType.F16,
         override_tensors: Mapping[str, str | BufferType] | None = None,
+        expert_cache: int | None = None,
         threads: int | None = None,
         n_ubatch: int | None = None,
     ) -> None:
@@ -113,12 +118,19 @@ class TextModel(ModelOnDevices):
             self._backends = tuple(opened.values())
             if threads is not None:
                 _set_threads(self._backends, threads)
-            self._placer = Weights(self.file, None, memory_overrides(override_tensors, opened))
+            overrides = memory_overrides(override_tensors, opened)
+            if expert_cache is not None:
+                overrides.setdefault(ON_HOST, _host_memory(opened))
+            self._placer = Weights(self.file, None, overrides)
             resources.callback(self._placer.free)
             weights: dict[str, Tensor] = {}
             for name, backend in opened.items():
                 weights |= self._placer.place(self._sources(layout, name), backend)
             layer_homes = [opened[self.homes[i]] for i in range(config.n_layer)]
+            self.experts = None
+            if expert_cache is not None:
+                self.experts = ExpertCache(config, weights, layer_homes, expert_cache)
+                resources.callback(self.experts.free)
             memory, decoder = self._memory(weights, layer_homes, DType.parse(kv_type), n_ubatch or 0)
             resources.callback(memory.free)
             resources.callback(decoder.free)
@@ -147,7 +159,7 @@ class TextModel(ModelOnDevices):
             states = StateMemory(self.config.state, homes, self.n_ctx)
             return states, RecurrentDecoder(self.config, weights, states, self._backends, n_ubatch)
         cells = KvMemory(self.config, homes, self.n_ctx, kv_type)
-        return cells, Decoder(self.config, weights, cells, self._backends, n_ubatch)
+        return cells, Decoder(self.config, weights, cells, self._backends, n_ubatch, self.experts)
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -340,6 +352,16 @@ def _layers_on(
         return None
     first = max(0, config.n_layer - gpu_layers)
     return {names[0]: range(first, config.n_layer), names[1]: range(first)}
+
+
+def _host_memory(backends: Mapping[str, Backend]) -> BufferType:
+    """The memory of the last device that computes in host memory."""
+    for backend in reversed(list(backends.values())):
+        if backend.default_buffer_type.is_host:
+            return backend.default_buffer_type
+    raise ArgumentError(
+        f"expert_cache: none of {', '.join(backends)} computes in host memory, where experts stay; add CPU"
+    )
 
 
 def _no_shards(weight: Tensor, n_devices: int) -> SplitState:

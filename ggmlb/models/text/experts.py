@@ -1,0 +1,158 @@
+"""ExpertCache: the experts used most in a device's memory, all of them in the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, BufferUsage, Context, DType, Tensor, alloc_ctx_tensors
+from ggmlb.core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.config import TextConfig
+
+KINDS: Final = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight")
+"""Tensors of a layer that hold a matrix for each expert."""
+
+ON_HOST: Final = r"ffn_(gate|up|down)_exps\.weight"
+"""Regular expression of the weights that stay in host memory."""
+
+HALF_LIFE: Final = 256
+"""Steps after which an earlier use of an expert counts half."""
+
+
+class Slots:
+    """The cached experts of one layer, each in a slot of the device's tensors.
+
+    Attributes:
+        cached: In the device's memory, in the order of `KINDS`: `[n, m, n_slots]`.
+        expert: The expert in each slot; -1 for none.
+        slot: The slot of each expert; -1 for none.
+        uses: How often each expert was used, of late.
+    """
+
+    def __init__(self, whole: Sequence[Tensor], cached: Sequence[Tensor]) -> None:
+        n_experts, n_slots = whole[0].ne[2], cached[0].ne[2]
+        self.cached = cached
+        self.expert = np.full(n_slots, -1, np.int32)
+        self.slot = np.full(n_experts, -1, np.int32)
+        self.uses = np.zeros(n_experts, np.float32)
+        self._whole = whole
+
+    def load(self, experts: npt.NDArray[np.int32]) -> int:
+        """Bring experts, each named once, into slots; return how many were copied."""
+        self.uses *= 0.5 ** (1 / HALF_LIFE)
+        self.uses[experts] += 1
+        missing = experts[self.slot[experts] < 0]
+        if not missing.size:
+            return 0
+        worth = np.where(self.expert < 0, -1, self.uses[self.expert])
+        worth[self.slot[experts[self.slot[experts] >= 0]]] = np.inf  # needed now
+        for expert, slot in zip(missing.tolist(), np.argsort(worth, kind="stable").tolist(), strict=False):
+            evicted = self.expert[slot]
+            if evicted >= 0:
+                self.slot[evicted] = -1
+            self.expert[slot] = -1  # until all of it is there
+            for whole, cached in zip(self._whole, self.cached, strict=True):
+                size = whole.nb[2]
+                cached.set(whole.get(expert * size, size), slot * size)
+            self.expert[slot], self.slot[expert] = expert, slot
+        return missing.size
+
+
+class ExpertCache:
+    """Keeps the experts used most in the memory of the devices of their layers.
+
+    All experts stay in host memory. A step of few tokens computes from the cache: the chosen ids are read
+    between two splits, experts that are missing are copied into the slots of those used least, and the ids
+    become numbers of slots. A step whose tokens may choose more experts than there are slots does not use it,
+    nor do layers on devices that compute in host memory.
+
+    Args:
+        config: The model's sizes.
+        weights: The model's; those of experts in host memory.
+        homes: A stream for each layer, on its device.
+        nbytes: Limit of the cache's memory, over all devices [bytes].
+
+    Attributes:
+        n_slots: Experts of each layer that are cached.
+        nbytes: The cache's memory [bytes].
+        n_hits: Uses of experts that were there.
+        n_misses: Uses of experts that were copied first.
+
+    Raises:
+        ArgumentError: The model has no experts, or no layer on a device with memory of its own; or the limit
+            is too small for those that one token uses.
+        AllocationError: A device lacks room.
+    """
+
+    def __init__(
+        self, config: TextConfig, weights: Mapping[str, Tensor], homes: Sequence[Backend], nbytes: int
+    ) -> None:
+        if config.experts is None:
+            raise ArgumentError(f"expert_cache: {config.name} has no experts")
+        self._experts = config.experts
+        apart = {i: home for i, home in enumerate(homes) if not home.default_buffer_type.is_host}
+        if not apart:
+            raise ArgumentError("expert_cache: no layer is on a device with memory of its own; name one")
+        whole = {layer: [weights[f"blk.{layer}.{kind}"] for kind in KINDS] for layer in apart}
+        each = sum(tensor.nb[2] for tensors in whole.values() for tensor in tensors)
+        self.n_slots = min(nbytes // each, config.experts.n)
+        if self.n_slots < config.experts.n_used:
+            raise ArgumentError(
+                f"expert_cache is {nbytes:,} bytes; one expert of each layer takes {each:,}, and a token "
+                f"uses {config.experts.n_used}: give {each * config.experts.n_used:,} or more"
+            )
+        self.nbytes = self.n_slots * each
+        self.n_hits = self.n_misses = 0
+        contexts: dict[int, tuple[Context, Backend]] = {}
+        self._layers: dict[int, Slots] = {}
+        for layer, home in apart.items():
+            ctx, _ = contexts.setdefault(id(home), (Context(), home))
+            cached = [
+                ctx.new_tensor(t.dtype, (*t.ne[:2], self.n_slots), f"{t.name} (cached)") for t in whole[layer]
+            ]
+            self._layers[layer] = Slots(whole[layer], cached)
+        with ExitStack() as buffers:
+            for ctx, home in contexts.values():
+                buffer = buffers.enter_context(alloc_ctx_tensors(ctx, home))
+                buffer.usage = BufferUsage.WEIGHTS
+                buffer.clear(0)
+            self._buffers = buffers.pop_all()
+
+    def serves(self, layer: int, n_tokens: int) -> bool:
+        """Whether all experts of a layer that so many tokens may choose have slots."""
+        return layer in self._layers and min(n_tokens * self._experts.n_used, self._experts.n) <= self.n_slots
+
+    def choose(self, ctx: Context, layer: int, chosen: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the slots of chosen experts, i32 of the same shape, and the matrices that they refer to.
+
+        The matrices are in the order of `KINDS`.
+        """
+        slots = self._layers[layer]
+        return ctx.custom_4d(DType.I32, *chosen.ne, [chosen], self._load, 1, slots), slots.cached
+
+    def _load(
+        self, dst: npt.NDArray[Any], ids: Sequence[npt.NDArray[Any]], ith: int, nth: int, slots: Slots
+    ) -> None:
+        """Compute slots from ids on the CPU, where all that the layer's device was given before is done."""
+        experts = np.unique(ids[0])
+        missed = slots.load(experts)
+        self.n_misses += missed
+        self.n_hits += experts.size - missed
+        dst[...] = slots.slot[ids[0]]
+
+    def __repr__(self) -> str:
+        share = self.n_hits / max(self.n_hits + self.n_misses, 1)
+        return (
+            f"<ExpertCache of {self.n_slots} of {self._experts.n} experts a layer, {self.nbytes:,} bytes: "
+            f"{share:.0%} hits>"
+        )
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._buffers.close()
