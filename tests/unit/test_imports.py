@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
+import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -24,8 +28,8 @@ HEAVY = {
 }
 
 
-def modules_after(program: str) -> dict[str, object]:
-    """Run a program in a fresh interpreter; return the heavy modules it loaded, and its import time [s]."""
+def modules_after(program: str) -> dict[str, Any]:
+    """Run a program in a fresh interpreter; return the modules it loaded, and its time [s]."""
     code = f"""
 import json, sys, time
 import numpy
@@ -37,7 +41,7 @@ print(json.dumps({{"top": top, "all": sorted(sys.modules), "took_s": took_s}}))
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
-    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
 
 
@@ -55,6 +59,24 @@ def test_the_cpu_needs_no_other_backend() -> None:
     assert "ggmlb.backends.cpu" in told["all"]
     assert "ggmlb.backends.opencl" not in told["all"]
     assert "ggmlb.backends.cuda" not in told["all"]
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or sys.platform != "linux", reason="LLVM loads the code of others"
+)
+def test_kernels_on_disk_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    program = """
+import ggmlb
+ctx = ggmlb.Context()
+x = ctx.new_tensor("f32", (64, 4))
+with ggmlb.init_by_name("LLVM") as backend, ggmlb.alloc_ctx_tensors(ctx, backend):
+    x.set_array(numpy.ones((4, 64), "f"))
+    assert (ggmlb.evaluate(ctx.silu(x), devices=["LLVM", "CPU"]) > 0.7).all()
+"""
+    compiled, found = (set(modules_after(program)["all"]) for _ in range(2))
+    assert "llvmlite.binding" in compiled - found
 
 
 def test_help_needs_no_library() -> None:

@@ -35,7 +35,7 @@ class LlvmReg(BackendReg):
         """
         if self._devices is None:
             try:
-                import llvmlite.binding  # noqa: F401
+                import llvmlite.ir  # noqa: F401
             except ImportError as error:
                 raise BackendUnavailable(
                     f"llvmlite cannot be imported ({error}): pip install 'ggmlb[llvm]'"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
-from llvmlite import binding
 
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.llvm.backend import LlvmBackend
@@ -89,6 +88,8 @@ class LlvmDevice(Device):
 
 def features() -> list[tuple[str, str]]:
     """Return the version of LLVM and the target of its code."""
+    from llvmlite import binding
+
     target = library().target
     version = ".".join(map(str, binding.llvm_version_info))
     return [("LLVM", version), ("CPU", target.cpu), ("SIMD", target.level.name)]

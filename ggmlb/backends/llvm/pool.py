@@ -7,13 +7,13 @@ until the next graph; waking takes a tenth of that. No thread waits for a sleepi
 
 from __future__ import annotations
 
+import ctypes
 from _thread import allocate_lock
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import binding
 
 from ggmlb.backends.llvm.codegen.library import function
 from ggmlb.backends.llvm.kernels import driver
@@ -45,7 +45,7 @@ class Pool:
         n_words = driver.control_words(self.n)
         self._control = aligned_empty(n_words * 8).view(np.int64)
         self._control[:] = 0
-        self._control[driver.STATE + 2] = binding.address_of_symbol("sched_yield") or 0
+        self._control[driver.STATE + 2] = _address_of_yield()
         self._control[driver.STATE + 3] = self.n
         self._ends = self._control[driver.STATE + 1 :][:1]  # `driver` may be gone when Python ends
         self._address = self._control.ctypes.data
@@ -99,6 +99,12 @@ class Pool:
         self._ends[0] = 1
         for worker in self._workers:
             worker.end()
+
+
+def _address_of_yield() -> int:
+    """The address of `sched_yield`; 0 where the system has none."""
+    found = getattr(ctypes.pythonapi, "sched_yield", None)
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
 class _Worker:

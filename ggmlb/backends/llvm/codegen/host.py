@@ -1,19 +1,25 @@
-"""Targets of code generation: instruction sets, and LLVM's target machine."""
+"""Targets of code generation: instruction sets, and LLVM's target machine.
+
+LLVM itself is imported where it must answer: what it knows of the processor is cached on disk.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
-from llvmlite import binding
+import llvmlite
 
 from ggmlb.core.errors import ArgumentError, did_you_mean
+from ggmlb.system import disk_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,9 @@ class Target:
 
     def machine(self, jit: bool = True) -> Any:
         """Return LLVM's machine that emits the code."""
+        from llvmlite import binding
+
+        initialize()
         triple = self.triple or binding.get_process_triple()
         target = binding.Target.from_triple(triple)
         model = "jitdefault" if jit else "default"
@@ -89,6 +98,8 @@ class Target:
 @cache
 def initialize() -> None:
     """Initialize all of LLVM's targets, once per process."""
+    from llvmlite import binding
+
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
 
@@ -111,9 +122,40 @@ def kept_nbytes() -> float:
 
 @cache
 def _host() -> tuple[str, Mapping[str, bool], str]:
-    initialize()
-    features = binding.get_host_cpu_features()
-    return binding.get_host_cpu_name(), dict(features), features.flatten()
+    """LLVM's name of the processor, and its features, also as one text."""
+    facts = _processor()
+    digest = sha256(f"{llvmlite.__version__}|{facts}".encode()).hexdigest()[:32]
+    path = disk_cache.folder("llvm") / f"{digest}.host"
+    kept = disk_cache.load(path) if facts else None
+    if kept is None:
+        from llvmlite import binding
+
+        initialize()
+        cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+        if facts:
+            disk_cache.save(path, json.dumps([cpu, features]).encode())
+    else:
+        cpu, features = json.loads(kept)
+    return cpu, {flag[1:]: flag[0] == "+" for flag in features.split(",") if flag}, features
+
+
+_TELLING = ("vendor_id", "cpu family", "model", "stepping", "flags")
+"""Lines of Linux' description of an x86 processor that LLVM's answers depend on."""
+
+
+def _processor() -> str:
+    """Return what the system tells of the first processor; empty where it tells no features."""
+    lines = []
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith(_TELLING):
+                    lines.append(line)
+                if line.startswith("flags"):
+                    return "".join(lines)
+    except OSError:
+        pass
+    return ""
 
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18

@@ -1,23 +1,25 @@
 """Library of kernels, compiled at first use, cached on disk, and loaded once per process.
 
 A file (`disk_cache`) holds the machine code of one kernel. Its key is the processor, the version of LLVM,
-the source of the emitters, and the kernel's name and parameters. Loading needs no compiler.
+the source of the emitters, and the kernel's name and parameters. LLVM is imported when a kernel is to be
+compiled, or where only it can load one (`loader`).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from llvmlite import binding, ir
+import llvmlite
+from llvmlite import ir
 
 from ggmlb.backends.common import formulas
-from ggmlb.backends.llvm.codegen import host
+from ggmlb.backends.llvm.codegen import host, loader
 from ggmlb.backends.llvm.codegen.emit import Kernel
 from ggmlb.core import dtypes, quants
 from ggmlb.core.errors import BackendError
@@ -41,11 +43,20 @@ class Library:
     def __init__(self, target: host.Target) -> None:
         self.target = target
         self.n_compiled = 0
-        self._machine = target.machine()
-        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
         self._addresses: dict[Hashable, int] = {}
         self._folder = disk_cache.folder("llvm")
-        self._salt = f"{target.key}|{binding.llvm_version_info}|{_sources()}"
+        self._salt = f"{target.key}|{llvmlite.__version__}|{_sources()}"
+
+    @cached_property
+    def _machine(self) -> Any:
+        return self.target.machine()
+
+    @cached_property
+    def _engine(self) -> Any:
+        """What loads code that `loader` declines."""
+        from llvmlite import binding
+
+        return binding.create_mcjit_compiler(binding.parse_assembly(""), self._machine)
 
     def address(self, emit: Emit, params: tuple[Any, ...] = (), task: Task | None = None) -> int:
         """Return the address of the kernel emitted by `emit(kernel, *params)`.
@@ -75,6 +86,11 @@ class Library:
             code = self.compile(emit, params, symbol)
             self.n_compiled += 1
             disk_cache.save(path, code)
+        address = loader.load(code, symbol)
+        if address is not None:
+            return address
+        from llvmlite import binding
+
         self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(symbol))
@@ -87,6 +103,8 @@ class Library:
 
 def optimised(target: host.Target, machine: Any, emit: Emit, params: tuple[Any, ...], symbol: str) -> Any:
     """Return the kernel as an LLVM module, optimised."""
+    from llvmlite import binding
+
     module = ir.Module(symbol)
     module.triple = machine.triple
     kernel = Kernel(module, symbol, target.level)
