@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from ggmlb import Backend, Graph, Scheduler
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, Graph, Scheduler, Tensor
 
 MOST = 64
 """Limit of cached graphs; beyond it, the least recently used is dropped."""
@@ -82,6 +85,24 @@ class Runs(Generic[Key, Built]):
     def start(self, built: Built) -> None:
         """Queue what `get` returned with the current inputs, which may be overwritten then."""
         self.scheduler.graph_compute_async(built.graph)
+
+    def traced(self, built: Built, nodes: Iterable[Tensor]) -> dict[Tensor, npt.NDArray[Any]]:
+        """Compute what `get` returned, and return the values of some of its nodes."""
+        wanted = frozenset(nodes)
+        found: dict[Tensor, npt.NDArray[Any]] = {}
+
+        def keep(node: Tensor, is_asked: bool) -> bool:
+            if not is_asked:
+                found[node] = np.array(node.to_numpy())
+            return node in wanted
+
+        self.scheduler.set_eval_callback(keep)
+        try:
+            self.start(built)
+            self.wait()
+        finally:
+            self.scheduler.set_eval_callback(None)
+        return found
 
     def wait(self) -> None:
         """Wait for what was queued."""

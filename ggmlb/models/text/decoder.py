@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Scheduler, Tensor
 from ggmlb.models.runs import Runs
+from ggmlb.models.text.attention import AttentionGraph
+from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.experts import ExpertCache
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.memory import FREE, KvMemory
+from ggmlb.models.text.step import LensGraph, Step
 
 N_BATCH = 512
 """Most tokens that are computed together."""
@@ -34,9 +38,15 @@ LEAST_PART = 96
 MOST_WASTE = 1.2
 """How much larger than a batch its graph may be, where the batch could be cut."""
 
+ATTENTION = "attn_weights"
+"""The name of attention weights in a layer."""
+
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-Sizes = tuple[int, int, int]
-"""Of a graph: tokens, tokens whose logits are computed, cells that are looked at."""
+Traced = Mapping[str, list[Array]]
+"""Where values of nodes are added, by their names."""
+
+NOTHING: Traced = {}
 
 
 class Token(NamedTuple):
@@ -55,19 +65,44 @@ class Token(NamedTuple):
     wants_logits: bool = False
 
 
-class AnyDecoder(Protocol):
-    """A `Decoder`, or the `RecurrentDecoder` of a recurrent model."""
+AnyMemory = TypeVar("AnyMemory")
+
+
+class BaseDecoder(ABC, Generic[AnyMemory]):
+    """Base class of what computes batches of tokens.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names that the graph uses.
+        memory: Where earlier tokens are kept.
+        backends: Streams, highest priority first.
+        changes: What is added to hidden states.
+        n_ubatch: Most tokens of a sequence in a batch's parts, which devices compute one behind the other; 0:
+            one part at a time.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: AnyMemory,
+        backends: Sequence[Backend],
+        changes: Changes,
+        n_ubatch: int = 0,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._memory = memory
+        self._changes = changes
+        self._runs: Runs[Hashable, Any] = Runs(backends, parallel=n_ubatch > 0)
+        self._n_ubatch = n_ubatch
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler of the last batch; `None` before the first."""
+        """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
+        return None if self._runs.last is None else self._runs.scheduler
 
-    def decode(self, batch: Sequence[Token]) -> Floats:
-        """Compute a batch; return the logits of the tokens that want them, shape `(n, n_vocab)`."""
-
-    def hidden(self, batch: Sequence[Token]) -> Floats:
-        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
-
+    @abstractmethod
     def reserve(self) -> None:
         """Allocate the memory that the largest batches need, so that none allocates any.
 
@@ -75,20 +110,74 @@ class AnyDecoder(Protocol):
             AllocationError: A device lacks room.
         """
 
+    @abstractmethod
+    def decode(self, batch: Sequence[Token]) -> Floats:
+        """Compute a batch; return the logits of the tokens that want them, shape `(n, n_vocab)`."""
+
+    @abstractmethod
+    def hidden(self, batch: Sequence[Token]) -> Floats:
+        """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names that `trace` knows, in the order in which the nodes are computed."""
+
+    def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
+        """Compute a batch of one sequence, all of whose tokens want logits.
+
+        Returns:
+            Values of nodes, tokens outermost; of attention weights the shape is `(n_head, n_tokens, n_seen)`.
+        """
+        traced: dict[str, list[Array]] = {name: [] for name in names}
+        self._trace(batch, traced)
+        return {name: np.concatenate(parts) for name, parts in traced.items()}
+
+    @abstractmethod
+    def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
+        """Compute a batch, and add values of nodes."""
+
+    def _start(self, graph: Step, n: int, traced: Traced) -> None:
+        """Queue a graph; where nodes are traced, compute it, and add their values of the first `n` tokens."""
+        graph.set_changes(self._changes)
+        if not traced:
+            self._runs.start(graph)
+            return
+        nodes = {name: graph.named[name] for name in traced}
+        values = self._runs.traced(graph, (node.tensor for node in nodes.values()))
+        for name, node in nodes.items():
+            traced[name].append(values[node.tensor].reshape(-1, *node.row)[:n])
+
+    def lens(self, states: Floats) -> Floats:
+        """Return the logits of any hidden states, as after the last layer.
+
+        Args:
+            states: Shape `(n, n_embd)`.
+
+        Returns:
+            Shape `(n, n_vocab)`.
+        """
+        found = np.empty((len(states), self._config.n_vocab), np.float32)
+        for start in range(0, len(states), N_OUT):
+            rows = found[start : start + N_OUT]
+            part = np.zeros((N_OUT, self._config.n_embd), np.float32)
+            part[: len(rows)] = states[start : start + N_OUT]
+            graph: LensGraph = self._runs.get("lens", lambda: LensGraph(self._config, self._weights, N_OUT))
+            graph.states.set(part)
+            self._runs.start(graph)
+            self._runs.wait()
+            rows[:] = graph.logits.to_numpy().reshape(N_OUT, -1)[: len(rows)]
+        return found
+
     def free(self) -> None:
         """Free the memory of the graphs."""
+        self._runs.free()
 
 
-class Decoder:
+class Decoder(BaseDecoder[KvMemory]):
     """Computes batches of tokens, and keeps their keys and values.
 
     Args:
-        config: The model's sizes.
-        weights: By the names that the graph uses.
-        memory: Of keys and values.
-        backends: Streams, highest priority first.
-        n_ubatch: Tokens of a batch's parts, which devices compute one behind the other; 0: one at a time.
-        cache: Experts in devices' memory, or `None`.
+        cache: Experts in devices' memory, or `None`; the others as for `BaseDecoder`.
     """
 
     def __init__(
@@ -97,20 +186,12 @@ class Decoder:
         weights: Mapping[str, Tensor],
         memory: KvMemory,
         backends: Sequence[Backend],
+        changes: Changes,
         n_ubatch: int = 0,
         cache: ExpertCache | None = None,
     ) -> None:
-        self._config = config
-        self._weights = weights
-        self._memory = memory
-        self._runs: Runs[Sizes, TextGraph] = Runs(backends, parallel=n_ubatch > 0)
-        self._n_ubatch = n_ubatch
+        super().__init__(config, weights, memory, backends, changes, n_ubatch)
         self._cache = cache
-
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
-        return None if self._runs.last is None else self._runs.scheduler
 
     def reserve(self) -> None:
         """Allocate the memory that the largest batches need, so that none allocates any.
@@ -119,7 +200,7 @@ class Decoder:
             AllocationError: A device lacks room.
         """
         self._runs.reserve(
-            self._graph(n, min(n, N_OUT), self._memory.n_cells)
+            self._new_graph(n, min(n, N_OUT), self._memory.n_cells)
             for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH))
         )
 
@@ -141,13 +222,19 @@ class Decoder:
         """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
         return self._each(batch, lambda graph: graph.hidden, self._config.n_embd)
 
-    def _each(self, batch: Sequence[Token], output: Callable[[TextGraph], Tensor], width: int) -> Floats:
-        """Compute a batch in parts that waste little, and return rows of an output."""
+    def _each(
+        self,
+        batch: Sequence[Token],
+        output: Callable[[TextGraph], Tensor],
+        width: int,
+        traced: Traced = NOTHING,
+    ) -> Floats:
+        """Compute a batch in parts that waste little; return rows of an output, and add to `traced`."""
         memory = self._memory
         ids, sequences, positions = np.array([token[:3] for token in batch], np.int32).reshape(-1, 3).T
         cells = memory.find_cells(len(batch))
         memory.occupy(cells, sequences, positions)
-        n_kv = min(_padded_cells(memory.n_used), memory.n_cells)
+        n_kv = self._n_kv()
         found = [np.empty((0, width), np.float32)]
         start = 0
         try:
@@ -155,7 +242,8 @@ class Decoder:
                 end = start + self._part(len(batch) - start)
                 chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
                 part = slice(start, end)
-                graph = self._start(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
+                graph = self._graph(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
+                self._start(graph, end - start, traced)
                 if chosen or not self._n_ubatch:
                     self._runs.wait()
                 if chosen:
@@ -166,14 +254,15 @@ class Decoder:
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
-    def _graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
-        return TextGraph(self._config, self._weights, self._memory, n_tokens, n_out, n_kv, self._cache)
+    def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
+        sizes = (n_tokens, n_out, n_kv)
+        return TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self._changes)
 
     def _part(self, n: int) -> int:
         """How many of `n` tokens to compute together."""
         return min(n, self._n_ubatch) if self._n_ubatch else _part(n)
 
-    def _start(
+    def _graph(
         self,
         ids: npt.NDArray[np.int32],
         sequences: npt.NDArray[np.int32],
@@ -182,30 +271,82 @@ class Decoder:
         chosen: Sequence[int],
         n_kv: int,
     ) -> TextGraph:
-        """Queue tokens that look at `n_kv` cells; return the graph, whose outputs are of those chosen."""
-        memory, config = self._memory, self._config
+        """Return the graph of tokens that look at `n_kv` cells; its outputs are of those chosen."""
+        memory = self._memory
         n = len(ids)
         n_tokens = _padded(n)
         n_out = n_tokens if len(chosen) == n_tokens else min(_padded(max(len(chosen), 1)), n_tokens)
         filled = _filled(sequences, n_tokens, FREE), _filled(positions, n_tokens)
-        windows = (0, config.window) if config.window else (0,)
-        masks = [memory.mask(*filled, n_kv, window) for window in windows]
         spare = memory.n_cells + np.arange(n_tokens - n)
         sizes = (n_tokens, n_out, n_kv)
-        graph = self._runs.get(sizes, lambda: self._graph(*sizes))
+        graph: TextGraph = self._runs.get((*sizes, self._changes.key), lambda: self._new_graph(*sizes))
         graph.set_inputs(
             _filled(ids, n_tokens),
             filled[1],
             np.concatenate([cells, spare]),
-            masks,
+            self._masks(*filled, n_kv),
             _filled(np.array(chosen, np.int32), n_out),
         )
-        self._runs.start(graph)
         return graph
 
-    def free(self) -> None:
-        """Free the memory of the graphs."""
-        self._runs.free()
+    def names(self) -> list[str]:
+        """Return the names that `trace` knows, in the order in which the nodes are computed."""
+        found: list[str] = []
+        for name in self._new_graph(1, 1, self._memory.n_cells).named:
+            layer, _, part = name.rpartition(".")
+            found += [f"{layer}.{ATTENTION}", name] if part == "attn_heads" else [name]
+        return found
+
+    def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
+        """As `BaseDecoder.trace`; attention weights are computed from what is kept."""
+        layers = [int(name.split(".")[1]) for name in names if name.endswith(ATTENTION)]
+        queries = {layer: f"blk.{layer}.attn_q_rope" for layer in layers}
+        nodes = {name for name in names if not name.endswith(ATTENTION)}
+        found = super().trace(batch, nodes.union(queries.values()))
+        if layers:
+            attention = self._attention(batch, {layer: found[name] for layer, name in queries.items()})
+            found |= {f"blk.{layer}.{ATTENTION}": weights for layer, weights in attention.items()}
+        return {name: found[name] for name in names}
+
+    def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
+        self._each(batch, lambda graph: graph.hidden, self._config.n_embd, traced)
+
+    def _attention(self, batch: Sequence[Token], queries: Mapping[int, Array]) -> dict[int, Array]:
+        """Return the attention weights of a batch of one sequence, whose keys are kept, by layer.
+
+        Args:
+            batch: The tokens.
+            queries: For each layer, rotated queries.
+
+        Returns:
+            Shape `(n_head, n_tokens, n_seen)`: those of the sequence's tokens so far, by position.
+        """
+        memory, n = self._memory, len(batch)
+        n_kv = self._n_kv()
+        sequence = batch[0].sequence
+        positions = np.array([token.position for token in batch], np.int32)
+        masks = self._masks(np.full(n, sequence, np.int32), positions, n_kv)
+        cells = np.flatnonzero(memory.sequence == sequence)
+        cells = cells[np.argsort(memory.position[cells])]
+        layers = tuple(queries)
+        graph: AttentionGraph = self._runs.get(
+            (ATTENTION, layers, n, n_kv), lambda: AttentionGraph(self._config, memory, layers, n, n_kv)
+        )
+        graph.set_inputs(queries, masks)
+        self._runs.start(graph)
+        self._runs.wait()
+        shape = (self._config.n_head, n, n_kv)
+        return {layer: y.to_numpy().reshape(shape)[..., cells] for layer, y in graph.weights.items()}
+
+    def _n_kv(self) -> int:
+        return min(_padded_cells(self._memory.n_used), self._memory.n_cells)
+
+    def _masks(
+        self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], n_kv: int
+    ) -> list[npt.NDArray[np.float16]]:
+        window = self._config.window
+        windows = (0, window) if window else (0,)
+        return [self._memory.mask(sequences, positions, n_kv, window) for window in windows]
 
 
 def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArray[np.int32]:

@@ -6,17 +6,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ggmlb.core.errors import ArgumentError
-from ggmlb.models.text.decoder import N_BATCH, N_OUT, AnyDecoder, Floats, Token
+from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token
 from ggmlb.models.text.memory import Memory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.vocabulary import Detokenizer, Vocabulary
+
+Part = TypeVar("Part")
 
 
 @dataclass
@@ -174,7 +176,7 @@ class Engine:
         memory: Where keys and values, or states, are kept.
     """
 
-    def __init__(self, decoder: AnyDecoder, memory: Memory) -> None:
+    def __init__(self, decoder: BaseDecoder[Any], memory: Memory) -> None:
         self.decoder = decoder
         self.memory = memory
         self._n_sequences = 0
@@ -269,8 +271,8 @@ class Engine:
         if not request.is_kept:
             self.memory.remove(request.sequence)
 
-    def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
-        """Compute something after each token of a prompt: `Decoder.decode` or `Decoder.hidden`.
+    def parts(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Part]) -> Iterator[Part]:
+        """Compute something after each token of a prompt: yield it for up to `N_OUT` tokens at a time.
 
         Raises:
             ArgumentError: The prompt does not fit.
@@ -278,13 +280,19 @@ class Engine:
         self.check_fits(tokens)
         sequence = self.new_sequence()
         try:
-            parts = []
             for start in range(0, len(tokens), N_OUT):
                 part = tokens[start : start + N_OUT]
-                parts.append(compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)]))
-            return np.concatenate(parts)
+                yield compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)])
         finally:
             self.memory.remove(sequence)
+
+    def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
+        """Compute something after each token of a prompt: `decode` or `hidden` of the decoder.
+
+        Raises:
+            ArgumentError: The prompt does not fit.
+        """
+        return np.concatenate(list(self.parts(tokens, compute)))
 
 
 def _n_most(request: Request) -> int:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Context, DType, Graph, Tensor
+from ggmlb import Context, DType, Tensor
 from ggmlb.models.text.experts import KINDS
+from ggmlb.models.text.step import Step
 
 if TYPE_CHECKING:
+    from ggmlb.models.text.changes import Changes
     from ggmlb.models.text.config import Rope, TextConfig
     from ggmlb.models.text.experts import ExpertCache
     from ggmlb.models.text.memory import KvMemory
@@ -21,7 +23,7 @@ MIN_EXPERT_SUM = 2.0**-14
 """Least sum of the shares of the chosen experts: the least normal f16, as in llama.cpp."""
 
 
-class TextGraph:
+class TextGraph(Step):
     """The graph for `n_tokens` tokens that see `n_kv` cells of the memory of keys and values.
 
     Positions, cells and masks are inputs: one graph serves every step of its sizes.
@@ -34,9 +36,9 @@ class TextGraph:
         n_out: Tokens whose logits are computed.
         n_kv: Cells that are looked at, from the first.
         cache: Experts in devices' memory; `None` where all are used where they lie.
+        changes: What is added to hidden states.
 
     Attributes:
-        graph: What to compute.
         ids: Input: token numbers, i32 `[n_tokens]`.
         positions: Input: positions in their sequences, i32 `[n_tokens]`.
         cells: Input: where keys and values are kept, i64 `[n_tokens]`.
@@ -56,38 +58,26 @@ class TextGraph:
         n_out: int,
         n_kv: int,
         cache: ExpertCache | None = None,
+        changes: Changes | None = None,
     ) -> None:
-        self._config = config
+        super().__init__(config, weights, changes)
         self._cache = cache
-        self._weights = weights
         self._n_tokens = n_tokens
         self._n_kv = n_kv
         is_long = memory.n_cells > config.rope.n_ctx_orig
         self._factors = weights.get("rope_freqs.weight") or weights.get(
             "rope_factors_long.weight" if is_long else "rope_factors_short.weight"
         )
-        self._ctx = ctx = Context()
         self.ids = self._input("ids", DType.I32, n_tokens)
         self.positions = self._input("positions", DType.I32, n_tokens)
         self.cells = self._input("cells", DType.I64, n_tokens)
         self.mask = self._input("mask", DType.F16, n_kv, n_tokens)
         self.window_mask = self._input("window_mask", DType.F16, n_kv, n_tokens) if config.window else None
         self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
-        x = ctx.get_rows(weights["token_embd.weight"], self.ids)
-        if config.arch.scales_embeddings:
-            x = ctx.scale(x, math.sqrt(config.n_embd))
+        x = self._embed(self.ids)
         for layer in range(config.n_layer):
             x = self._layer(layer, x, memory, is_last=layer == config.n_layer - 1)
-            x.name = f"hidden_{layer + 1}"
-        self.hidden = ctx.set_output(self._norm("output_norm.weight", x))
-        self.hidden.name = "hidden"
-        logits = ctx.mul_mat(weights["output.weight"], self.hidden)
-        if config.final_softcap:
-            cap = config.final_softcap
-            logits = ctx.scale(ctx.tanh(ctx.scale(logits, 1 / cap)), cap)
-        self.logits = ctx.set_output(logits)
-        self.logits.name = "logits"
-        self.graph = Graph().build_forward_expand(self.logits)
+        self.hidden, self.logits = self._head(x)
 
     def set_inputs(
         self,
@@ -107,32 +97,22 @@ class TextGraph:
         if self.chosen is not None:
             self.chosen.set(chosen)
 
-    # Hidden states are `[n_embd, n_tokens]` throughout; of the last layer, `[n_embd, n_out]`.
+    # Hidden states after the attention of the last layer are `[n_embd, n_out]`.
 
-    def _input(self, name: str, dtype: DType, *ne: int) -> Tensor:
-        return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return self._ctx.mul(self._ctx.rms_norm(x, self._config.eps), self._weights[name])
-
-    def _norm_if(self, name: str, x: Tensor) -> Tensor:
-        return self._norm(name, x) if name in self._weights else x
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
-        bias = self._weights.get(name + ".bias")
-        return y if bias is None else self._ctx.add(y, bias)
+    def _norm_if(self, name: str, x: Tensor, *row: int) -> Tensor:
+        return self._norm(name, x, *row) if name + ".weight" in self._weights else x
 
     def _layer(self, layer: int, x: Tensor, memory: KvMemory, is_last: bool) -> Tensor:
         ctx, at = self._ctx, f"blk.{layer}."
-        seen = self._attend(layer, self._norm(at + "attn_norm.weight", x), memory)
+        seen = self._attend(layer, self._norm(at + "attn_norm", x), memory)
         if is_last and self.chosen is not None:  # what comes after is for the chosen tokens alone
             seen, x = ctx.get_rows(seen, self.chosen), ctx.get_rows(x, self.chosen)
-        mixed = self._linear(at + "attn_output", seen)
-        x = ctx.add(self._norm_if(at + "post_attention_norm.weight", mixed), x)
-        y = self._norm(at + "ffn_norm.weight", x)
+        mixed = self._norm_if(at + "post_attention_norm", self._product(at + "attn_output", seen))
+        x = self._name(at + "ffn_inp", ctx.add(self._name(at + "attn_out", mixed), x))
+        y = self._norm(at + "ffn_norm", x)
         y = self._feed_forward(at, y) if self._config.experts is None else self._experts(layer, y)
-        return ctx.add(self._norm_if(at + "post_ffw_norm.weight", y), x)
+        y = self._name(at + "ffn_out", self._norm_if(at + "post_ffw_norm", y))
+        return self._end(layer, ctx.add(y, x))
 
     def _attend(self, layer: int, x: Tensor, memory: KvMemory) -> Tensor:
         """Keep keys and values of the tokens, and mix the values of the cells that each token sees."""
@@ -140,21 +120,24 @@ class TextGraph:
         is_local = c.sees_window(layer)
         mask, rope = (self.window_mask, c.rope_window) if is_local else (self.mask, c.rope)
         query, key, value = self._projections(at, x)
-        query = self._rotate(self._norm_if(at + "attn_q_norm.weight", query), rope)
-        key = self._rotate(self._norm_if(at + "attn_k_norm.weight", key), rope)
+        query = self._norm_if(at + "attn_q_norm", query, c.n_head, c.n_key)
+        key = self._norm_if(at + "attn_k_norm", key, c.n_head_kv, c.n_key)
+        query = self._name(at + "attn_q_rope", self._rotate(query, rope), c.n_head, c.n_key)
+        key = self._name(at + "attn_k_rope", self._rotate(key, rope), c.n_head_kv, c.n_key)
         keys = memory.keys[layer]
         values = memory.values[layer]
         kept_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], self._n_tokens), self.cells)
         kept_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], self._n_tokens), self.cells)
         mixed = ctx.flash_attn_ext(
             ctx.permute(query, 0, 2, 1, 3),
-            self._heads(kept_keys, c.n_key),
-            self._heads(kept_values, c.n_value),
+            heads_of(ctx, kept_keys, c.n_key, self._n_kv, c.n_head_kv),
+            heads_of(ctx, kept_values, c.n_value, self._n_kv, c.n_head_kv),
             mask,
             c.attn_scale,
             0.0,
             c.attn_softcap,
         )
+        self._name(at + "attn_heads", mixed, c.n_head, c.n_value)
         return ctx.reshape_2d(mixed, c.n_value * c.n_head, self._n_tokens)
 
     def _projections(self, at: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,11 +146,11 @@ class TextGraph:
         sizes = ((c.n_key, c.n_head), (c.n_key, c.n_head_kv), (c.n_value, c.n_head_kv))
         if at + "attn_qkv.weight" not in self._weights:
             q, k, v = (
-                ctx.reshape_3d(self._linear(f"{at}attn_{part}", x), *size, n)
+                ctx.reshape_3d(self._product(f"{at}attn_{part}", x), *size, n)
                 for part, size in zip("qkv", sizes, strict=True)
             )
             return q, k, v
-        fused = self._linear(at + "attn_qkv", x)
+        fused = self._product(at + "attn_qkv", x)
         row, element = fused.nb[1], fused.nb[0]
         starts = (0, c.n_key * c.n_head, c.n_key * (c.n_head + c.n_head_kv))
         q, k, v = (
@@ -182,11 +165,6 @@ class TextGraph:
             rope.freq_base, rope.freq_scale, rope.ext_factor, rope.attn_factor, 32.0, 1.0,
         )  # fmt: skip
 
-    def _heads(self, kept: Tensor, n: int) -> Tensor:
-        """View the first cells as `[n, n_kv, n_head_kv]`."""
-        heads, row = self._config.n_head_kv, kept.nb[1]
-        return self._ctx.permute(self._ctx.view_3d(kept, n, heads, self._n_kv, row // heads, row), 0, 2, 1, 3)
-
     def _activate(self, gate: Tensor, up: Tensor | None) -> Tensor:
         """The activation of the gate times the other half; without `up`, of a product that holds both."""
         ctx, is_geglu = self._ctx, self._config.arch.activation == "geglu"
@@ -196,29 +174,31 @@ class TextGraph:
 
     def _feed_forward(self, at: str, x: Tensor) -> Tensor:
         if at + "ffn_gate.weight" in self._weights:
-            y = self._activate(self._linear(at + "ffn_gate", x), self._linear(at + "ffn_up", x))
+            y = self._activate(self._product(at + "ffn_gate", x), self._product(at + "ffn_up", x))
         else:
-            y = self._activate(self._linear(at + "ffn_up", x), None)
-        return self._linear(at + "ffn_down", y)
+            y = self._activate(self._product(at + "ffn_up", x), None)
+        return self._product(at + "ffn_down", self._name(at + "ffn_act", y))
 
     def _experts(self, layer: int, x: Tensor) -> Tensor:
         """Each token's `n_used` best experts, weighted by their shares, which sum to 1."""
-        ctx, w, experts, at = self._ctx, self._weights, self._config.experts, f"blk.{layer}."
+        ctx, experts, at = self._ctx, self._config.experts, f"blk.{layer}."
         assert experts is not None
         n_embd, n = x.ne[0], x.ne[1]
-        shares = ctx.soft_max(ctx.mul_mat(w[at + "ffn_gate_inp.weight"], x))
-        chosen = ctx.top_k(shares, experts.n_used)
+        shares = self._name(at + "ffn_shares", ctx.soft_max(self._product(at + "ffn_gate_inp", x)))
+        chosen = self._name(at + "ffn_chosen", ctx.top_k(shares, experts.n_used))
         weights = ctx.get_rows(ctx.reshape_3d(shares, 1, experts.n, n), chosen)
         weights = ctx.reshape_2d(weights, experts.n_used, n)
         total = ctx.clamp(ctx.sum_rows(weights), MIN_EXPERT_SUM, math.inf)
         weights = ctx.reshape_3d(ctx.div(weights, total), 1, experts.n_used, n)
         rows = ctx.reshape_3d(x, n_embd, 1, n)
-        if self._cache is None or not self._cache.serves(layer, self._n_tokens):
-            gates, ups, downs = (w[at + kind] for kind in KINDS)
-        else:
-            chosen, (gates, ups, downs) = self._cache.choose(ctx, layer, chosen)
-        gate, up = ctx.mul_mat_id(gates, rows, chosen), ctx.mul_mat_id(ups, rows, chosen)
-        down = ctx.mul_mat_id(downs, self._activate(gate, up), chosen)
+        matrices: Sequence[Tensor] = [self._weights[at + kind] for kind in KINDS]
+        slots = chosen
+        if self._cache is not None and self._cache.serves(layer, self._n_tokens):
+            slots, matrices = self._cache.choose(ctx, layer, chosen)
+        gate, up = (self._expert_product(at + KINDS[i], matrices[i], rows, slots) for i in range(2))
+        y = self._activate(gate, up)
+        y = self._name(at + "ffn_act", y, y.ne[1], y.ne[0])
+        down = self._expert_product(at + KINDS[2], matrices[2], y, slots)
         weighted = ctx.mul(down, weights)
         parts = [
             ctx.view_2d(weighted, n_embd, n, weighted.nb[2], i * weighted.nb[1])
@@ -228,3 +208,14 @@ class TextGraph:
         for part in parts[1:]:
             total = ctx.add(total, part)
         return total if experts.n_used > 1 else ctx.cont(total)
+
+    def _expert_product(self, name: str, weight: Tensor, x: Tensor, slots: Tensor) -> Tensor:
+        """The product of each token with the matrices of its experts, `[n, n_used, n_tokens]`."""
+        y = self._ctx.mul_mat_id(weight, x, slots)
+        return self._name(name.removesuffix(".weight"), y, y.ne[1], y.ne[0])
+
+
+def heads_of(ctx: Context, kept: Tensor, n: int, n_kv: int, n_heads: int) -> Tensor:
+    """View the first cells of kept keys or values as `[n, n_kv, n_heads]`."""
+    row = kept.nb[1]
+    return ctx.permute(ctx.view_3d(kept, n, n_heads, n_kv, row // n_heads, row), 0, 2, 1, 3)

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Context, DType, Graph, Tensor
+from ggmlb import DType, Tensor
+from ggmlb.models.text.step import Step
 
 if TYPE_CHECKING:
+    from ggmlb.models.text.changes import Changes
     from ggmlb.models.text.config import State, TextConfig
     from ggmlb.models.text.states import StateMemory
 
 
-class MambaGraph:
+class MambaGraph(Step):
     """The graph for `n_tokens` more tokens of each of `n_sequences` sequences.
 
     The slots of the sequences are inputs: one graph serves every step of its sizes.
@@ -27,9 +29,9 @@ class MambaGraph:
         n_tokens: Tokens of each sequence; none fill up, because each changes the states.
         n_sequences: Sequences, those that fill up included.
         n_out: Tokens of all sequences whose logits are computed; 0 for none.
+        changes: What is added to hidden states.
 
     Attributes:
-        graph: What to compute.
         ids: Input: token numbers, one sequence after the other, i32 `[n_tokens * n_sequences]`.
         slots: Input: the slot of each sequence, i32 `[n_sequences]`.
         chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are, or none.
@@ -45,32 +47,26 @@ class MambaGraph:
         n_tokens: int,
         n_sequences: int,
         n_out: int,
+        changes: Changes | None = None,
     ) -> None:
+        super().__init__(config, weights, changes)
         assert config.state is not None
-        self._eps = config.eps
         self._state: State = config.state
-        self._weights = weights
         self._sizes = (n_tokens, n_sequences)
-        self._ctx = ctx = Context()
-        n = n_tokens * n_sequences
-        self.graph = Graph()
-        self.ids = self._input("ids", n)
-        self.slots = self._input("slots", n_sequences)
-        self.chosen = self._input("chosen", n_out) if 0 < n_out < n else None
-        x = ctx.get_rows(weights["token_embd.weight"], self.ids)
+        ctx, n = self._ctx, n_tokens * n_sequences
+        self.ids = self._input("ids", DType.I32, n)
+        self.slots = self._input("slots", DType.I32, n_sequences)
+        self.chosen = self._input("chosen", DType.I32, n_out) if 0 < n_out < n else None
+        x = self._embed(self.ids)
         for layer in range(config.n_layer):
-            y = self._mix(layer, self._norm(f"blk.{layer}.attn_norm.weight", x), memory)
+            y = self._mix(layer, self._norm(f"blk.{layer}.attn_norm", x), memory)
             if layer == config.n_layer - 1 and self.chosen is not None:
                 y, x = ctx.get_rows(y, self.chosen), ctx.get_rows(x, self.chosen)
-            x = ctx.add(y, x)
-            x.name = f"hidden_{layer + 1}"
-        self.hidden = self.logits = None
+            x = self._end(layer, ctx.add(y, x))
+        self.hidden: Tensor | None = None
+        self.logits: Tensor | None = None
         if n_out:
-            self.hidden = ctx.set_output(self._norm("output_norm.weight", x))
-            self.hidden.name = "hidden"
-            self.logits = ctx.set_output(ctx.mul_mat(weights["output.weight"], self.hidden))
-            self.logits.name = "logits"
-            self.graph.build_forward_expand(self.logits)
+            self.hidden, self.logits = self._head(x)
 
     def set_inputs(
         self, ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], chosen: npt.NDArray[np.int32]
@@ -80,12 +76,6 @@ class MambaGraph:
         self.slots.set(slots)
         if self.chosen is not None:
             self.chosen.set(chosen)
-
-    def _input(self, name: str, n: int) -> Tensor:
-        return self._ctx.set_input(self._ctx.new_tensor(DType.I32, (n,), name))
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return self._ctx.mul(self._ctx.rms_norm(x, self._eps), self._weights[name])
 
     def _mix(self, layer: int, x: Tensor, memory: StateMemory) -> Tensor:
         """Mix each token with the earlier ones of its sequence, by way of the layer's states.
@@ -100,8 +90,7 @@ class MambaGraph:
         """
         ctx, w, s, at = self._ctx, self._weights, self._state, f"blk.{layer}."
         n_tokens, n_sequences = self._sizes
-        both = ctx.mul_mat(w[at + "ssm_in.weight"], x)
-        both = ctx.reshape_3d(both, 2 * s.n_inner, n_tokens, n_sequences)
+        both = ctx.reshape_3d(self._product(at + "ssm_in", x), 2 * s.n_inner, n_tokens, n_sequences)
         halves = (
             ctx.view_3d(
                 both, s.n_inner, n_tokens, n_sequences, both.nb[1], both.nb[2], i * s.n_inner * both.nb[0]
@@ -109,11 +98,11 @@ class MambaGraph:
             for i in range(2)
         )
         x, gate = halves
-        x = self._convolve(at, x, memory.convolved[layer])
+        x = self._name(at + "ssm_conv", self._convolve(at, x, memory.convolved[layer]))
         y = ctx.add(self._scan(at, x, memory.scanned[layer]), ctx.mul(x, w[at + "ssm_d"]))
-        y = ctx.swiglu_split(ctx.cont(gate), y)
-        y = ctx.mul_mat(w[at + "ssm_out.weight"], ctx.reshape_2d(y, s.n_inner, n_tokens * n_sequences))
-        return y
+        y = ctx.swiglu_split(ctx.cont(gate), self._name(at + "ssm_scan", y))
+        y = self._name(at + "ssm_act", y)
+        return self._product(at + "ssm_out", ctx.reshape_2d(y, s.n_inner, n_tokens * n_sequences))
 
     def _convolve(self, at: str, x: Tensor, table: Tensor) -> Tensor:
         """The convolution over each channel's last inputs, then silu: `[n_inner, n_tokens, n_sequences]`."""
@@ -134,15 +123,15 @@ class MambaGraph:
         ctx, w, s = self._ctx, self._weights, self._state
         n_tokens, n_sequences = self._sizes
         flat = ctx.reshape_2d(x, s.n_inner, n_tokens * n_sequences)
-        found = ctx.mul_mat(w[at + "ssm_x.weight"], flat)
+        found = self._product(at + "ssm_x", flat)
         start = 0
         parts = []
         for n in (s.n_dt, s.n_state, s.n_state):
             part = ctx.view_2d(found, n, found.ne[1], found.nb[1], start * found.nb[0])
-            parts.append(ctx.rms_norm(part, self._eps) if s.normalizes else part)
+            parts.append(ctx.rms_norm(part, self._config.eps) if s.normalizes else part)
             start += n
-        dt = ctx.mul_mat(w[at + "ssm_dt.weight"], ctx.cont(parts[0]))
-        dt = ctx.reshape_3d(ctx.add(dt, w[at + "ssm_dt.bias"]), s.n_inner, n_tokens, n_sequences)
+        dt = self._product(at + "ssm_dt", ctx.cont(parts[0]))
+        dt = ctx.reshape_3d(dt, s.n_inner, n_tokens, n_sequences)
         b, c = (
             ctx.view_4d(
                 part, s.n_state, 1, n_tokens, n_sequences,

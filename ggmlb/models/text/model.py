@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import Backend, BufferType, DType, Scheduler, SplitState, Tensor
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
@@ -17,10 +18,12 @@ from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides,
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import N_BATCH, AnyDecoder, Decoder, Floats
+from ggmlb.models.text.decoder import N_BATCH, Array, BaseDecoder, Decoder, Floats
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
 from ggmlb.models.text.generation import Engine, Generation, Request
+from ggmlb.models.text.inside import LogitLens, lens, matching, traced
 from ggmlb.models.text.memory import KvMemory, Memory
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.recurrent import RecurrentDecoder
@@ -105,6 +108,7 @@ class TextModel(ModelOnDevices):
         start = perf_counter()
         self.file = GgufFile(path)
         self.config = config = TextConfig.from_file(self.file)
+        self._changes = Changes(config.n_layer, config.n_embd)
         layout = Layout(self.file, config)
         names = device_names(devices, list(layers_on or ()))
         self.homes = assign_layers(_layers_on(config, names, layers_on, gpu_layers), names, config.n_layer)
@@ -153,13 +157,17 @@ class TextModel(ModelOnDevices):
 
     def _memory(
         self, weights: Mapping[str, Tensor], homes: Sequence[Backend], kv_type: DType, n_ubatch: int
-    ) -> tuple[Memory, AnyDecoder]:
+    ) -> tuple[Memory, BaseDecoder[Any]]:
         """What keeps earlier tokens, and what computes with it."""
         if self.config.state is not None:
             states = StateMemory(self.config.state, homes, self.n_ctx)
-            return states, RecurrentDecoder(self.config, weights, states, self._backends, n_ubatch)
+            return states, RecurrentDecoder(
+                self.config, weights, states, self._backends, self._changes, n_ubatch
+            )
         cells = KvMemory(self.config, homes, self.n_ctx, kv_type)
-        return cells, Decoder(self.config, weights, cells, self._backends, n_ubatch, self.experts)
+        return cells, Decoder(
+            self.config, weights, cells, self._backends, self._changes, n_ubatch, self.experts
+        )
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -243,6 +251,73 @@ class TextModel(ModelOnDevices):
         mean: Floats = hidden.mean(axis=0)
         mean /= max(float(np.linalg.norm(mean)), LEAST_LENGTH)
         return mean
+
+    # -- looking inside ------------------------------------------------------------------------
+
+    def trace_names(self) -> list[str]:
+        """Return the names that `trace` knows, in the order in which the values are computed."""
+        self._check("trace_names")
+        return self._engine.decoder.names()
+
+    def trace(self, prompt: Prompt, names: str | Sequence[str] = "blk.*.out") -> dict[str, Array]:
+        """Compute a prompt, and return values inside the model.
+
+        The graphs are those of `logits`, computed where they are for it; each value is read after it was
+        computed. `docs/text-models.md` tells the names.
+
+        Example: `model.trace("The sky", "blk.*.attn_out")["blk.3.attn_out"]`
+
+        Args:
+            prompt: As for `generate`.
+            names: Names or patterns (`*`, `?`, `[...]`) of them.
+
+        Returns:
+            Arrays by name, shape `(n_tokens, ...)`; of attention weights (`blk.*.attn_weights`)
+            `(n_head, n_tokens, n_tokens)`: head, token, token seen.
+
+        Raises:
+            ArgumentError: A pattern matches no name, or the prompt is empty or does not fit `n_ctx`.
+            FreedError: The model was closed.
+        """
+        tokens = self.tokens_of(prompt)
+        return traced(self._engine, tokens, matching(names, self._engine.decoder.names()))
+
+    def logit_lens(self, prompt: Prompt, layers: Sequence[int] | None = None) -> LogitLens:
+        """Return what the model would say after each layer: the output of the hidden states there.
+
+        Args:
+            prompt: As for `generate`.
+            layers: All by default. The logits of each take `n_tokens * n_vocab` floats.
+
+        Raises:
+            ArgumentError: There is no such layer, or the prompt is empty or does not fit `n_ctx`.
+            FreedError: The model was closed.
+        """
+        tokens = self.tokens_of(prompt)
+        known = range(self.config.n_layer)
+        asked = list(known if layers is None else layers)
+        if not asked or not set(asked) <= set(known):
+            raise ArgumentError(f"logit_lens: layers {asked}; give some of 0 to {known[-1]}")
+        return lens(self._engine, tokens, asked, lambda token: self.vocabulary.decode([token], special=True))
+
+    def steering(
+        self, vectors: Mapping[int, npt.ArrayLike], scale: float = 1.0
+    ) -> AbstractContextManager[None]:
+        """Add vectors to the hidden states after layers while a `with` block runs.
+
+        Nothing is loaded again: the vectors are inputs of graphs. Blocks inside one another add up. Keys and
+        values that a session kept before stay as they are.
+
+        Example: `with model.steering({12: vector}): print(model.generate("I feel").text)`
+
+        Args:
+            vectors: For each layer, `n_embd` numbers.
+            scale: What they are multiplied by.
+
+        Raises:
+            ArgumentError: There is no such layer, or a vector has another shape, when the block is entered.
+        """
+        return self._changes.steering(vectors, scale)
 
     # -- generation ----------------------------------------------------------------------------
 

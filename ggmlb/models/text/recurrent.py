@@ -7,51 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ggmlb import Backend, Scheduler, Tensor
+from ggmlb import Tensor
 from ggmlb.core.errors import ArgumentError
-from ggmlb.models.runs import Runs
-from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import N_BATCH, N_OUT, Floats, Token, largest_batches
+from ggmlb.models.text.decoder import (
+    N_BATCH,
+    N_OUT,
+    NOTHING,
+    BaseDecoder,
+    Floats,
+    Token,
+    Traced,
+    largest_batches,
+)
 from ggmlb.models.text.mamba import MambaGraph
 from ggmlb.models.text.states import StateMemory
 
-Sizes = tuple[int, int, int]
-"""Of a graph: tokens of a sequence, sequences, tokens whose logits are computed."""
 
-
-class RecurrentDecoder:
+class RecurrentDecoder(BaseDecoder[StateMemory]):
     """Computes batches of tokens, and keeps the states after them.
 
     A batch is computed in steps, each of equally many tokens of some sequences: powers of two, so that few
     graphs serve all batches, though no token can fill one up.
-
-    Args:
-        config: The model's sizes.
-        weights: By the names that the graph uses.
-        memory: Of states.
-        backends: Streams, highest priority first.
-        n_ubatch: Most tokens of a sequence in a step, which devices compute one behind the other; 0: one step
-            at a time.
     """
-
-    def __init__(
-        self,
-        config: TextConfig,
-        weights: Mapping[str, Tensor],
-        memory: StateMemory,
-        backends: Sequence[Backend],
-        n_ubatch: int = 0,
-    ) -> None:
-        self._config = config
-        self._weights = weights
-        self._memory = memory
-        self._runs: Runs[Sizes, MambaGraph] = Runs(backends, parallel=n_ubatch > 0)
-        self._n_ubatch = n_ubatch
-
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """The scheduler of the last step, to see its splits and placement; `None` before the first."""
-        return None if self._runs.last is None else self._runs.scheduler
 
     def reserve(self) -> None:
         """Allocate the memory that the largest batches need, so that none allocates any.
@@ -93,7 +70,20 @@ class RecurrentDecoder:
         """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
         return self._compute(batch, lambda graph: graph.hidden)
 
-    def _compute(self, batch: Sequence[Token], output: Callable[[MambaGraph], Tensor | None]) -> Floats:
+    def names(self) -> list[str]:
+        """Return the names that `trace` knows, in the order in which the nodes are computed."""
+        return list(MambaGraph(self._config, self._weights, self._memory, 1, 1, 1).named)
+
+    def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
+        self._compute(batch, lambda graph: graph.hidden, traced)
+
+    def _compute(
+        self,
+        batch: Sequence[Token],
+        output: Callable[[MambaGraph], Tensor | None],
+        traced: Traced = NOTHING,
+    ) -> Floats:
+        """Compute a batch; return an output of the tokens that want it, and add values to `traced`."""
         left: dict[int, list[int]] = defaultdict(list)
         for i, token in enumerate(batch):
             left[token.sequence].append(i)
@@ -109,7 +99,7 @@ class RecurrentDecoder:
                     del left[sequence][:n_tokens]
                     if not left[sequence]:
                         del left[sequence]
-                rows |= self._step(batch, step, output)
+                rows |= self._step(batch, step, output, traced)
         except BaseException:  # states have seen a part of the batch
             for token in batch:
                 self._memory.remove(token.sequence)
@@ -130,9 +120,10 @@ class RecurrentDecoder:
         batch: Sequence[Token],
         step: Mapping[int, Sequence[int]],
         output: Callable[[MambaGraph], Tensor | None],
+        traced: Traced,
     ) -> dict[int, Floats]:
         """Compute equally many tokens of some sequences; return rows by their places in the batch."""
-        memory, config = self._memory, self._config
+        memory, config, changes = self._memory, self._config, self._changes
         n_tokens = len(next(iter(step.values())))
         n_sequences = 1 << (len(step) - 1).bit_length()
         n = n_tokens * n_sequences
@@ -146,9 +137,11 @@ class RecurrentDecoder:
         chosen = np.zeros(n_out, np.int32)
         chosen[: len(wanted)] = wanted
         sizes = (n_tokens, n_sequences, n_out)
-        graph = self._runs.get(sizes, lambda: MambaGraph(config, self._weights, memory, *sizes))
+        graph: MambaGraph = self._runs.get(
+            (*sizes, changes.key), lambda: MambaGraph(config, self._weights, memory, *sizes, changes)
+        )
         graph.set_inputs(ids, slots, chosen)
-        self._runs.start(graph)
+        self._start(graph, n, traced)
         if n_out or not self._n_ubatch:
             self._runs.wait()
         for sequence in step:
@@ -159,7 +152,3 @@ class RecurrentDecoder:
         table = found.to_numpy().reshape(n_out, -1)
         at = wanted if n_out == n else range(len(wanted))
         return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}
-
-    def free(self) -> None:
-        """Free the memory of the graphs."""
-        self._runs.free()

@@ -1,0 +1,61 @@
+"""Changes: what is added to a model's hidden states and products while it is switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ArgumentError
+
+
+class Changes:
+    """Steering vectors that are switched on.
+
+    Graphs take their values as inputs, so that a graph serves all of them.
+
+    Args:
+        n_layer: Layers of the model.
+        n_embd: Elements of a hidden state.
+
+    Attributes:
+        steered: For each layer that is steered, the vector that is added to the hidden states after it,
+            which is not 0.
+    """
+
+    def __init__(self, n_layer: int, n_embd: int) -> None:
+        self._n_layer = n_layer
+        self._n_embd = n_embd
+        self.steered: dict[int, npt.NDArray[np.float32]] = {}
+
+    @property
+    def key(self) -> Hashable:
+        """What tells graphs apart: which layers are steered."""
+        return tuple(sorted(self.steered))
+
+    @contextmanager
+    def steering(self, vectors: Mapping[int, npt.ArrayLike], scale: float) -> Iterator[None]:
+        """Add vectors to the hidden states after layers; see `TextModel.steering`."""
+        before = self.steered
+        sums = dict(before)
+        for layer, vector in vectors.items():
+            added = np.float32(scale) * self._vector(layer, vector)
+            sums[layer] = before[layer] + added if layer in before else added
+        self.steered = {layer: vector for layer, vector in sums.items() if vector.any()}
+        try:
+            yield
+        finally:
+            self.steered = before
+
+    def _vector(self, layer: int, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self._n_layer:
+            raise ArgumentError(f"steering: there is no layer {layer!r}; layers are 0 to {self._n_layer - 1}")
+        vector = np.asarray(values, np.float32)
+        if vector.shape != (self._n_embd,) or not np.isfinite(vector).all():
+            raise ArgumentError(
+                f"steering: the vector of layer {layer} has shape {vector.shape}; give {self._n_embd} finite "
+                "numbers"
+            )
+        return vector

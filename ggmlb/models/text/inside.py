@@ -1,0 +1,119 @@
+"""Looking inside a language model: values of nodes by name, and what each layer would say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ArgumentError, did_you_mean
+from ggmlb.inspect.html import Raw, escape, table
+from ggmlb.models.text.decoder import ATTENTION, Array, Floats
+from ggmlb.models.text.generation import Engine
+
+N_SHOWN = 12
+"""Most tokens of a prompt in a picture, the last ones."""
+
+
+def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the names that any of some patterns matches, in the order of `known`.
+
+    Raises:
+        ArgumentError: A pattern matches none.
+    """
+    found = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        some = [name for name in known if fnmatchcase(name, pattern)]
+        if not some:
+            forms = dict.fromkeys(re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in known)
+            layers = {name.split(".")[1] for name in known if name.startswith("blk.")}
+            near = did_you_mean(re.sub(r"^blk\.\d+\.", "blk.*.", pattern), forms)
+            raise ArgumentError(f"trace: no node has the name {pattern!r}{near}; it has {len(layers)} layers")
+        found.update(some)
+    return [name for name in known if name in found]
+
+
+def traced_parts(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> Iterator[dict[str, Array]]:
+    """Compute a prompt; yield the values of nodes for some tokens at a time."""
+    return engine.parts(tokens, lambda batch: engine.decoder.trace(batch, names))
+
+
+def traced(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
+    """Compute a prompt; return the values of nodes, see `TextModel.trace`."""
+    parts = list(traced_parts(engine, tokens, names))
+    return {
+        name: _joined([part[name] for part in parts], len(tokens))
+        if name.endswith(ATTENTION)
+        else np.concatenate([part[name] for part in parts])
+        for name in names
+    }
+
+
+def _joined(parts: Sequence[Array], n_tokens: int) -> Array:
+    """Join attention weights along the tokens; those of tokens that come later are 0."""
+    wide = [np.pad(part, ((0, 0), (0, 0), (0, n_tokens - part.shape[2]))) for part in parts]
+    return np.concatenate(wide, axis=1)
+
+
+class LogitLens:
+    """The logits of the hidden states after layers, as if each layer were the last.
+
+    Shows itself in a notebook: the likeliest token by layer and token of the prompt, darker where it is
+    likelier.
+
+    Attributes:
+        tokens: The prompt.
+        layers: The layers that were looked at.
+        logits: Shape `(n_layers, n_tokens, n_vocab)`.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], layers: Sequence[int], logits: Floats, text_of: Callable[[int], str]
+    ) -> None:
+        self.tokens = list(tokens)
+        self.layers = list(layers)
+        self.logits = logits
+        self._text_of = text_of
+
+    def best(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+        """Return the likeliest tokens and their probabilities, each of shape `(n_layers, n_tokens)`."""
+        ids = self.logits.argmax(axis=-1)
+        most = self.logits.max(axis=-1, keepdims=True)
+        return ids, 1 / np.exp(self.logits - most).sum(axis=-1)
+
+    def texts(self) -> list[list[str]]:
+        """Return the texts of the likeliest tokens, by layer and token of the prompt."""
+        return [[self._text_of(int(token)) for token in row] for row in self.best()[0]]
+
+    def __repr__(self) -> str:
+        return f"<LogitLens: {len(self.layers)} layers, {len(self.tokens)} tokens>"
+
+    def _repr_html_(self) -> str:
+        ids, shares = self.best()
+        start = max(0, len(self.tokens) - N_SHOWN)
+        head = [self._text_of(token) for token in self.tokens[start:]]
+        rows = [
+            [layer, *(self._cell(int(i), float(p)) for i, p in zip(row[start:], share[start:], strict=True))]
+            for layer, row, share in zip(self.layers, ids, shares, strict=True)
+        ]
+        return table(("layer", *head), rows[::-1], n_rows=len(rows))
+
+    def _cell(self, token: int, share: float) -> Raw:
+        text = escape(self._text_of(token).replace("\n", "\u21b5"))
+        return Raw(
+            f'<span title="{100 * share:.0f} %" style="background:rgba(64,128,224,{0.7 * share:.2f})">'
+            f"{text}</span>"
+        )
+
+
+def lens(
+    engine: Engine, tokens: Sequence[int], layers: Sequence[int], text_of: Callable[[int], str]
+) -> LogitLens:
+    """Return the logits of the hidden states of a prompt, see `TextModel.logit_lens`."""
+    states = traced(engine, tokens, [f"blk.{layer}.out" for layer in layers])
+    logits = engine.decoder.lens(np.concatenate(list(states.values())))
+    return LogitLens(tokens, layers, logits.reshape(len(layers), len(tokens), -1), text_of)

@@ -1,0 +1,124 @@
+"""Step: what the graphs of all language models have in common, with the names of their nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb import Context, DType, Graph, Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.changes import Changes
+    from ggmlb.models.text.config import TextConfig
+
+
+class Node(NamedTuple):
+    """A node that has a name.
+
+    Attributes:
+        tensor: What is computed; tokens are its outermost dimension.
+        row: The shape of its values of one token, NumPy order.
+    """
+
+    tensor: Tensor
+    row: tuple[int, ...]
+
+
+class Step:
+    """Base class of the graphs of one step of a language model.
+
+    A product or norm with the weight `NAME.weight` has the name `NAME`: `blk.0.attn_q`, `output_norm`. What
+    else has a name is told in `docs/text-models.md`.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names of the file.
+        changes: What is added to hidden states; nothing by default.
+
+    Attributes:
+        graph: What to compute.
+        named: Nodes by name, in the order in which they are computed.
+    """
+
+    def __init__(
+        self, config: TextConfig, weights: Mapping[str, Tensor], changes: Changes | None = None
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._ctx = Context()
+        self.graph = Graph()
+        self.named: dict[str, Node] = {}
+        self._steering = {
+            layer: self._input(f"steering_{layer}", DType.F32, config.n_embd)
+            for layer in (changes.steered if changes else ())
+        }
+
+    def set_changes(self, changes: Changes) -> None:
+        """Write the inputs that hold what is added; of the layers that the graph was built for."""
+        for layer, tensor in self._steering.items():
+            if tensor.buffer is not None:  # no node reads it where no output is computed
+                tensor.set(changes.steered[layer])
+
+    # Hidden states are `[n_embd, n_tokens]` throughout.
+
+    def _input(self, name: str, dtype: DType, *ne: int) -> Tensor:
+        return self._ctx.set_input(self._ctx.new_tensor(dtype, ne, name))
+
+    def _name(self, name: str, x: Tensor, *row: int) -> Tensor:
+        """Give a node a name, and a shape to its values of one token other than `(ne[0],)`."""
+        x.name = name
+        self.named[name] = Node(x, row or (x.ne[0],))
+        return x
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        x = self._ctx.get_rows(self._weights["token_embd.weight"], ids)
+        if self._config.arch.scales_embeddings:
+            x = self._ctx.scale(x, math.sqrt(self._config.n_embd))
+        return self._name("token_embd", x)
+
+    def _norm(self, name: str, x: Tensor, *row: int) -> Tensor:
+        y = self._ctx.mul(self._ctx.rms_norm(x, self._config.eps), self._weights[name + ".weight"])
+        return self._name(name, y, *row)
+
+    def _product(self, name: str, x: Tensor) -> Tensor:
+        """The product with a weight, and its bias where there is one."""
+        y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
+        bias = self._weights.get(name + ".bias")
+        return self._name(name, y if bias is None else self._ctx.add(y, bias))
+
+    def _end(self, layer: int, x: Tensor) -> Tensor:
+        """The hidden states after a layer, steered where that is asked for."""
+        if layer in self._steering:
+            x = self._ctx.add(x, self._steering[layer])
+        return self._name(f"blk.{layer}.out", x)
+
+    def _head(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised hidden states, and logits: the outputs of the graph."""
+        ctx, cap = self._ctx, self._config.final_softcap
+        hidden = ctx.set_output(self._norm("output_norm", x))
+        logits = self._product("output", hidden)
+        if cap:
+            logits = ctx.scale(ctx.tanh(ctx.scale(logits, 1 / cap)), cap)
+        self._name("logits", ctx.set_output(logits))
+        self.graph.build_forward_expand(logits)
+        return hidden, logits
+
+
+class LensGraph(Step):
+    """The graph from any hidden states to logits, as after the last layer.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names of the file.
+        n: Hidden states.
+
+    Attributes:
+        states: Input: f32 `[n_embd, n]`.
+        logits: Output: f32 `[n_vocab, n]`.
+    """
+
+    def __init__(self, config: TextConfig, weights: Mapping[str, Tensor], n: int) -> None:
+        super().__init__(config, weights)
+        self.states = self._input("states", DType.F32, config.n_embd, n)
+        self.logits = self._head(self.states)[1]

@@ -1,0 +1,198 @@
+"""Looking inside text models: traced values, attention weights, the logit lens, steering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import ArgumentError
+from ggmlb.models import TextModel
+from tests.support.text_models import KINDS, N_EMBD, N_HEAD, N_HEAD_KV, N_KEY, write_text_model
+
+PROMPT = [1, *(260 + (7 * i) % 55 for i in range(70))]
+"""Longer than what is traced at once."""
+
+HERE = {d.name for d in ggmlb.devices()}
+
+PLACES: dict[str, dict[str, Any]] = {
+    "CPU": {"devices": ["CPU"]},
+    "LLVM": {"devices": ["LLVM", "CPU"]},
+    "OpenCL": {"devices": ["OpenCL0", "CPU"]},
+    "split": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"OpenCL0": "0", "LLVM": "1"}},
+}
+ARRANGED = [name for name, place in PLACES.items() if HERE.issuperset(place["devices"])]
+
+
+def on_places(kinds: Iterable[str]) -> pytest.MarkDecorator:
+    """Each kind in each place; of most kinds, the devices alone are slow tests: the split has them all."""
+    cases = [(kind, place) for kind in kinds for place in ARRANGED]
+    marked = [
+        pytest.param(
+            *case, marks=[pytest.mark.slow] if case[0] != "llama" and case[1] in ("LLVM", "OpenCL") else []
+        )
+        for case in cases
+    ]
+    return pytest.mark.parametrize(("kind", "place"), marked)
+
+
+FLAT = [kind for kind in KINDS if not kind.startswith("mamba")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def write(kind: str = "llama", dtype: str = "f32") -> Path:
+        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype)
+
+    return write
+
+
+def weights_of(path: Path) -> dict[str, np.ndarray]:
+    """The weights of a model in f32."""
+    file = ggmlb.open_gguf(path)
+    return {name: file.array(name) for name in file}
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5) * weight
+
+
+@on_places(KINDS)
+def test_traced_values_are_those_of_a_plain_run(models: Callable[..., Path], kind: str, place: str) -> None:
+    """What is traced leads to the logits; a trace changes neither them nor what is generated after it."""
+    path = models(kind)
+    weights = weights_of(path)
+    options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with TextModel(path, n_ctx=96, **PLACES[place]) as model:
+        logits = model.logits(PROMPT)
+        tokens = model.generate(PROMPT[:9], **options).tokens
+        found = model.trace(PROMPT, "*")
+        assert list(found) == model.trace_names()
+        # Devices that fuse a node with the next one round otherwise; a trace keeps them from it.
+        is_exact = place == "CPU"
+        assert np.array_equal(found["logits"], logits) or not is_exact
+        near(found["logits"], logits, 1e-4)
+        again = model.trace(PROMPT, ["blk.1.*", "logits"])
+        assert all(np.array_equal(again[name], found[name]) for name in again if is_exact)
+        assert np.array_equal(model.logits(PROMPT), logits)
+        assert model.generate(PROMPT[:9], **options).tokens == tokens
+        last = model.config.n_layer - 1
+    assert all(np.isfinite(values).all() for values in found.values())
+    assert all(len(v) == len(PROMPT) for name, v in found.items() if not name.endswith("weights"))
+    # What each layer adds, and the norms, computed here.
+    scale = N_EMBD**0.5 if kind.startswith("gemma") else 1
+    x = scale * weights["token_embd.weight"][PROMPT]
+    assert np.allclose(found["token_embd"], x, rtol=1e-6)
+    for i in range(last + 1):
+        at = f"blk.{i}."
+        near(found[at + "attn_norm"], rms_norm(x, weights[at + "attn_norm.weight"]))
+        if kind.startswith("mamba"):
+            x = x + found[at + "ssm_out"]
+        else:
+            near(found[at + "ffn_inp"], x + found[at + "attn_out"])
+            near(found[at + "ffn_norm"], rms_norm(found[at + "ffn_inp"], weights[at + "ffn_norm.weight"]))
+            x = found[at + "ffn_inp"] + found[at + "ffn_out"]
+        near(found[at + "out"], x)
+    near(found["output_norm"], rms_norm(x, weights["output_norm.weight"]))
+    output = weights.get("output.weight", weights["token_embd.weight"])
+    near(found["output"], found["output_norm"] @ output.T, 1e-4)
+
+
+def near(found: np.ndarray, expected: np.ndarray, most: float = 1e-5) -> None:
+    assert np.abs(found - expected).max() < most * np.abs(expected).max()
+
+
+@on_places(FLAT)
+def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str, place: str) -> None:
+    """Of each head and token they sum to 1, see no later token, and give what the fused attention gave."""
+    with TextModel(models(kind), n_ctx=200, kv_type="f32", **PLACES[place]) as model:
+        session = model.session()  # other sequences' cells lie between those that are traced
+        session.generate(PROMPT[3:9], max_tokens=3, temperature=0, ignore_eos=True)
+        values = "attn_qkv" if kind == "phi3" else "attn_v"
+        found = model.trace(PROMPT, ["blk.*.attn_weights", "blk.*.attn_heads", f"blk.*.{values}"])
+        windows = [model.config.window if model.config.sees_window(i) else 0 for i in range(3)]
+    for i, window in enumerate(windows):
+        weights = found[f"blk.{i}.attn_weights"]
+        n = len(PROMPT)
+        assert weights.shape == (N_HEAD, n, n)
+        assert np.allclose(weights.sum(axis=-1), 1, atol=1e-3)
+        late = np.arange(n) - np.arange(n)[:, None]
+        assert not weights[:, (late > 0) | ((late <= -window) & bool(window))].any()
+        kept = found[f"blk.{i}.{values}"][:, -N_HEAD_KV * N_KEY :].reshape(n, N_HEAD_KV, N_KEY)
+        mixed = np.einsum("hts,shd->thd", weights, np.repeat(kept, N_HEAD // N_HEAD_KV, axis=1))
+        near(found[f"blk.{i}.attn_heads"], mixed, 2e-3)
+
+
+def test_names_that_no_node_has(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=32) as model:
+        with pytest.raises(ArgumentError, match=r"'blk.\*.atn_out'; did you mean 'blk.\*.attn_out'"):
+            model.trace([1], "blk.*.atn_out")
+        with pytest.raises(ArgumentError, match=r"'blk.7.out'; did you mean 'blk.\*.out'.*3 layers"):
+            model.trace([1], ["logits", "blk.7.out"])
+        for bad in ([7], [-1], []):
+            with pytest.raises(ArgumentError, match="give some of 0 to 2"):
+                model.logit_lens([1], bad)
+
+
+@on_places(["llama", "gemma2", "mamba"])
+def test_the_lens_of_the_last_layer_is_the_output(models: Callable[..., Path], kind: str, place: str) -> None:
+    with TextModel(models(kind), n_ctx=96, **PLACES[place]) as model:
+        found = model.logit_lens(PROMPT, [1, model.config.n_layer - 1])
+        logits = model.logits(PROMPT)
+        states = model.trace(PROMPT, "blk.1.out")["blk.1.out"]
+    assert found.logits.shape == (2, *logits.shape)
+    near(found.logits[1], logits, 1e-4)
+    assert np.abs(found.logits[0] - found.logits[1]).max() > 0.1
+    weights = weights_of(models(kind))
+    expected = (
+        rms_norm(states, weights["output_norm.weight"])
+        @ weights.get("output.weight", weights["token_embd.weight"]).T
+    )
+    near(found.logits[0], 3 * np.tanh(expected / 3) if kind == "gemma2" else expected, 1e-4)
+    ids, shares = found.best()
+    assert ids.shape == (2, len(PROMPT)) and ((shares > 0) & (shares <= 1)).all()
+    page = found._repr_html_()
+    assert page.count("<tr>") == 3 and "background:rgba" in page and len(found.texts()[0]) == len(PROMPT)
+
+
+@on_places(KINDS)
+def test_steering_adds_to_the_hidden_states(models: Callable[..., Path], kind: str, place: str) -> None:
+    rng = np.random.default_rng(5)
+    vectors = {0: rng.standard_normal(N_EMBD), 2: rng.standard_normal(N_EMBD)}
+    options = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    with TextModel(models(kind), n_ctx=96, **PLACES[place]) as model:
+        plain, text = model.trace(PROMPT[:20], "blk.*.out"), model.generate(PROMPT[:20], **options).tokens
+        logits = model.logits(PROMPT[:20])
+        with model.steering(vectors, 1e-30):
+            near(model.logits(PROMPT[:20]), logits, 1e-3)
+        with model.steering(vectors), model.steering(vectors, -1):  # nothing, to the last bit
+            assert np.array_equal(model.logits(PROMPT[:20]), logits)
+            assert model.generate(PROMPT[:20], **options).tokens == text
+        with model.steering({0: vectors[0]}), model.steering({0: vectors[0], 2: vectors[2]}, 10):
+            steered = model.trace(PROMPT[:20], "blk.*.out")
+            other = model.generate(PROMPT[:20], **options).tokens
+            far = model.logits(PROMPT[:20])
+        near(steered["blk.0.out"], plain["blk.0.out"] + 11 * vectors[0])
+        assert np.abs(far - logits).max() > 0.1
+        assert model.generate(PROMPT[:20], **options).tokens == text != other
+        assert np.array_equal(model.logits(PROMPT[:20]), logits)
+
+
+def test_vectors_that_do_not_fit(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=32) as model:
+        for vectors, says in (
+            ({3: np.zeros(N_EMBD)}, "no layer 3; layers are 0 to 2"),
+            ({"1": np.zeros(N_EMBD)}, "no layer '1'"),
+            ({1: np.zeros(7)}, r"layer 1 has shape \(7,\); give 256 finite"),
+            ({1: np.full(N_EMBD, np.nan)}, "give 256 finite"),
+        ):
+            with pytest.raises(ArgumentError, match=says), model.steering(vectors):
+                pass
