@@ -8,7 +8,7 @@ what two threads read per second in the same run. `first` is the time of a new p
 after a prompt of 32, ours by llama.cpp's, from installed bytecode and cached kernels; `peak` the same of
 resident memory after all rounds.
 
-    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,FILE,...]
+    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,random:q4_K_M,...]
 """
 
 from __future__ import annotations
@@ -187,6 +187,16 @@ def measure(path: str, rounds: int, threads: int) -> dict[str, dict[str, list[fl
     return found
 
 
+def file_of(model: str) -> str:
+    """The file of a model; of `random:q4_K_M`, one of 1.1 billion random weights in that type."""
+    kind, _, dtype = model.partition(":")
+    if kind != "random":
+        return model
+    from random_model import random_model
+
+    return str(random_model(dtype))
+
+
 def ratio(ours: list[float], theirs: list[float]) -> str:
     """The median, least and greatest of ratios by rounds."""
     ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
@@ -197,7 +207,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--models", default="", help="GGUF files; the installed SmolLM2 by default")
+    parser.add_argument(
+        "--models", default="", help="GGUF files, random:TYPE; the installed SmolLM2 by default"
+    )
     parser.add_argument("--save", action="store_true", help="write results/generate.md")
     args = parser.parse_args()
     bandwidth = read_bandwidth(args.threads)
@@ -211,7 +223,7 @@ def main() -> None:
         from ggmlb.models import default_text_model
 
         args.models = str(default_text_model())
-    for path in args.models.split(","):
+    for path in map(file_of, args.models.split(",")):
         found = measure(path, args.rounds, args.threads)
         ours, theirs = found["ours"], found["llama.cpp"]
         tasks = ["prefill", *(f"decode {depth}" for depth in DEPTHS)]

@@ -57,6 +57,11 @@ class Mixture(NamedTuple):
     file_type: int
     rules: tuple[Rule, ...] = ()
 
+    @property
+    def output_type(self) -> DType:
+        """The type of the output matrix."""
+        return max(self.dtype, DType.Q6_K, key=lambda dtype: dtype.type_size / dtype.block_size)
+
     def type_of(self, name: str, place: Place) -> DType:
         """Return the type of a layer's matrix."""
         fitting = (rule.dtype for rule in self.rules if rule.part in name and rule.where(place))

@@ -113,7 +113,7 @@ def quantize_gguf(
 
     Source: llama_model_quantize.
     """
-    to = _mixture(dtype)
+    to = mixture_of(dtype)
     changes = plan_types(source, to, {pattern: _writable(t) for pattern, t in (rules or {}).items()}, pure)
     if n_threads < 1:
         raise ArgumentError(f"quantize_gguf: n_threads is {n_threads}; give 1 or more")
@@ -145,8 +145,12 @@ def quantize_gguf(
     return changes
 
 
-def _mixture(dtype: DType | str) -> Mixture:
-    """Return a mixture by its name, or one of a single type."""
+def mixture_of(dtype: DType | str) -> Mixture:
+    """Return a mixture by its name, or one of a single type.
+
+    Raises:
+        DTypeError: No such type, or one that cannot be written.
+    """
     if isinstance(dtype, str) and dtype.upper() in MIXTURES:
         return MIXTURES[dtype.upper()]
     to = _writable(dtype)
@@ -186,7 +190,7 @@ def plan_types(source: GgufFile, to: Mixture, rules: Mapping[str, DType], pure: 
             elif pure:
                 wanted = to.dtype
             elif name == output:
-                wanted = max(to.dtype, DType.Q6_K, key=_bits)
+                wanted = to.output_type
             else:
                 wanted = _by_layer(source, to, name)
         found = _fitting(tensor, wanted)
@@ -218,10 +222,6 @@ def _is_kept(tensor: GgufTensor) -> bool:
     is_matrix = len(tensor.ne) > 1 and tensor.ne[1] > 1 and tensor.name.endswith("weight")
     is_number = tensor.dtype.is_quantized or tensor.dtype in FLOATS
     return not (is_matrix and is_number) or KEPT.search(tensor.name) is not None
-
-
-def _bits(dtype: DType) -> float:
-    return 8 * dtype.type_size / dtype.block_size
 
 
 def _fitting(tensor: GgufTensor, dtype: DType) -> DType:
