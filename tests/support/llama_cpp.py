@@ -1,7 +1,7 @@
 """Log-probabilities by llama.cpp (xllamacpp), and by our devices, for the same forced tokens.
 
 llama.cpp logs to standard output and may end the process, so it runs as a process of its own:
-`python -m tests.support.llama_cpp FILE KV_TYPE` with the sequences on standard input.
+`python -m tests.support.llama_cpp FILE KV_TYPE N_FORCED` with the sequences on standard input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ggmlb.models import TextModel
 ROOT = Path(__file__).parents[2]
 
 N_FORCED = 12
-"""Tokens at the end of a sequence before each of which the log-probabilities are compared."""
+"""Tokens at the end of a sequence before each of which log-probabilities are compared, by default."""
 
 N_BEST = 50
 """Tokens that are compared: the likeliest ones of the reference."""
@@ -37,18 +37,24 @@ Floats = npt.NDArray[np.float64]
 
 
 def llama_cpp_log_probs(
-    path: Path, sequences: Sequence[Sequence[int]], n_vocab: int, kv_type: DType = DType.F16
+    path: Path,
+    sequences: Sequence[Sequence[int]],
+    n_vocab: int,
+    kv_type: DType = DType.F16,
+    n_forced: int = N_FORCED,
 ) -> Floats:
     """Return llama.cpp's log-probabilities before each forced token; NaN for those that it does not tell.
 
+    It tells those of the likeliest tokens, and of the forced one.
+
     Returns:
-        Shape `(n_sequences, N_FORCED, n_vocab)`.
+        Shape `(n_sequences, n_forced, n_vocab)`.
 
     Raises:
         RuntimeError: llama.cpp ended without a result; carries the end of its log.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.llama_cpp", str(path), str(int(kv_type))],
+        [sys.executable, "-m", "tests.support.llama_cpp", str(path), str(int(kv_type)), str(n_forced)],
         input=json.dumps([list(map(int, s)) for s in sequences]),
         capture_output=True,
         text=True,
@@ -59,7 +65,7 @@ def llama_cpp_log_probs(
     answers = [line for line in done.stdout.splitlines() if line.startswith("[[[")]
     if not answers:
         raise RuntimeError(f"llama.cpp gave no result (exit {done.returncode}): {done.stderr[-2000:]}")
-    found = np.full((len(sequences), N_FORCED, n_vocab), np.nan)
+    found = np.full((len(sequences), n_forced, n_vocab), np.nan)
     for i, steps in enumerate(json.loads(answers[-1])):
         for j, (ids, values) in enumerate(steps):
             found[i, j, ids] = values
@@ -129,7 +135,7 @@ def n_disagreeing(found: Floats, llama_cpp: Floats, reference: Floats, least: fl
     return int((is_sure & (theirs != found.argmax(axis=-1))).sum())
 
 
-def _main(path: str, kv_type: int, sequences: Sequence[Sequence[int]]) -> None:
+def _main(path: str, kv_type: int, n_forced: int, sequences: Sequence[Sequence[int]]) -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -137,14 +143,15 @@ def _main(path: str, kv_type: int, sequences: Sequence[Sequence[int]]) -> None:
     params.n_ctx = N_CTX
     params.cache_type_k = params.cache_type_v = kv_type
     params.n_parallel = 1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    # Threads of it that wait for one another spin, which takes long where others compute.
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.warmup = False
     params.verbosity = 0
     server = xllamacpp.Server(params)
     found = []
     for sequence in sequences:
         steps = []
-        for n in range(len(sequence) - N_FORCED, len(sequence)):
+        for n in range(len(sequence) - n_forced, len(sequence)):
             # The bias makes it choose the forced token, because it tells no probabilities for one that ends
             # the text or is a part of a character. Those that it tells are without the bias.
             answer = server.handle_completions(
@@ -153,7 +160,8 @@ def _main(path: str, kv_type: int, sequences: Sequence[Sequence[int]]) -> None:
                     "cache_prompt": True, "logit_bias": [[sequence[n], 1e4]],
                 }
             )  # fmt: skip
-            top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            content = answer["choices"][0]["logprobs"]["content"]
+            top = [*content[0]["top_logprobs"], *content]  # the likeliest ones, and the forced one
             steps.append(([t["id"] for t in top], [t["logprob"] for t in top]))
         found.append(steps)
     print(flush=True)
@@ -162,4 +170,4 @@ def _main(path: str, kv_type: int, sequences: Sequence[Sequence[int]]) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin))
+    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.load(sys.stdin))
