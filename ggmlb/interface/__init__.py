@@ -17,6 +17,7 @@ from ggmlb.interface.device import API_VERSION, BackendReg, Caps, Device, Device
 from ggmlb.interface.event import Event
 from ggmlb.interface.host import HostBuffer, HostBufferType
 from ggmlb.interface.plan import GraphPlan
+from ggmlb.interface.planned import PlannedBuffer, planned_memory
 from ggmlb.interface.transfer import tensor_alloc, tensor_copy, tensor_copy_async, view_init
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "HostBufferType",
     "MultiBuffer",
     "PartedBuffer",
+    "PlannedBuffer",
+    "planned_memory",
     "tensor_alloc",
     "tensor_copy",
     "tensor_copy_async",

@@ -83,6 +83,16 @@ class Buffer(Freeable):
         return self.base if self.is_host else None
 
     @property
+    def is_planned(self) -> bool:
+        """Whether it has no memory, because it was allocated within `planned_memory`."""
+        return False
+
+    @property
+    def allocations(self) -> tuple[Buffer, ...]:
+        """The buffers with memory of their own: itself, or those that it is made of."""
+        return (self,)
+
+    @property
     def alignment(self) -> int:
         """Alignment of tensors [bytes] (ggml_backend_buffer_get_alignment)."""
         return self.buft.alignment
@@ -97,15 +107,12 @@ class Buffer(Freeable):
         return self.buft.alloc_size(tensor)
 
     def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Type and byte strides of a tensor in this memory; its own unless it is stored in another layout."""
-        return tensor.dtype, tensor.nb
+        """Type and byte strides of a tensor in this memory; see `BufferType.stored_layout`."""
+        return self.buft.stored_layout(tensor)
 
     def packing(self, tensor: Tensor) -> str:
-        """Name of the byte order of a tensor's blocks in this memory; empty for ggml's own.
-
-        Kernels for another order have it as a suffix of the type's name.
-        """
-        return ""
+        """Name of the byte order of a tensor's blocks in this memory; see `BufferType.packing`."""
+        return self.buft.packing(tensor)
 
     @property
     def prepares_tensors(self) -> bool:
@@ -495,6 +502,16 @@ class PartedBuffer(Buffer):
     def __init__(self, buft: BufferType, parts: Sequence[Buffer], size: int) -> None:
         self.parts = tuple(parts)
         super().__init__(buft, size)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its parts are."""
+        return any(part.is_planned for part in self.parts)
+
+    @property
+    def allocations(self) -> tuple[Buffer, ...]:
+        """Those of its parts."""
+        return tuple(inner for part in self.parts for inner in part.allocations)
 
     @property
     def base(self) -> Any:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.core.lifetime import Unique
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface.observe import Action, observers
+from ggmlb.interface.planned import PlannedBuffer, is_planning
 
 if TYPE_CHECKING:
+    from ggmlb.core.dtypes import DType
     from ggmlb.interface.buffer import Buffer
     from ggmlb.interface.device import Device
 
@@ -24,7 +26,10 @@ class BufferType(Unique, ABC):
         device: The device that the memory belongs to (ggml_backend_buft_get_device).
         name: Unique name, as `CPU`, `CUDA0`, `CUDA_Host` (ggml_backend_buft_name).
         alignment: Tensors start at multiples of this [bytes] (ggml_backend_buft_get_alignment).
+        is_used: Whether a buffer was ever allocated.
     """
+
+    is_used = False
 
     def __init__(self, device: Device, name: str, alignment: int) -> None:
         self.device = device
@@ -49,8 +54,21 @@ class BufferType(Unique, ABC):
         """Whether products with such a weight are faster from here; asked of extra buffer types."""
         return True
 
+    def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
+        """Type and byte strides of a tensor in this memory; its own unless it is stored in another layout."""
+        return tensor.dtype, tensor.nb
+
+    def packing(self, tensor: Tensor) -> str:
+        """Name of the byte order of a tensor's blocks in this memory; empty for ggml's own.
+
+        Kernels for another order have it as a suffix of the type's name.
+        """
+        return ""
+
     def alloc_buffer(self, nbytes: int) -> Buffer:
         """Reserve memory; its contents are undefined until written.
+
+        Within `planned_memory`, none is reserved.
 
         Args:
             nbytes: Size asked for [bytes]; 0 gives a buffer that holds only empty tensors.
@@ -66,6 +84,9 @@ class BufferType(Unique, ABC):
             raise ArgumentError(f"alloc_buffer on {self.name}: the size is {nbytes} bytes; give 0 or more")
         if nbytes > self.max_size:
             raise self.out_of_memory(nbytes, f"one buffer holds at most {self.max_size:,} bytes")
+        self.is_used = True
+        if is_planning():
+            return self._planned_buffer(nbytes)
         if not observers:
             return self._alloc_buffer(nbytes)
         with Action("alloc_buffer") as action:
@@ -94,6 +115,10 @@ class BufferType(Unique, ABC):
     @abstractmethod
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         """Allocate; raise `self.out_of_memory(nbytes)` if the runtime reports a failure."""
+
+    def _planned_buffer(self, nbytes: int) -> Buffer:
+        """Return a buffer without memory; a type made of others allocates theirs instead."""
+        return PlannedBuffer(self, nbytes)
 
     def __repr__(self) -> str:
         return f"<BufferType {self.name}>"

@@ -30,18 +30,19 @@ class FloatBufferType(BufferType):
     """Host memory that stores weights as float32.
 
     Tensors in it are contiguous, and written by whole rows. They are read by products only.
-
-    Attributes:
-        is_used: Whether a buffer was ever allocated.
     """
 
     def __init__(self, device: CpuDevice) -> None:
         super().__init__(device, "CPU_F32", ALIGNMENT)
-        self.is_used = False
 
     def alloc_size(self, tensor: Tensor) -> int:
         """Return four bytes per element."""
         return tensor.n_elements * 4
+
+    def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
+        """Float32, each matrix transposed."""
+        k, m, n2, _ = tensor.ne
+        return DType.F32, (4 * m, 4, 4 * k * m, 4 * k * m * n2)
 
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
@@ -51,17 +52,11 @@ class FloatBufferType(BufferType):
         return misplaced(self, node)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
-        self.is_used = True
         return FloatBuffer(self, allocate(self, nbytes))
 
 
 class FloatBuffer(HostBuffer):
     """Weights as float32 in host memory."""
-
-    def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
-        """Float32, each matrix transposed."""
-        k, m, n2, _ = tensor.ne
-        return DType.F32, (4 * m, 4, 4 * k * m, 4 * k * m * n2)
 
     def _init_tensor(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous() or tensor.view_offs:

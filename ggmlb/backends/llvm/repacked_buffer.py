@@ -36,15 +36,18 @@ class RepackedBufferType(BufferType):
 
     def __init__(self, device: LlvmDevice) -> None:
         super().__init__(device, "LLVM_Repacked", ALIGNMENT)
-        self._used = False
 
     def suits(self, tensor: Tensor) -> bool:
         """Whether the tensor is stored in strips."""
         return is_packed(tensor)
 
+    def packing(self, tensor: Tensor) -> str:
+        """`_x16` for tensors in strips."""
+        return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
+
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
-        if not self._used:
+        if not self.is_used:
             return None
         weight = weight_in(self, node)
         if weight is not None and not _is_whole(weight):
@@ -52,16 +55,11 @@ class RepackedBufferType(BufferType):
         return misplaced(self, node)
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
-        self._used = True
         return RepackedBuffer(self, allocate(self, nbytes))
 
 
 class RepackedBuffer(PackedBuffer, HostBuffer):
     """Weights in host memory, packed at upload."""
-
-    def packing(self, tensor: Tensor) -> str:
-        """`_x16` for tensors in strips."""
-        return IN_STRIPS if is_packed(tensor.view_src or tensor) else ""
 
     def group_nbytes(self, tensor: Tensor) -> int:
         """Bytes of a strip."""

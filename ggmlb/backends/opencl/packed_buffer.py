@@ -37,15 +37,18 @@ class OpenClPackedBufferType(OpenClBufferType):
 
     def __init__(self, device: OpenClDevice) -> None:
         super().__init__(device, f"{device.name}_Packed")
-        self._used = False
 
     def suits(self, tensor: Tensor) -> bool:
         """Whether the tensor's blocks are packed in groups."""
         return _is_packed(tensor)
 
+    def packing(self, tensor: Tensor) -> str:
+        """`_x8` for packed types, if a row is a whole number of groups."""
+        return "_x8" if _is_packed(tensor.view_src or tensor) else ""
+
     def declines(self, node: Tensor) -> str | None:
         """Return why a node cannot use operands in this memory, or `None`; only its weight may be here."""
-        if not self._used:
+        if not self.is_used:
             return None
         weight = weight_in(self, node, READERS)
         if weight is not None and not (weight.is_contiguous() and _begins_a_group(weight)):
@@ -53,16 +56,11 @@ class OpenClPackedBufferType(OpenClBufferType):
         return misplaced(self, node, READERS, "products and get_rows")
 
     def _buffer(self, memory: object, nbytes: int) -> OpenClBuffer:
-        self._used = True
         return OpenClPackedBuffer(self, memory, nbytes)  # type: ignore[arg-type]
 
 
 class OpenClPackedBuffer(PackedBuffer, OpenClBuffer):
     """A buffer of weights, packed at upload if their rows are whole groups."""
-
-    def packing(self, tensor: Tensor) -> str:
-        """`_x8` for packed types, if a row is a whole number of groups."""
-        return "_x8" if _is_packed(tensor.view_src or tensor) else ""
 
     def group_nbytes(self, tensor: Tensor) -> int:
         """Size of eight blocks [bytes]."""

@@ -56,6 +56,9 @@ class MetaBufferType(BufferType):
             made.pop_all()
         return MetaBuffer(self, buffers, nbytes)
 
+    def _planned_buffer(self, nbytes: int) -> Buffer:
+        return self._alloc_buffer(nbytes)
+
     def place_tensors(self, tensors: Sequence[Tensor]) -> Buffer:
         """Place weights; each device allocates memory for its slices only.
 

@@ -77,6 +77,9 @@ class SplitBufferType(BufferType):
     def _alloc_buffer(self, nbytes: int) -> SplitBuffer:
         return SplitBuffer(self, nbytes)
 
+    def _planned_buffer(self, nbytes: int) -> SplitBuffer:
+        return self._alloc_buffer(nbytes)
+
     def rows(self, n_rows: int) -> list[tuple[Device, int, int]]:
         """Return the devices that have rows of a matrix, each with its first and last (exclusive) row."""
         step = ROUNDING if n_rows >= ROUNDING * len(self.devices) else 1

@@ -135,6 +135,11 @@ class GraphAllocator(Freeable):
         sizes = [sum(buffer.size for buffer in chunks) for chunks in self._memories.chunks]
         return self._memories.by_buffer_id(sizes)[buffer_id]
 
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers that it has allocated."""
+        return [buffer for chunks in self._memories.chunks for buffer in chunks]
+
     # -- placing -------------------------------------------------------------------------------
 
     def alloc_graph(self, graph: Graph) -> None:

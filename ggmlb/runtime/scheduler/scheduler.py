@@ -12,7 +12,7 @@ from ggmlb.core.errors import ArgumentError, FreedError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, BufferType
+from ggmlb.interface import Backend, Buffer, BufferType
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.scheduler.assign import Rules
@@ -159,6 +159,11 @@ class Scheduler(Freeable):
     def buffer_size(self, backend: Backend) -> int:
         """Return the bytes reserved for a backend's tensors (ggml_backend_sched_get_buffer_size)."""
         return self._allocator.get_buffer_size(self._index(backend))
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers reserved for all backends' tensors, and for inputs in host memory."""
+        return self._allocator.buffers
 
     @property
     def graph(self) -> Graph | None:
