@@ -73,7 +73,9 @@ def open_model(
         overrides[pattern] = device
     names = None if devices is None else device_names(devices)
     layers = layers_by_device(layers_on)
-    return TextModel(model, names, layers, gpu_layers, ctx, kv_type, overrides, threads, ubatch)
+    return TextModel(
+        model, names, layers, gpu_layers, ctx, kv_type, overrides, threads=threads, n_ubatch=ubatch
+    )
 
 
 def generate(

@@ -36,7 +36,7 @@ def test_generate_prints_json(model: str, capfd: pytest.CaptureFixture[str]) -> 
     assert all(len(step["id"]) == len(step["logprob"]) == 4 for step in told["logprobs"])
     assert all(sorted(step["logprob"], reverse=True) == step["logprob"] for step in told["logprobs"])
     assert set(told["timings"]) == {"load_s", "prompt_tokens_per_s", "generated_tokens_per_s"}
-    assert main([*args, "--ignore-eos", "-d", "CPU"]) == 0
+    assert main([*args, "--ignore-eos", "-d", "CPU", "--threads", "1"]) == 0
     assert capfd.readouterr().out == shown(told["text"]) + "\n"
 
 
