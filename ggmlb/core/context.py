@@ -147,8 +147,7 @@ class Context(
         """
         tensor = type(self).array_importer(array, None if dtype is None else DType.parse(dtype), copy)
         tensor.name = name
-        self.tensors.append(tensor)
-        return tensor
+        return self._take(tensor)
 
     def from_dlpack(self, array: Any, *, copy: bool | None = None, name: str = "") -> Tensor:
         """Return a new leaf over the memory of an object with `__dlpack__`; see `from_array`.
@@ -161,9 +160,7 @@ class Context(
         return self.from_array(array, copy=copy, name=name)
 
     def _leaf(self, dtype: DType, ne: Ne, name: str = "") -> Tensor:
-        tensor = Tensor(dtype, ne, name=name)
-        self.tensors.append(tensor)
-        return tensor
+        return self._take(Tensor(dtype, ne, name=name))
 
     # -- names ---------------------------------------------------------------------------------
 

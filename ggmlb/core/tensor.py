@@ -14,16 +14,20 @@ from ggmlb.core.arguments import checked, real_numbers
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, as_enum
 from ggmlb.core.errors import ArgumentError, DTypeError, Error, GraphError, NotAllocatedError, ShapeError
+from ggmlb.core.operators import Operators
 from ggmlb.core.placement import Params
 
 if TYPE_CHECKING:
+    from weakref import ref
+
+    from ggmlb.core.context import Context
     from ggmlb.interface import Buffer
 
 Ne = tuple[int, int, int, int]
 """Four extents or byte strides in ggml order, innermost first."""
 
 
-class Tensor:
+class Tensor(Operators):
     """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
 
     A tensor is only a description until it is placed in a buffer, by an allocator or a scheduler.
@@ -43,6 +47,7 @@ class Tensor:
         flags: Or-ed `TensorFlag` values.
         name: For messages and drawings; need not be unique.
         nbytes: Bytes from the first element to the end of the last (ggml_nbytes).
+        maker: Weak reference to the context that made it; `None` if none did.
     """
 
     __slots__ = (
@@ -51,6 +56,7 @@ class Tensor:
         "buffer",
         "dtype",
         "flags",
+        "maker",
         "name",
         "nb",
         "nbytes",
@@ -98,6 +104,7 @@ class Tensor:
         self.flags = 0
         self.buffer: Buffer | None = None
         self.offset = 0
+        self.maker: ref[Context] | None = None
         if view_src is not None:
             if view_src.view_src is not None:
                 self.view_offs += view_src.view_offs
@@ -210,7 +217,18 @@ class Tensor:
         clone.offset = self.offset
         clone.flags = self.flags
         clone.name = self.name
+        clone.maker = self.maker
         return clone
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Everything but the context, for copies: a copy belongs to none."""
+        slots = [name for name in self.__slots__ if name != "__weakref__"]
+        return None, {name: None if name == "maker" else getattr(self, name) for name in slots}
+
+    @property
+    def context(self) -> Context | None:
+        """The context that made it, to which results of operators belong; `None` if it is gone."""
+        return None if self.maker is None else self.maker()
 
     # -- data ----------------------------------------------------------------------------------
 

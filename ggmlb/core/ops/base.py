@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from weakref import ref
 
 from ggmlb.core import arguments
 from ggmlb.core.dtypes import DType
@@ -32,6 +33,7 @@ class OpBase:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self._self: ref[Any] = ref(self)  # tensors that held it would make a circle, and free memory late
 
     def __init_subclass__(cls) -> None:
         """Check the arguments of every op of a family, as methods of `Context`."""
@@ -53,7 +55,12 @@ class OpBase:
     ) -> Tensor:
         """Return a new node, contiguous unless strides are given."""
         tensor = Tensor(dtype, ne, nb, op=op, src=src, params=params, name=name)
+        return self._take(tensor)
+
+    def _take(self, tensor: Tensor) -> Tensor:
+        """Make a tensor one of the context's; return it."""
         self.tensors.append(tensor)
+        tensor.maker = self._self
         return tensor
 
     def _op_into(
@@ -103,8 +110,7 @@ class OpBase:
             view_offs=offset,
             name=f"{a.name} ({suffix})" if a.name else "",
         )
-        self.tensors.append(tensor)
-        return tensor
+        return self._take(tensor)
 
 
 def checked(

@@ -1,0 +1,305 @@
+"""Operators of tensors: NumPy's notation for ops of their context; nothing is computed here.
+
+Shapes, axes and indices are in NumPy's order, which is `ne` reversed. As `Tensor.shape`, they know no
+leading extents of 1: ne `[4, 1]` is a vector of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from operator import index
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import ArgumentError, BoundsError, GraphError, ShapeError
+
+if TYPE_CHECKING:
+    from ggmlb.core.context import Context
+    from ggmlb.core.tensor import Tensor
+
+Index = int | slice | None | Any
+"""A whole number, a slice, `...` or `None` (a new axis); or a tuple of them."""
+
+Elementwise = Callable[["Context", "Tensor", "Tensor"], "Tensor"]
+WithNumber = Callable[["Context", "Tensor", float], "Tensor"]
+
+
+class Operators:
+    """`+`, `-`, `*`, `/`, `@`, indexing, `T`, `reshape` and `len` of a `Tensor`, its only subclass.
+
+    A result belongs to the context of its operands.
+
+    Raises:
+        ArgumentError: The operands are of two contexts, or one is neither a tensor nor a number.
+        GraphError: The context is gone.
+        ShapeError: The shapes do not fit by NumPy's rules.
+        DTypeError: The op does not take the types.
+    """
+
+    __slots__ = ()
+
+    __array_priority__ = 1000.0
+    """NumPy's arrays leave `array + tensor` to the tensor."""
+
+    # -- arithmetic ----------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Tensor:
+        """Return the sum, as `Context.add` or `scale_bias`; extents of 1 are repeated."""
+        return _binary(self, "+", other, lambda c, a, b: c.add(a, b), lambda c, a, x: c.scale_bias(a, 1.0, x))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Tensor:
+        """Return the difference, as `Context.sub` or `scale_bias`; extents of 1 are repeated."""
+        return _binary(
+            self, "-", other, lambda c, a, b: c.sub(a, b), lambda c, a, x: c.scale_bias(a, 1.0, -x)
+        )
+
+    def __rsub__(self, other: Any) -> Tensor:
+        """Return a number minus the tensor, as `Context.scale_bias`."""
+        return _binary(self, "-", other, None, lambda c, a, x: c.scale_bias(a, -1.0, x))
+
+    def __mul__(self, other: Any) -> Tensor:
+        """Return the product of elements, as `Context.mul` or `scale`; extents of 1 are repeated."""
+        return _binary(self, "*", other, lambda c, a, b: c.mul(a, b), lambda c, a, x: c.scale(a, x))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Tensor:
+        """Return the quotient, as `Context.div` or `scale`; extents of 1 are repeated."""
+        return _binary(self, "/", other, lambda c, a, b: c.div(a, b), _over_number)
+
+    def __rtruediv__(self, other: Any) -> Tensor:
+        """Return a number divided by the tensor, as `Context.fill` and `div`."""
+        return _binary(self, "/", other, None, lambda c, a, x: c.div(c.fill(a, x), a))
+
+    def __neg__(self) -> Tensor:
+        """Return `-a`, as `Context.neg`."""
+        a = _tensor(self)
+        return _context("-", a).neg(a)
+
+    def __matmul__(self, other: Any) -> Tensor:
+        """Return NumPy's `a @ b`, as `Context.mul_mat(transpose of b, a)`.
+
+        `a @ w.T` is `mul_mat(w, a)`: weights with a row for each output need no copy; another `b` is
+        transposed by one. A matrix times a vector is `mul_mat(a, b)`. Leading extents of `b` may be 1.
+        """
+        if not isinstance(other, Operators):
+            return _refuse("@", other)
+        a, b = _tensor(self), _tensor(other)
+        ctx = _context("@", a, b)
+        rows = b.ne[0] if b.n_dims == 1 else b.ne[1]
+        if a.ne[0] != rows:
+            raise ShapeError(
+                f"{a.describe()} @ {b.describe()}: shapes {a.shape} and {b.shape} do not fit: the last "
+                "extent of the first must be the last but one of the second (a vector's only one)"
+            )
+        if b.n_dims == 1:
+            return ctx.mul_mat(a, b)
+        if b.op is Op.TRANSPOSE:
+            return ctx.mul_mat(b.operand(0), a)
+        return ctx.mul_mat(ctx.cont(ctx.transpose(b)), a)
+
+    # -- shape ---------------------------------------------------------------------------------
+
+    @property
+    def T(self) -> Tensor:
+        """A view with the axes in reverse, as `Context.transpose` or `permute`; a vector is itself."""
+        a = _tensor(self)
+        n = a.n_dims
+        if n == 1:
+            return a
+        ctx = _context("T", a)
+        if n == 2:
+            return ctx.transpose(a)
+        axes = (2, 1, 0, 3) if n == 3 else (3, 2, 1, 0)
+        return ctx.permute(a, *axes)
+
+    def reshape(self, *shape: int | tuple[int, ...]) -> Tensor:
+        """Return the elements in another shape, in NumPy's order; one extent may be -1.
+
+        A view, as `Context.reshape_4d`; of a copy (`cont`) if the elements do not lie in order.
+
+        Raises:
+            ShapeError: It has another number of elements, or more than four extents.
+        """
+        a = _tensor(self)
+        ctx = _context("reshape", a)
+        given: Any = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        extents = [index(n) for n in given]
+        known = 1
+        for n in extents:
+            known *= 1 if n == -1 else n
+        if extents.count(-1) == 1 and known > 0 and a.n_elements % known == 0:
+            extents[extents.index(-1)] = a.n_elements // known
+            known = a.n_elements
+        if known != a.n_elements or min(extents, default=1) < 0 or len(extents) > 4:
+            raise ShapeError(
+                f"reshape of {a.describe()} to {shape}: give at most four extents with a product of "
+                f"{a.n_elements}, one of which may be -1"
+            )
+        ne = [*extents[::-1], 1, 1, 1, 1][:4]
+        return ctx.reshape_4d(a if a.is_contiguous() else ctx.cont(a), *ne)
+
+    def __getitem__(self, key: Index) -> Tensor:
+        """Return a view of a part, by whole numbers, slices with positive steps, `...` and `None`.
+
+        Raises:
+            BoundsError: A number is out of range, or there are too many.
+            ArgumentError: A step is not positive, or an index is an array: use `Context.get_rows` for rows.
+            ShapeError: Blocks of a quantised tensor would be cut, or the view has over four axes.
+        """
+        a = _tensor(self)
+        ctx = _context("[]", a)
+        dims, offset = _window(a, _expanded(a, key))
+        if len(dims) > 4:
+            raise ShapeError(f"{_indexed(a, key)}: the view has {len(dims)} axes; a tensor has at most four")
+        ne, nb = [n for n, _ in reversed(dims)], [stride for _, stride in reversed(dims)]
+        if a.dtype.is_quantized and (not dims or nb[0] != a.dtype.type_size):
+            raise ShapeError(f"{_indexed(a, key)}: blocks lie along the last axis: keep it, or use cont")
+        while len(ne) < 4:
+            nb.append(nb[-1] * ne[-1] if ne else a.dtype.type_size)
+            ne.append(1)
+        return ctx._window("[]", a, (ne[0], ne[1], ne[2], ne[3]), (nb[0], nb[1], nb[2], nb[3]), offset)
+
+    def __len__(self) -> int:
+        """The first extent of `shape`."""
+        return _tensor(self).shape[0]
+
+    def __bool__(self) -> bool:
+        """Always true: the values are not known until a graph is computed."""
+        return True
+
+    def __iter__(self) -> NoReturn:
+        """Refuse, because each item would be a node."""
+        a = _tensor(self)
+        raise ArgumentError(
+            f"iteration over {a.describe()}: each item would be a node of the graph; index it "
+            "(a[i]), or iterate over to_numpy() once it is computed"
+        )
+
+
+def _tensor(a: Operators) -> Tensor:
+    return cast("Tensor", a)
+
+
+def _refuse(symbol: str, other: object) -> NoReturn:
+    raise ArgumentError(
+        f"{symbol}: {type(other).__name__} is neither a tensor nor a number; make a tensor of it by "
+        "Context.from_array"
+    )
+
+
+def _context(symbol: str, *operands: Tensor) -> Context:
+    """The context that operands have in common."""
+    contexts = [a.context for a in operands]
+    first = contexts[0]
+    for a, ctx in zip(operands, contexts, strict=True):
+        if ctx is None:
+            raise GraphError(
+                f"{symbol} of {a.describe()}: the Context that made it is gone, or none did; "
+                "keep it, or call the ops of another Context"
+            )
+        if ctx is not first:
+            raise ArgumentError(
+                f"{symbol}: {operands[0].describe()} and {a.describe()} are of two contexts; call "
+                "the op of the one that shall hold the result, as ctx.add(a, b)"
+            )
+    assert first is not None
+    return first
+
+
+def _binary(
+    self: Operators, symbol: str, other: Any, with_tensor: Elementwise | None, with_number: WithNumber
+) -> Tensor:
+    a = _tensor(self)
+    if isinstance(other, Real):
+        return with_number(_context(symbol, a), a, float(other))
+    if not isinstance(other, Operators) or with_tensor is None:
+        return _refuse(symbol, other)
+    b = _tensor(other)
+    ctx = _context(symbol, a, b)
+    ne = [max(n, m) if n and m else 0 for n, m in zip(a.ne, b.ne, strict=True)]
+    if any(n != full and n != 1 for operand in (a, b) for n, full in zip(operand.ne, ne, strict=True)):
+        raise ShapeError(
+            f"{a.describe()} {symbol} {b.describe()}: shapes {a.shape} and {b.shape} do not fit: "
+            "extents must be equal, or 1"
+        )
+    if list(a.ne) != ne:
+        if symbol in "+*" and list(b.ne) == ne:
+            a, b = b, a
+        else:
+            a = ctx.repeat_4d(a, *ne)
+    return with_tensor(ctx, a, b)
+
+
+def _over_number(ctx: Context, a: Tensor, divisor: float) -> Tensor:
+    if divisor == 0:
+        raise ArgumentError(f"{a.describe()} / 0: give another number")
+    return ctx.scale(a, 1.0 / divisor)
+
+
+# -- indices ---
+
+
+def _indexed(a: Tensor, key: Index) -> str:
+    return f"{a.describe()}[{key}]"
+
+
+def _expanded(a: Tensor, key: Index) -> list[Index]:
+    """An index for each axis, and `None` for each new one."""
+    keys: list[Index] = list(key) if isinstance(key, tuple) else [key]
+    n_missing = a.n_dims - sum(k is not None and k is not Ellipsis for k in keys)
+    if n_missing < 0:
+        raise BoundsError(f"{_indexed(a, key)}: there are only {a.n_dims} axes, of extents {a.shape}")
+    places = [i for i, k in enumerate(keys) if k is Ellipsis]
+    if len(places) > 1:
+        raise ArgumentError(f"{_indexed(a, key)}: `...` may stand once")
+    at = places[0] if places else len(keys)
+    return [*keys[:at], *[slice(None)] * n_missing, *keys[at + 1 :]]
+
+
+def _window(a: Tensor, keys: list[Index]) -> tuple[list[tuple[int, int]], int]:
+    """Return extent and byte stride of each axis that stays, outermost first, and the byte offset."""
+    dims: list[tuple[int, int]] = []
+    offset, axis = 0, a.n_dims
+    for key in keys:
+        if key is None:
+            dims.append((1, a.nb[axis - 1] * a.ne[axis - 1] if axis else a.dtype.type_size))
+            continue
+        axis -= 1
+        n, stride = a.ne[axis], a.nb[axis]
+        if isinstance(key, slice):
+            start, stop, step = key.indices(n)
+            if step < 0:
+                raise ArgumentError(
+                    f"{_indexed(a, key)}: a tensor has no negative strides; give a positive step"
+                )
+            taken = len(range(start, stop, step))
+        else:
+            start, step, taken = _position(a, key, n), 1, 1
+        if axis == 0 and a.dtype.is_quantized:
+            block = a.dtype.block_size
+            if not isinstance(key, slice) or step != 1 or start % block or taken % block:
+                raise ShapeError(
+                    f"{_indexed(a, key)}: the last axis is of blocks of {block} elements; take whole ones"
+                )
+            offset += start // block * stride
+        else:
+            offset += start * stride if taken else 0
+        if isinstance(key, slice):
+            dims.append((taken, stride * step))
+    return dims, offset
+
+
+def _position(a: Tensor, key: Any, n: int) -> int:
+    try:
+        i = index(key)
+    except TypeError:
+        raise ArgumentError(
+            f"{_indexed(a, key)}: give whole numbers and slices; Context.get_rows takes rows by their numbers"
+        ) from None
+    if not -n <= i < n:
+        raise BoundsError(f"{_indexed(a, key)}: the extent is {n}")
+    return i % n

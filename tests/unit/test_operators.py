@@ -1,0 +1,156 @@
+"""Operators of tensors compute what NumPy does with the same values, shapes and indices."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import ggmlb
+from ggmlb import ArgumentError, BoundsError, Context, GraphError, ShapeError, Tensor, evaluate
+
+RNG = np.random.default_rng(0)
+A = RNG.standard_normal((3, 4, 6)).astype(np.float32)
+M = RNG.standard_normal((4, 6)).astype(np.float32)
+W = RNG.standard_normal((5, 6)).astype(np.float32)
+COLUMN = RNG.standard_normal((4, 1)).astype(np.float32)
+V = RNG.uniform(1, 2, 6).astype(np.float32)
+
+
+def evaluated(tensor: Tensor) -> np.ndarray:
+    assert tensor.context is not None
+    return evaluate(tensor.context.cont(tensor))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda a, m, w, c, v: a + a,
+        lambda a, m, w, c, v: a - v,
+        lambda a, m, w, c, v: v - a,
+        lambda a, m, w, c, v: v * a,
+        lambda a, m, w, c, v: c / v,
+        lambda a, m, w, c, v: m / c,
+        lambda a, m, w, c, v: 2 * a - 1,
+        lambda a, m, w, c, v: 1 - a / 3,
+        lambda a, m, w, c, v: 2 / v + 1,
+        lambda a, m, w, c, v: np.float32(2) * -a + np.int64(3),
+        lambda a, m, w, c, v: m @ w.T,
+        lambda a, m, w, c, v: a @ w.T,
+        lambda a, m, w, c, v: a[0].T @ m,
+        lambda a, m, w, c, v: m @ v,
+        lambda a, m, w, c, v: v @ w.T,
+        lambda a, m, w, c, v: a.T,
+        lambda a, m, w, c, v: v.T,
+        lambda a, m, w, c, v: a.reshape(4, -1),
+        lambda a, m, w, c, v: a.T.reshape((8, 9)),
+        lambda a, m, w, c, v: a[1:3, :, ::2],
+        lambda a, m, w, c, v: a[..., None, 1] + a[:, :, :1],
+        lambda a, m, w, c, v: np.float32(len(a)) + v,
+    ],
+)
+def test_as_numpy(expression: Callable[..., Any]) -> None:
+    ctx = Context()
+    expected = expression(A, M, W, COLUMN, V)
+    found = evaluated(expression(*map(ctx.from_array, (A, M, W, COLUMN, V))))
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.data())
+def test_indices_as_numpy(data: st.DataObject) -> None:
+    shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=4, max_side=5))
+    shape = (shape[0] + 1, *shape[1:])  # a tensor's shape has no leading 1
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    key = data.draw(arrays.basic_indices(shape, allow_newaxis=True, max_dims=4))
+    ctx = Context()
+    tensor = ctx.from_array(values)
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(isinstance(k, slice) and (k.step or 1) < 0 for k in keys):
+        with pytest.raises(ArgumentError, match="positive step"):
+            tensor[key]
+        return
+    expected = values[key]
+    found = tensor[key]
+    assert found.view_src is tensor
+    np.testing.assert_array_equal(found.to_numpy().reshape(expected.shape), expected)
+
+
+def test_rows_of_blocks_are_views() -> None:
+    ctx = Context()
+    tensor = ctx.from_array(RNG.standard_normal((6, 64)).astype(np.float32), "q8_0")
+    np.testing.assert_array_equal(tensor[1::2, 32:].to_numpy(), tensor.to_numpy()[1::2, 32:])
+    for key in ((slice(None), 3), (slice(None), slice(8, 40)), (slice(None), slice(None, None, 2))):
+        with pytest.raises(ShapeError, match="blocks of 32 elements; take whole ones"):
+            tensor[key]
+
+
+def test_a_product_with_a_transposed_weight_copies_nothing() -> None:
+    ctx = Context()
+    x, w = ctx.new_tensor("f32", (6, 4)), ctx.new_tensor("q8_0", (64, 5))
+    y = ctx.new_tensor("f32", (64, 4)) @ w.T
+    assert y.op is ggmlb.Op.MUL_MAT and y.src[0] is w
+    with pytest.raises(ShapeError, match=r"shapes \(4, 6\) and \(5, 64\) do not fit"):
+        x @ w
+
+
+@pytest.mark.parametrize(
+    ("expression", "error", "message"),
+    [
+        (lambda a: a + list(V), ArgumentError, "list is neither a tensor nor a number"),
+        (lambda a: V + a, ArgumentError, "ndarray is neither a tensor nor a number"),
+        (lambda a: a @ 2, ArgumentError, "@: int is neither"),
+        (lambda a: a / 0, ArgumentError, "/ 0"),
+        (lambda a: a + a[:, :2], ShapeError, r"shapes \(3, 4, 6\) and \(3, 2, 6\) do not fit"),
+        (lambda a: a[:, :2] + a, ShapeError, "extents must be equal, or 1"),
+        (lambda a: a.reshape(5, -1), ShapeError, "a product of 72"),
+        (lambda a: a[3], BoundsError, "the extent is 3"),
+        (lambda a: a[0, 0, 0, 0], BoundsError, "there are only 3 axes"),
+        (lambda a: a[..., ...], ArgumentError, "may stand once"),
+        (lambda a: a[[0, 1]], ArgumentError, "get_rows takes rows"),
+        (lambda a: a[None, None], ShapeError, "has 5 axes"),
+        (lambda a: list(a), ArgumentError, "iteration over"),
+        (lambda a: 0.5 in a, ArgumentError, "iteration over"),
+        (lambda a: a + Context().from_array(A), GraphError, "Context that made it is gone"),
+        (lambda a: a + Tensor("f32", a.ne), GraphError, "or none did"),
+    ],
+)
+def test_what_cannot_be(expression: Callable[[Tensor], object], error: type[Exception], message: str) -> None:
+    ctx = Context()
+    a = ctx.from_array(A)
+    n = len(ctx)
+    with pytest.raises(error, match=message):
+        expression(a)
+    assert all(t.op is ggmlb.Op.VIEW for t in ctx.tensors[n:])
+
+
+def test_two_contexts_are_not_mixed() -> None:
+    ctx, other = Context(), Context()
+    a, b = ctx.from_array(A), other.from_array(A)
+    with pytest.raises(ArgumentError, match=r"of two contexts; call the op .* as ctx.add\(a, b\)"):
+        a + b
+    assert a.context is ctx and (-a).context is ctx
+
+
+def test_a_tensor_does_not_keep_its_context() -> None:
+    ctx = Context()
+    a = ctx.from_array(A)
+    gone = weakref.ref(ctx)
+    gc.disable()
+    try:
+        del ctx
+        assert gone() is None and a.context is None
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_is_true() -> None:
+    """`tensor or other` does not ask for values, which are not there yet."""
+    assert Context().new_tensor("f32", (4, 0))
