@@ -14,6 +14,7 @@ from ggmlb.cli.generate import (
     GgufOption,
     GpuLayersOption,
     KvOption,
+    LoraOption,
     OverrideOption,
     SeedOption,
     TemperatureOption,
@@ -40,6 +41,7 @@ def chat(
     kv_type: KvOption = "f16",
     override: OverrideOption = None,
     threads: ThreadsOption = None,
+    lora: LoraOption = None,
     ubatch: UbatchOption = None,
 ) -> None:
     """Talk with a GGUF model; what was said is computed once.
@@ -50,7 +52,9 @@ def chat(
     """
     with suppress(ImportError):
         import readline  # noqa: F401 (gives `input` line editing)
-    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch) as opened:
+    with open_model(
+        model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch, lora
+    ) as opened:
         session = opened.session()
         first = [] if system is None else [{"role": "system", "content": system}]
         messages: list[Any] = list(first)

@@ -42,6 +42,14 @@ UbatchOption = Annotated[
         "--ubatch", help="Tokens that devices pass on in a pipeline, 1 to 512; no pipeline by default.", min=1
     ),
 ]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="FILE[=SCALE]",
+        help="A LoRA adapter, a GGUF file, and what it is multiplied by. May be given several times.",
+    ),
+]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the random numbers.")]
 
@@ -56,6 +64,7 @@ def open_model(
     override: list[str] | None,
     threads: int | None,
     ubatch: int | None = None,
+    lora: list[str] | None = None,
 ) -> TextModel:
     """Open a model as the options say.
 
@@ -73,9 +82,25 @@ def open_model(
         overrides[pattern] = device
     names = None if devices is None else device_names(devices)
     layers = layers_by_device(layers_on)
-    return TextModel(
+    opened = TextModel(
         model, names, layers, gpu_layers, ctx, kv_type, overrides, threads=threads, n_ubatch=ubatch
     )
+    try:
+        for option in lora or ():
+            opened.load_adapter(*_file_and_scale(option))
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _file_and_scale(option: str) -> tuple[str, float]:
+    """Parse `FILE[=SCALE]`; what no number follows is a file's name with `=` in it."""
+    file, equals, scale = option.rpartition("=")
+    try:
+        return (file, float(scale)) if file and equals else (option, 1.0)
+    except ValueError:
+        return option, 1.0
 
 
 def generate(
@@ -105,6 +130,7 @@ def generate(
     kv_type: KvOption = "f16",
     override: OverrideOption = None,
     threads: ThreadsOption = None,
+    lora: LoraOption = None,
     ubatch: UbatchOption = None,
 ) -> None:
     """Generate text with a GGUF model, on any devices.
@@ -113,6 +139,7 @@ def generate(
       ggmlb generate -m model.gguf -p "Once upon a time"
       ggmlb generate -m model.gguf --chat "Why is the sky blue?" --temperature 0
       ggmlb generate -m model.gguf -p "1 + 1 =" -d OpenCL0,CPU --gpu-layers 10 --json
+      ggmlb generate -m model.gguf -p "Once upon a time" --lora pirate.gguf=0.8
     """
     if sum(given is not None for given in (prompt, prompt_tokens, chat)) != 1:
         raise ArgumentError("give one of --prompt, --prompt-tokens and --chat")
@@ -121,7 +148,9 @@ def generate(
         asked = _numbers(prompt_tokens)
     elif chat is not None:
         asked = [{"role": "user", "content": chat}]
-    with open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch) as opened:
+    with open_model(
+        model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch, lora
+    ) as opened:
         result = opened.generate(
             asked,
             on_token=None if as_json else write_piece,

@@ -14,6 +14,7 @@ from ggmlb.cli.generate import (
     GgufOption,
     GpuLayersOption,
     KvOption,
+    LoraOption,
     OverrideOption,
     ThreadsOption,
     open_model,
@@ -34,6 +35,7 @@ def perplexity(
     kv_type: KvOption = "f16",
     override: OverrideOption = None,
     threads: ThreadsOption = None,
+    lora: LoraOption = None,
 ) -> None:
     """Compute the perplexity of a text: of each chunk, the second half is foretold, as by llama.cpp.
 
@@ -45,7 +47,9 @@ def perplexity(
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"cannot read {file}: {error}; give a text file in UTF-8") from None
     with (
-        open_model(model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads) as opened,
+        open_model(
+            model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, lora=lora
+        ) as opened,
         progress_bar("perplexity", 1) as progress,
     ):
         found = opened.perplexity(text, ctx, chunks, progress)

@@ -1,5 +1,6 @@
 """Language models: tokens to logits and text, on any devices."""
 
+from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.inside import LogitLens
 from ggmlb.models.text.model import TextModel
@@ -7,4 +8,4 @@ from ggmlb.models.text.perplexity import Perplexity
 from ggmlb.models.text.sampling import Options
 from ggmlb.models.text.session import Session
 
-__all__ = ["Generation", "LogitLens", "Options", "Perplexity", "Session", "TextModel"]
+__all__ = ["Adapter", "Generation", "LogitLens", "Options", "Perplexity", "Session", "TextModel"]

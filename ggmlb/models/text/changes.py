@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from ggmlb.models.text.adapter import Adapter
+
 
 class Changes:
-    """Steering vectors that are switched on.
+    """Steering vectors and adapters that are switched on.
 
-    Graphs take their values as inputs, so that a graph serves all of them.
+    Graphs take vectors and scales as inputs, so that a graph serves all their values.
 
     Args:
         n_layer: Layers of the model.
@@ -23,17 +27,24 @@ class Changes:
     Attributes:
         steered: For each layer that is steered, the vector that is added to the hidden states after it,
             which is not 0.
+        adapters: Those that are loaded.
     """
 
     def __init__(self, n_layer: int, n_embd: int) -> None:
         self._n_layer = n_layer
         self._n_embd = n_embd
         self.steered: dict[int, npt.NDArray[np.float32]] = {}
+        self.adapters: list[Adapter] = []
 
     @property
     def key(self) -> Hashable:
-        """What tells graphs apart: which layers are steered."""
-        return tuple(sorted(self.steered))
+        """What tells graphs apart: the layers that are steered, and the adapters that are on."""
+        return tuple(sorted(self.steered)), self.active
+
+    @property
+    def active(self) -> tuple[Adapter, ...]:
+        """The adapters that are on."""
+        return tuple(adapter for adapter in self.adapters if adapter.scale)
 
     @contextmanager
     def steering(self, vectors: Mapping[int, npt.ArrayLike], scale: float) -> Iterator[None]:

@@ -76,7 +76,7 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         weights: By the names that the graph uses.
         memory: Where earlier tokens are kept.
         backends: Streams, highest priority first.
-        changes: What is added to hidden states.
+        changes: What is added to hidden states and products.
         n_ubatch: Most tokens of a sequence in a batch's parts, which devices compute one behind the other; 0:
             one part at a time.
     """
@@ -161,8 +161,12 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
             rows = found[start : start + N_OUT]
             part = np.zeros((N_OUT, self._config.n_embd), np.float32)
             part[: len(rows)] = states[start : start + N_OUT]
-            graph: LensGraph = self._runs.get("lens", lambda: LensGraph(self._config, self._weights, N_OUT))
+            graph: LensGraph = self._runs.get(
+                ("lens", self._changes.key),
+                lambda: LensGraph(self._config, self._weights, N_OUT, self._changes),
+            )
             graph.states.set(part)
+            graph.set_changes(self._changes)
             self._runs.start(graph)
             self._runs.wait()
             rows[:] = graph.logits.to_numpy().reshape(N_OUT, -1)[: len(rows)]

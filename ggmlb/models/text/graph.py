@@ -36,7 +36,7 @@ class TextGraph(Step):
         n_out: Tokens whose logits are computed.
         n_kv: Cells that are looked at, from the first.
         cache: Experts in devices' memory; `None` where all are used where they lie.
-        changes: What is added to hidden states.
+        changes: What is added to hidden states and products.
 
     Attributes:
         ids: Input: token numbers, i32 `[n_tokens]`.
@@ -195,10 +195,10 @@ class TextGraph(Step):
         slots = chosen
         if self._cache is not None and self._cache.serves(layer, self._n_tokens):
             slots, matrices = self._cache.choose(ctx, layer, chosen)
-        gate, up = (self._expert_product(at + KINDS[i], matrices[i], rows, slots) for i in range(2))
+        gate, up = (self._expert_product(at + KINDS[i], matrices[i], rows, slots, chosen) for i in range(2))
         y = self._activate(gate, up)
         y = self._name(at + "ffn_act", y, y.ne[1], y.ne[0])
-        down = self._expert_product(at + KINDS[2], matrices[2], y, slots)
+        down = self._expert_product(at + KINDS[2], matrices[2], y, slots, chosen)
         weighted = ctx.mul(down, weights)
         parts = [
             ctx.view_2d(weighted, n_embd, n, weighted.nb[2], i * weighted.nb[1])
@@ -209,9 +209,19 @@ class TextGraph(Step):
             total = ctx.add(total, part)
         return total if experts.n_used > 1 else ctx.cont(total)
 
-    def _expert_product(self, name: str, weight: Tensor, x: Tensor, slots: Tensor) -> Tensor:
-        """The product of each token with the matrices of its experts, `[n, n_used, n_tokens]`."""
-        y = self._ctx.mul_mat_id(weight, x, slots)
+    def _expert_product(self, name: str, weight: Tensor, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
+        """The product of each token with the matrices of its experts, `[n, n_used, n_tokens]`.
+
+        Args:
+            name: The weight in the file.
+            weight: All experts, or those that are cached.
+            x: Tokens.
+            slots: The chosen experts by their places in `weight`.
+            chosen: The same by their numbers.
+        """
+        ctx = self._ctx
+        y = ctx.mul_mat_id(weight, x, slots)
+        y = self._adapted(name, y, lambda factor, x: ctx.mul_mat_id(factor, x, chosen), x)
         return self._name(name.removesuffix(".weight"), y, y.ne[1], y.ne[0])
 
 

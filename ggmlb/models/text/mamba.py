@@ -29,7 +29,7 @@ class MambaGraph(Step):
         n_tokens: Tokens of each sequence; none fill up, because each changes the states.
         n_sequences: Sequences, those that fill up included.
         n_out: Tokens of all sequences whose logits are computed; 0 for none.
-        changes: What is added to hidden states.
+        changes: What is added to hidden states and products.
 
     Attributes:
         ids: Input: token numbers, one sequence after the other, i32 `[n_tokens * n_sequences]`.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides,
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.decoder import N_BATCH, Array, BaseDecoder, Decoder, Floats
@@ -109,7 +111,7 @@ class TextModel(ModelOnDevices):
         self.file = GgufFile(path)
         self.config = config = TextConfig.from_file(self.file)
         self._changes = Changes(config.n_layer, config.n_embd)
-        layout = Layout(self.file, config)
+        self._layout = layout = Layout(self.file, config)
         names = device_names(devices, list(layers_on or ()))
         self.homes = assign_layers(_layers_on(config, names, layers_on, gpu_layers), names, config.n_layer)
         self.n_ctx = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
@@ -119,6 +121,7 @@ class TextModel(ModelOnDevices):
             raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
         with ExitStack() as resources:
             opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
+            self._opened = opened
             self._backends = tuple(opened.values())
             if threads is not None:
                 _set_threads(self._backends, threads)
@@ -318,6 +321,45 @@ class TextModel(ModelOnDevices):
             ArgumentError: There is no such layer, or a vector has another shape, when the block is entered.
         """
         return self._changes.steering(vectors, scale)
+
+    def load_adapter(self, path: str | PathLike[str], scale: float = 1.0) -> Adapter:
+        """Load a LoRA adapter beside the model's weights, which stay as they are.
+
+        Example: `adapter = model.load_adapter("pirate.gguf")`, then `adapter.scale = 0` to switch it off.
+
+        Args:
+            path: A GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it.
+            scale: What it is multiplied by; 0: off.
+
+        Returns:
+            The adapter, which is on until it is closed, or the model is; several may be on.
+
+        Raises:
+            ModelError: The file is missing or damaged, no LoRA adapter, or of another model.
+            ArgumentError: The scale is no finite number.
+            AllocationError: A device lacks room.
+            FreedError: The model was closed.
+        """
+        self._check("load_adapter")
+        n_layer, layout = self.config.n_layer, self._layout
+        places = [(self.homes[EMBEDDINGS], layout.embeddings), (self.homes[n_layer - 1], layout.output)]
+        places += [(self.homes[i], found) for i, found in enumerate(layout.layers)]
+        weights = {
+            name: (source, self._opened[device])
+            for device, sources in places
+            for name, source in sources.items()
+            if source.is_matrix
+        }
+        adapters = self._changes.adapters
+
+        def remove(adapter: Adapter) -> None:
+            if adapter in adapters:
+                adapters.remove(adapter)
+
+        adapter = Adapter(Path(path), self.config.name, weights, scale, remove)
+        self._resources.callback(adapter.close)
+        adapters.append(adapter)
+        return adapter
 
     # -- generation ----------------------------------------------------------------------------
 

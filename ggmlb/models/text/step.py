@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from ggmlb import Context, DType, Graph, Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.models.text.adapter import Adapter
     from ggmlb.models.text.changes import Changes
     from ggmlb.models.text.config import TextConfig
 
@@ -34,7 +37,7 @@ class Step:
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        changes: What is added to hidden states; nothing by default.
+        changes: What is added to hidden states and products; nothing by default.
 
     Attributes:
         graph: What to compute.
@@ -53,12 +56,17 @@ class Step:
             layer: self._input(f"steering_{layer}", DType.F32, config.n_embd)
             for layer in (changes.steered if changes else ())
         }
+        self._adapters = changes.active if changes else ()
+        self._multipliers: dict[tuple[Adapter, int], Tensor] = {}
 
     def set_changes(self, changes: Changes) -> None:
-        """Write the inputs that hold what is added; of the layers that the graph was built for."""
+        """Write what is added, of the layers and adapters that the graph was built for."""
         for layer, tensor in self._steering.items():
             if tensor.buffer is not None:  # no node reads it where no output is computed
                 tensor.set(changes.steered[layer])
+        for (adapter, rank), tensor in self._multipliers.items():
+            if tensor.buffer is not None:
+                tensor.set(np.array([adapter.multiplier(rank)], np.float32))
 
     # Hidden states are `[n_embd, n_tokens]` throughout.
 
@@ -72,9 +80,14 @@ class Step:
         return x
 
     def _embed(self, ids: Tensor) -> Tensor:
-        x = self._ctx.get_rows(self._weights["token_embd.weight"], ids)
+        ctx, weight = self._ctx, "token_embd.weight"
+        x = ctx.get_rows(self._weights[weight], ids)
+        for adapter in self._adapters:
+            if weight in adapter.factors:
+                a, b = adapter.factors[weight]
+                x = ctx.add(x, self._scaled(adapter, ctx.mul_mat(b, ctx.get_rows(a, ids)), a.ne[0]))
         if self._config.arch.scales_embeddings:
-            x = self._ctx.scale(x, math.sqrt(self._config.n_embd))
+            x = ctx.scale(x, math.sqrt(self._config.n_embd))
         return self._name("token_embd", x)
 
     def _norm(self, name: str, x: Tensor, *row: int) -> Tensor:
@@ -82,10 +95,27 @@ class Step:
         return self._name(name, y, *row)
 
     def _product(self, name: str, x: Tensor) -> Tensor:
-        """The product with a weight, and its bias where there is one."""
+        """The product with a weight, what adapters add, and its bias where there is one."""
         y = self._ctx.mul_mat(self._weights[name + ".weight"], x)
+        y = self._adapted(name + ".weight", y, self._ctx.mul_mat, x)
         bias = self._weights.get(name + ".bias")
         return self._name(name, y if bias is None else self._ctx.add(y, bias))
+
+    def _adapted(
+        self, weight: str, y: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor
+    ) -> Tensor:
+        """Add the products of a weight's factors to a product of it."""
+        for adapter in self._adapters:
+            if weight in adapter.factors:
+                a, b = adapter.factors[weight]
+                y = self._ctx.add(y, self._scaled(adapter, multiply(b, multiply(a, x)), a.ne[1]))
+        return y
+
+    def _scaled(self, adapter: Adapter, y: Tensor, rank: int) -> Tensor:
+        key = adapter, rank
+        if key not in self._multipliers:
+            self._multipliers[key] = self._input(f"scale of rank {rank}", DType.F32, 1)
+        return self._ctx.mul(y, self._multipliers[key])
 
     def _end(self, layer: int, x: Tensor) -> Tensor:
         """The hidden states after a layer, steered where that is asked for."""
@@ -112,13 +142,16 @@ class LensGraph(Step):
         config: The model's sizes.
         weights: By the names of the file.
         n: Hidden states.
+        changes: What is added to products.
 
     Attributes:
         states: Input: f32 `[n_embd, n]`.
         logits: Output: f32 `[n_vocab, n]`.
     """
 
-    def __init__(self, config: TextConfig, weights: Mapping[str, Tensor], n: int) -> None:
-        super().__init__(config, weights)
+    def __init__(
+        self, config: TextConfig, weights: Mapping[str, Tensor], n: int, changes: Changes | None = None
+    ) -> None:
+        super().__init__(config, weights, changes)
         self.states = self._input("states", DType.F32, config.n_embd, n)
         self.logits = self._head(self.states)[1]
