@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from numbers import Real
 from os import PathLike
+from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -85,15 +86,21 @@ class Kind(NamedTuple):
 def checked(function: Function) -> Function:
     """Wrap a function so that arguments its annotations do not allow raise an ArgumentError.
 
-    The wrapper has the same named parameters: a wrapper with `*args` would double the cost of a call.
+    The wrapper has the same named parameters: a wrapper with `*args` would double the cost of a call. It is
+    written at the first call, since a program calls few of the functions that it imports.
     """
-    parameters = inspect.signature(function).parameters.values()
-    kinds = {p.name: k for p in parameters if p.kind in _BY_NAME and (k := _kind(str(p.annotation)))}
-    if not kinds:
+    if not hasattr(function, "__signature__") and function.__annotations__.keys() <= {"return"}:
         return function
-    check = _Check(function, kinds)
-    scope: dict[str, Any] = {"_function": function, "_check": check, "_known": check.known, "_type": type}
-    scope |= {f"_default_{p.name}": p.default for p in parameters}
+    scope: dict[str, Any] = {"_function": function, "_write": _write, "_type": type}
+    wrapper = scope["_wrapper"] = FunctionType(_FIRST_CALL, scope)
+    return cast("Function", wraps(function)(wrapper))
+
+
+def _write(wrapper: FunctionType) -> None:
+    """Give a wrapper its parameters and its code."""
+    scope = wrapper.__globals__
+    parameters = inspect.signature(scope["_function"]).parameters.values()
+    kinds = {p.name: k for p in parameters if p.kind in _BY_NAME and (k := _kind(str(p.annotation)))}
     takes, gives = [], []
     is_by_name = False
     for p in parameters:
@@ -101,18 +108,39 @@ def checked(function: Function) -> Function:
         if p.kind is p.KEYWORD_ONLY and not is_by_name:
             takes.append("*")
         is_by_name = is_by_name or star == "*" or p.kind is p.KEYWORD_ONLY
-        takes.append(star + p.name + ("" if p.default is p.empty else f"=_default_{p.name}"))
+        takes.append(star + p.name)
         gives.append(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else star + p.name)
-    lines = [
-        f"def {function.__name__}({', '.join(takes)}):",
-        f"    if ({''.join(f'_type({name}), ' for name in kinds)}) not in _known:",
-        f"        _check({', '.join(kinds)})",
-        f"    return _function({', '.join(gives)})",
-    ]
-    # A file name in this package: warnings look for the first caller outside of it.
-    exec(compile("\n".join(lines), f"{__file__} <{function.__qualname__}>", "exec"), scope)
-    result: Any = wraps(function)(scope[function.__name__])
-    return cast("Function", result)
+    check = scope["_check"] = _Check(scope["_function"], kinds)
+    scope["_known"] = check.known
+    given = [p for p in parameters if p.default is not p.empty]
+    wrapper.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+    wrapper.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    checks = (
+        f"if ({''.join(f'_type({name}), ' for name in kinds)}) not in _known:",
+        f"    _check({', '.join(kinds)})",
+    )
+    code = _code(
+        f"def wrapper({', '.join(takes)}):",
+        *(checks if kinds else ()),
+        f"return _function({', '.join(gives)})",
+    )
+    # The name of the file is in this package: warnings look for the first caller outside of it.
+    file = f"{__file__} <{wrapper.__qualname__}>"
+    wrapper.__code__ = code.replace(co_name=wrapper.__name__, co_filename=file)
+
+
+@cache
+def _code(*lines: str) -> CodeType:
+    """The code of a function `wrapper`."""
+    scope: dict[str, Any] = {}
+    exec("\n    ".join(lines), scope)
+    code: CodeType = scope["wrapper"].__code__
+    return code
+
+
+_FIRST_CALL: Final = _code(
+    "def wrapper(*args, **kwargs):", "_write(_wrapper)", "return _wrapper(*args, **kwargs)"
+)
 
 
 def checked_methods(cls: Class) -> Class:

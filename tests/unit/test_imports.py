@@ -53,6 +53,18 @@ def test_import_loads_numpy_and_nothing_heavier(record_property: pytest.RecordPr
     record_property("import_s", told["took_s"])
 
 
+def test_import_writes_no_checks_of_arguments() -> None:
+    modules_after("""
+import ggmlb
+from ggmlb.core import arguments
+written = arguments._code.cache_info
+n = written().currsize
+assert n < 10  # of 450 functions
+ggmlb.Context().new_tensor("f32", (1,))
+assert written().currsize > n
+""")
+
+
 def test_the_cpu_needs_no_other_backend() -> None:
     told = modules_after("import ggmlb; ggmlb.init_by_name('CPU').free()")
     assert not {"cupy", "pyopencl"} & set(told["top"])
