@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ggmlb import (
     Backend,
+    Buffer,
     BufferType,
+    BufferUsage,
+    Context,
     DeviceType,
     SplitState,
     Tensor,
+    alloc_ctx_tensors,
     device_by_name,
     init_by_name,
     meta_device,
@@ -52,6 +56,23 @@ class ModelOnDevices:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def alloc_zeros(
+    contexts: Iterable[tuple[Context, Backend]], usage: BufferUsage = BufferUsage.ANY
+) -> tuple[Buffer, ...]:
+    """Place the tensors of each context on a device, all bytes zero; return the buffers, to be freed.
+
+    Raises:
+        AllocationError: A device lacks room; nothing is placed.
+    """
+    with ExitStack() as made:
+        buffers = tuple([made.enter_context(alloc_ctx_tensors(ctx, home)) for ctx, home in contexts])
+        for buffer in buffers:
+            buffer.usage = usage
+            buffer.clear(0)
+        made.pop_all()
+    return buffers
 
 
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:

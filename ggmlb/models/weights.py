@@ -63,6 +63,9 @@ class Weights:
         file: The model's file, as a `TensorFile` or `GgufFile`.
         matrix_type: Type in which matrices are stored; that of the file if `None`, blocks as they are.
         overrides: Memory for some weights, by regular expression; see `alloc_ctx_tensors`.
+
+    Attributes:
+        spaces: Memories that hold weights, with the bytes in each; of the mapped file, those of the weights.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Weights:
         self._overrides = dict(overrides or {})
         self._matrix_type = matrix_type
         self._buffers = ExitStack()
+        self.spaces: list[tuple[BufferType, int]] = []
         self._is_mapped = False
         self._placed: dict[str, Extent] = {}
 
@@ -113,23 +117,31 @@ class Weights:
                 home = packed
             home.tensors.append(tensor)
         with ExitStack() as buffers:
-            self._keep(buffers, alloc_ctx_tensors(moved, backend, self._overrides))
+            allocated = [alloc_ctx_tensors(moved, backend, self._overrides)]
+            self._keep(buffers, allocated[0])
             if fast is not None:
-                self._keep(buffers, alloc_ctx_tensors(packed, fast))
+                allocated.append(alloc_ctx_tensors(packed, fast))
+                self._keep(buffers, allocated[1])
             whole = ((tensor, extents[tensor.name]) for tensor in ctx.tensors)
             mapped = map_tensors(backend.device, [(t, parts[0]) for t, parts in whole if len(parts) == 1])
             for buffer in mapped:
                 self._keep(buffers, buffer)
-            self._keep(buffers, alloc_ctx_tensors(ctx, backend))
+            allocated.append(alloc_ctx_tensors(ctx, backend))
+            self._keep(buffers, allocated[-1])
             copied = [
                 (tensor, extents[name])
                 for name, tensor in tensors.items()
                 if not any(tensor.buffer is buffer for buffer in mapped)
+                and not tensor.placed("fill").is_planned
             ]
             fill(copied)
             self._file.check_unchanged()
             self._buffers.push(buffers.pop_all())
         self._is_mapped |= bool(mapped)
+        self.spaces += [(inner.buft, inner.size) for buffer in allocated for inner in buffer.allocations]
+        for buffer in mapped:
+            inside = [buffer.alloc_size(tensor) for tensor in ctx.tensors if tensor.buffer is buffer]
+            self.spaces.append((buffer.buft, sum(inside)))
         for name, source in sources.items():
             self._placed |= zip(source.names, extents[name], strict=True)
         return tensors

@@ -1,4 +1,4 @@
-"""Memory of text models: all graphs share what was reserved at load."""
+"""Memory of text models: the forecast is what is allocated at load, and all graphs share that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ggmlb
+from ggmlb.backends.gpu.bad_index import N_SLOTS, SLOT
 from ggmlb.models import TextModel
 from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
 from ggmlb.models.text.graph import TextGraph
@@ -26,6 +27,9 @@ SPLITS = {
         "layers of OpenCL": {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}},
         "kv q8_0": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 1, "kv_type": "q8_0"},
         "feed-forward on the CPU": {"devices": ["OpenCL0", "CPU"], "override_tensors": {"ffn|ssm_x": "CPU"}},
+        "OpenCL beside LLVM": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"LLVM": "0,2"}},
+        "two of OpenCL": {"devices": ["OpenCL0", "OpenCL1", "CPU"], "layers_on": {"OpenCL1": "0-1"}},
+        "pipeline": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 2, "n_ubatch": 32},
     }.items()
     if {*split["devices"]} <= {*DEVICES}
 }
@@ -61,6 +65,7 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
             graphs = (
                 TextGraph(*parts, n, n_out, n_kv)
                 for n in SIZES
+                if n <= SPLITS[split].get("n_ubatch", 512)  # type: ignore[operator,attr-defined]
                 for n_out in {1, min(n, 16), min(n, N_OUT)}
                 for n_kv in (256, N_CTX)
             )
@@ -75,6 +80,47 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
         for built in graphs:
             needed = scheduler.reserve_size(built.graph)
             assert all(n <= m for n, m in zip(needed, reserved, strict=True)), (needed, reserved)
+        free = [d.memory[0] for d in apart(model)]
         model.generate([5, 6, 7], max_tokens=3)
         model.perplexity("a b " * 40, n_ctx=32)
         assert [scheduler.buffer_size(b) for b in model.backends] == reserved
+        now = [d.memory[0] for d in apart(model)]
+        assert all(0 <= then - n <= N_SLOTS * SLOT for then, n in zip(free, now, strict=True))
+
+
+def apart(model: TextModel) -> list[ggmlb.Device]:
+    """The devices that count their own memory."""
+    return [b.device for b in model.backends if b.name.startswith("OpenCL")]
+
+
+TYPES = ("f16", "q8_0", "q4_0", "q4_K", "q6_K")
+TYPED = [
+    pytest.param(
+        kind,
+        split,
+        dtype,
+        marks=() if 3 * i % len(SPLITS) == j and TYPES[i % 5] == dtype else pytest.mark.slow,
+    )
+    for i, kind in enumerate(KINDS)
+    for j, split in enumerate(SPLITS)
+    for dtype in TYPES
+]
+
+
+@pytest.mark.parametrize(("kind", "split", "dtype"), TYPED)
+def test_the_forecast_is_what_is_allocated(
+    models: Callable[..., Path], kind: str, split: str, dtype: str
+) -> None:
+    before = {d.name: d.memory[0] for d in ggmlb.devices()}
+    with TextModel(models(kind, dtype), n_ctx=N_CTX, **SPLITS[split]) as model:  # type: ignore[arg-type]
+        taken = {d.name: before[d.name] - d.memory[0] for d in apart(model)}
+        forecast, allocated = model.memory
+        assert forecast == allocated and forecast.uses == allocated.uses
+        assert {d: n for d, n in taken.items() if n} == {
+            d: allocated.total(d) for d in allocated.devices if d in taken
+        }
+        assert {"weights", "kv", "compute"} == {use.kind for use in allocated}
+        assert allocated.total() == sum(use.nbytes for use in allocated)
+        assert f"{allocated.uses[0].nbytes:,}" in str(model.memory)
+    now = {d.name: d.memory[0] for d in ggmlb.devices()}
+    assert all(now[name] == before[name] for name in taken)

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Scheduler, Tensor
+from ggmlb import Backend, Buffer, Scheduler, Tensor
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.attention import AttentionGraph
 from ggmlb.models.text.changes import Changes
@@ -101,6 +101,11 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
         return None if self._runs.last is None else self._runs.scheduler
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The memory of the graphs."""
+        return self._runs.scheduler.buffers
 
     @abstractmethod
     def reserve(self) -> None:
@@ -204,8 +209,9 @@ class Decoder(BaseDecoder[KvMemory]):
             AllocationError: A device lacks room.
         """
         self._runs.reserve(
-            self._new_graph(n, min(n, N_OUT), self._memory.n_cells)
+            self._new_graph(n, n_out, self._memory.n_cells)
             for n in largest_batches(self._runs.scheduler.backends, _padded(self._n_ubatch or N_BATCH))
+            for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}  # of those chosen, or of all
         )
 
     def decode(self, batch: Sequence[Token]) -> Floats:

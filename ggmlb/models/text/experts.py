@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, BufferUsage, Context, DType, Tensor, alloc_ctx_tensors
+from ggmlb import Backend, BufferUsage, Context, DType, Tensor
 from ggmlb.core.errors import ArgumentError
+from ggmlb.models.devices import alloc_zeros
 
 if TYPE_CHECKING:
     from ggmlb.models.text.config import TextConfig
@@ -80,7 +80,8 @@ class ExpertCache:
 
     Attributes:
         n_slots: Experts of each layer that are cached.
-        nbytes: The cache's memory [bytes].
+        buffers: The cache's memory.
+        nbytes: Its size [bytes].
         n_hits: Uses of experts that were there.
         n_misses: Uses of experts that were copied first.
 
@@ -117,12 +118,7 @@ class ExpertCache:
                 ctx.new_tensor(t.dtype, (*t.ne[:2], self.n_slots), f"{t.name} (cached)") for t in whole[layer]
             ]
             self._layers[layer] = Slots(whole[layer], cached)
-        with ExitStack() as buffers:
-            for ctx, home in contexts.values():
-                buffer = buffers.enter_context(alloc_ctx_tensors(ctx, home))
-                buffer.usage = BufferUsage.WEIGHTS
-                buffer.clear(0)
-            self._buffers = buffers.pop_all()
+        self.buffers = alloc_zeros(contexts.values(), BufferUsage.WEIGHTS)
 
     def serves(self, layer: int, n_tokens: int) -> bool:
         """Whether all experts of a layer that so many tokens may choose have slots."""
@@ -155,4 +151,5 @@ class ExpertCache:
 
     def free(self) -> None:
         """Free the memory."""
-        self._buffers.close()
+        for buffer in self.buffers:
+            buffer.free()

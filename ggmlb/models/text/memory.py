@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors
+from ggmlb import Backend, Buffer, Context, DType, Tensor
 from ggmlb.core.errors import AllocationError, ArgumentError, ModelError
+from ggmlb.models.devices import alloc_zeros
 from ggmlb.models.text.config import TextConfig
 
 FREE = -1
@@ -24,6 +24,7 @@ class Memory(Protocol):
     """What is kept of earlier tokens: a `KvMemory`, or the `StateMemory` of a recurrent model."""
 
     n_cells: int
+    buffers: tuple[Buffer, ...]
 
     def fits(self, needs: Mapping[int, int]) -> bool:
         """Whether there is room for sequences, given the tokens that each has at most."""
@@ -61,6 +62,7 @@ class KvMemory:
         keys: For each layer, `[n_key * n_head_kv, n_cells + SPARE]`.
         values: For each layer, `[n_value * n_head_kv, n_cells + SPARE]`.
         n_cells: Tokens that fit.
+        buffers: The memory.
 
     Raises:
         ArgumentError: The type's blocks do not divide a head.
@@ -85,11 +87,7 @@ class KvMemory:
             for kind, n, tensors in (("k", config.n_key, self.keys), ("v", config.n_value, self.values)):
                 ne = (n * config.n_head_kv, n_cells + SPARE)
                 tensors.append(ctx.new_tensor(dtype, ne, f"cache_{kind}.{layer}"))
-        with ExitStack() as buffers:
-            for ctx, home in contexts.values():
-                buffer = buffers.enter_context(alloc_ctx_tensors(ctx, home))
-                buffer.clear(0)  # a masked value still is multiplied by 0: it must not be NaN
-            self._buffers = buffers.pop_all()
+        self.buffers = alloc_zeros(contexts.values())  # a masked value still is multiplied: no NaN there
         self.nbytes = sum(t.nbytes for t in (*self.keys, *self.values))
 
     # -- cells ---------------------------------------------------------------------------------
@@ -199,4 +197,5 @@ class KvMemory:
 
     def free(self) -> None:
         """Free the memory."""
-        self._buffers.close()
+        for buffer in self.buffers:
+            buffer.free()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -19,21 +19,18 @@ from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides,
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.memory_table import ModelMemory
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import N_BATCH, Array, BaseDecoder, Decoder, Floats
-from ggmlb.models.text.experts import ON_HOST, ExpertCache
+from ggmlb.models.text.decoder import N_BATCH, Array, Floats
 from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.inside import LogitLens, lens, matching, traced
-from ggmlb.models.text.memory import KvMemory, Memory
+from ggmlb.models.text.parts import Parts, Placement, Room, forecast
 from ggmlb.models.text.perplexity import Perplexity, perplexity
-from ggmlb.models.text.recurrent import RecurrentDecoder
 from ggmlb.models.text.sampling import Options, changed
 from ggmlb.models.text.session import Session
-from ggmlb.models.text.states import StateMemory
 from ggmlb.models.text.weights import Layout
-from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.chat import ChatTemplate
@@ -119,58 +116,22 @@ class TextModel(ModelOnDevices):
             raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
         if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
             raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
+        room = Room(self.n_ctx, DType.parse(kv_type), n_ubatch or 0, expert_cache)
         with ExitStack() as resources:
             opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
             self._opened = opened
             self._backends = tuple(opened.values())
             if threads is not None:
                 _set_threads(self._backends, threads)
-            overrides = memory_overrides(override_tensors, opened)
-            if expert_cache is not None:
-                overrides.setdefault(ON_HOST, _host_memory(opened))
-            self._placer = Weights(self.file, None, overrides)
-            resources.callback(self._placer.free)
-            weights: dict[str, Tensor] = {}
-            for name, backend in opened.items():
-                weights |= self._placer.place(self._sources(layout, name), backend)
-            layer_homes = [opened[self.homes[i]] for i in range(config.n_layer)]
-            self.experts = None
-            if expert_cache is not None:
-                self.experts = ExpertCache(config, weights, layer_homes, expert_cache)
-                resources.callback(self.experts.free)
-            memory, decoder = self._memory(weights, layer_homes, DType.parse(kv_type), n_ubatch or 0)
-            resources.callback(memory.free)
-            resources.callback(decoder.free)
-            decoder.reserve()
-            self._engine = Engine(decoder, memory)
+            placement = Placement(self.homes, overrides=memory_overrides(override_tensors, opened))
+            model = self.file, config, layout, opened, placement, room
+            self._parts = Parts(*model, self._changes)
+            resources.callback(self._parts.free)
+            self._forecast = partial(forecast, *model)
+            self._engine = Engine(self._parts.decoder, self._parts.memory)
             self._resources = resources.pop_all()
+        self.experts = self._parts.experts
         self.load_seconds = perf_counter() - start
-
-    def _sources(self, layout: Layout, device: str) -> dict[str, Source]:
-        """What lies on a device; the output lies with the last layer."""
-        sources: dict[str, Source] = {}
-        for layer, found in enumerate(layout.layers):
-            if self.homes[layer] == device:
-                sources |= found
-        if self.homes[EMBEDDINGS] == device:
-            sources |= layout.embeddings | layout.factors
-        if self.homes[self.config.n_layer - 1] == device:
-            sources |= layout.output
-        return sources
-
-    def _memory(
-        self, weights: Mapping[str, Tensor], homes: Sequence[Backend], kv_type: DType, n_ubatch: int
-    ) -> tuple[Memory, BaseDecoder[Any]]:
-        """What keeps earlier tokens, and what computes with it."""
-        if self.config.state is not None:
-            states = StateMemory(self.config.state, homes, self.n_ctx)
-            return states, RecurrentDecoder(
-                self.config, weights, states, self._backends, self._changes, n_ubatch
-            )
-        cells = KvMemory(self.config, homes, self.n_ctx, kv_type)
-        return cells, Decoder(
-            self.config, weights, cells, self._backends, self._changes, n_ubatch, self.experts
-        )
 
     # -- facts ---------------------------------------------------------------------------------
 
@@ -178,6 +139,16 @@ class TextModel(ModelOnDevices):
     def scheduler(self) -> Scheduler | None:
         """The scheduler of the last step, to see its splits and placement; `None` before the first."""
         return self._engine.decoder.scheduler
+
+    @property
+    def memory(self) -> ModelMemory:
+        """The bytes that it takes on each device, beside those that were to be expected.
+
+        Raises:
+            FreedError: The model was closed.
+        """
+        self._check("memory")
+        return ModelMemory(self._forecast(), self._parts.table)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -449,7 +420,7 @@ class TextModel(ModelOnDevices):
     def _check(self, call: str) -> None:
         if self.is_freed:
             raise FreedError(f"{call}: this model was closed")
-        self._placer.check_mapped()
+        self._parts.weights.check_mapped()
 
 
 def _layers_on(
@@ -469,16 +440,6 @@ def _layers_on(
         return None
     first = max(0, config.n_layer - gpu_layers)
     return {names[0]: range(first, config.n_layer), names[1]: range(first)}
-
-
-def _host_memory(backends: Mapping[str, Backend]) -> BufferType:
-    """The memory of the last device that computes in host memory."""
-    for backend in reversed(list(backends.values())):
-        if backend.default_buffer_type.is_host:
-            return backend.default_buffer_type
-    raise ArgumentError(
-        f"expert_cache: none of {', '.join(backends)} computes in host memory, where experts stay; add CPU"
-    )
 
 
 def _no_shards(weight: Tensor, n_devices: int) -> SplitState:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors
+from ggmlb import Backend, Context, DType, Tensor
 from ggmlb.core.errors import AllocationError, ModelError
+from ggmlb.models.devices import alloc_zeros
 from ggmlb.models.text.config import State
 
 N_SLOTS = 16
@@ -35,6 +35,7 @@ class StateMemory:
         scanned: For each layer, the states of the scan, f32 `[n_state * n_inner, n_slots + 1]`.
         n_cells: Most tokens of a sequence.
         spare: The number of the last slot, for sequences that fill up a batch.
+        buffers: The memory.
         nbytes: Memory of all states [bytes].
 
     Raises:
@@ -57,10 +58,7 @@ class StateMemory:
             ctx, _ = contexts.setdefault(id(home), (Context(), home))
             for kind, n, tensors in kinds:
                 tensors.append(ctx.new_tensor(DType.F32, (n, n_slots + 1), f"state_{kind}.{layer}"))
-        with ExitStack() as buffers:
-            for ctx, home in contexts.values():
-                buffers.enter_context(alloc_ctx_tensors(ctx, home)).clear(0)
-            self._buffers = buffers.pop_all()
+        self.buffers = alloc_zeros(contexts.values())
         self.nbytes = sum(t.nbytes for t in self._tensors)
 
     @property
@@ -151,4 +149,5 @@ class StateMemory:
 
     def free(self) -> None:
         """Free the memory."""
-        self._buffers.close()
+        for buffer in self.buffers:
+            buffer.free()

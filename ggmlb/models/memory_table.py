@@ -1,0 +1,119 @@
+"""MemoryTable: the bytes of a model by device, memory and kind of contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ggmlb import BufferType
+from ggmlb.inspect.html import card, table
+
+HOST = "CPU"
+"""Device of all memory of the machine itself, in which LLVM computes, too."""
+
+KINDS = ("weights", "experts", "kv", "compute")
+"""Contents: weights, cached experts, what is kept of earlier tokens, and results of nodes."""
+
+Space = tuple[BufferType, int]
+"""A part of a memory: its kind, and bytes."""
+
+
+class Use(NamedTuple):
+    """Bytes of one kind of contents in one memory.
+
+    Attributes:
+        device: The device whose memory it is; `HOST` for the machine's.
+        memory: The buffer type's name.
+        kind: Of `KINDS`.
+        nbytes: Bytes.
+    """
+
+    device: str
+    memory: str
+    kind: str
+    nbytes: int
+
+
+def device_of(buft: BufferType) -> str:
+    """Return the device that a memory takes room on; `HOST` for memory of the machine."""
+    is_host = buft.is_host or buft.device.buffer_type.is_host
+    return HOST if is_host else buft.device.name
+
+
+class MemoryTable:
+    """The bytes of a model by device, memory and kind of contents, with a table as text and HTML.
+
+    Attributes:
+        uses: In the order of devices, memories and kinds; none is of 0 bytes.
+
+    Args:
+        spaces: What each kind of contents takes.
+    """
+
+    def __init__(self, spaces: Mapping[str, Iterable[Space]]) -> None:
+        found: dict[tuple[str, str, str], int] = {}
+        for kind in KINDS:
+            for buft, nbytes in spaces.get(kind, ()):
+                key = device_of(buft), buft.name, kind
+                found[key] = found.get(key, 0) + nbytes
+        order = list(dict.fromkeys(device for device, _, _ in found))
+        ordered = sorted(found, key=lambda key: (order.index(key[0]), KINDS.index(key[2]), key[1]))
+        self.uses = tuple(Use(*key, found[key]) for key in ordered if found[key])
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that are used."""
+        return list(dict.fromkeys(use.device for use in self.uses))
+
+    def total(self, device: str | None = None, kind: str | None = None) -> int:
+        """Return the bytes on a device, of a kind, or all."""
+        return sum(u.nbytes for u in self.uses if device in (None, u.device) and kind in (None, u.kind))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryTable) and set(self.uses) == set(other.uses)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Use]:
+        return iter(self.uses)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return the rows as dictionaries, for JSON."""
+        return [use._asdict() for use in self.uses]
+
+    def __repr__(self) -> str:
+        each = ", ".join(f"{device} {self.total(device):,}" for device in self.devices)
+        return f"<MemoryTable [bytes]: {each}>"
+
+    def __str__(self) -> str:
+        rows = [*self.uses, Use("all", "", "", self.total())]
+        return "\n".join(f"{u.device:<10} {u.memory:<18} {u.kind:<8} {u.nbytes:>16,}" for u in rows)
+
+    def _repr_html_(self) -> str:
+        rows = [(u.device, u.memory, u.kind, f"{u.nbytes:,}") for u in self.uses]
+        rows.append(("all", "", "", f"{self.total():,}"))
+        return card("Memory", {}, table(("Device", "Memory", "Contents", "Bytes"), rows))
+
+
+class ModelMemory(NamedTuple):
+    """The memory of a loaded model beside its forecast.
+
+    Attributes:
+        forecast: Sizes planned from the file's metadata alone.
+        allocated: Sizes of what is allocated now.
+    """
+
+    forecast: MemoryTable
+    allocated: MemoryTable
+
+    def __str__(self) -> str:
+        def found(table: MemoryTable) -> dict[tuple[str, ...], int]:
+            return {use[:3]: use.nbytes for use in table}
+
+        forecast, allocated = found(self.forecast), found(self.allocated)
+        lines = [f"{'device':<10} {'memory':<18} {'kind':<8} {'forecast':>16} {'allocated':>16}"]
+        for key in dict.fromkeys([*forecast, *allocated]):
+            device, memory, kind = key
+            both = forecast.get(key, 0), allocated.get(key, 0)
+            lines.append(f"{device:<10} {memory:<18} {kind:<8} {both[0]:>16,} {both[1]:>16,}")
+        return "\n".join(lines)
