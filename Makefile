@@ -75,6 +75,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/several_devices.py
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/generate.py --save
+	$(BIN)/python benchmarks/experts.py --save
 	$(BIN)/python benchmarks/llvm_ops.py
 	$(BIN)/python benchmarks/llvm_ops.py --threads 1
 	$(BIN)/python benchmarks/llvm_decode.py --threads 1

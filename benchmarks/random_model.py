@@ -1,4 +1,4 @@
-"""A language model of random weights in TinyLlama's sizes (1.1 billion parameters), in any type.
+"""Language models of random weights, in any type: one of 1.1 billion parameters, one with experts.
 
 Speed depends on sizes and types alone. The blocks of some rows are quantised, and all rows drawn from them,
 so that the GGUF file is written in seconds. It is kept in the cache folder.
@@ -8,11 +8,12 @@ so that the GGUF file is written in seconds. It is kept in the cache folder.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,47 +23,75 @@ from ggmlb.models.gguf.mixtures import Mixture, Place
 from ggmlb.models.gguf.quantizing import mixture_of
 from ggmlb.system.disk_cache import folder
 
-N_LAYER, N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_VOCAB = 22, 2048, 5632, 32, 4, 32000
 N_DRAWN = 1024
 """Rows that are quantised, of each type and length."""
 
-SIZES = {
-    "context_length": 2048, "embedding_length": N_EMBD, "block_count": N_LAYER, "feed_forward_length": N_FF,
-    "attention.head_count": N_HEAD, "attention.head_count_kv": N_HEAD_KV,
-    "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": N_EMBD // N_HEAD, "vocab_size": N_VOCAB,
-}  # fmt: skip
-N_KV = N_HEAD_KV * N_EMBD // N_HEAD
-MATRICES = {
-    "attn_q": (N_EMBD, N_EMBD), "attn_k": (N_EMBD, N_KV), "attn_v": (N_EMBD, N_KV),
-    "attn_output": (N_EMBD, N_EMBD), "ffn_gate": (N_EMBD, N_FF), "ffn_up": (N_EMBD, N_FF),
-    "ffn_down": (N_FF, N_EMBD),
-}  # fmt: skip
-"""Extents of a layer's matrices in ggml order: inputs, outputs."""
+
+class Shape(NamedTuple):
+    """The sizes of a model."""
+
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    n_expert: int = 0
+    n_used: int = 0
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The metadata of the architecture."""
+        experts = {"expert_count": self.n_expert, "expert_used_count": self.n_used} if self.n_expert else {}
+        return {
+            "context_length": 2048, "embedding_length": self.n_embd, "block_count": self.n_layer,
+            "feed_forward_length": self.n_ff, "attention.head_count": self.n_head,
+            "attention.head_count_kv": self.n_head_kv, "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.dimension_count": self.n_embd // self.n_head, "vocab_size": N_VOCAB, **experts,
+        }  # fmt: skip
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Extents of a layer's matrices in ggml order: inputs, outputs, experts."""
+        n, n_kv = self.n_embd, self.n_embd // self.n_head * self.n_head_kv
+        found: dict[str, tuple[int, ...]] = {
+            "attn_q": (n, n), "attn_k": (n, n_kv), "attn_v": (n, n_kv), "attn_output": (n, n)
+        }  # fmt: skip
+        if not self.n_expert:
+            return found | {"ffn_gate": (n, self.n_ff), "ffn_up": (n, self.n_ff), "ffn_down": (self.n_ff, n)}
+        up, down = (n, self.n_ff, self.n_expert), (self.n_ff, n, self.n_expert)
+        return found | {"ffn_gate_exps": up, "ffn_up_exps": up, "ffn_down_exps": down}
+
+
+N_VOCAB = 32000
+SHAPES = {
+    "1.1B": Shape(22, 2048, 5632, 32, 4),  # TinyLlama's
+    "8 experts": Shape(8, 1024, 2048, 16, 4, n_expert=8, n_used=2),
+}
 
 Blocks = npt.NDArray[np.uint8]
 
 
-def random_model(dtype: str) -> Path:
-    """Return the file of the model in a type, or a mixture as `q4_K_M`; it is written if it is not there."""
+def random_model(dtype: str, shape: str = "1.1B") -> Path:
+    """Return the file of a model in a type, or a mixture as `q4_K_M`; it is written if it is not there."""
     to = mixture_of(dtype)
-    path = folder("benchmarks") / f"random-1.1B-{dtype.lower()}.gguf"
+    path = folder("benchmarks") / f"random-{shape.replace(' ', '-')}-{dtype.lower()}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_gguf(path, metadata(to), tensors(to))
+        save_gguf(path, metadata(shape, to), tensors(SHAPES[shape], to))
     return path
 
 
-def metadata(to: Mixture) -> dict[str, Any]:
+def metadata(shape: str, to: Mixture) -> dict[str, Any]:
     """Return sizes, and a vocabulary (SPM) of bytes and of numbers."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     types = [2, 3, 3, *[6] * 256]
     words = [f"\u2581{i}" for i in range(N_VOCAB - len(tokens))]
     return {
         "general.architecture": "llama",
-        "general.name": "random 1.1B",
+        "general.name": f"random {shape}",
         "general.file_type": to.file_type,
         "general.quantization_version": 2,
-        **{f"llama.{key}": value for key, value in SIZES.items()},
+        **{f"llama.{key}": value for key, value in SHAPES[shape].sizes.items()},
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [*tokens, *words],
         "tokenizer.ggml.scores": -np.arange(N_VOCAB, dtype=np.float32),
@@ -73,24 +102,26 @@ def metadata(to: Mixture) -> dict[str, Any]:
     }
 
 
-def tensors(to: Mixture) -> dict[str, Any]:
+def tensors(shape: Shape, to: Mixture) -> dict[str, Any]:
     """Return the weights; the matrices are drawn when they are written."""
     rng = np.random.default_rng(0)
 
-    def matrix(dtype: DType, n_in: int, n_out: int) -> tuple[Iterator[Blocks], DType, tuple[int, int]]:
-        return drawn(rng, dtype, n_in, n_out), dtype, (n_in, n_out)
+    def matrix(dtype: DType, *ne: int) -> tuple[Iterator[Blocks], DType, tuple[int, ...]]:
+        return drawn(rng, dtype, ne[0], math.prod(ne[1:])), dtype, ne
 
-    norm = np.ones(N_EMBD, np.float32)
+    norm = np.ones(shape.n_embd, np.float32)
     found: dict[str, Any] = {
-        "token_embd.weight": matrix(to.dtype, N_EMBD, N_VOCAB),
+        "token_embd.weight": matrix(to.dtype, shape.n_embd, N_VOCAB),
         "output_norm.weight": norm,
-        "output.weight": matrix(to.output_type, N_EMBD, N_VOCAB),
+        "output.weight": matrix(to.output_type, shape.n_embd, N_VOCAB),
     }
-    for layer in range(N_LAYER):
-        place = Place(layer, N_LAYER, 0, N_HEAD // N_HEAD_KV)
+    for layer in range(shape.n_layer):
+        place = Place(layer, shape.n_layer, shape.n_expert, shape.n_head // shape.n_head_kv)
         at = f"blk.{layer}."
         found |= {at + "attn_norm.weight": norm, at + "ffn_norm.weight": norm}
-        for part, extents in MATRICES.items():
+        if shape.n_expert:
+            found[at + "ffn_gate_inp.weight"] = matrix(DType.F32, shape.n_embd, shape.n_expert)
+        for part, extents in shape.matrices.items():
             name = f"{at}{part}.weight"
             found[name] = matrix(to.type_of(name, place), *extents)
     return found
