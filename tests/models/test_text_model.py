@@ -60,6 +60,33 @@ def test_step_by_step_is_as_all_at_once(models: Callable[..., Path], kind: str) 
     assert np.abs(log_probs(steps) - log_probs(whole[5:-1])).max() < 2e-3
 
 
+@pytest.mark.skipif(len(DEVICES) < 2, reason="OpenCL and LLVM are not both here")
+@pytest.mark.parametrize("kind", ["llama", "llama-experts", "gemma3", "mamba"])
+def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None:
+    with TextModel(models(kind), ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    layers_on = {"OpenCL0": "0", "LLVM": "1"}
+    with TextModel(models(kind), ["OpenCL0", "LLVM", "CPU"], layers_on=layers_on, n_ctx=64) as model:
+        found = log_probs(model.logits(PROMPT))
+        assert model.scheduler is not None
+        assert {p.device for p in model.scheduler.placement} == {"OpenCL0", "LLVM", "CPU"}
+    assert np.abs(found - expected).max() < 2e-2
+
+
+TYPE_MEANS = {"OpenCL0": 2e-3, "LLVM": 0.06}
+"""Bounds of the mean distance from the CPU: LLVM rounds activations to 8 bits for quantised weights."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["f16", "q8_0", "q4_0", "q4_1", "q4_K", "q6_K"])
+def test_types_of_weights(models: Callable[..., Path], dtype: str, device: str) -> None:
+    with TextModel(models("llama", dtype), ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    with TextModel(models("llama", dtype), [device, "CPU"], n_ctx=64) as model:
+        found = log_probs(model.logits(PROMPT))
+    assert np.abs(found - expected).mean() < TYPE_MEANS["OpenCL0" if dtype == "f16" else device]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> None:

@@ -16,11 +16,12 @@ if importlib.util.find_spec("xllamacpp") is None:
     pytest.skip("xllamacpp is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
 import ggmlb
-from ggmlb.models import TextModel
+from ggmlb.models import Perplexity, TextModel
 from ggmlb.models.folder import default_text_model
 from ggmlb.models.gguf import Vocabulary
 from ggmlb.models.gguf.mixtures import MIXTURES
 from ggmlb.models.gguf.quantizing import plan_types, quantize_gguf
+from tests.support.cuda_played import played_log_probs
 from tests.support.llama_cpp import (
     N_CTX,
     N_FORCED,
@@ -48,8 +49,8 @@ MOST_OF_FLOATS = 0.02
 JUMP, MOST_JUMPS = 10, 0.05
 """A step so many times farther than the median is one with another expert; most share of such steps."""
 
-MOST_OF_LOSSES = 0.02
-"""Greatest difference of the logarithms of perplexities; llama.cpp's is off by as much from float32."""
+MOST_OF_LOSSES, MOST_OF_PEERS_LOSS = 0.02, 0.03
+"""Greatest differences of logarithms of perplexities from float32: of ours, and of llama.cpp's."""
 
 
 class Place(NamedTuple):
@@ -59,11 +60,13 @@ class Place(NamedTuple):
         devices: Highest priority first.
         is_split: Whether the second half of the layers lies on the second device.
         options: Of `TextModel`.
+        is_played: Whether CUDA's driver is played on the processor.
     """
 
     devices: tuple[str, ...]
     is_split: bool = False
     options: Mapping[str, Any] = {}
+    is_played: bool = False
 
     def of(self, path: Path) -> dict[str, Any]:
         """Return the options of `TextModel` for a file."""
@@ -132,10 +135,11 @@ def check(record_property: Callable[[str, object], None]) -> Callable[..., None]
 
 def measured(path: Path, sequences: list[list[int]], place: Place, is_float: bool) -> tuple[float, float]:
     """Our mean distance from float32 and llama.cpp's; likeliest tokens and floats are compared here."""
-    if missing := set(place.devices) - HERE:
+    if (missing := set(place.devices) - HERE) and not place.is_played:
         pytest.skip(f"not here: {', '.join(sorted(missing))}")
     expected, theirs = references(path, tuple(map(tuple, sequences)))
-    found = our_log_probs(path, sequences, **place.of(path))
+    compute = played_log_probs if place.is_played else our_log_probs
+    found = compute(path, sequences, **place.of(path))
     ours, peers = (np.nanmean(distances(x, expected), axis=-1) for x in (found, theirs))
     middle: Callable[..., float] = np.mean
     if "experts" in path.name or "moe" in path.name:
@@ -180,6 +184,14 @@ def test_experts_on_the_cpu(
     path = random_model(folder, kind, dtype)
     elsewhere = PLACES[place]._replace(options=EXPERTS_ON_CPU)
     check(path, random_sequences(), elsewhere, is_float=dtype in ("f16", "f32"))
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_K"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_played_cuda(check: Callable[..., None], folder: Path, kind: str, dtype: str) -> None:
+    """Layers on two cards, whose driver and kernels run on the processor."""
+    cards = Place(("CUDA0", "CUDA1", "CPU"), is_split=True, is_played=True)
+    check(random_model(folder, kind, dtype), random_sequences()[:2], cards)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -241,12 +253,33 @@ def test_real_models(
     check(path, sequences_of(path), PLACES[place])
 
 
-@pytest.mark.parametrize("to", ["q4_0", "q8_0", "q4_K_M", "q6_K", "f16"])
-def test_smollm2_in_other_types(check: Callable[..., None], folder: Path, to: str) -> None:
+@pytest.mark.parametrize("to", ["q4_0", "q8_0", "q4_K_M", "q6_K"])
+@pytest.mark.parametrize("find", [smollm2, gemma3])
+def test_real_models_in_other_types(
+    check: Callable[..., None], folder: Path, find: Callable[[Path], Path], to: str
+) -> None:
     """What `ggmlb quantize` writes runs on llama.cpp too, and as near."""
-    path = folder / f"smollm2-{to}.gguf"
-    quantize_gguf(ggmlb.open_gguf(smollm2(folder)), path, to, requantize=True, n_threads=2)
-    check(path, sequences_of(path), PLACES["LLVM"], is_float=to == "f16")
+    path = in_type(find(folder), folder, to)
+    check(path, sequences_of(path), PLACES["LLVM"])
+
+
+@pytest.mark.parametrize("place", ["CPU", "LLVM", "OpenCL"])
+def test_smollm2_in_floats(check: Callable[..., None], folder: Path, place: str) -> None:
+    """Single log-probabilities of llama.cpp are farther from float32 here, but then ours are not."""
+    path = in_type(smollm2(folder), folder, "f16")
+    sequences = sequences_of(path)
+    check(path, sequences, PLACES[place])
+    expected, theirs = references(path, tuple(map(tuple, sequences)))
+    found = our_log_probs(path, sequences, **PLACES[place].of(path))
+    assert np.nanmean(distances(found, theirs)) < MOST_OF_FLOATS
+    assert np.nanmax(distances(found, theirs) - distances(expected, theirs)) < MOST_OF_FLOATS
+
+
+def in_type(path: Path, folder: Path, to: str) -> Path:
+    found = folder / f"{path.stem}-{to}.gguf"
+    if not found.exists():
+        quantize_gguf(ggmlb.open_gguf(path), found, to, requantize=True, n_threads=2)
+    return found
 
 
 def test_gemma3_has_the_types_of_its_mixture(folder: Path) -> None:
@@ -261,19 +294,39 @@ def sequences_of(path: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("place", ["CPU", "LLVM", "OpenCL-LLVM"])
-def test_perplexity(folder: Path, place: str) -> None:
-    """As llama.cpp's on the same chunks: the mean of what it foretells of the forced second halves."""
-    path, n = smollm2(folder), 32
+@pytest.mark.parametrize("find", [smollm2, gemma3])
+def test_perplexity(
+    record_property: Callable[[str, object], None],
+    folder: Path,
+    find: Callable[[Path], Path],
+    place: str,
+) -> None:
+    """As llama.cpp's on the same chunks: the mean of what it foretells of their forced second halves."""
+    path, text, n_ctx = find(folder), " ".join(TEXTS), 32
+    theirs, n_tokens = peers_loss(path, text, n_ctx)
+    exact, found = (our_perplexity(path, text, n_ctx, p) for p in ("CPU", place))
+    record_property("perplexity", f"{found.value:.3f}")
+    record_property("llama.cpp's", f"{math.exp(theirs):.3f}")
+    assert found.n_tokens == n_tokens
+    assert abs(math.log(found.value / exact.value)) < MOST_OF_LOSSES
+    assert abs(math.log(exact.value) - theirs) < MOST_OF_PEERS_LOSS
+
+
+@cache
+def our_perplexity(path: Path, text: str, n_ctx: int, place: str) -> Perplexity:
+    with TextModel(path, n_ctx=N_CTX, **PLACES[place].of(path)) as model:
+        return model.perplexity(text, n_ctx=n_ctx)
+
+
+@cache
+def peers_loss(path: Path, text: str, n_ctx: int) -> tuple[float, int]:
+    """The mean of llama.cpp's negative log-probabilities of the second halves of chunks, and their tokens."""
     words = Vocabulary(ggmlb.open_gguf(path).metadata)
-    text = " ".join(TEXTS)
     tokens = words.encode(text)
-    chunks = [tokens[i : i + n] for i in range(0, len(tokens) - n + 1, n)]
+    chunks = [tokens[i : i + n_ctx] for i in range(0, len(tokens) - n_ctx + 1, n_ctx)]
     if words.adds_bos:
         chunks = [[words.bos, *chunk[1:]] for chunk in chunks]
-    n_forced = n // 2 - 1
-    theirs = llama_cpp_log_probs(path, chunks, len(words.tokens), n_forced=n_forced)
-    losses = [-theirs[i, j, t] for i, c in enumerate(chunks) for j, t in enumerate(c[-n_forced:])]
-    with TextModel(path, n_ctx=N_CTX, **PLACES[place].of(path)) as model:
-        found = model.perplexity(text, n_ctx=n)
-    assert found.n_tokens == len(losses)
-    assert abs(math.log(found.value) - float(np.mean(losses))) < MOST_OF_LOSSES
+    n_forced = n_ctx // 2 - 1
+    found = llama_cpp_log_probs(path, chunks, words.n_tokens, n_forced=n_forced)
+    log_probs = [found[i, j, t] for i, c in enumerate(chunks) for j, t in enumerate(c[-n_forced:])]
+    return -float(np.mean(log_probs)), len(log_probs)
