@@ -32,7 +32,7 @@ def write_adapter(
         shapes: list[tuple[int, ...]] = [(*experts, RANK, n_in), (*experts, n_out, RANK)]
         if name == "token_embd.weight":
             shapes = [(n_out, RANK), (n_in, RANK)]
-        scale = size / np.sqrt(n_in) * np.sqrt(RANK) / ALPHA
+        scale = np.float32(size * (RANK / n_in) ** 0.5 / ALPHA)
         a, b = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
         tensors[name + ".lora_a"], tensors[name + ".lora_b"] = a, scale * b
     keys = {

@@ -1,7 +1,7 @@
 """Log-probabilities by llama.cpp (xllamacpp), and by our devices, for the same forced tokens.
 
 llama.cpp logs to standard output and may end the process, so it runs as a process of its own:
-`python -m tests.support.llama_cpp FILE KV_TYPE N_FORCED` with the sequences on standard input.
+`python -m tests.support.llama_cpp FILE KV_TYPE N_FORCED [LORA=SCALE ...]`, the sequences on standard input.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ N_CTX = 128
 
 Floats = npt.NDArray[np.float64]
 
+NONE: Mapping[Path, float] = {}
+
 
 def llama_cpp_log_probs(
     path: Path,
@@ -42,6 +44,7 @@ def llama_cpp_log_probs(
     n_vocab: int,
     kv_type: DType = DType.F16,
     n_forced: int = N_FORCED,
+    adapters: Mapping[Path, float] = NONE,
 ) -> Floats:
     """Return llama.cpp's log-probabilities before each forced token; NaN for those that it does not tell.
 
@@ -54,7 +57,8 @@ def llama_cpp_log_probs(
         RuntimeError: llama.cpp ended without a result; carries the end of its log.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.llama_cpp", str(path), str(int(kv_type)), str(n_forced)],
+        [sys.executable, "-m", "tests.support.llama_cpp", str(path), str(int(kv_type)), str(n_forced)]
+        + [f"{file}={scale}" for file, scale in adapters.items()],
         input=json.dumps([list(map(int, s)) for s in sequences]),
         capture_output=True,
         text=True,
@@ -80,10 +84,14 @@ def log_probs(logits: npt.NDArray[np.float32]) -> Floats:
     return x
 
 
-def our_log_probs(path: Path, sequences: Sequence[Sequence[int]], **options: Any) -> Floats:
+def our_log_probs(
+    path: Path, sequences: Sequence[Sequence[int]], adapters: Mapping[Path, float] = NONE, **options: Any
+) -> Floats:
     """As `llama_cpp_log_probs`, by a `TextModel` with these options: a prompt, then token by token."""
     found = []
     with TextModel(path, n_ctx=N_CTX, **options) as model:
+        for file, scale in adapters.items():
+            model.load_adapter(file, scale)
         for sequence in sequences:
             rows: list[npt.NDArray[np.float32]] = []
             forced = iter(sequence[-N_FORCED:])
@@ -107,9 +115,13 @@ def our_log_probs(path: Path, sequences: Sequence[Sequence[int]], **options: Any
     return np.array(found)
 
 
-def float32_log_probs(path: Path, sequences: Sequence[Sequence[int]]) -> Floats:
+def float32_log_probs(
+    path: Path, sequences: Sequence[Sequence[int]], adapters: Mapping[Path, float] = NONE
+) -> Floats:
     """As `our_log_probs`, by the CPU in float32, all tokens of a sequence at once."""
     with TextModel(path, ["CPU"], n_ctx=N_CTX, kv_type="f32") as model:
+        for file, scale in adapters.items():
+            model.load_adapter(file, scale)
         return np.array([log_probs(model.logits(list(s[:-1]))[-N_FORCED:]) for s in sequences])
 
 
@@ -135,7 +147,9 @@ def n_disagreeing(found: Floats, llama_cpp: Floats, reference: Floats, least: fl
     return int((is_sure & (theirs != found.argmax(axis=-1))).sum())
 
 
-def _main(path: str, kv_type: int, n_forced: int, sequences: Sequence[Sequence[int]]) -> None:
+def _main(
+    path: str, kv_type: int, n_forced: int, adapters: Sequence[str], sequences: Sequence[Sequence[int]]
+) -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -146,6 +160,8 @@ def _main(path: str, kv_type: int, n_forced: int, sequences: Sequence[Sequence[i
     # Threads of it that wait for one another spin, which takes long where others compute.
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     params.warmup = False
+    loras = (adapter.rpartition("=") for adapter in adapters)
+    params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(file, float(scale)) for file, _, scale in loras]
     params.verbosity = 0
     server = xllamacpp.Server(params)
     found = []
@@ -170,4 +186,4 @@ def _main(path: str, kv_type: int, n_forced: int, sequences: Sequence[Sequence[i
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.load(sys.stdin))
+    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:], json.load(sys.stdin))
