@@ -79,6 +79,7 @@ from ggmlb.interface.arrays import tensor_of as _tensor_of
 from ggmlb.interface.registry import (
     cpu_buffer_from_ptr,
     cpu_buffer_type,
+    default_devices,
     device_by_name,
     device_by_type,
     devices,
@@ -92,6 +93,7 @@ from ggmlb.interface.registry import (
     register,
     register_device,
     regs,
+    set_default_devices,
     unavailable,
     unload,
 )
@@ -232,6 +234,7 @@ __all__ = [
     "compare_graph_backend",
     "cpu_buffer_from_ptr",
     "cpu_buffer_type",
+    "default_devices",
     "dequantize",
     "device_by_name",
     "device_by_type",
@@ -255,6 +258,7 @@ __all__ = [
     "regs",
     "sanitize",
     "save_gguf",
+    "set_default_devices",
     "split_evenly",
     "tensor_alloc",
     "tensor_copy",

@@ -36,6 +36,7 @@ SomeDevicesOption = Annotated[
         "--devices",
         "-d",
         metavar="NAME,NAME,...",
+        envvar="GGMLB_DEVICES",
         help="Devices; all by default.",
         autocompletion=complete_devices,
     ),
@@ -47,6 +48,7 @@ DevicesOption = Annotated[
         "-d",
         autocompletion=complete_devices,
         metavar="NAME,NAME,...",
+        envvar="GGMLB_DEVICES",
         help="Devices, highest priority first; the last runs the remaining ops. "
         "By default the best device and the CPU.",
     ),

@@ -17,6 +17,7 @@ from ggmlb import (
     SplitState,
     Tensor,
     alloc_ctx_tensors,
+    default_devices,
     device_by_name,
     init_by_name,
     meta_device,
@@ -79,13 +80,15 @@ def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> li
     """Return the names of a model's devices, highest priority first; the last runs the remaining ops.
 
     Args:
-        devices: The requested devices; by default the first GPU, accelerators in the CPU's memory (LLVM),
-            and the CPU, if available.
+        devices: The requested devices; by default those of `ggmlb.default_devices`, else the first GPU,
+            accelerators in the CPU's memory (LLVM), and the CPU, if available.
         named: Devices named by other requests, used if `devices` is not given.
 
     Raises:
         ArgumentError: There are no devices, or one is named twice.
     """
+    if devices is None and not named:
+        devices = default_devices() or None
     best = list(named) or _best() if devices is None else []
     names = [*(name for name in best if name != "CPU"), "CPU"] if devices is None else list(devices)
     if not names:

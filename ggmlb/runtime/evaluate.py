@@ -43,7 +43,8 @@ def evaluate(
         inputs: Values of the leafs that are not placed yet, by tensor or by name; converted to the
             leaf's type, quantised if it is.
         devices: Names of devices, or backends, highest priority first, as `"CUDA0"` or
-            `["OpenCL0", "CPU"]`; the best device by default. The CPU runs the remaining ops.
+            `["OpenCL0", "CPU"]`; by default those of `default_devices`, else the best. The CPU runs the
+            remaining ops.
 
     Returns:
         For each of `y` a new array of `shape`; float32 for quantised types.
@@ -108,6 +109,8 @@ def _kept(results: list[Tensor]) -> Iterator[None]:
 
 def _backends(devices: Devices, stack: ExitStack) -> list[Backend]:
     """Open streams on the devices, and last on the CPU; they are closed with the stack."""
+    if devices is None:
+        devices = registry.default_devices() or None
     if devices is None:
         given: Sequence[str | Backend] = [stack.enter_context(registry.init_best())]
     else:

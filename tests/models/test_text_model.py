@@ -403,3 +403,11 @@ def test_perplexity_is_that_of_the_logits(models: Callable[..., Path]) -> None:
 def test_embeddings_have_length_1(models: Callable[..., Path]) -> None:
     with TextModel(models(), ["CPU"], n_ctx=64) as model:
         assert np.isclose(np.linalg.norm(model.embed(PROMPT)), 1)
+
+
+def test_the_default_devices_are_a_models_own(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGMLB_DEVICES", "CPU")
+    with TextModel(models(), n_ctx=64) as model:
+        assert [backend.name for backend in model.backends] == ["CPU"]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import ggmlb
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import (
     ArgumentError,
@@ -256,3 +257,24 @@ def test_threads_see_one_registry() -> None:
     with ThreadPoolExecutor(n) as pool:
         assert list(pool.map(work, range(n))) == [f"R{i}dev" for i in range(n)]
     assert sorted(names(registry)) == sorted(f"R{i}dev" for i in range(0, n, 2))
+
+
+def test_default_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GGMLB_DEVICES`, or what the program sets, is taken wherever no device is named."""
+    assert ggmlb.default_devices() == ()
+    ctx = ggmlb.Context()
+    y = ctx.sqr(ctx.from_array([1.0, 2.0]))
+    monkeypatch.setenv("GGMLB_DEVICES", "Nowhere0, CPU")
+    assert ggmlb.default_devices() == ("Nowhere0", "CPU")
+    with pytest.raises(RegistryError, match="Nowhere0"):
+        ggmlb.evaluate(y)
+    ggmlb.set_default_devices("CPU")
+    try:
+        assert ggmlb.default_devices() == ("CPU",)
+        assert ggmlb.evaluate(y).tolist() == [1, 4]
+        with pytest.raises(RegistryError, match="Nowhere1"):
+            ggmlb.set_default_devices("Nowhere1")
+        assert ggmlb.default_devices() == ("CPU",)
+    finally:
+        ggmlb.set_default_devices()
+    assert ggmlb.default_devices() == ("Nowhere0", "CPU")

@@ -27,6 +27,7 @@ __all__ = [
     "Unavailable",
     "cpu_buffer_from_ptr",
     "cpu_buffer_type",
+    "default_devices",
     "device_by_name",
     "device_by_type",
     "devices",
@@ -41,12 +42,14 @@ __all__ = [
     "register",
     "register_device",
     "regs",
+    "set_default_devices",
     "unavailable",
     "unload",
 ]
 
 _registry = Registry()
 
+default_devices = _registry.default_devices
 device_by_name = _registry.device_by_name
 device_by_type = _registry.device_by_type
 devices = _registry.devices
@@ -61,6 +64,7 @@ reg_by_name = _registry.reg_by_name
 register = _registry.register
 register_device = _registry.register_device
 regs = _registry.regs
+set_default_devices = _registry.set_default_devices
 unavailable = _registry.unavailable
 unload = _registry.unload
 

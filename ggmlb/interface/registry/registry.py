@@ -16,6 +16,7 @@ from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg, whole_imports
 from ggmlb.interface.registry.catalogue import Catalogue, DeviceList, check_type
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.interface.registry.candidate import Candidate
@@ -49,6 +50,7 @@ class Registry:
         self._lock = threading.RLock()
         self._catalogue = Catalogue(discover)
         self._told: set[str] = set()
+        self._defaults: tuple[str, ...] = ()
 
     # -- registering ---------------------------------------------------------------------------
 
@@ -274,6 +276,26 @@ class Registry:
                 self._warn_of(device.name, f"it fails to open: {type(why).__name__}: {why}")
                 reasons.append(f"\n  {device.name}: {why}")
         raise BackendUnavailable(f"there is no GPU or CPU device to use{''.join(reasons)}{self._reasons()}")
+
+    # -- defaults ------------------------------------------------------------------------------
+
+    def default_devices(self) -> tuple[str, ...]:
+        """Return the devices for calls that name none, highest priority first; empty: each call chooses.
+
+        They are those of `set_default_devices`, else those that `GGMLB_DEVICES` names, as `OpenCL0,CPU`.
+        `evaluate`, models and the commands ask for them.
+        """
+        if self._defaults:
+            return self._defaults
+        return tuple(name.strip() for name in (env.text("GGMLB_DEVICES") or "").split(",") if name.strip())
+
+    def set_default_devices(self, *names: str) -> None:
+        """Set the devices for calls that name none, highest priority first; without names, none.
+
+        Raises:
+            RegistryError: No device has one of the names.
+        """
+        self._defaults = tuple(self.device_by_name(name).name for name in names)
 
     # -- inside --------------------------------------------------------------------------------
 
