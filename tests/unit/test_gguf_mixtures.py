@@ -18,7 +18,7 @@ from tests.support.gguf_files import write_gguf
 PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
-def model(path: Path, n_layer: int, parts: Any = PARTS, arch: str = "llama", **sizes: int) -> GgufFile:
+def model(path: Path, n_layer: int, parts: Any = PARTS, arch: str = "llama", **sizes: Any) -> GgufFile:
     """A file with matrices of two rows, and heads of queries that share one of keys by fours."""
     sizes = {"block_count": n_layer, "attention.head_count": 8, "attention.head_count_kv": 2} | sizes
     matrix = np.ones((2, 256), np.float16)
@@ -103,6 +103,8 @@ def test_sizes_of_llama_2_70b(tmp_path: Path) -> None:
     assert layers(source, "Q4_K_M", "attn_v") == {"Q6_K": more, "Q5_K": {*range(80)} - more}
     assert layers(source, "Q4_K_M", "ffn_down") == {"Q6_K": more, "Q4_K": {*range(80)} - more}
     assert layers(source, "Q3_K_S", "attn_v") == {"Q5_K": {*range(80)}}
+    by_layer = model(tmp_path / "by_layer.gguf", 80, **{"attention.head_count_kv": [2] * 80})
+    assert layers(by_layer, "Q3_K_S", "attn_v") == {"Q5_K": {*range(80)}}
     alone = model(tmp_path / "alone.gguf", 80, **{"attention.head_count_kv": 8})
     assert layers(alone, "Q3_K_S", "attn_v") == {"Q3_K": {*range(80)}}
 
@@ -151,6 +153,9 @@ def test_a_model_without_its_number_of_layers(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"in\.gguf has no metadata key 'llama\.block_count'"):
         quantize_gguf(source, tmp_path / "out.gguf", "q4_K_M")
     quantize_gguf(source, tmp_path / "out.gguf", "q4_K")
+    wrong = model(tmp_path / "wrong.gguf", 2, **{"attention.head_count": "many"})
+    with pytest.raises(ModelError, match=r"attention\.head_count.*a whole number, or one for each layer"):
+        quantize_gguf(wrong, tmp_path / "out.gguf", "q4_K_M")
 
 
 def test_the_command_takes_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

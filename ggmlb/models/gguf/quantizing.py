@@ -212,10 +212,19 @@ def _by_layer(source: GgufFile, to: Mixture, name: str) -> DType:
         return to.dtype
     meta = source.metadata
     arch = meta.text("general.architecture")
-    heads = meta.integer(f"{arch}.attention.head_count", 0)
-    shared = heads // max(1, meta.integer(f"{arch}.attention.head_count_kv", heads))
+    heads = _first_layers(source, f"{arch}.attention.head_count", 0)
+    shared = heads // max(1, _first_layers(source, f"{arch}.attention.head_count_kv", heads))
     n_layer, n_expert = meta.integer(f"{arch}.block_count"), meta.integer(f"{arch}.expert_count", 0)
     return to.type_of(name, Place(int(layer[1]), n_layer, n_expert, shared))
+
+
+def _first_layers(source: GgufFile, key: str, default: int) -> int:
+    """A number that a file has once, or for each layer; that of the first layer."""
+    found = source.metadata.first(key, 1) if key in source.metadata else default
+    number = found[0] if isinstance(found, list) and found else found
+    if not isinstance(number, int):
+        raise source.metadata.error(key, "it must be a whole number, or one for each layer")
+    return number
 
 
 def _is_kept(tensor: GgufTensor) -> bool:
