@@ -71,10 +71,16 @@ SHAPES = {
 Blocks = npt.NDArray[np.uint8]
 
 
-def random_model(dtype: str, shape: str = "1.1B") -> Path:
-    """Return the file of a model in a type, or a mixture as `q4_K_M`; it is written if it is not there."""
+def random_model(dtype: str, shape: str = "1.1B", home: Path | None = None) -> Path:
+    """Return the file of a model in a type or mixture, as `q4_K_M`; it is written if it is not there.
+
+    Args:
+        dtype: The type.
+        shape: Of `SHAPES`.
+        home: The file's folder; by default in ggmlb's cache.
+    """
     to = mixture_of(dtype)
-    path = folder("benchmarks") / f"random-{shape.replace(' ', '-')}-{dtype.lower()}.gguf"
+    path = (home or folder("benchmarks")) / f"random-{shape.replace(' ', '-')}-{dtype.lower()}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         save_gguf(path, metadata(shape, to), tensors(SHAPES[shape], to))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from tests.support.cuda_played import played_log_probs
 from tests.support.llama_cpp import (
     N_CTX,
     N_FORCED,
+    ROOT,
     distances,
     float32_log_probs,
     llama_cpp_log_probs,
@@ -280,6 +282,17 @@ def in_type(path: Path, folder: Path, to: str) -> Path:
     if not found.exists():
         quantize_gguf(ggmlb.open_gguf(path), found, to, requantize=True, n_threads=2)
     return found
+
+
+@pytest.mark.parametrize("to", ["q4_K_M", "q6_K"])
+def test_the_random_model_of_the_benchmarks(
+    check: Callable[..., None], tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of 1.1 billion weights runs on both libraries."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    path = importlib.import_module("random_model").random_model(to, home=tmp_path)
+    check(path, random_sequences()[:2], PLACES["LLVM"])
+    path.unlink()
 
 
 def test_gemma3_has_the_types_of_its_mixture(folder: Path) -> None:
