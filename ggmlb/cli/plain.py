@@ -1,4 +1,4 @@
-"""`ggmlb devices` without the command line's packages."""
+"""Output of commands: plain lines, and facts of devices."""
 
 from __future__ import annotations
 
@@ -66,15 +66,3 @@ def memory(props: DeviceProps) -> str:
 def reason(missing: Unavailable) -> str:
     """Return the reason why a backend is unavailable, to follow its name."""
     return f" {'is not available' if missing.kind == 'absent' else 'is broken'}: {missing.reason}"
-
-
-def devices(args: Sequence[str]) -> None:
-    """Print the devices like `ggmlb devices`, in plain lines or with `--json`."""
-    found, missing = devices_and_reasons()
-    if "--json" in args:
-        echo(as_json(found, missing))
-        return
-    for _, props in found:
-        echo(f"{props.name:10} {props.type.value:6} {memory(props):22} {props.description}")
-    for m in missing:
-        echo(m.name + reason(m))

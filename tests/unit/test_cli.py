@@ -77,20 +77,13 @@ def test_nothing_is_cut_where_there_is_little_room() -> None:
         assert max(map(len, done.stdout.splitlines()[:4])) <= 80
 
 
-def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')\n")
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run("ops", PYTHONPATH=path)
-    assert done.returncode == 1
-    told = "ggmlb: the command line needs the package 'rich'; install it with: pip install 'ggmlb[cli]'\n"
-    assert done.stderr == told
-    # What tells what to install for more needs nothing itself.
+def test_devices_say_which_extra_is_missing(tmp_path: Path) -> None:
     (tmp_path / "pyopencl.py").write_text("raise ModuleNotFoundError('none here', name='pyopencl')\n")
-    done = run("devices", PYTHONPATH=path)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run("devices", PYTHONPATH=path, COLUMNS="200")
     assert done.returncode == 0
     assert "CPU " in done.stdout and "pip install 'ggmlb[opencl]'" in done.stdout
-    assert "pip install 'ggmlb[cli]'" in done.stderr
-    # Nor does it mind a reader that has seen enough, as `| head` has.
+    # It does not mind a reader that has seen enough, as `| head` has.
     read, write = os.pipe()
     os.close(read)
     env = {**os.environ, "PYTHONPATH": path}
@@ -98,8 +91,6 @@ def test_without_the_extra_it_says_what_to_install(tmp_path: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, env=env, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
-    told = json.loads(run("devices", "--json", PYTHONPATH=path).stdout)
-    assert "OpenCL" in {missing["name"] for missing in told["unavailable"]}
 
 
 # -- escapes ---------------------------------------------------------------------------------------
@@ -140,15 +131,8 @@ def _hostile(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "args", [["devices"], ["devices", "--json"], ["ops", "-d", "nowhere"], ["bench", "-d", f"E{ESCAPE}"]]
 )
-@pytest.mark.parametrize("is_plain", [False, True], ids=["rich", "plain"])
-def test_escapes_in_names_and_messages_are_shown_not_sent(
-    args: list[str], is_plain: bool, tmp_path: Path
-) -> None:
-    path = [str(ROOT)]
-    if is_plain:
-        (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('none here', name='rich')\n")
-        path.insert(0, str(tmp_path))
-    done = run(*args, GGMLB_BACKEND_PATH=_hostile(tmp_path), PYTHONPATH=os.pathsep.join(path))
+def test_escapes_in_names_and_messages_are_shown_not_sent(args: list[str], tmp_path: Path) -> None:
+    done = run(*args, GGMLB_BACKEND_PATH=_hostile(tmp_path))
     told = done.stdout + done.stderr
     assert not set("\x1b\x07\x9b\u202e") & set(told)
     if args == ["devices"]:
