@@ -167,7 +167,7 @@ def test_a_pipeline_of_devices(
     asked = {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}, "n_ctx": 64}
     with TextModel(models(kind), **asked) as model:
         expected = model.generate(PROMPT, options)
-    with TextModel(models(kind), **asked, n_ubatch=4) as model:
+    with ggmlb.sanitize(), TextModel(models(kind), **asked, n_ubatch=4) as model:
         waits.clear()
         found = model.generate(PROMPT, options)
         # Twenty-one tokens are six parts, of which only the last is waited for, as is each new token.
