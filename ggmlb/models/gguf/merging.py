@@ -99,16 +99,23 @@ class BytePairs:
 
     Args:
         ids: Token numbers by text.
-        merges: Pairs `"left right"`, in the order of their ranks; of equal ones the first counts.
+        merges: Returns pairs `"left right"`, in the order of their ranks; of equal ones the first counts.
+            Called when a text is first encoded.
         pre: How texts are cut into words.
     """
 
-    def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pre: PreTokenizer) -> None:
+    def __init__(
+        self, ids: Mapping[str, int], merges: Callable[[], Sequence[str]], pre: PreTokenizer
+    ) -> None:
         self._ids = ids
+        self._merges = merges
         self._pre = pre
-        last = len(merges) - 1
-        self._ranks = dict(zip(reversed(merges), range(last, -1, -1), strict=True))
         self._cached = lru_cache(CACHED_WORDS)(self._word)
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        merges = self._merges()
+        return dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
 
     def encode(self, text: str, is_start: bool) -> list[int]:
         """Return the tokens of a text; `is_start` changes nothing here."""

@@ -365,7 +365,7 @@ class Vocabulary:
     @cached_property
     def _algorithm(self) -> _Algorithm:
         if self._model in ("gpt2", "gemma4"):
-            return BytePairs(self._ids, self._metadata.texts(_KEY + "merges"), self._pre)
+            return BytePairs(self._ids, lambda: self._metadata.texts(_KEY + "merges"), self._pre)
         if self._model == "bert":
             lowers = self._metadata.flag(_KEY + "normalizer.lowercase", True)
             strips_accents = self._metadata.flag(_KEY + "normalizer.strip_accents", lowers)
