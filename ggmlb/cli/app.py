@@ -4,46 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Annotated, Any, Final
 
 import typer
 
-from ggmlb.cli import (
-    bench,
-    chat,
-    compare,
-    demo,
-    devices,
-    embed,
-    generate,
-    ops,
-    perplexity,
-    plain,
-    quantize,
-    show,
-    test,
-)
+from ggmlb.cli import plain
 from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
-app = typer.Typer(
-    name="ggmlb",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(devices.devices)
-app.command()(ops.ops)
-app.command()(test.test)
-app.command()(bench.bench)
-app.command()(compare.compare)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(perplexity.perplexity)
-app.command()(show.show)
-app.command()(quantize.quantize)
-app.command()(embed.embed)
-app.command()(demo.demo)
+COMMANDS: Final = (
+    "devices", "ops", "test", "bench", "compare", "generate", "chat", "perplexity", "show", "quantize",
+    "embed", "demo",
+)  # fmt: skip
+"""Each is a function in the module of its name."""
 
 
 def _version(asked: bool) -> None:
@@ -54,7 +28,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def ggmlb(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
@@ -74,10 +47,25 @@ def ggmlb(
     """
 
 
+def _app(args: Sequence[str]) -> typer.Typer:
+    """Return the command line with the command that is asked for, or with all where none is."""
+    app = typer.Typer(
+        name="ggmlb",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(ggmlb)
+    asked = next((arg for arg in args if not arg.startswith("-")), "")
+    for name in [asked] if asked in COMMANDS else COMMANDS:
+        app.command()(getattr(import_module(f"ggmlb.cli.{name}"), name))
+    return app
+
+
 def run(args: Sequence[str]) -> int:
     """Run one command and return the exit status; ggmlb's errors become one line on stderr."""
     debug = "--debug" in args
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(_app(args))
     try:
         try:
             for arg in args:

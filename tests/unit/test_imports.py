@@ -96,6 +96,12 @@ def test_help_needs_no_library() -> None:
     assert not {"cupy", "gguf", "pyopencl", "safetensors", "tokenizers"} & set(told["top"])
 
 
+def test_a_command_imports_no_other() -> None:
+    told = set(modules_after("from ggmlb.cli import main; main(['generate', '--help'])")["all"])
+    assert "ggmlb.cli.generate" in told
+    assert not {"ggmlb.cli.bench", "ggmlb.cli.show", "ggmlb.models", "jinja2", "ggmlb.backends.llvm"} & told
+
+
 def test_public_names() -> None:
     assert ggmlb.__all__ == sorted(ggmlb.__all__)
     assert all(hasattr(ggmlb, name) for name in ggmlb.__all__)
