@@ -59,13 +59,19 @@ def embed(
     if as_json:
         told = {"output": str(output_file), "shape": embeddings.shape, "devices": used, "seconds": took}
         plain.echo(json.dumps(told))
+    else:
+        rows, columns = embeddings.shape
+        plain.echo(
+            f"{output_file}: {rows:,} x {columns} float32, computed in {took:.2f} s on {', '.join(used)}",
+            sys.stderr,
+        )
 
 
 def read_texts(source: str) -> list[str]:
     """Return the texts of a JSON file, or of standard input for `-`.
 
     Raises:
-        ArgumentError: The file cannot be read, or is not a JSON list of strings with at least one.
+        ArgumentError: The file cannot be read, or is not a JSON list of strings.
     """
     name = "standard input" if source == "-" else source
     try:
@@ -81,6 +87,4 @@ def read_texts(source: str) -> list[str]:
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise ArgumentError(f"{name}: item {i} is a {type(text).__name__}; every item must be a string")
-    if not texts:
-        raise ArgumentError(f"{name} holds an empty list; give at least one string")
     return texts

@@ -103,7 +103,7 @@ class BertEmbedder(ModelOnDevices):
         """Return the embeddings of texts, each of norm 1.
 
         Args:
-            texts: At least one; texts longer than the model allows are truncated.
+            texts: Texts; those longer than the model allows are truncated.
             batch: Most texts that are computed together.
             progress: Called after each batch with the number of texts done.
 
@@ -111,7 +111,7 @@ class BertEmbedder(ModelOnDevices):
             Shape `(len(texts), n_embd)`, in the order of the texts.
 
         Raises:
-            ArgumentError: No texts, something that is not a text, or a batch below 1.
+            ArgumentError: Something that is not a text, or a batch below 1.
             FreedError: The embedder was closed.
             ModelError: An embedding is not finite or 0 (for example, a weight is NaN), the tokenizer
                 fails on a text, or the mapped model file was changed.
@@ -122,7 +122,7 @@ class BertEmbedder(ModelOnDevices):
         if batch < 1:
             raise ArgumentError(f"embed: batch is {batch}; give 1 or more")
         self._placer.check_mapped()
-        tokens = self._tokenizer(texts)
+        tokens = self._tokenizer(texts) if len(texts) else []
         embeddings = np.empty((len(texts), self.config.n_embd), np.float32)
         n_done = 0
         lengths = [t.size for t in tokens]
@@ -160,8 +160,6 @@ class BertEmbedder(ModelOnDevices):
 def _check_texts(texts: Sequence[str]) -> None:
     if isinstance(texts, str):
         raise ArgumentError("embed: texts is a single str; give a list of them")
-    if not len(texts):
-        raise ArgumentError("embed: there are no texts; give at least one")
     for i, text in enumerate(texts):
         if not isinstance(text, str):
             raise ArgumentError(f"embed: text {i} is a {type(text).__name__}; every text must be a str")
