@@ -157,6 +157,25 @@ def can_quantize(dtype: DType | int | str) -> bool:
     return not dtype.is_quantized or dtype.codec.write is not None
 
 
+def random_blocks(dtype: DType, n: int) -> npt.NDArray[np.uint8]:
+    """Return blocks of `n` elements of a quantised type: random bits, with a scale for values of about 1.
+
+    For types without a writer, whose scale is the first field.
+
+    Returns:
+        Shape `(n_blocks, type_size)`.
+    """
+    n //= dtype.block_size
+    blocks = np.random.default_rng((int(dtype), n)).integers(0, 256, (n, dtype.type_size), np.uint8)
+    if dtype is DType.IQ1_M:  # the scale is spread over the high bits of the last four words
+        words = blocks[:, -8:].view("<u2")
+        bits = int(np.float16(0.1).view(np.uint16))
+        words[...] = words & 0x0FFF | [(bits >> 4 * i & 0xF) << 12 for i in range(4)]
+    else:
+        blocks[:, :2] = np.array([0.1], "<f2").view(np.uint8)
+    return blocks
+
+
 @checked
 def dequantize(blocks: npt.NDArray[np.uint8], dtype: DType | int | str) -> npt.NDArray[np.float32]:
     """Return float32 values of rows of blocks.

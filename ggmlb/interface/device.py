@@ -71,7 +71,13 @@ class DeviceProps:
 
 
 class Device(Unique, ABC):
-    """A processor with memory (ggml_backend_device)."""
+    """A processor with memory (ggml_backend_device).
+
+    Attributes:
+        by_name_only: Whether automatic choices pass over it.
+    """
+
+    by_name_only = False
 
     @property
     @abstractmethod
@@ -225,10 +231,12 @@ class BackendReg(Unique, ABC):
     Attributes:
         api_version: The `API_VERSION` it was written for.
         priority: Order in the registry; higher comes first.
+        unproven: Why its devices come after others of their type, whatever its priority; empty if proven.
     """
 
     api_version: int = API_VERSION
     priority: int = 0
+    unproven: str = ""
 
     @property
     @abstractmethod
@@ -243,6 +251,11 @@ class BackendReg(Unique, ABC):
         Raises:
             BackendUnavailable: The library, driver or card is missing.
         """
+
+    @property
+    def unusable(self) -> Sequence[tuple[str, str]]:
+        """What else it found and cannot use, as cards or libraries: names, with reasons."""
+        return ()
 
     def get_proc_address(self, name: str) -> Any | None:
         """Return an optional function by its name, or `None` (ggml_backend_reg_get_proc_address).

@@ -102,8 +102,8 @@ def _best() -> list[str]:
     """Return the default devices: the first GPU, and accelerators in the CPU's memory."""
     known = all_devices()
     gpus = [d.name for d in known if d.type in (DeviceType.GPU, DeviceType.IGPU)]
-    beside = [d.name for d in known if d.type is DeviceType.ACCEL and d.buffer_type.is_host]
-    return gpus[:1] + beside
+    beside = [d for d in known if d.type is DeviceType.ACCEL and not d.by_name_only]
+    return gpus[:1] + [d.name for d in beside if d.buffer_type.is_host]
 
 
 def open_device(name: str, split_state: Callable[[Tensor, int], SplitState]) -> Backend:

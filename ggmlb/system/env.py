@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 
 def text(name: str) -> str | None:
@@ -14,3 +15,13 @@ def flag(name: str, default: bool) -> bool:
     """Return whether a variable is not `0`; the default if it is unset or empty."""
     value = text(name)
     return default if value is None else value != "0"
+
+
+def paths(name: str) -> list[str]:
+    """Return the paths of a variable, separated as in PATH."""
+    return [path for path in (text(name) or "").split(os.pathsep) if path]
+
+
+def extended(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with more variables, for a process."""
+    return {**os.environ, **more}

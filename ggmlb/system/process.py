@@ -131,6 +131,10 @@ class LibraryGuard:
             )
         process_state.check_goes_on(call)
 
+    def renew(self) -> None:
+        """Allow the library in this fork, whose parent loaded but did not use it."""
+        self._n_forks = process_state.n_forks
+
     def enter(self, call: str) -> None:
         """Begin calls of the library by this thread, until `leave`; raises as `check`."""
         self._inside.append(get_ident())  # before one looks whether Python is ending, which then looks here

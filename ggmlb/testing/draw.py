@@ -73,7 +73,7 @@ class Leaf:
             if dtypes.can_quantize(self.dtype):
                 self._data = dtypes.quantize(self.make().reshape(self.ne[::-1]), self.dtype).tobytes()
             else:
-                self._data = _random_blocks(self.dtype, self.ne).tobytes()
+                self._data = dtypes.random_blocks(self.dtype, math.prod(self.ne)).tobytes()
         return self._data
 
 
@@ -282,19 +282,6 @@ class _Members:
     def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
         data = self._leafs[name].data if name in self._leafs else self._outputs[name]
         return np.frombuffer(data, np.uint8)
-
-
-def _random_blocks(dtype: DType, ne: Extents) -> npt.NDArray[np.uint8]:
-    """Return blocks of a type without a writer: random bits, with a scale for values of about 1."""
-    n = math.prod(ne) // dtype.block_size
-    blocks = np.random.default_rng((int(dtype), n)).integers(0, 256, (n, dtype.type_size), np.uint8)
-    if dtype is DType.IQ1_M:  # the scale is spread over the high bits of the last four words
-        words = blocks[:, -8:].view("<u2")
-        bits = int(np.float16(0.1).view(np.uint16))
-        words[...] = words & 0x0FFF | [(bits >> 4 * i & 0xF) << 12 for i in range(4)]
-    else:
-        blocks[:, :2] = np.array([0.1], "<f2").view(np.uint8)
-    return blocks
 
 
 def shape_text(dtype: DType, ne: Sequence[int]) -> str:

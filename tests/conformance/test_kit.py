@@ -20,7 +20,7 @@ SAMPLE = 2
 
 pytestmark = pytest.mark.timeout(1800)  # hundreds of kernels are compiled, where no cache has them
 
-SAMPLED = ("LLVM", "OpenCL0", "Meta(CPU,CPU)", "Meta(CPU,OpenCL0,CPU)")
+SAMPLED = ("LLVM", "OpenCL0", "ggml:CPU", "Meta(CPU,CPU)", "Meta(CPU,OpenCL0,CPU)")
 RUNS = [
     *(("CPU", mode, 0) for mode in ("behaviour", "test", "support")),
     *((name, "behaviour", 0) for name in SAMPLED),

@@ -41,6 +41,8 @@ class CudaReg(BackendReg):
 
     priority = 100
 
+    unproven = "no card has run this backend yet"
+
     def __init__(self, driver: Driver | None = None) -> None:
         self._driver = driver
         self._devices: tuple[CudaDevice, ...] | None = None

@@ -194,7 +194,7 @@ class Catalogue:
         return sorted(found, key=lambda reg: (-reg.priority, reg.name.casefold()))
 
     def devices(self) -> list[Device]:
-        """The devices in use: by type, then priority and name of the backend, then its own order."""
+        """The devices in use: by type, proven ones first, then by priority and name of the backend."""
         found = [device for loaded in self.loaded for device in loaded.devices]
         return sorted([*found, *self.single], key=_device_order)
 
@@ -241,8 +241,10 @@ def check_type(device: Device) -> None:
         )
 
 
-def _device_order(device: Device) -> tuple[int, int, str]:
-    return _TYPE_ORDER.index(device.type), -device.reg.priority, device.reg.name.casefold()
+def _device_order(device: Device) -> tuple[int, bool, int, str]:
+    reg = device.reg
+    is_last = device.by_name_only or bool(reg.unproven)
+    return _TYPE_ORDER.index(device.type), is_last, -reg.priority, reg.name.casefold()
 
 
 class DeviceList(list[Device]):

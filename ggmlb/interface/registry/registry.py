@@ -15,12 +15,11 @@ from ggmlb.core.errors import BackendBroken, BackendUnavailable, Error, Registry
 from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg, whole_imports
-from ggmlb.interface.registry.catalogue import Catalogue, DeviceList, check_type
+from ggmlb.interface.registry.catalogue import Catalogue, DeviceList, Unavailable, check_type
 from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.interface.registry.candidate import Candidate
-    from ggmlb.interface.registry.catalogue import Unavailable
 
 _Named = TypeVar("_Named", "BackendReg", "Device")
 
@@ -172,7 +171,7 @@ class Registry:
             return found or self._no_such("backend", name, [reg.name for reg in self.regs()])
 
     def devices(self) -> DeviceList:
-        """Return all devices: GPUs, accelerators, CPUs; within a type, by the backend's priority.
+        """Return all devices: GPUs, accelerators, CPUs; within a type, proven backends first, by priority.
 
         Source: ggml_backend_dev_count, ggml_backend_dev_get.
         """
@@ -190,7 +189,7 @@ class Registry:
 
         Source: ggml_backend_dev_by_name.
         """
-        backend = name.casefold().rstrip("0123456789")  # OpenCL1 is a device of OpenCL
+        backend = name.casefold().partition(":")[0].rstrip("0123456789")  # OpenCL1 is a device of OpenCL
         with self._lock:
             found = self._look_up(backend, lambda: _named(name, self._catalogue.devices()))
             return found or self._no_such(
@@ -224,10 +223,11 @@ class Registry:
             return found or self.device_by_name("CPU")
 
     def unavailable(self) -> list[Unavailable]:
-        """Return the backends that were discovered but cannot be used, with reasons."""
+        """Return the backends, and parts of usable ones, that were found but cannot be used, with reasons."""
         with self._lock:
             self._catalogue.open_all()
-            return sorted(self._catalogue.failed)
+            parts = (part for loaded in self._catalogue.loaded for part in loaded.reg.unusable)
+            return sorted([*self._catalogue.failed, *(Unavailable(*part, "absent") for part in parts)])
 
     # -- opening streams -----------------------------------------------------------------------
 

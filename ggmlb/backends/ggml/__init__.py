@@ -1,0 +1,102 @@
+"""ggml's own compiled backends (CPU, CUDA, Metal, Vulkan, SYCL, ...) as devices.
+
+The libraries are found by their files: of `GGMLB_GGML_PATH`, of installed packages, of the system. Each is
+probed by a process of its own when the devices are first requested, and loaded into this one when one of its
+devices is first used. Devices have the library's names after a prefix, `ggml:CPU`, `ggml:Vulkan0`; those of
+a second library begin with `ggml2:`, and so on.
+
+An abort of the library ends the process; no Python code can catch it. Therefore a kind of node is computed
+only after a trial in another process (`trust`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from ggmlb.core.arguments import checked
+from ggmlb.core.errors import BackendUnavailable
+from ggmlb.interface import BackendReg, Device
+from ggmlb.interface.procs import dev_get_extra_bufts, set_abort_callback, set_n_threads
+
+NO_LIBRARY = (
+    "no ggml library was found: pip install 'ggmlb[ggml]' has one for the CPU, and docs/gpu.md names those "
+    "for GPUs; or set GGMLB_GGML_PATH to a library's file or folder"
+)
+
+
+class GgmlReg(BackendReg):
+    """The registration of ggml's devices, of all libraries."""
+
+    name = "ggml"
+
+    priority = 60
+
+    def __init__(self) -> None:
+        self._devices: tuple[Device, ...] | None = None
+        self._unfit: list[tuple[str, str]] = []
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices of each library, in the order in which the libraries are found.
+
+        Raises:
+            BackendUnavailable: No library was found, or none is usable; the message has each reason.
+        """
+        if self._devices is None:
+            self._devices = self._find()
+        return self._devices
+
+    @property
+    def unusable(self) -> Sequence[tuple[str, str]]:
+        """Libraries that cannot be used, with reasons."""
+        return self._unfit
+
+    def _find(self) -> tuple[Device, ...]:
+        from ggmlb.backends.ggml.device import GgmlDevice
+        from ggmlb.backends.ggml.find import libraries
+        from ggmlb.backends.ggml.library import Library, probe
+        from ggmlb.backends.ggml.trust import Judge
+
+        found = libraries()
+        if not found:
+            raise BackendUnavailable(NO_LIBRARY)
+        devices: list[GgmlDevice] = []
+        with ThreadPoolExecutor(len(found)) as pool:
+            probes = [pool.submit(probe, each) for each in found]
+        for each, facts in zip(found, probes, strict=True):
+            try:
+                prefix = f"ggml{len({d.library for d in devices}) + 1 if devices else ''}:"
+                library = Library(each, prefix, facts.result())
+            except BackendUnavailable as why:
+                self._unfit.append((f"ggml of {each.origin}", str(why)))
+                continue
+            devices += (GgmlDevice(self, library, i, Judge()) for i in range(len(library.facts["devices"])))
+        if not devices:
+            raise BackendUnavailable("; ".join(f"{name}: {why}" for name, why in self._unfit) or NO_LIBRARY)
+        return tuple(devices)
+
+    def _procs(self) -> Mapping[str, Callable[..., Any]]:
+        return {
+            "set_n_threads": set_n_threads,
+            "set_abort_callback": set_abort_callback,
+            "dev_get_extra_bufts": dev_get_extra_bufts,
+            "driver_version": _driver_version,
+        }
+
+
+@cache
+def backend_reg() -> GgmlReg:
+    """Return the registration; the registry calls this."""
+    return GgmlReg()
+
+
+@checked
+def _driver_version(device: Device) -> str:
+    """Return the library that a device is of, with its version."""
+    from ggmlb.backends.ggml.device import GgmlDevice
+
+    assert isinstance(device, GgmlDevice)
+    return str(device.library)

@@ -1,0 +1,349 @@
+"""Functions of a compiled ggml library by ctypes, and a probe of the layout of its structs.
+
+`python abi.py PART... [--load FOLDER]` loads a library in a process of its own and prints what `probe`
+finds, as JSON: a library that does not fit may end that process, and not the user's. The file needs nothing
+but the standard library, so that the process starts at once.
+
+Struct layouts are found, not assumed: fields of `ggml_tensor` by making tensors with marks in them, slots of
+the tables of functions by giving the public accessors tables of callbacks that tell which one was called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_KINDS: dict[str, Any] = {
+    "v": None, "p": ctypes.c_void_p, "s": ctypes.c_char_p, "z": ctypes.c_size_t, "i": ctypes.c_int,
+    "l": ctypes.c_int64, "f": ctypes.c_float, "b": ctypes.c_bool, "B": ctypes.c_uint8,
+}  # fmt: skip
+
+
+Functions = dict[str, Callable[..., Any]]
+"""C functions by name, without the prefix `ggml_`."""
+
+
+class InitParams(ctypes.Structure):
+    """`struct ggml_init_params`."""
+
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
+_KINDS["I"] = InitParams
+
+LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+AbortFunction = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)
+
+SIGNATURES = {
+    "version": "s", "op_name": "pi", "unary_op_name": "pi", "glu_op_name": "pi", "type_name": "pi",
+    "type_size": "zi", "blck_size": "li", "tensor_overhead": "z", "graph_overhead_custom": "zzb",
+    "init": "pI", "free": "vp", "new_tensor_4d": "ppillll", "view_4d": "pppllllzzzz",
+    "set_name": "pps", "set_input": "vp", "get_data": "pp", "scale": "pppf", "log_set": "vpp",
+    "new_graph_custom": "ppzb", "build_forward_expand": "vpp", "graph_n_nodes": "ip", "graph_node": "ppi",
+    "backend_alloc_ctx_tensors_from_buft": "ppp",
+    "backend_load_all_from_path": "vs",
+    "backend_dev_count": "z", "backend_dev_get": "pz", "backend_dev_name": "sp",
+    "backend_dev_description": "sp", "backend_dev_type": "ip", "backend_dev_memory": "vppp",
+    "backend_dev_get_props": "vpp", "backend_dev_backend_reg": "pp", "backend_dev_init": "pps",
+    "backend_dev_buffer_type": "pp", "backend_dev_host_buffer_type": "pp",
+    "backend_dev_buffer_from_host_ptr": "pppzz", "backend_dev_supports_op": "bpp",
+    "backend_dev_supports_buft": "bpp", "backend_dev_offload_op": "bpp",
+    "backend_reg_name": "sp", "backend_reg_get_proc_address": "pps",
+    "backend_buft_name": "sp", "backend_buft_alloc_buffer": "ppz", "backend_buft_get_alignment": "zp",
+    "backend_buft_get_max_size": "zp", "backend_buft_get_alloc_size": "zpp", "backend_buft_is_host": "bp",
+    "backend_buffer_free": "vp", "backend_buffer_get_base": "pp", "backend_buffer_init_tensor": "ipp",
+    "backend_buffer_clear": "vpB", "backend_buffer_set_usage": "vpi", "backend_buffer_get_type": "pp",
+    "backend_tensor_set": "vppzz", "backend_tensor_get": "vppzz", "backend_tensor_memset": "vpBzz",
+    "backend_tensor_copy": "vpp", "backend_tensor_copy_async": "vpppp",
+    "backend_tensor_set_async": "vpppzz", "backend_tensor_get_async": "vpppzz",
+    "backend_free": "vp", "backend_guid": "pp", "backend_synchronize": "vp",
+    "backend_graph_compute_async": "ipp",
+    "backend_event_new": "pp", "backend_event_free": "vp", "backend_event_record": "vpp",
+    "backend_event_synchronize": "vp", "backend_event_wait": "vpp",
+}  # fmt: skip
+"""Functions that this backend needs, without the prefix `ggml_`: result and arguments by `_KINDS`."""
+
+LATER = {
+    "backend_tensor_set_2d": "vppzzzzz", "backend_tensor_get_2d": "vppzzzzz",
+    "backend_tensor_set_2d_async": "vpppzzzzz", "backend_tensor_get_2d_async": "vpppzzzzz",
+}  # fmt: skip
+"""Functions that newer libraries have, used where they are there."""
+
+TABLES: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "buffer_type": {
+        "get_name": ("backend_buft_name", ()),
+        "alloc_buffer": ("backend_buft_alloc_buffer", (64,)),
+        "get_alignment": ("backend_buft_get_alignment", ()),
+        "get_max_size": ("backend_buft_get_max_size", ()),
+        "get_alloc_size": ("backend_buft_get_alloc_size", ("tensor",)),
+        "is_host": ("backend_buft_is_host", ()),
+    },
+    "buffer": {
+        "get_base": ("backend_buffer_get_base", ()),
+        "init_tensor": ("backend_buffer_init_tensor", ("tensor",)),
+        "clear": ("backend_buffer_clear", (0,)),
+    },
+    "backend": {
+        "free": ("backend_free", ()),
+        "synchronize": ("backend_synchronize", ()),
+        "graph_compute": ("backend_graph_compute_async", ("tensor",)),
+    },
+    "device": {
+        "get_name": ("backend_dev_name", ()),
+        "get_description": ("backend_dev_description", ()),
+        "get_memory": ("backend_dev_memory", ("room", "room")),
+        "get_type": ("backend_dev_type", ()),
+        "get_props": ("backend_dev_get_props", ("room",)),
+        "init_backend": ("backend_dev_init", (None,)),
+        "get_buffer_type": ("backend_dev_buffer_type", ()),
+        "get_host_buffer_type": ("backend_dev_host_buffer_type", ()),
+        "buffer_from_host_ptr": ("backend_dev_buffer_from_host_ptr", ("room", 64, 64)),
+        "supports_op": ("backend_dev_supports_op", ("tensor",)),
+        "supports_buft": ("backend_dev_supports_buft", ("room",)),
+        "offload_op": ("backend_dev_offload_op", ("tensor",)),
+        "event_new": ("backend_event_new", ()),
+    },
+    "registration": {
+        "get_name": ("backend_reg_name", ()),
+        "get_proc_address": ("backend_reg_get_proc_address", (b"",)),
+    },
+}
+"""Slots of each table of functions that have a public accessor: the accessor, and its further arguments."""
+
+N_SLOTS = 32
+NEAR = 1 << 27
+"""Most distance of strings of one library [bytes]; beyond the end of an array, addresses lie elsewhere."""
+
+CAPS_AT = {40: 36, 48: 36, 56: 48}
+"""Where the capabilities are in `struct ggml_backend_dev_props` of each size [bytes]; the last has an id."""
+ID_AT = 40
+
+
+class Unfit(Exception):
+    """The library is not one that this backend can use; the message says why."""
+
+
+class Ggml:
+    """A loaded library: its functions by name without the prefix `ggml_`.
+
+    Args:
+        parts: The library's files, each after those that it needs.
+
+    Raises:
+        OSError: A file cannot be loaded.
+        Unfit: A function is missing.
+    """
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self.parts = [ctypes.CDLL(part, getattr(os, "RTLD_LOCAL", 0) or 0) for part in parts]
+        self.c: Functions = {}
+        missing = []
+        for name, kinds in {**SIGNATURES, **LATER}.items():
+            for part in reversed(self.parts):
+                function = getattr(part, f"ggml_{name}", None)
+                if function is not None:
+                    function.restype, function.argtypes = _KINDS[kinds[0]], [_KINDS[k] for k in kinds[1:]]
+                    self.c[name] = function
+                    break
+            else:
+                if name in SIGNATURES:
+                    missing.append(f"ggml_{name}")
+        if missing:
+            few = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            found = self.c["version"]().decode() if "version" in self.c else "of an unknown version"
+            raise Unfit(f"its ggml {found} exports no {few}; a ggml of 2025-10 or later has all")
+
+
+def load(parts: Sequence[str], folder: str = "") -> Ggml:
+    """Load a library, and where it has no backend built in, the loadable ones of a folder.
+
+    Raises:
+        OSError, Unfit: As `Ggml`.
+    """
+    ggml = Ggml(parts)
+    if folder and not ggml.c["backend_dev_count"]():
+        ggml.c["backend_load_all_from_path"](os.fsencode(folder))
+    return ggml
+
+
+# -- probe -----------------------------------------------------------------------------------------
+
+
+def probe(ggml: Ggml) -> dict[str, Any]:
+    """Return the facts of a library: version, layouts, numbers of ops and types, devices.
+
+    Raises:
+        Unfit: A struct has a layout that is not understood.
+    """
+    return {
+        "version": ggml.c["version"]().decode(),
+        "ops": _names(ggml.c["op_name"]),
+        "unary_ops": _names(ggml.c["unary_op_name"]),
+        "glu_ops": _names(ggml.c["glu_op_name"]),
+        "types": _types(ggml),
+        "tensor": _tensor_layout(ggml),
+        "slots": {table: _slots(ggml, table) for table in TABLES},
+        "props_size": _props_size(ggml),
+        "devices": [_device(ggml, i) for i in range(ggml.c["backend_dev_count"]())],
+    }
+
+
+def _names(name_of: Callable[[int], int]) -> dict[str, int]:
+    """Return the numbers of an enum's names, an array whose end ggml does not tell."""
+    first = name_of(0)
+    found: dict[str, int] = {}
+    for number in range(256):
+        address = name_of(number)
+        if not address or abs(address - first) > NEAR:
+            break
+        name = ctypes.string_at(address, 40).partition(b"\0")[0]
+        if not re.fullmatch(rb"[A-Z0-9_]+", name) or name.decode() in found:
+            break
+        found[name.decode()] = number
+    return found
+
+
+def _types(ggml: Ggml) -> dict[str, tuple[int, int, int]]:
+    """Return number, bytes and elements of a block of each type, by its name in lower case."""
+    first = ggml.c["type_name"](0)
+    found: dict[str, tuple[int, int, int]] = {}
+    for number in range(64):
+        address = ggml.c["type_name"](number)
+        if address and abs(address - first) < NEAR:
+            name = ctypes.string_at(address, 16).partition(b"\0")[0].decode(errors="replace").lower()
+            found.setdefault(
+                name, (number, int(ggml.c["type_size"](number)), int(ggml.c["blck_size"](number)))
+            )
+    return found
+
+
+def _tensor_layout(ggml: Ggml) -> dict[str, int]:
+    """Return the offset of each field of `ggml_tensor`, the room of its name, and its size [bytes]."""
+    c = ggml.c
+    size = c["tensor_overhead"]() - 32  # before each tensor lies a `ggml_object`
+    ctx, owner = c["init"](InitParams(1 << 20, None, True)), c["init"](InitParams(1 << 20, None, True))
+    ne = (1009, 13, 7, 5)
+    made = c["new_tensor_4d"](ctx, 1, *ne)
+    before = ctypes.string_at(made, size)
+    c["set_input"](made)
+    flagged = ctypes.string_at(made, size)
+    c["set_name"](made, b"M" * 400)
+    named = ctypes.string_at(made, size)
+    scaled = c["scale"](ctx, c["new_tensor_4d"](ctx, 0, *ne), 3.5)
+    view = c["view_4d"](ctx, made, 11, 3, 2, 1, 2018, 26234, 183638, 123456)
+    placed = c["new_tensor_4d"](owner, 0, 8, 1, 1, 1)
+    buffer = c["backend_alloc_ctx_tensors_from_buft"](
+        owner, c["backend_dev_buffer_type"](c["backend_dev_get"](0))
+    )
+    s, v, p = (ctypes.string_at(t, size) for t in (scaled, view, placed))
+    room = named.count(b"M") + 1
+    at = {
+        "type": before.find(struct.pack("i", 1)),
+        "buffer": p.find(struct.pack("P", buffer)),
+        "ne": before.find(struct.pack("4q", *ne)),
+        "nb": before.find(struct.pack("4Q", 2, 2018, 26234, 183638)),
+        "op": s.find(struct.pack("i", _names(c["op_name"])["SCALE"])),
+        "op_params": s.find(struct.pack("f", 3.5)),
+        "flags": next((i for i in range(0, size, 4) if before[i : i + 4] != flagged[i : i + 4]), -1),
+        "src": v.find(struct.pack("P", made)),
+        "view_src": v.rfind(struct.pack("P", made)),
+        "view_offs": v.rfind(struct.pack("Q", 123456)),
+        "data": p.rfind(struct.pack("P", c["get_data"](placed))),
+        "name": named.find(b"MM"),
+    }
+    at["extra"] = -(-(at["name"] + room) // 8) * 8
+    c["backend_buffer_free"](buffer)
+    c["free"](ctx)
+    c["free"](owner)
+    if list(at.values()) != sorted({*at.values()}) or at["type"] or at["extra"] + 8 > size:
+        raise Unfit(f"the fields of its ggml_tensor of {size} bytes are in no known order: {at}")
+    return {**at, "room": room, "size": size}
+
+
+_Slot = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)
+
+
+def _slots(ggml: Ggml, table: str) -> dict[str, int]:
+    """Return the index of each slot of a table, in pointers from the struct's start; -1 if not found."""
+    called: list[int] = []
+    room = ctypes.create_string_buffer(1024)
+
+    def slot(i: int) -> Any:
+        def note(_: int) -> int:
+            called.append(i)
+            return ctypes.addressof(room)  # a size, an empty text, or any pointer
+
+        return _Slot(note)
+
+    callbacks = [slot(i) for i in range(N_SLOTS)]
+    fake = (ctypes.c_void_p * N_SLOTS)(*(ctypes.cast(c, ctypes.c_void_p).value for c in callbacks))
+    found = {}
+    for name, (accessor, arguments) in TABLES[table].items():
+        called.clear()
+        given = [ctypes.addressof(room) if a in ("tensor", "room") else a for a in arguments]
+        ggml.c[accessor](ctypes.addressof(fake), *given)
+        found[name] = called[0] if called else -1
+    return found
+
+
+def _props_size(ggml: Ggml) -> int:
+    """Return the bytes of a device's properties, which the accessor clears before it asks the device."""
+    nothing = _Slot(lambda _: 0)
+    fake = (ctypes.c_void_p * N_SLOTS)(*[ctypes.cast(nothing, ctypes.c_void_p).value] * N_SLOTS)
+    room = ctypes.create_string_buffer(b"\xff" * 256, 256)
+    ggml.c["backend_dev_get_props"](ctypes.addressof(fake), ctypes.addressof(room))
+    size = len(room.raw) - len(room.raw.lstrip(b"\0"))
+    if size not in CAPS_AT:
+        raise Unfit(f"its ggml_backend_dev_props has {size} bytes, which is no known layout")
+    return size
+
+
+def memory_of(c: Functions, device: int) -> tuple[int, int]:
+    """Return free and total memory of a device [bytes]."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    c["backend_dev_memory"](device, ctypes.addressof(free), ctypes.addressof(total))
+    return free.value, total.value
+
+
+def _device(ggml: Ggml, index: int) -> dict[str, Any]:
+    c, device = ggml.c, ggml.c["backend_dev_get"](index)
+    room = ctypes.create_string_buffer(256)
+    c["backend_dev_get_props"](device, ctypes.addressof(room))
+    at = CAPS_AT[_props_size(ggml)]
+    ident = struct.unpack_from("P", room, ID_AT)[0] if at > ID_AT else 0
+    reg = c["backend_dev_backend_reg"](device)
+    return {
+        "name": c["backend_dev_name"](device).decode(errors="replace"),
+        "description": c["backend_dev_description"](device).decode(errors="replace").strip(),
+        "type": c["backend_dev_type"](device),
+        "memory": memory_of(c, device),
+        "id": ctypes.string_at(ident).decode(errors="replace") if ident else None,
+        "caps": [b == 1 for b in room.raw[at : at + 5]],
+        "is_host": bool(c["backend_buft_is_host"](c["backend_dev_buffer_type"](device))),
+        "backend": c["backend_reg_name"](reg).decode(errors="replace"),
+        "api_version": ctypes.c_int.from_address(reg).value,
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print what the probe of a library finds, or why it is unfit."""
+    parts, folder = list(arguments), ""
+    if "--load" in parts:
+        folder = parts.pop()
+        parts.remove("--load")
+    try:
+        answer = probe(load(parts, folder))
+    except (OSError, Unfit) as error:
+        answer = {"unfit": str(error)}
+    print("\n" + json.dumps(answer), flush=True)
+    os._exit(0)  # a library's own threads and destructors are none of our business
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,281 @@
+"""GgmlDevice: a device of a ggml library."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy.typing as npt
+
+from ggmlb.backends.ggml import abi
+from ggmlb.backends.ggml.backend import GgmlBackend
+from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
+from ggmlb.backends.ggml.event import GgmlEvent
+from ggmlb.backends.ggml.library import Library, guard, operands
+from ggmlb.core.enums import NO_OPS, DeviceType, Op
+from ggmlb.core.errors import BackendBroken, BackendError
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
+from ggmlb.interface.registry import host_device
+from ggmlb.system.process import n_cpus
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ggml.trust import Judge
+
+_TYPES: Final = (DeviceType.CPU, DeviceType.GPU, DeviceType.IGPU, DeviceType.ACCEL, DeviceType.META)
+
+TENSOR_ALIGNMENT: Final = 32
+"""Bytes: ggml ends the process if a caller's memory does not begin at a multiple of it."""
+
+PYTHON_OPS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
+
+
+class GgmlDevice(Device):
+    """A device of a ggml library.
+
+    Its facts come from the process that probed the library; the library is loaded at the first use.
+
+    Attributes:
+        library: The library.
+        index: Which of its devices it is.
+        by_name_only: True for ggml's CPU: nothing loads a library for it unasked.
+    """
+
+    def __init__(self, reg: BackendReg, library: Library, index: int, judge: Judge) -> None:
+        self._reg = reg
+        self.library = library
+        self.index = index
+        self._facts: dict[str, Any] = library.facts["devices"][index]
+        self.by_name_only = self.is_cpu
+        self._judge = judge
+        self._wrapped: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
+        self._dropped: deque[int] = deque()
+        self.streams: weakref.WeakSet[GgmlBackend] = weakref.WeakSet()
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The library's name after a prefix, as `ggml:CPU`, `ggml:Vulkan0`."""
+        return self.library.prefix + str(self._facts["name"])
+
+    @property
+    def description(self) -> str:
+        """The device, and the library."""
+        return f"{self._facts['description']}, {self.library}"
+
+    @property
+    def type(self) -> DeviceType:
+        """As ggml says, but ACCEL for its CPU, which works beside ours in the same memory."""
+        kind = _TYPES[self._facts["type"]]
+        return DeviceType.ACCEL if kind is DeviceType.CPU else kind
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it computes in host memory, that of other devices too."""
+        return bool(self._facts["is_host"])
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """As ggml says [bytes]."""
+        if self.is_cpu:
+            return host_device().memory
+        if not self.library.is_loaded:
+            free, total = self._facts["memory"]
+            return free, total
+        return abi.memory_of(self.library.load(), self.handle)
+
+    @property
+    def caps(self) -> Caps:
+        """As ggml says; its CPU computes in host memory, and is done when a call returns."""
+        async_, host_buffer, from_host_ptr, events, mmap_support = self._facts["caps"]
+        if self.is_cpu:
+            return Caps(buffer_from_host_ptr=True, mmap_support=True)
+        return Caps(async_, host_buffer, from_host_ptr, events, mmap_support)
+
+    @property
+    def device_id(self) -> str | None:
+        """As ggml says."""
+        ident = self._facts["id"]
+        return None if ident is None else str(ident)
+
+    @property
+    def reg(self) -> BackendReg:
+        """The registration `ggml`."""
+        return self._reg
+
+    # -- the library's side --------------------------------------------------------------------
+
+    @cached_property
+    def handle(self) -> int:
+        """The C device; loads the library."""
+        c = self.library.load()
+        handle: int = c["backend_dev_get"](self.index)
+        name = c["backend_dev_name"](handle).decode(errors="replace")
+        if name != self._facts["name"]:
+            raise BackendBroken(
+                f"{self.library} has the device {name} where {self._facts['name']} was when it was "
+                "probed; were environment variables changed since?"
+            )
+        return handle
+
+    def proc(self, name: str, result: Any, *arguments: Any) -> Any:
+        """Return an optional function of the device's backend, or `None`."""
+        c = self.library.load()
+        reg = c["backend_dev_backend_reg"](self.handle)
+        address = c["backend_reg_get_proc_address"](reg, name.encode())
+        return ctypes.CFUNCTYPE(result, *arguments)(address) if address else None
+
+    def place(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the C buffer and the address of a placed tensor."""
+        buffer = tensor.buffer
+        assert buffer is not None
+        if isinstance(buffer, GgmlBuffer):
+            return buffer.handle, buffer.address + tensor.offset
+        start: int = buffer.base.ctypes.data
+        handle = self._wrapped.get(buffer)
+        if handle is None:
+            c, shift = self.library.load(), start % TENSOR_ALIGNMENT
+            size = max(buffer.size, 1) + shift
+            handle = c["backend_dev_buffer_from_host_ptr"](self.handle, start - shift, size, size)
+            self._wrapped[buffer] = handle
+            weakref.finalize(buffer, c["backend_buffer_free"], handle).atexit = False
+        return handle, start + tensor.offset
+
+    def drop(self, handle: int) -> None:
+        """Note a C buffer to be freed; called by whatever thread collects garbage."""
+        self._dropped.append(handle)
+
+    def free_dropped(self) -> None:
+        """Free the noted C buffers, when queued work that may use them is done."""
+        if self._dropped:
+            handles = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            for stream in self.streams:
+                stream.wait()
+            for handle in handles:
+                self.library.load()["backend_buffer_free"](handle)
+
+    # -- memory --------------------------------------------------------------------------------
+
+    @cached_property
+    def _own_buffer_type(self) -> BufferType:
+        if self.is_cpu:
+            return host_device().buffer_type
+        return GgmlBufferType(self, self.library.load()["backend_dev_buffer_type"](self.handle))
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """The device's memory; plain host memory for ggml's CPU, so that nothing need be copied."""
+        return self._own_buffer_type
+
+    @cached_property
+    def _pinned_buffer_type(self) -> GgmlBufferType | None:
+        handle = self.library.load()["backend_dev_host_buffer_type"](self.handle)
+        return GgmlBufferType(self, handle) if handle else None
+
+    @property
+    def host_buffer_type(self) -> BufferType | None:
+        """Pinned memory, where the device has it."""
+        return self._pinned_buffer_type if self.caps.host_buffer else None
+
+    def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
+        """Use the memory of an array; see `Device.buffer_from_host_ptr`.
+
+        Raises:
+            ArgumentError: The array is not contiguous.
+            BackendError: The device cannot use host memory.
+        """
+        if self.is_cpu:
+            return host_device().buffer_from_host_ptr(array, max_tensor_size)
+        return super().buffer_from_host_ptr(array, max_tensor_size)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """As ggml says of its own memory; its CPU computes in any host memory."""
+        if isinstance(buft, GgmlBufferType) and buft.device.library is self.library:
+            return bool(self.library.load()["backend_dev_supports_buft"](self.handle, buft.handle))
+        return self.is_cpu and buft.is_host
+
+    # -- ops -----------------------------------------------------------------------------------
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return why the node cannot be computed: by this library, or because a trial failed.
+
+        ggml's own answer is not enough: it says yes to some nodes that end the process. A kind of node is
+        trusted when a trial in another process has computed one rightly (`trust`).
+        """
+        if op.op in NO_OPS:
+            return None
+        if op.op in PYTHON_OPS:
+            return "a Python function; ggml's devices compute ggml's ops"
+        if op.op not in self.library.ops:
+            return f"{self.library} has no {op.op}"
+        for t in (op, *op.src):
+            if t is not None and t.dtype not in self.library.types:
+                return f"{self.library} has no type {t.dtype.name.lower()}"
+        try:
+            says_yes = self.ask("backend_dev_supports_op", op)
+        except LookupError:
+            return f"{self.library} has no {op.op_desc()}"
+        if not says_yes:
+            return f"{self.library} says that {self._facts['name']} does not support it"
+        return self._judge.verdict(self, op)
+
+    def offload_op(self, op: Tensor) -> bool:
+        """As ggml says."""
+        return op.op in self.library.ops and self.ask("backend_dev_offload_op", op)
+
+    def ask(self, question: str, op: Tensor) -> bool:
+        """Ask ggml about a node; its operands have buffers only if they are ggml's own.
+
+        Raises:
+            LookupError: The library lacks a type, the op or one of its functions.
+        """
+        library = self.library
+        tensors = [t for t in op.src if t is not None]
+        memory = library.room(1 + len(tensors))
+        base = ctypes.addressof(memory)
+        where: dict[Tensor | None, int] = {None: 0, op: base}
+        for i, t in enumerate(tensors, 1):
+            buffer = t.buffer.handle if isinstance(t.buffer, GgmlBuffer) else 0
+            library.pack(memory, i, t, (buffer, 0, 0), flags=t.flags)
+            where[t] = base + i * library.tensor_size
+        library.pack(
+            memory, 0, op, (0, 0, 0), (where.get(op.view_src, 0), op.view_offs, operands(op, where)), op.flags
+        )
+        return bool(library.load()[question](self.handle, base))
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream.
+
+        Args:
+            params: `n_threads`, for devices that have threads: as many as the process may use by default.
+
+        Raises:
+            ArgumentError: An unknown parameter, or less than one thread.
+            BackendError: ggml does not open the device, or the process was forked after ggml was loaded.
+        """
+        known = ("n_threads",) if self.is_cpu else ()
+        n_threads = self.check_params(params, *known).get("n_threads")
+        guard.check(f"open {self.name}")
+        handle = self.library.load()["backend_dev_init"](self.handle, None)
+        if not handle:
+            raise BackendError(f"{self.name} cannot be opened; the log of 'ggmlb.ggml' may say why")
+        stream = GgmlBackend(self, handle)
+        self.streams.add(stream)
+        if self.is_cpu:
+            stream.set_n_threads(n_cpus() if n_threads is None else n_threads)
+        return stream
+
+    def event_new(self) -> GgmlEvent:
+        """Return an event to record on the device's streams.
+
+        Raises:
+            BackendError: The device has no events.
+        """
+        return GgmlEvent(self) if self.caps.events else super().event_new()  # type: ignore[return-value]

@@ -1,0 +1,113 @@
+"""The ggml libraries of this machine, found by their files; none is loaded."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from ggmlb.system import env
+
+PACKAGES: Final = (
+    ("xllamacpp", "xllamacpp", ""),
+    ("llama-cpp-python", "llama_cpp", "lib"),
+    ("ggml-python", "ggml", "lib"),
+)
+"""Packages that hold a library: the name on PyPI, the module, and the folder in it."""
+
+_ENDING = r"(\.so(\.\d+)*|(\.\d+)*\.dylib|\.dll)$"
+_BASE = re.compile(r"(lib)?ggml-base.*" + _ENDING)
+_MAIN = re.compile(r"(lib)?ggml(?!-)(\..*)?" + _ENDING)
+_ANY = re.compile(r".*" + _ENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files of a library.
+
+    Attributes:
+        parts: Each after those that it needs.
+        folder: Where its loadable backends lie.
+        origin: Where it comes from, for messages.
+    """
+
+    parts: tuple[str, ...]
+    folder: str
+    origin: str
+
+
+def libraries() -> list[Found]:
+    """Return the libraries: of GGMLB_GGML_PATH, of installed packages, of the system; each once.
+
+    GGMLB_GGML_PATH has files or folders, separated as in PATH.
+    """
+    found: dict[tuple[str, ...], Found] = {}
+    for library in (*_of_environment(), *_of_packages(), *_of_system()):
+        found.setdefault(library.parts, library)
+    return list(found.values())
+
+
+def _of_environment() -> Iterator[Found]:
+    for place in env.paths("GGMLB_GGML_PATH"):
+        yield at(Path(place)) or Found((place,), "", f"GGMLB_GGML_PATH={place}")
+
+
+def _of_packages() -> Iterator[Found]:
+    for package, module, inner in PACKAGES:
+        spec = find_spec(module)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            try:
+                origin = f"{package} {version(package)}"
+            except PackageNotFoundError:  # its files alone are on the path, or another package has the name
+                origin = package
+            if (library := at(Path(folder, inner), origin)) is not None:
+                yield library
+
+
+def _of_system() -> Iterator[Found]:
+    told = env.paths("DYLD_LIBRARY_PATH" if sys.platform == "darwin" else "LD_LIBRARY_PATH")
+    distribution = map(str, Path("/usr/lib").glob("*-linux-gnu"))
+    for folder in dict.fromkeys((*told, "/usr/local/lib", "/usr/lib", *distribution, "/opt/homebrew/lib")):
+        if (library := _of_parts(Path(folder), f"the system's {folder}")) is not None:
+            yield library
+
+
+def at(place: Path, origin: str = "") -> Found | None:
+    """Return the library at a path, a file or a folder; `None` if there is none."""
+    origin = origin or str(place)
+    if place.is_dir():
+        if (library := _of_parts(place, origin)) is not None:
+            return library
+        whole = (file for file in sorted(place.iterdir()) if _ANY.match(file.name) and _has_ggml(file))
+        return next((Found((str(file.resolve()),), "", origin) for file in whole), None)
+    if _MAIN.match(place.name) and (library := _of_parts(place.parent, origin)) is not None:
+        return library
+    return Found((str(place.resolve()),), "", origin) if place.is_file() and _has_ggml(place) else None
+
+
+def _of_parts(folder: Path, origin: str) -> Found | None:
+    """Return the library of a folder that has it in parts: base, registry, and backends."""
+    try:
+        names = sorted(os.listdir(folder), key=len)
+    except OSError:
+        return None
+    base, main = (next(filter(kind.match, names), None) for kind in (_BASE, _MAIN))
+    if base is None or main is None:
+        return None
+    return Found(tuple(str((folder / name).resolve()) for name in (base, main)), str(folder), origin)
+
+
+def _has_ggml(file: Path) -> bool:
+    """Whether a file names the functions of ggml's devices."""
+    try:
+        with file.open("rb") as binary, mmap.mmap(binary.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(b"ggml_backend_dev_count\0") >= 0
+    except (OSError, ValueError):  # unreadable, or empty
+        return False

@@ -1,0 +1,273 @@
+"""Library: a ggml library that was probed, and is loaded when one of its devices is first used."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from ggmlb.backends.ggml import abi
+from ggmlb.backends.ggml.find import Found
+from ggmlb.backends.ggml.params import encode
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import BackendBroken, BackendUnavailable
+from ggmlb.core.tensor import Tensor
+from ggmlb.system import env
+from ggmlb.system.process import LibraryGuard
+
+log: Final = logging.getLogger("ggmlb.ggml")
+guard: Final = LibraryGuard("ggml")
+
+PATIENCE_S: Final = 120.0
+"""How long the probe of a library may take; opening a card's driver may take some seconds [s]."""
+
+_FORMATS: Final = {
+    "type": "i", "buffer": "Q", "ne": "4q", "nb": "4Q", "op": "i", "op_params": "64s", "flags": "i",
+    "src": "10Q", "view_src": "Q", "view_offs": "Q", "data": "Q", "name": "64s", "extra": "Q",
+}  # fmt: skip
+N_SRC: Final = 10
+N_PARAMS: Final = 64
+N_NAME: Final = 63
+"""Operands of a tensor, bytes of its parameters, and of its name."""
+
+QUIET: Final = {"GGML_NO_BACKTRACE": "1"}
+"""Environment of processes that an abort of ggml's may end: no debugger is called to show where."""
+
+
+def probe(found: Found) -> dict[str, Any]:
+    """Return what a process of its own finds in a library (`abi.probe`).
+
+    Raises:
+        BackendUnavailable: The library cannot be loaded, or is not one that this backend can use.
+    """
+    command = [sys.executable, "-I", str(Path(abi.__file__)), *found.parts]
+    command += ["--load", found.folder] if found.folder else []
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            env=env.extended(QUIET), timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendUnavailable(f"a process to probe it failed: {error}") from error
+    facts: dict[str, Any] = {}
+    if done.returncode == 0:
+        facts = json.loads(done.stdout.splitlines()[-1])
+    else:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        facts["unfit"] = f"it ended the process that probed it, with status {done.returncode}: {said[-1]}"
+    if "unfit" in facts:
+        raise BackendUnavailable(facts["unfit"])
+    layout = facts["tensor"]
+    n_params, n_src = layout["flags"] - layout["op_params"], (layout["view_src"] - layout["src"]) // 8
+    if (n_params, n_src, layout["room"]) != (N_PARAMS, N_SRC, N_NAME + 1):
+        raise BackendUnavailable(
+            f"a tensor of its ggml {facts['version']} has {n_src} operands, {n_params} bytes of parameters "
+            f"and {layout['room']} of a name; this backend knows {N_SRC}, {N_PARAMS} and {N_NAME + 1}"
+        )
+    return facts
+
+
+class Library:
+    """A ggml library.
+
+    Args:
+        found: Its files.
+        prefix: Of the names of its devices.
+        facts: What the probe found.
+
+    Attributes:
+        version: ggml's.
+        identity: Digest of its files; another one, after an update, has another.
+    """
+
+    def __init__(self, found: Found, prefix: str, facts: dict[str, Any]) -> None:
+        self.found = found
+        self.prefix = prefix
+        self.facts = facts
+        self.version: str = facts["version"]
+        self._layout: dict[str, int] = facts["tensor"]
+        self._lock = threading.Lock()
+        self._ggml: abi.Ggml | None = None
+        self.tensor_size = self._layout["size"]
+        self._pack = struct.Struct(self._format())
+        self.types = {
+            t: facts["types"][t.name.lower()][0]
+            for t in DType
+            if tuple(facts["types"].get(t.name.lower(), ())[1:]) == (t.type_size, t.block_size)
+        }
+        self.ops = {op: facts["ops"][op.value] for op in Op if op.value in facts["ops"]}
+
+    def __str__(self) -> str:
+        return f"ggml {self.version} ({self.found.origin})"
+
+    @cached_property
+    def identity(self) -> str:
+        """Digest of the paths, sizes and times of its files."""
+        files = [
+            *self.found.parts,
+            *(map(str, sorted(Path(self.found.folder).iterdir())) if self.found.folder else ()),
+        ]
+        facts = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
+        return sha256(repr((self.version, facts)).encode()).hexdigest()
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def load(self) -> abi.Functions:
+        """Load it into this process, once; return its functions by name without the prefix `ggml_`.
+
+        Raises:
+            BackendBroken: It cannot be loaded here, or parts of another library took the place of its own.
+            BackendError: This process was forked from one that had loaded it.
+        """
+        if self._ggml is None:
+            guard.check(f"load {self}")
+            with self._lock:
+                if self._ggml is None:
+                    self._ggml = self._loaded()
+        return self._ggml.c
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is loaded."""
+        return self._ggml is not None
+
+    def _loaded(self) -> abi.Ggml:
+        try:
+            ggml = abi.Ggml(self.found.parts)
+            self._check_parts(ggml)
+            ggml.c["log_set"](ctypes.cast(_forward_log, ctypes.c_void_p), None)
+            ggml = abi.load(self.found.parts, self.found.folder)
+        except (OSError, abi.Unfit) as error:
+            raise BackendBroken(f"{self} cannot be loaded: {error}") from error
+        n, expected = ggml.c["backend_dev_count"](), len(self.facts["devices"])
+        if n != expected:
+            raise BackendBroken(
+                f"{self} has {n} devices in this process, and had {expected} in the one that probed it; were "
+                "environment variables changed since?"
+            )
+        return ggml
+
+    def _check_parts(self, ggml: abi.Ggml) -> None:
+        """Raise unless its functions come from its own files, which another library's may have replaced."""
+        for name in ("version", "backend_dev_count"):
+            file = _file_of(ggml.c[name])
+            if file is not None and os.path.realpath(file) not in self.found.parts:
+                raise BackendBroken(
+                    f"{self} cannot be loaded beside {file}, of which the system's loader takes parts with "
+                    "the same names; use one of the two in a process (GGMLB_GGML_PATH names one)"
+                )
+
+    # -- tensors -------------------------------------------------------------------------------
+
+    def pack(
+        self,
+        memory: ctypes.Array[ctypes.c_char],
+        index: int,
+        tensor: Tensor,
+        place: tuple[int, int, int],
+        node: tuple[int, int, Sequence[int]] | None = None,
+        flags: int = 0,
+    ) -> None:
+        """Write a C tensor.
+
+        Args:
+            memory: Room for C tensors.
+            index: Which of them.
+            tensor: The tensor.
+            place: Its C buffer, its address, and what the buffer noted in `extra`.
+            node: Address of the tensor that it is a view of or 0, the offset in it [bytes], and addresses of
+                the operands; `None` for a leaf.
+            flags: Its flags.
+
+        Raises:
+            LookupError: The library lacks the type, the op or one of its functions.
+        """
+        buffer, address, extra = place
+        op, params, view, view_offs = 0, b"", 0, 0
+        sources: Sequence[int] = ()
+        if node is not None:
+            view, view_offs, sources = node
+            op = self.ops[tensor.op]
+            params = encode(tensor, self.facts["unary_ops"], self.facts["glu_ops"])
+        rest = (0,) * (N_SRC - len(sources))
+        self._pack.pack_into(
+            memory, index * self.tensor_size, self.types[tensor.dtype], buffer, *tensor.ne, *tensor.nb, op,
+            params, flags, *sources, *rest, view, view_offs, address, tensor.name.encode()[: N_NAME], extra,
+        )  # fmt: skip
+
+    def room(self, n: int) -> ctypes.Array[ctypes.c_char]:
+        """Return zeroed memory for `n` C tensors."""
+        return ctypes.create_string_buffer(n * self.tensor_size)
+
+    def extra(self, memory: ctypes.Array[ctypes.c_char]) -> int:
+        """Return the field `extra` of the first C tensor in `memory`."""
+        return ctypes.c_size_t.from_buffer(memory, self._layout["extra"]).value
+
+    def has_slot(self, table: int, of: str, slot: str) -> bool:
+        """Whether a table of functions at an address has a function in a slot."""
+        index = self.facts["slots"][of][slot]
+        return index < 0 or bool(ctypes.c_void_p.from_address(table + 8 * index).value)
+
+    def _format(self) -> str:
+        """Return the format by which `struct` packs a tensor."""
+        text, end = "=", 0
+        for name, kind in _FORMATS.items():
+            text += f"{self._layout[name] - end}x{kind}"
+            end = self._layout[name] + struct.calcsize("=" + kind)
+        return text + f"{self.tensor_size - end}x"
+
+
+def operands(node: Tensor, where: Mapping[Tensor | None, int]) -> list[int]:
+    """Return the addresses of a node's operands as ggml has them."""
+    sources = [where[t] for t in node.src]
+    if node.op is Op.CPY and len(sources) == 1:  # a cast; ggml names the result as its second operand
+        sources.append(where[node])
+    return sources
+
+
+def _file_of(function: Any) -> str | None:
+    """Return the file that a C function was loaded from; `None` where the system does not tell."""
+
+    class Info(ctypes.Structure):
+        _fields_ = [
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("name", ctypes.c_char_p),
+            ("at", ctypes.c_void_p),
+        ]
+
+    info = Info()
+    try:
+        found = ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    except (OSError, TypeError, AttributeError):  # Windows
+        return None
+    return os.fsdecode(info.file) if found else None
+
+
+_LEVELS: Final = (logging.DEBUG, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+_CONTINUED: Final = 5
+_line: list[Any] = [logging.DEBUG, ""]
+
+
+def _log_line(level: int, text: bytes, _: int | None) -> None:
+    """Give ggml's log to Python's, line by line."""
+    if level != _CONTINUED:
+        _line[:] = _LEVELS[level] if level < len(_LEVELS) else logging.INFO, ""
+    _line[1] += text.decode(errors="replace")
+    if _line[1].endswith("\n"):
+        log.log(_line[0], "%s", _line[1].rstrip())
+        _line[1] = ""
+
+
+_forward_log: Final = abi.LogCallback(_log_line)

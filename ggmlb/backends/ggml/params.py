@@ -1,0 +1,115 @@
+"""`op_params`: a node's parameters as ggml.c writes them into a tensor, word by word."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Final
+
+from ggmlb.core.enums import Op, UnaryOp
+from ggmlb.core.tensor import Tensor
+
+_CONV_2D = "s0:i s1:i p0:i p1:i d0:i d1:i"
+_CONV_3D = "s0:i s1:i s2:i p0:i p1:i p2:i d0:i d1:i d2:i"
+_POOL_2D = "op:i k0:i k1:i s0:i s1:i p0:i p1:i"
+_WINDOW = "nb1:i nb2:i nb3:i offset:i inplace:b"
+
+WORDS: Final[dict[Op, str]] = {
+    Op.ACC: _WINDOW,
+    Op.ADD_REL_POS: "inplace:b",
+    Op.ARANGE: "start:f stop:f step:f",
+    Op.ARGSORT: "order:i",
+    Op.CLAMP: "min:f max:f",
+    Op.COL2IM_1D: "s0:i oc:i p0:i",
+    Op.CONCAT: "dim:i",
+    Op.CONV_2D: _CONV_2D,
+    Op.CONV_2D_DW: _CONV_2D,
+    Op.CONV_3D: f"{_CONV_3D} c:i n:i oc:i",
+    Op.CONV_TRANSPOSE_1D: "s0:i p0:i d0:i",
+    Op.CONV_TRANSPOSE_2D: "stride:i",
+    Op.DIAG_MASK_INF: "n_past:i",
+    Op.DIAG_MASK_ZERO: "n_past:i",
+    Op.DSV4_HC_COMB: "eps:f n_iter:i",
+    Op.FILL: "value:f",
+    Op.FLASH_ATTN_BACK: "masked:b",
+    Op.FLASH_ATTN_EXT: "scale:f max_bias:f logit_softcap:f prec:i",  # then n_kv_max, a hint
+    Op.GATED_DELTA_NET: "k:i",
+    Op.GATED_LINEAR_ATTN: "scale:f",
+    Op.GROUP_NORM: "n_groups:i eps:f",
+    Op.IM2COL: f"{_CONV_2D} is_2d:b",
+    Op.IM2COL_3D: f"{_CONV_3D} ic:i",
+    Op.IM2COL_BACK: f"{_CONV_2D} is_2d:b",
+    Op.L2_NORM: "eps:f",
+    Op.LEAKY_RELU: "negative_slope:f",
+    Op.MUL_MAT: "prec:i hint:i",
+    Op.NORM: "eps:f",
+    Op.PAD_REFLECT_1D: "left:i right:i",
+    Op.POOL_1D: "op:i k0:i s0:i p0:i",
+    Op.POOL_2D: _POOL_2D,
+    Op.POOL_2D_BACK: _POOL_2D,
+    Op.RMS_NORM: "eps:f",
+    Op.RMS_NORM_BACK: "eps:f",
+    Op.SCALE: "scale:f bias:f",
+    Op.SET: _WINDOW,
+    Op.SOFT_MAX: "scale:f max_bias:f",
+    Op.SOFT_MAX_BACK: "scale:f max_bias:f",
+    Op.SSM_SCAN: "k:i",
+    Op.TIMESTEP_EMBEDDING: "dim:i max_period:i",
+    Op.TRI: "type:i",
+    Op.WIN_PART: "npx:i npy:i w:i",
+    Op.WIN_UNPART: "w:i",
+}
+"""Parameters in the order of their words: int32 (`i`), float32 (`f`), an int32 as truth value (`b`)."""
+
+ROPE_FLOATS: Final = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
+
+
+def _format(words: str) -> tuple[tuple[str, ...], struct.Struct]:
+    pairs = [word.split(":") for word in words.split()]
+    return tuple(name for name, _ in pairs), struct.Struct(
+        "=" + "".join("f" if kind == "f" else "i" for _, kind in pairs)
+    )
+
+
+_FORMATS: Final = {op: _format(words) for op, words in WORDS.items()}
+
+
+def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int]) -> bytes:
+    """Return the bytes of a node's `op_params`.
+
+    Args:
+        node: The node.
+        unary_ops: The library's numbers of unary ops, by name.
+        glu_ops: The same of gated linear units.
+
+    Raises:
+        LookupError: The library has no such unary op or gated linear unit.
+    """
+    op, p = node.op, node.params
+    if op in _FORMATS:
+        names, form = _FORMATS[op]
+        return form.pack(*(p.get(name, 0) for name in names))
+    if op is Op.UNARY:
+        number = unary_ops[p["op"].name]
+        if p["op"] is UnaryOp.XIELU:
+            return struct.pack("=i4f", number, p["alpha_n"], p["alpha_p"], p["beta"], p["eps"])
+        return struct.pack("=i", number)
+    if op is Op.GLU:
+        limits = (p.get("alpha", 0.0), p.get("limit", 0.0))
+        return struct.pack("=2i2f", glu_ops[p["op"].name], p["swapped"], *limits)
+    if op in (Op.ROPE, Op.ROPE_BACK):
+        floats = (p[name] for name in ROPE_FLOATS)
+        head = (0, p["n_dims"], p["mode"], 0, p["n_ctx_orig"])
+        return struct.pack("=5i6f5i", *head, *floats, *p["sections"], p["offset"])
+    if op is Op.PAD:
+        sides = (n for pair in zip(p["left"], p["right"], strict=True) for n in pair)
+        return struct.pack("=9i", *sides, p["circular"])
+    if op is Op.PERMUTE:
+        return struct.pack("=4i", *p["axes"])
+    if op is Op.ROLL:
+        return struct.pack("=4i", *p["shifts"])
+    if op is Op.UPSCALE:
+        return struct.pack("=i", p["mode"] | p["align_corners"] << 8 | p["antialias"] << 9)
+    if op is Op.VIEW:
+        return struct.pack("=Q", node.view_offs)
+    return b""

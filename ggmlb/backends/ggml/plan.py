@@ -1,0 +1,90 @@
+"""GgmlPlan: a graph of C tensors, built once."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.ggml import abi
+from ggmlb.backends.ggml.buffer import GgmlBuffer
+from ggmlb.backends.ggml.library import operands
+from ggmlb.core.enums import BufferUsage, TensorFlag
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import GraphPlan
+from ggmlb.system import env
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ggml.backend import GgmlBackend
+
+GRAPH_ROOM = 1 << 12
+"""Bytes for a context that holds nothing but a graph, besides the graph."""
+
+
+class GgmlPlan(GraphPlan):
+    """A C graph of a graph's nodes, with the addresses of their memory.
+
+    Attributes:
+        c_graph: The C graph.
+    """
+
+    def __init__(self, backend: GgmlBackend, graph: Graph) -> None:
+        super().__init__(backend, graph)
+        device, library = backend.device, backend.device.library
+        c, nodes = library.load(), graph.nodes
+        inside = set(nodes)
+        leafs = dict.fromkeys(
+            s for n in nodes for s in (*n.src, n.view_src) if s is not None and s not in inside
+        )
+        tensors = (*leafs, *nodes)
+        memory = self._tensors = library.room(len(tensors))
+        base, size = ctypes.addressof(memory), library.tensor_size
+        where: dict[Tensor | None, int] = {t: base + i * size for i, t in enumerate(tensors)}
+        where[None] = 0
+        needed = _needed(graph)
+        for i, t in enumerate(tensors):
+            buffer, address = device.place(t)
+            extra = t.buffer.extra(t) if isinstance(t.buffer, GgmlBuffer) else 0
+            if t in inside:
+                flags = t.flags | TensorFlag.COMPUTE | (TensorFlag.OUTPUT if t in needed else 0)
+                links = (where[t.view_src], t.view_offs, operands(t, where))
+                library.pack(memory, i, t, (buffer, address, extra or 0), links, flags)
+            else:
+                library.pack(memory, i, t, (buffer, address, extra or 0), None, t.flags)
+            if extra is None:
+                c["backend_buffer_init_tensor"](buffer, where[t])
+        n = len(tensors) + 8
+        room = c["graph_overhead_custom"](n, False) + GRAPH_ROOM
+        context = c["init"](abi.InitParams(room, None, True))
+        self._end = weakref.finalize(self, c["free"], context)
+        self._end.atexit = False
+        self.c_graph: int = c["new_graph_custom"](context, n, False)
+        append, c_graph = c["build_forward_expand"], self.c_graph
+        for node in nodes:
+            append(c_graph, where[node])
+        assert c["graph_n_nodes"](c_graph) == len(nodes)
+
+    def release(self) -> None:
+        """Free the C graph."""
+        self._end()
+
+
+def _needed(graph: Graph) -> set[Tensor]:
+    """Return the nodes that ggml must not fuse away, as others than the graph's nodes may read them.
+
+    ggml leaves out a result that one node reads, unless it is flagged. Here a result may also be read by
+    another part of the whole graph, or by the user where no scheduler placed it.
+    """
+    if not env.flag("GGMLB_FUSE", default=True):
+        return {*graph.nodes}
+    reads = Counter(s for node in graph.nodes for s in node.src if s is not None)
+    everywhere = reads if graph.whole is None else graph.use_counts()
+    return {
+        node
+        for node in graph.nodes
+        if node.buffer is None
+        or node.buffer.usage is not BufferUsage.COMPUTE
+        or reads[node] != everywhere[node]
+    }

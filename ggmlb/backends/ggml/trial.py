@@ -1,0 +1,242 @@
+"""The process that computes trials: `python -m ggmlb.backends.ggml.trial`, the other end of `trust.Child`."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.ggml import backend_reg
+from ggmlb.backends.ggml.device import GgmlDevice
+from ggmlb.backends.ggml.library import Library, guard
+from ggmlb.backends.ggml.trust import Judge, Shape, Trial, last_words
+from ggmlb.core import dtypes
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
+from ggmlb.interface import Backend, tensor_alloc
+from ggmlb.interface.registry import host_device
+
+MOST_NMSE: Final = 1e-3
+"""Most error of a trial, normalised; ggml rounds activations. The conformance kit asks for each op's own."""
+
+MOST_ELEMENTS: Final = 1 << 18
+"""Elements of a tensor beyond which a trial is made smaller, if its op has extents that may be."""
+
+SHRINKABLE: Final = frozenset(
+    {Op.MUL_MAT, Op.MUL_MAT_ID, Op.GET_ROWS, Op.SET_ROWS, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.RMS_NORM,
+     Op.NORM, Op.SOFT_MAX, Op.ROPE, Op.CPY, Op.CONT, Op.DUP, Op.SCALE, Op.UNARY, Op.GLU, Op.FLASH_ATTN_EXT,
+     Op.ADD_ID, Op.L2_NORM, Op.SQR, Op.SUM_ROWS, Op.ARGMAX}
+)  # fmt: skip
+"""Ops whose operands are related by equal extents and repeats alone."""
+
+POSITIVE: Final = frozenset(
+    {Op.LOG, Op.SQRT, Op.DIV, Op.SOLVE_TRI, Op.OPT_STEP_ADAMW, Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD,
+     Op.FLASH_ATTN_EXT, Op.FLASH_ATTN_BACK}
+)  # fmt: skip
+"""Ops that need positive numbers, or whose sums should not cancel where activations are rounded."""
+
+
+class Trusting(Judge):
+    """Trusts every node: this process is there to be lost."""
+
+    def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
+        """`None`."""
+        return None
+
+
+def judge(device: GgmlDevice, stream: Backend, reference: Backend, trial: Trial) -> str | None:
+    """Compute a node on the device and by the reference; return what is wrong, or `None`."""
+    node = _node(_smaller(trial))
+    why = reference.device.declines(node)
+    if why is not None:
+        return f"nothing to compare it with: the CPU declines it: {why}"
+    values = [None if t is None else _values(node, i, t) for i, t in enumerate(node.src)]
+    found, expected = (_computed(s, _node(_smaller(trial)), values) for s in (stream, reference))
+    if trial.op is Op.TOP_K:  # in any order
+        found, expected = np.sort(found, axis=-1), np.sort(expected, axis=-1)
+    strange = ~np.isfinite(expected)
+    if not np.array_equal(found[strange], expected[strange], equal_nan=True):
+        return "a trial of it computed other infinities or NaN than the CPU"
+    a, b = found[~strange].astype(np.float64), expected[~strange].astype(np.float64)
+    nmse = float(((a - b) ** 2).sum() / max((b**2).sum(), 1e-30)) if a.size else 0.0
+    return (
+        None if nmse <= MOST_NMSE else f"a trial of it computed other values than the CPU (NMSE {nmse:.2g})"
+    )
+
+
+def _node(trial: Trial) -> Tensor:
+    """Return the node, with leafs as operands."""
+    leafs = [
+        None if s is None else Tensor(s.dtype, s.ne, s.nb, name=f"src{i}")
+        for i, s in enumerate(trial.operands)
+    ]
+    made, view = trial.result, trial.view_of
+    target = None if view is None else leafs[view[0]]
+    offset = 0 if view is None else view[1]
+    return Tensor(
+        made.dtype, made.ne, made.nb, op=trial.op, src=tuple(leafs), params=trial.params, view_src=target,
+        view_offs=offset, name="trial",
+    )  # fmt: skip
+
+
+def _computed(stream: Backend, node: Tensor, values: list[Any]) -> npt.NDArray[Any]:
+    """Return the result of a node, on memory of its own."""
+    buft = stream.default_buffer_type
+    placed = [t for t in (*node.src, node) if t is not None and t.view_src is None]
+    sizes = [-(-buft.alloc_size(t) // buft.alignment) * buft.alignment for t in placed]
+    with buft.alloc_buffer(sum(sizes)) as buffer:
+        start = 0
+        for t, size in zip(placed, sizes, strict=True):
+            tensor_alloc(buffer, t, start)
+            start += size
+        if node.view_src is not None:
+            node.buffer, node.offset = buffer, node.view_src.offset + node.view_offs
+        buffer.clear(0)
+        for operand, value in zip(node.src, values, strict=True):
+            if operand is not None:
+                operand.set(value)
+        stream.graph_compute(Graph([node], [t for t in node.src if t is not None]))
+        return node.to_numpy()
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _values(node: Tensor, index: int, t: Tensor) -> npt.NDArray[np.uint8]:
+    """Return bytes for an operand: numbers of a size from 0.1 to 1, or indices that are in range."""
+    random = np.random.default_rng(index)
+    raw = np.zeros(t.nbytes, np.uint8)
+    if t.is_empty:
+        return raw
+    if t.dtype.is_quantized and not dtypes.can_quantize(t.dtype):
+        blocks = dtypes.random_blocks(t.dtype, t.nbytes // t.dtype.type_size * t.dtype.block_size)
+        raw[: blocks.size] = blocks.reshape(-1)
+        return raw
+    if t.dtype in (DType.I8, DType.I16, DType.I32, DType.I64):
+        i1, i0 = np.ogrid[: math.prod(t.ne[1:]), : t.ne[0]]
+        numbers = ((i0 + i1 % t.ne[1]) % _n_indices(node, index)).reshape(t.ne[::-1])
+    else:
+        numbers = random.uniform(0.1, 1.0, t.ne[::-1]).astype(np.float32)
+        if node.op not in POSITIVE:
+            numbers *= random.choice([-1.0, 1.0], t.ne[::-1])
+    if t.dtype.is_quantized:
+        blocks = dtypes.quantize(numbers, t.dtype)
+        item, shape = np.dtype((np.void, t.dtype.type_size)), (*t.ne[:0:-1], t.ne[0] // t.dtype.block_size)
+        np.ndarray(shape, item, raw.data, 0, t.nb[::-1])[...] = (
+            np.ascontiguousarray(blocks).view(item).reshape(shape)
+        )
+    else:
+        np.ndarray(t.ne[::-1], t.dtype.numpy, raw.data, 0, t.nb[::-1])[...] = numbers.astype(t.dtype.numpy)
+    return raw
+
+
+def _n_indices(node: Tensor, index: int) -> int:
+    """Return how many things an operand of indices may name."""
+    ne = [None if t is None else t.ne for t in node.src]
+    found: dict[tuple[Op, int], Ne | None] = {(Op.GET_ROWS, 1): ne[0], (Op.GET_ROWS_BACK, 1): node.ne}
+    if (node.op, index) in found:
+        return (found[node.op, index] or node.ne)[1]
+    if node.op is Op.SET_ROWS:
+        return node.ne[1]
+    if node.op is Op.MUL_MAT_ID:
+        return (ne[0] or node.ne)[2]
+    if node.op is Op.ADD_ID:
+        return (ne[1] or node.ne)[1]
+    return (ne[0] or node.ne)[3] if node.op is Op.SSM_SCAN else 64
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def _smaller(trial: Trial) -> Trial:
+    """Return the trial, with extents beyond 256 cut where it is large: equal ones alike, classes kept."""
+    shapes = [s for s in (trial.result, *trial.operands) if s is not None]
+    if trial.op not in SHRINKABLE or max(math.prod(s.ne) for s in shapes) <= MOST_ELEMENTS or trial.view_of:
+        return trial
+    operands = tuple(None if s is None else _cut(s) for s in trial.operands)
+    return Trial(trial.op, trial.params, _cut(trial.result), operands, None, trial.memory)
+
+
+def _cut(s: Shape) -> Shape:
+    ne = tuple(n if n <= 256 else 256 + n % 256 for n in s.ne)
+    n0, n1, n2, n3 = ne
+    nb = list(contiguous_nb(s.dtype, (n0, n1, n2, n3)))
+    order = sorted(range(4), key=lambda i: (s.nb[i], i))
+    if order != [0, 1, 2, 3] or s.nb != contiguous_nb(s.dtype, s.ne):
+        end, before = s.dtype.type_size, s.dtype.type_size
+        for i in order:
+            has_gap = s.nb[i] > before
+            nb[i] = end + 32 * s.dtype.type_size * has_gap
+            n, of = (
+                (ne[i] // s.dtype.block_size, s.ne[i] // s.dtype.block_size) if i == 0 else (ne[i], s.ne[i])
+            )
+            end, before = nb[i] * n, s.nb[i] * of
+    b0, b1, b2, b3 = nb
+    return Shape(s.dtype, (n0, n1, n2, n3), (b0, b1, b2, b3))
+
+
+# -- process ---------------------------------------------------------------------------------------
+
+
+def _read(pipe: int) -> Any:
+    """Return what `trust.Child` sent; `None` at the end. It takes no byte of what comes next."""
+    size = os.read(pipe, 8)
+    return pickle.loads(_read_all(pipe, int.from_bytes(size, "little"))) if size else None
+
+
+def _read_all(pipe: int, n: int) -> bytes:
+    parts = []
+    while n:
+        parts.append(os.read(pipe, n))
+        n -= len(parts[-1])
+    return b"".join(parts)
+
+
+def _write(pipe: int, said: str | None) -> None:
+    answer = pickle.dumps(said)
+    os.write(pipe, len(answer).to_bytes(8, "little") + answer)
+
+
+def _serve(device: GgmlDevice, answers: int) -> None:
+    """Answer trials until the pipe is closed, or one ends the process."""
+    stream, reference = device.init_backend(), host_device().init_backend()
+    while (trial := _read(0)) is not None:
+        try:
+            said = judge(device, stream, reference, trial)
+        except Exception as error:  # told, as one that ends the process
+            said = f"a trial of it failed: {type(error).__name__}: {error}"
+        _write(answers, said)
+
+
+def main() -> None:
+    """Answer trials; on a CPU in forks, of which the next one costs less than a process."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what C prints
+    found, prefix, facts, index = _read(0)
+    device = GgmlDevice(backend_reg(), Library(found, prefix, facts), index, Trusting())
+    device.library.load()
+    if not (device.is_cpu and hasattr(os, "fork")):  # drivers of GPUs do not survive a fork
+        _serve(device, answers)
+        return
+    while True:
+        n_written = os.fstat(2).st_size
+        fork = os.fork()
+        if not fork:
+            guard.renew()
+            _serve(device, answers)
+            os._exit(0)
+        _, status = os.waitpid(fork, 0)
+        if not status:
+            return
+        said = last_words(os.pread(2, 1 << 20, n_written))
+        _write(answers, f"a trial of it ended the process (signal {os.WTERMSIG(status)}): {said}")
+
+
+if __name__ == "__main__":
+    main()

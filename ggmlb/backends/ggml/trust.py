@@ -1,0 +1,266 @@
+"""Trust in a library, one kind of node at a time: a trial in a process that may be lost.
+
+ggml's `supports_op` says yes to some nodes at which the library then ends the process, or computes something
+else than this ggmlb means. So the first node of each `kind` is computed in a process of its own (`trial`) and
+compared with the CPU's; verdicts are kept on disk, by library and device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from ggmlb.backends.ggml.buffer import GgmlBuffer
+from ggmlb.backends.ggml.library import QUIET
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.system import disk_cache, env, progress
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ggml.device import GgmlDevice
+
+EDITION: Final = 1
+"""Changes when trials do, so that older verdicts are not used."""
+
+PATIENCE_S: Final = 300.0
+"""How long a trial may take [s]; a GPU's driver may compile shaders for a minute."""
+
+SAVE_EVERY_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tensor of a trial: its type, extents and strides."""
+
+    dtype: DType
+    ne: Ne
+    nb: Ne
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A node to be tried.
+
+    Attributes:
+        view_of: Index of the operand whose memory the result is in, and the offset there [bytes]; or `None`.
+        memory: Name of ggml's buffer type that the first operand lies in; the device's own if empty.
+    """
+
+    op: Op
+    params: dict[str, Any]
+    result: Shape
+    operands: tuple[Shape | None, ...]
+    view_of: tuple[int, int] | None
+    memory: str
+
+
+def trial_of(node: Tensor, memory: str) -> Trial:
+    """Return a trial of the node."""
+    view = None
+    if node.view_src is not None:
+        roots = [t.view_src or t if t is not None else None for t in node.src]
+        if (node.view_src.view_src or node.view_src) in roots:
+            i = roots.index(node.view_src.view_src or node.view_src)
+            seen = node.src[i]
+            view = (i, node.view_offs - (seen.view_offs if seen is not None and seen.view_src else 0))
+    operands = tuple(None if t is None else Shape(t.dtype, t.ne, t.nb) for t in node.src)
+    return Trial(node.op, dict(node.params), Shape(node.dtype, node.ne, node.nb), operands, view, memory)
+
+
+def kind(trial: Trial) -> str:
+    """Return the kind of a node, as text: what decides which of a library's kernels computes it.
+
+    Kinds tell apart the op and its modes, the types, and of extents and strides the classes that kernels
+    make: empty, one, few, many; whole vectors; contiguous, with gaps, permuted.
+    """
+    modes = [
+        f"{name}={value.name if isinstance(value, Enum) else bool(value)}"
+        for name, value in sorted(trial.params.items())
+        if isinstance(value, (Enum, bool, float))
+    ]
+    exact = trial.op in (Op.FLASH_ATTN_EXT, Op.SSM_SCAN, Op.SSM_CONV)  # kernels for single sizes of heads
+    shapes = ["-" if s is None else _class(s, exact) for s in (trial.result, *trial.operands)]
+    where = [f"in {trial.memory}"] if trial.memory else []
+    inplace = [f"onto {trial.view_of[0]}"] if trial.view_of is not None else []
+    return " ".join([trial.op.value, *modes, *shapes, *inplace, *where])
+
+
+def _class(s: Shape, exact: bool) -> str:
+    """Return type and class of a tensor: `"f32[m/32,s,1,1]"`, with the order of its strides if not plain."""
+    size, block = s.dtype.type_size, s.dtype.block_size
+    sizes = ["0" if n == 0 else "1" if n == 1 else "s" if n <= 8 else "m" for n in s.ne]
+    inner = str(s.ne[0]) if exact and s.ne[0] <= 1024 else sizes[0]
+    whole = next((k for k in (256, 32, 4) if s.ne[0] and s.ne[0] % k == 0), 1)
+    order = sorted((i for i in range(4) if s.ne[i] > 1), key=lambda i: (s.nb[i], i))
+    packed, has_gaps = size, False
+    for i in order:
+        has_gaps |= s.nb[i] != packed
+        packed = s.nb[i] * (s.ne[i] // block if i == 0 else s.ne[i])
+    layout = "".join(map(str, order)) if order != sorted(order) else ""
+    return f"{s.dtype.name.lower()}[{inner}/{whole},{','.join(sizes[1:])}]{layout}{'g' if has_gaps else ''}"
+
+
+class Judge:
+    """The verdicts on one device."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[str, str] | None = None
+        self._child: Child | None = None
+        self._lock = threading.Lock()
+        self._file = Path()
+        self._saved_at = 0.0
+        self._changed = False
+
+    def verdict(self, device: GgmlDevice, node: Tensor) -> str | None:
+        """Return why nodes of this kind are not trusted, or `None`; tries one if none was tried yet."""
+        first = node.src[0] if node.src else None
+        buffer = None if first is None else first.buffer
+        memory = (
+            buffer.buft.name
+            if first is not None and isinstance(buffer, GgmlBuffer) and buffer.packing(first)
+            else ""
+        )
+        trial = trial_of(node, memory)
+        name = kind(trial)
+        with self._lock:
+            if self._verdicts is None:
+                facts = (EDITION, device.library.identity, device.name, device.description)
+                self._file = disk_cache.folder("ggml") / f"{sha256(repr(facts).encode()).hexdigest()}.trust"
+                self._verdicts = self._load()
+            if name not in self._verdicts:
+                said, is_lasting = self._try(device, trial, name)
+                if not is_lasting:
+                    return said
+                self._verdicts[name] = said or ""
+                self._changed = True
+                if monotonic() - self._saved_at > SAVE_EVERY_S:
+                    self.save()
+            return self._verdicts[name] or None
+
+    def _try(self, device: GgmlDevice, trial: Trial, name: str) -> tuple[str | None, bool]:
+        with progress.task(f"{device.name}: trying ops") as task:
+            task.step(name)
+            if self._child is None:
+                self._child = Child(device)
+                atexit.register(self.close)
+            return self._child.run(trial)
+
+    # -- on disk -------------------------------------------------------------------------------
+
+    def _load(self) -> dict[str, str]:
+        content = disk_cache.load(self._file)
+        found: dict[str, str] = {} if content is None else json.loads(content)
+        return found
+
+    def save(self) -> None:
+        """Write the verdicts, with those that other processes wrote meanwhile."""
+        if self._changed and self._verdicts is not None:
+            self._verdicts = {**self._load(), **self._verdicts}
+            disk_cache.save(self._file, json.dumps(self._verdicts).encode())
+            self._saved_at, self._changed = monotonic(), False
+
+    def close(self) -> None:
+        """Write the verdicts, and end the process that tries nodes."""
+        with self._lock:
+            self.save()
+            child, self._child = self._child, None
+            if child is not None:
+                child.close()
+                atexit.unregister(self.close)
+
+
+class Child:
+    """A process that computes trials on a device, started again when one has ended it."""
+
+    def __init__(self, device: GgmlDevice) -> None:
+        library = device.library
+        self._setup = pickle.dumps((library.found, library.prefix, library.facts, device.index))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: Any = None
+
+    def run(self, trial: Trial) -> tuple[str | None, bool]:
+        """Return why a node is not to be trusted or `None`, and whether that is so for good."""
+        if self._process is None:
+            self._start()
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        watch = threading.Timer(PATIENCE_S, _kill, (process,))
+        watch.start()
+        start = monotonic()
+        try:
+            message = pickle.dumps(trial)
+            process.stdin.write(len(message).to_bytes(8, "little") + message)
+            process.stdin.flush()
+            n = int.from_bytes(process.stdout.read(8), "little")
+            answer = process.stdout.read(n) if n else b""
+        except OSError:
+            answer = b""
+        finally:
+            watch.cancel()
+        if answer:
+            said: str | None = pickle.loads(answer)
+            return said, True
+        status = process.wait()
+        self._errors.seek(0)
+        words = last_words(self._errors.read())
+        self.close()
+        if monotonic() - start > PATIENCE_S:
+            return f"a trial of it took longer than {PATIENCE_S:.0f} s", False
+        return f"a trial of it ended the process (status {status}): {words}", True
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):  # unsent bytes
+                    if pipe is not None:
+                        pipe.close()
+            self._errors.close()
+
+    def _start(self) -> None:
+        root = str(Path(__file__).parents[3])
+        path = os.pathsep.join((root, *env.paths("PYTHONPATH")))
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ggmlb.backends.ggml.trial"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            env=env.extended({**QUIET, "PYTHONPATH": path}), start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it ended already, which the first trial tells
+            self._process.stdin.write(len(self._setup).to_bytes(8, "little") + self._setup)
+            self._process.stdin.flush()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process, with its forks."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def last_words(log: bytes) -> str:
+    """Return the line of a log that tells why a process ended."""
+    lines = log.decode(errors="replace").strip().splitlines()
+    told = [line for line in lines if "ASSERT" in line or "error" in line.lower()] or lines[-1:]
+    return " ".join(told[0].split()) if told else "it said nothing"

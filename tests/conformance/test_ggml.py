@@ -1,0 +1,198 @@
+"""The devices of compiled ggml libraries: what is found, trusted and refused, and what streams share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import BackendUnavailable, Context, Graph, Op, Scheduler, Status, Tensor
+from ggmlb.backends.ggml import GgmlReg, abi, find
+from ggmlb.backends.ggml.library import probe
+from ggmlb.backends.ggml.trust import Judge, kind, trial_of
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    try:
+        return ggmlb.device_by_name("ggml:CPU")
+    except BackendUnavailable as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture
+def stream(device: Any) -> Any:
+    with device.init_backend({"n_threads": 1}) as backend:
+        yield backend
+
+
+# -- libraries -------------------------------------------------------------------------------------
+
+
+def test_a_listing_loads_no_library(device: Any) -> None:
+    code = (
+        "import ggmlb; print([d.name for d in ggmlb.devices() if d.name.startswith('ggml')]);"
+        "print(ggmlb.device_by_name('ggml:CPU').library.is_loaded)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["['ggml:CPU']", "False"]
+
+
+def test_files_that_are_no_library_are_told(device: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    text, missing = tmp_path / "ggml.txt", tmp_path / "none.so"
+    text.write_text("ggml_backend_dev_count\0")
+    monkeypatch.setenv("GGMLB_GGML_PATH", f"{text}:{missing}")
+    reg = GgmlReg()
+    assert [d.name for d in reg.devices] == ["ggml:CPU"]
+    (first, why), (second, also) = reg.unusable
+    assert str(text) in first and str(missing) in second
+    assert "ggml.txt" in why and "none.so" in also
+
+
+def test_without_a_library_it_says_what_to_install(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(find, "PACKAGES", ())
+    monkeypatch.setattr(find, "_of_system", lambda: ())
+    with pytest.raises(BackendUnavailable, match=r"pip install 'ggmlb\[ggml\]'.*GGMLB_GGML_PATH"):
+        _ = GgmlReg().devices
+
+
+def test_a_folder_of_parts_is_a_library(tmp_path: Path) -> None:
+    for name in ("libggml-base.so.0", "libggml-cpu-haswell.so", "libggml.vulkan.v0.5.0.so", "libllama.so"):
+        (tmp_path / name).touch()
+    found = find.at(tmp_path)
+    assert found is not None and found.folder == str(tmp_path)
+    assert [Path(part).name for part in found.parts] == ["libggml-base.so.0", "libggml.vulkan.v0.5.0.so"]
+    assert find.at(tmp_path / "libggml.vulkan.v0.5.0.so", found.origin) == found
+    assert find.at(tmp_path / "libllama.so") is None
+
+
+def test_another_layout_is_refused_with_the_version(device: Any, monkeypatch: Any) -> None:
+    facts = {**device.library.facts, "tensor": {**device.library.facts["tensor"], "view_src": 240}}
+
+    def run(*_: Any, **__: Any) -> Any:
+        return subprocess.CompletedProcess([], 0, f"noise\n{abi.json.dumps(facts)}\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(BackendUnavailable, match=rf"ggml {device.library.version} has 11 operands"):
+        probe(device.library.found)
+
+
+def test_a_library_that_ends_the_process_is_refused(device: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(abi, "__file__", str(Path(__file__).parents[1] / "support/abort.py"))
+    with pytest.raises(BackendUnavailable, match=r"ended the process .* status -6: an assertion"):
+        probe(device.library.found)
+
+
+# -- trust -----------------------------------------------------------------------------------------
+
+
+def mixed_add() -> Tensor:
+    """ADD of f32 and f16, to which ggml's CPU says yes, and then ends the process."""
+    ctx = Context()
+    return ctx.add(ctx.new_tensor("f32", (8, 3)), ctx.new_tensor("f16", (8, 3)))
+
+
+def test_what_ends_the_process_is_declined(device: Any) -> None:
+    assert device.ask("backend_dev_supports_op", mixed_add())
+    why = device.declines(mixed_add())
+    assert why is not None and "ended the process" in why and "unsupported types" in why
+
+
+def test_other_values_are_declined(device: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Where the library means another op by a number, as after a change of ggml's."""
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    ctx = Context()
+    node = ctx.sqr(ctx.new_tensor("f32", (8, 3)))
+    judge = Judge()
+    assert judge.verdict(device, node) is None
+    judge.close()
+    monkeypatch.setitem(device.library.facts["ops"], "SQR", device.library.ops[Op.SQRT])
+    assert judge.verdict(device, node) is None  # it knows that kind
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path / "other"))
+    judge = Judge()
+    why = judge.verdict(device, node)
+    judge.close()
+    assert why is not None and "other values than the CPU" in why
+
+
+def test_verdicts_are_kept(device: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    first, second = Judge(), Judge()
+    assert first.verdict(device, mixed_add()) is not None
+    first.close()
+    monkeypatch.setattr(Judge, "_try", None)
+    assert second.verdict(device, mixed_add()) == first.verdict(device, mixed_add())
+
+
+def test_kinds_are_of_types_and_layouts() -> None:
+    def product(k: int, n: int, m: int, dtype: str = "q4_0", transposed: bool = False) -> str:
+        ctx = Context()
+        w, x = ctx.new_tensor(dtype, (k, n)), ctx.new_tensor("f32", (m, k) if transposed else (k, m))
+        return kind(trial_of(ctx.mul_mat(w, ctx.transpose(x) if transposed else x), ""))
+
+    assert product(256, 256, 32) == product(4096, 11008, 512)
+    others = {product(256, 256, 1), product(256, 256, 32, "q8_0"), product(256, 256, 32, transposed=True)}
+    assert len(others | {product(256, 256, 32)}) == 4
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_nothing_is_copied_between_it_and_the_cpu(stream: Any) -> None:
+    """Every other node is one that it declines."""
+    ctx = Context()
+    x, half = (ctx.set_input(ctx.new_tensor(dtype, (64, 4))) for dtype in ("f32", "f16"))
+    steps = [x]
+    for i in range(8):
+        steps.append(ctx.add(steps[-1], half) if i % 2 else ctx.rms_norm(steps[-1], 1e-5))
+    graph = Graph().build_forward_expand(steps[-1])
+    with ggmlb.init_by_name("CPU") as cpu, Scheduler([stream, cpu]) as scheduler:
+        scheduler.alloc_graph(graph)
+        half.set_array(np.full((4, 64), 0.5))
+        x.set_array(np.random.default_rng(0).standard_normal((4, 64)))
+        scheduler.graph_compute(graph)
+        assert scheduler.n_splits == 8
+        assert not any(split.inputs for split in scheduler.splits)
+        found = steps[-1].to_numpy().copy()
+    with ggmlb.init_by_name("CPU") as cpu, Scheduler([cpu]) as scheduler:
+        scheduler.alloc_graph(graph)
+        half.set_array(np.full((4, 64), 0.5))
+        x.set_array(np.random.default_rng(0).standard_normal((4, 64)))
+        scheduler.graph_compute(graph)
+        np.testing.assert_allclose(found, steps[-1].to_numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_error_of_an_abort_callback_is_raised(stream: Any) -> None:
+    ctx = Context()
+    y = ctx.silu(ctx.new_tensor("f32", (8, 3)))
+    graph = Graph().build_forward_expand(y)
+    with ggmlb.alloc_ctx_tensors(ctx, stream):
+
+        def fail() -> bool:
+            raise ZeroDivisionError("in the callback")
+
+        stream.abort_callback = fail
+        with pytest.raises(ZeroDivisionError, match="in the callback"):
+            stream.graph_compute(graph)
+        stream.abort_callback = None
+        assert stream.graph_compute(graph) is Status.SUCCESS
+
+
+def test_results_that_are_read_elsewhere_are_not_fused_away(stream: Any) -> None:
+    """Ggml fuses a norm with the product behind it; the user placed the norm, and reads it."""
+    ctx = Context()
+    x, w = ctx.new_tensor("f32", (64, 4)), ctx.new_tensor("f32", (64,))
+    norm = ctx.rms_norm(x, 1e-5)
+    y = ctx.mul(norm, w)
+    with ggmlb.alloc_ctx_tensors(ctx, stream) as buffer:
+        buffer.clear(0xFF)
+        x.set_array(np.ones((4, 64)))
+        w.set_array(np.full(64, 2.0))
+        stream.graph_compute(Graph().build_forward_expand(y))
+        np.testing.assert_allclose(norm.to_numpy(), 1, rtol=1e-4)
+        np.testing.assert_allclose(y.to_numpy(), 2, rtol=1e-4)
