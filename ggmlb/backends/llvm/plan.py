@@ -33,6 +33,7 @@ class LlvmPlan(GraphPlan):
                 lower(item, self._steps)
                 self._ends.append(len(self._steps.steps))
         self._table = self._steps.pack()
+        self._faults = self._table.errors.data  # after a step, NumPy's code is in no cache any more
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -57,7 +58,7 @@ class LlvmPlan(GraphPlan):
                 if end > first:
                     self._pool.run(table.address, first, end, steps.shares)
                 first = end
-        if table.errors.any():
+        if any(self._faults):
             self._raise()
         return Status.SUCCESS
 

@@ -212,7 +212,7 @@ class Vocabulary:
         """
         if not 0 <= token < self.n_tokens:
             raise ModelError(f"there is no token {token}; the vocabulary has {self.n_tokens:,}")
-        text, kind = self.tokens[token], self.types[token]
+        text, kind = self.tokens[token], int(self.types[token])
         if kind == TokenType.NORMAL:
             return self._algorithm.bytes_of(text)
         if kind == TokenType.BYTE:
@@ -249,7 +249,12 @@ class Vocabulary:
 
     def _is_hidden(self, token: int) -> bool:
         """Whether a token is written only on request."""
-        return 0 <= token < self.n_tokens and self.types[token] in (TokenType.CONTROL, TokenType.UNKNOWN)
+        return token in self._hidden
+
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        is_hidden = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
+        return frozenset(np.flatnonzero(is_hidden).tolist())
 
     def _shown_bytes(self, token: int, special: bool) -> bytes:
         return b"" if self._is_hidden(token) and not special else self.bytes_of(token)
