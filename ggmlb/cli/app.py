@@ -14,8 +14,8 @@ from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
 COMMANDS: Final = (
-    "devices", "ops", "test", "bench", "compare", "generate", "chat", "perplexity", "show", "quantize",
-    "embed", "demo",
+    "devices", "ops", "test", "bench", "compare", "generate", "fit", "chat", "perplexity", "show",
+    "quantize", "embed", "demo",
 )  # fmt: skip
 """Each is a function in the module of its name."""
 

@@ -11,10 +11,14 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.generate import (
     ContextOption,
+    CpuExpertsOption,
+    FitOption,
     GgufOption,
     GpuLayersOption,
+    KvOnOption,
     KvOption,
     LoraOption,
+    MemoryOption,
     OverrideOption,
     SeedOption,
     TemperatureOption,
@@ -43,6 +47,10 @@ def chat(
     threads: ThreadsOption = None,
     lora: LoraOption = None,
     ubatch: UbatchOption = None,
+    cpu_experts: CpuExpertsOption = False,
+    kv_on: KvOnOption = None,
+    memory: MemoryOption = None,
+    fit: FitOption = True,
 ) -> None:
     """Talk with a GGUF model; what was said is computed once.
 
@@ -53,7 +61,20 @@ def chat(
     with suppress(ImportError):
         import readline  # noqa: F401 (gives `input` line editing)
     with open_model(
-        model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch, lora
+        model,
+        devices,
+        layers_on,
+        gpu_layers,
+        ctx,
+        kv_type,
+        override,
+        threads,
+        ubatch,
+        lora,
+        cpu_experts,
+        kv_on,
+        memory,
+        fit,
     ) as opened:
         session = opened.session()
         first = [] if system is None else [{"role": "system", "content": system}]

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.options import DevicesOption, LayersOption, device_names, layers_by_device
+from ggmlb.cli.options import DevicesOption, LayersOption, device_names, layers_by_device, sizes_by_device
 from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from ggmlb import BufferType
     from ggmlb.models import Generation, TextModel
 
 GgufOption = Annotated[Path, typer.Option("--model", "-m", metavar="FILE", help="The model, a GGUF file.")]
@@ -32,6 +33,23 @@ OverrideOption = Annotated[
         metavar="REGEX=DEVICE",
         help="Where weights lie whose names a pattern finds, as 'exps=CPU'. May be given several times.",
     ),
+]
+KvOnOption = Annotated[
+    str | None,
+    typer.Option("--kv-on", metavar="NAME", help="The device that keeps all keys and values, and attends."),
+]
+CpuExpertsOption = Annotated[bool, typer.Option("--cpu-experts", help="All experts on the processor.")]
+MemoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory",
+        metavar="NAME=SIZE",
+        help="Most memory on a device, as OpenCL0=200MiB; by default what is free. Several.",
+    ),
+]
+FitOption = Annotated[
+    bool,
+    typer.Option(help="Place layers and experts so that they fit, unless options say where they lie."),
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", "-t", help="Threads on processors; all by default.", min=1)
@@ -65,6 +83,10 @@ def open_model(
     threads: int | None,
     ubatch: int | None = None,
     lora: list[str] | None = None,
+    cpu_experts: bool = False,
+    kv_on: str | None = None,
+    memory: list[str] | None = None,
+    fit: bool = True,
 ) -> TextModel:
     """Open a model as the options say.
 
@@ -74,16 +96,20 @@ def open_model(
     """
     from ggmlb.models import TextModel
 
-    overrides = {}
-    for option in override or ():
-        pattern, equals, device = option.rpartition("=")
-        if not (pattern and equals and device):
-            raise ArgumentError(f"--override {option}: give REGEX=DEVICE, as 'exps=CPU'")
-        overrides[pattern] = device
-    names = None if devices is None else device_names(devices)
-    layers = layers_by_device(layers_on)
     opened = TextModel(
-        model, names, layers, gpu_layers, ctx, kv_type, overrides, threads=threads, n_ubatch=ubatch
+        model,
+        None if devices is None else device_names(devices),
+        layers_by_device(layers_on),
+        gpu_layers,
+        ctx,
+        kv_type,
+        overrides_of(override),
+        threads=threads,
+        n_ubatch=ubatch,
+        cpu_experts=cpu_experts,
+        kv_on=kv_on,
+        memory_limits=sizes_by_device(memory),
+        fit=fit,
     )
     try:
         for option in lora or ():
@@ -92,6 +118,21 @@ def open_model(
         opened.close()
         raise
     return opened
+
+
+def overrides_of(options: list[str] | None) -> dict[str, str | BufferType]:
+    """Parse `["exps=CPU"]` into devices by regular expression.
+
+    Raises:
+        ArgumentError: An option is not `REGEX=DEVICE`.
+    """
+    overrides: dict[str, str | BufferType] = {}
+    for option in options or ():
+        pattern, equals, device = option.rpartition("=")
+        if not (pattern and equals and device):
+            raise ArgumentError(f"--override {option}: give REGEX=DEVICE, as 'exps=CPU'")
+        overrides[pattern] = device
+    return overrides
 
 
 def _file_and_scale(option: str) -> tuple[str, float]:
@@ -132,6 +173,10 @@ def generate(
     threads: ThreadsOption = None,
     lora: LoraOption = None,
     ubatch: UbatchOption = None,
+    cpu_experts: CpuExpertsOption = False,
+    kv_on: KvOnOption = None,
+    memory: MemoryOption = None,
+    fit: FitOption = True,
 ) -> None:
     """Generate text with a GGUF model, on any devices.
 
@@ -149,7 +194,20 @@ def generate(
     elif chat is not None:
         asked = [{"role": "user", "content": chat}]
     with open_model(
-        model, devices, layers_on, gpu_layers, ctx, kv_type, override, threads, ubatch, lora
+        model,
+        devices,
+        layers_on,
+        gpu_layers,
+        ctx,
+        kv_type,
+        override,
+        threads,
+        ubatch,
+        lora,
+        cpu_experts,
+        kv_on,
+        memory,
+        fit,
     ) as opened:
         result = opened.generate(
             asked,

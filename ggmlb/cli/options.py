@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +67,27 @@ ModelOption = Annotated[
     Path | None,
     typer.Option("--model", metavar="DIR", help="Model folder; the installed all-MiniLM-L6-v2 by default."),
 ]
+
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+"""A size in bytes with a unit, as 200MiB, 1.5G (which is 1.5GiB) or 1000000."""
+
+
+def sizes_by_device(options: list[str] | None) -> dict[str, int]:
+    """Parse `["OpenCL0=200MiB"]` into bytes by device.
+
+    Raises:
+        ArgumentError: An option is not `NAME=SIZE`.
+    """
+    found: dict[str, int] = {}
+    for option in options or ():
+        name, _, size = option.partition("=")
+        read = SIZE.fullmatch(size.strip())
+        if not name or read is None:
+            raise ArgumentError(f"--memory {option}: give NAME=SIZE, as OpenCL0=200MiB or CUDA0=6G")
+        power = "KMGT".index(read[2].upper()) + 1 if read[2] else 0
+        found[name] = round(float(read[1]) * 1024**power)
+    return found
 
 
 def layers_by_device(options: list[str] | None) -> dict[str, list[str]] | None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Buffer, Scheduler, Tensor
+from ggmlb import Backend, Buffer, Op, Scheduler, Tensor
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.attention import AttentionGraph
 from ggmlb.models.text.changes import Changes
@@ -63,6 +63,18 @@ class Token(NamedTuple):
     sequence: int
     position: int
     wants_logits: bool = False
+
+
+class Cost(NamedTuple):
+    """What a token costs a device.
+
+    Attributes:
+        read: Bytes of the matrices that it multiplies by.
+        copied: Bytes that are copied to it from other memory.
+    """
+
+    read: int
+    copied: int
 
 
 AnyMemory = TypeVar("AnyMemory")
@@ -127,6 +139,28 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
     def names(self) -> list[str]:
         """Return the names that `trace` knows, in the order in which the nodes are computed."""
 
+    @abstractmethod
+    def _token_graph(self) -> Step:
+        """Return the graph of one token."""
+
+    def costs(self) -> dict[str, Cost]:
+        """Return what one token costs each device; its graph is split, and not computed."""
+        scheduler = self._runs.scheduler
+        scheduler.split_graph(self._token_graph().graph)
+        experts = self._config.experts
+        share = 1.0 if experts is None else experts.n_used / experts.n
+        found = {backend.name: Cost(0, 0) for backend in scheduler.backends}
+        for split in scheduler.splits:
+            read, copied = found[split.backend.name]
+            for item in split.inputs:
+                copied += round(item.nbytes * (share if item.has_experts else 1))
+            for node in split.nodes:
+                if node.op in (Op.MUL_MAT, Op.MUL_MAT_ID):
+                    read += round(node.operand(0).nbytes * (share if node.op is Op.MUL_MAT_ID else 1))
+            found[split.backend.name] = Cost(read, copied)
+        scheduler.reset()
+        return found
+
     def trace(self, batch: Sequence[Token], names: Collection[str]) -> dict[str, Array]:
         """Compute a batch of one sequence, all of whose tokens want logits.
 
@@ -187,6 +221,7 @@ class Decoder(BaseDecoder[KvMemory]):
 
     Args:
         cache: Experts in devices' memory, or `None`; the others as for `BaseDecoder`.
+        kv_home: Where attention is computed, if not on each layer's device.
     """
 
     def __init__(
@@ -198,9 +233,11 @@ class Decoder(BaseDecoder[KvMemory]):
         changes: Changes,
         n_ubatch: int = 0,
         cache: ExpertCache | None = None,
+        kv_home: Backend | None = None,
     ) -> None:
         super().__init__(config, weights, memory, backends, changes, n_ubatch)
         self._cache = cache
+        self._kv_home = kv_home
 
     def reserve(self) -> None:
         """Allocate the memory that the largest batches need, so that none allocates any.
@@ -266,7 +303,15 @@ class Decoder(BaseDecoder[KvMemory]):
 
     def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)
-        return TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self._changes)
+        graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self._changes)
+        if self._kv_home is not None:
+            for layer in range(self._config.n_layer):
+                heads = graph.named[f"blk.{layer}.attn_heads"].tensor
+                self._runs.scheduler.set_tensor_backend(heads, self._kv_home)
+        return graph
+
+    def _token_graph(self) -> TextGraph:
+        return self._new_graph(1, 1, self._memory.n_cells)
 
     def _part(self, n: int) -> int:
         """How many of `n` tokens to compute together."""
@@ -302,7 +347,7 @@ class Decoder(BaseDecoder[KvMemory]):
     def names(self) -> list[str]:
         """Return the names that `trace` knows, in the order in which the nodes are computed."""
         found: list[str] = []
-        for name in self._new_graph(1, 1, self._memory.n_cells).named:
+        for name in self._token_graph().named:
             layer, _, part = name.rpartition(".")
             found += [f"{layer}.{ATTENTION}", name] if part == "attn_heads" else [name]
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -13,30 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, BufferType, DType, Scheduler, SplitState, Tensor
+from ggmlb import Backend, BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
-from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides, open_device
-from ggmlb.models.gguf import GgufFile
+from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.vocabulary import Vocabulary
-from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.layers import EMBEDDINGS, Layers
 from ggmlb.models.memory_table import ModelMemory
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
-from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import N_BATCH, Array, Floats
+from ggmlb.models.text.decoder import Array, Floats
+from ggmlb.models.text.fit import Wishes, open_planner
 from ggmlb.models.text.generation import Engine, Generation, Request
 from ggmlb.models.text.inside import LogitLens, lens, matching, traced
-from ggmlb.models.text.parts import Parts, Placement, Room, forecast
+from ggmlb.models.text.parts import Parts
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.sampling import Options, changed
 from ggmlb.models.text.session import Session
-from ggmlb.models.text.weights import Layout
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.chat import ChatTemplate
-
-N_CTX = 4096
-"""Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
 
 LEAST_LENGTH = 1e-12
 """Least length that an embedding is divided by."""
@@ -74,12 +69,18 @@ class TextModel(ModelOnDevices):
         n_ubatch: Tokens of a prompt's parts in a pipeline: one device computes a part while the next one
             computes the part before, at most 512; by default there is no pipeline. For layers on several
             devices that compute asynchronously (CUDA, OpenCL).
+        cpu_experts: Experts are on the processor, those of all layers or of so many of the first, where they
+            are used as the other weights there.
+        kv_on: The device that keeps all keys and values and computes attention; by default each layer's.
+        memory_limits: Most bytes on a device, as `{"OpenCL0": 200 << 20}`; by default what is free.
+        fit: Whether layers and experts that do not fit a device with memory of its own lie on the next one,
+            where neither `layers_on` nor `gpu_layers` are given.
 
     Attributes:
         config: The model's sizes.
         experts: The cache of experts, with its hits and misses; `None` without `expert_cache`.
         file: The GGUF file.
-        homes: The device of each layer, and of the `"embeddings"`.
+        placement: Where everything lies.
         n_ctx: Tokens that the memory of keys and values holds.
         load_seconds: Time that loading took [s].
 
@@ -103,37 +104,44 @@ class TextModel(ModelOnDevices):
         expert_cache: int | None = None,
         threads: int | None = None,
         n_ubatch: int | None = None,
+        *,
+        cpu_experts: bool | int = False,
+        kv_on: str | None = None,
+        memory_limits: Mapping[str, int] | None = None,
+        fit: bool = True,
     ) -> None:
         start = perf_counter()
-        self.file = GgufFile(path)
-        self.config = config = TextConfig.from_file(self.file)
-        self._changes = Changes(config.n_layer, config.n_embd)
-        self._layout = layout = Layout(self.file, config)
-        names = device_names(devices, list(layers_on or ()))
-        self.homes = assign_layers(_layers_on(config, names, layers_on, gpu_layers), names, config.n_layer)
-        self.n_ctx = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
-        if self.n_ctx < 1:
-            raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
-        if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
-            raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
-        room = Room(self.n_ctx, DType.parse(kv_type), n_ubatch or 0, expert_cache)
+        wishes = Wishes(layers_on, gpu_layers, cpu_experts, kv_on, override_tensors, memory_limits or {}, fit)
         with ExitStack() as resources:
-            opened = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
-            self._opened = opened
-            self._backends = tuple(opened.values())
+            asked = open_planner(path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache)
+            self._planner = planner = resources.enter_context(asked)
+            self.file, self.config, self.n_ctx = planner.file, planner.config, planner.room.n_ctx
+            self._backends = tuple(planner.backends.values())
             if threads is not None:
                 _set_threads(self._backends, threads)
-            placement = Placement(self.homes, overrides=memory_overrides(override_tensors, opened))
-            model = self.file, config, layout, opened, placement, room
-            self._parts = Parts(*model, self._changes)
+            self.placement = planner.choose()
+            self._changes = Changes(self.config.n_layer, self.config.n_embd)
+            self._parts = Parts(
+                planner.file,
+                planner.config,
+                planner.layout,
+                planner.backends,
+                self.placement,
+                planner.room,
+                self._changes,
+            )
             resources.callback(self._parts.free)
-            self._forecast = partial(forecast, *model)
             self._engine = Engine(self._parts.decoder, self._parts.memory)
             self._resources = resources.pop_all()
         self.experts = self._parts.experts
         self.load_seconds = perf_counter() - start
 
     # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def homes(self) -> Mapping[int | str, str]:
+        """The device of each layer, and of the `"embeddings"`."""
+        return self.placement.homes
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -148,7 +156,7 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("memory")
-        return ModelMemory(self._forecast(), self._parts.table)
+        return ModelMemory(self._planner.forecast(self.placement), self._parts.table)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -312,11 +320,11 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("load_adapter")
-        n_layer, layout = self.config.n_layer, self._layout
+        n_layer, layout = self.config.n_layer, self._planner.layout
         places = [(self.homes[EMBEDDINGS], layout.embeddings), (self.homes[n_layer - 1], layout.output)]
         places += [(self.homes[i], found) for i, found in enumerate(layout.layers)]
         weights = {
-            name: (source, self._opened[device])
+            name: (source, self._planner.backends[device])
             for device, sources in places
             for name, source in sources.items()
             if source.is_matrix
@@ -421,31 +429,6 @@ class TextModel(ModelOnDevices):
         if self.is_freed:
             raise FreedError(f"{call}: this model was closed")
         self._parts.weights.check_mapped()
-
-
-def _layers_on(
-    config: TextConfig,
-    names: Sequence[str],
-    layers_on: Mapping[str, Layers] | None,
-    gpu_layers: int | None,
-) -> Mapping[str, Layers] | None:
-    """Which layers lie on which device, by either of two ways to ask."""
-    if gpu_layers is None:
-        return layers_on
-    if layers_on is not None:
-        raise ArgumentError("gpu_layers and layers_on were both given; give one of them")
-    if gpu_layers < 0:
-        raise ArgumentError(f"gpu_layers is {gpu_layers}; give 0 or more")
-    if len(names) == 1:
-        return None
-    first = max(0, config.n_layer - gpu_layers)
-    return {names[0]: range(first, config.n_layer), names[1]: range(first)}
-
-
-def _no_shards(weight: Tensor, n_devices: int) -> SplitState:
-    raise ArgumentError(
-        f"a text model shares no layer among {n_devices} devices; give whole layers to each, by layers_on"
-    )
 
 
 def _set_threads(backends: Sequence[Backend], n: int) -> None:

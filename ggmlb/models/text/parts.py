@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +98,8 @@ class Parts:
             overrides.setdefault(ON_HOST, _host_memory(backends))
         streams = tuple(backends.values())
         homes = [backends[placement.homes[i]] for i in range(config.n_layer)]
-        kv_homes = homes if placement.kv_on is None else [backends[placement.kv_on]] * config.n_layer
+        kv_home = None if placement.kv_on is None else backends[placement.kv_on]
+        kv_homes = homes if kv_home is None else [kv_home] * config.n_layer
         self.experts: ExpertCache | None = None
         self.memory: Memory
         self.decoder: BaseDecoder[Any]
@@ -116,7 +117,9 @@ class Parts:
                 self.decoder = RecurrentDecoder(config, weights, states, streams, changes, room.n_ubatch)
             else:
                 self.memory = cells = KvMemory(config, kv_homes, room.n_ctx, room.kv_type)
-                self.decoder = Decoder(config, weights, cells, streams, changes, room.n_ubatch, self.experts)
+                self.decoder = Decoder(
+                    config, weights, cells, streams, changes, room.n_ubatch, self.experts, kv_home
+                )
             resources.callback(self.memory.free)
             resources.callback(self.decoder.free)
             self.decoder.reserve()
@@ -162,20 +165,21 @@ def is_expert(name: str) -> bool:
     return name.endswith("_exps.weight")
 
 
-def forecast(
+@contextmanager
+def planned_parts(
     file: GgufFile,
     config: TextConfig,
     layout: Layout,
     backends: Mapping[str, Backend],
     placement: Placement,
     room: Room,
-) -> MemoryTable:
-    """Return the bytes that a model's parts will take, which are placed in planned memory only."""
+) -> Iterator[Parts]:
+    """Context manager that yields a model's parts in planned memory; arguments and errors as `Parts`."""
     with planned_memory():
         changes = Changes(config.n_layer, config.n_embd)
         parts = Parts(file, config, layout, backends, placement, room, changes)
         try:
-            return parts.table
+            yield parts
         finally:
             parts.free()
 

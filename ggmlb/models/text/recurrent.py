@@ -72,7 +72,10 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
 
     def names(self) -> list[str]:
         """Return the names that `trace` knows, in the order in which the nodes are computed."""
-        return list(MambaGraph(self._config, self._weights, self._memory, 1, 1, 1).named)
+        return list(self._token_graph().named)
+
+    def _token_graph(self) -> MambaGraph:
+        return MambaGraph(self._config, self._weights, self._memory, 1, 1, 1)
 
     def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
         self._compute(batch, lambda graph: graph.hidden, traced)

@@ -1,0 +1,473 @@
+"""Planner: chooses where the parts of a language model lie, so that each device has room for its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from ggmlb import Backend, BufferType, DType, SplitState, Tensor, planned_memory
+from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.models.devices import device_names, memory_overrides, open_device
+from ggmlb.models.gguf import GgufFile
+from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.memory_table import HOST, MemoryTable, device_of
+from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.decoder import N_BATCH, Cost
+from ggmlb.models.text.memory import KvMemory
+from ggmlb.models.text.parts import Parts, Placement, Room, is_expert, planned_parts
+from ggmlb.models.text.states import StateMemory
+from ggmlb.models.text.weights import Layout
+from ggmlb.models.weights import Source, Weights
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+N_CTX = 4096
+"""Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
+
+MARGIN = 1 << 30
+"""Most bytes of a device's free memory that are left to its runtime and to others."""
+
+N_TRIALS = 12
+"""Most placements that are planned until one fits."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Where the user wants the parts of a model; see `TextModel`.
+
+    Attributes:
+        layers_on: Layers by device.
+        gpu_layers: In place of `layers_on`: so many of the last layers on the first device.
+        cpu_experts: Whether experts are on the processor; or those of so many of the first layers.
+        kv_on: The device of all keys and values.
+        override_tensors: Other memory for some weights, by regular expression.
+        limits: Most bytes on a device.
+        fits: Whether what is not said is chosen so that all devices have room.
+    """
+
+    layers_on: Mapping[str, Layers] | None = None
+    gpu_layers: int | None = None
+    cpu_experts: bool | int = False
+    kv_on: str | None = None
+    override_tensors: Mapping[str, str | BufferType] | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
+    fits: bool = True
+
+
+class Fit(NamedTuple):
+    """A placement, and the bytes that it takes."""
+
+    placement: Placement
+    table: MemoryTable
+
+
+class Planner:
+    """Plans where the parts of a model lie: by metadata alone, without reading weights.
+
+    Devices are filled in the order of their priority, from the last layer to the first, and the last one
+    takes the rest. Of a layer with experts, those leave a device first: a token reads few of them, so that
+    they cost least time by byte. Keys and values stay with their layers, as they cost what weights do.
+
+    Args:
+        file: The model.
+        config: Its sizes.
+        layout: Its weights.
+        backends: A stream on each device, by name; highest priority first.
+        room: How much is kept.
+        wishes: What the user wants.
+
+    Attributes:
+        file, config, layout, backends, room, wishes: As given.
+        free: Bytes that the model may take, by device; `HOST` for the machine's own memory.
+        asked: The placement as asked for, with all layers on the first device where nothing is said.
+
+    Raises:
+        ArgumentError: A wish contradicts another, or names no device of the model.
+        RegistryError: Layers are wanted on a device that is none of the model's.
+    """
+
+    def __init__(
+        self,
+        file: GgufFile,
+        config: TextConfig,
+        layout: Layout,
+        backends: Mapping[str, Backend],
+        room: Room,
+        wishes: Wishes,
+    ) -> None:
+        self.file, self.config, self.layout, self.backends = file, config, layout, backends
+        self.room = room
+        self.wishes = wishes
+        self._device_of = {name: device_of(b.default_buffer_type) for name, b in backends.items()}
+        first: dict[str, str] = {}
+        for name, device in self._device_of.items():
+            first.setdefault(device, name)
+        self._order = list(first.values())  # one for each memory
+        self._layers = range(config.n_layer)
+        self.free = self._free()
+        self.asked = self._asked()
+
+    # -- wishes --------------------------------------------------------------------------------
+
+    def _free(self) -> dict[str, float]:
+        free: dict[str, float] = {}
+        for name, device in self._device_of.items():
+            available, total = self.backends[name].device.memory
+            margin = min(MARGIN, total // 32)
+            free.setdefault(device, available - margin if total else inf)
+        for name, limit in self.wishes.limits.items():
+            if name not in self._device_of:
+                raise ArgumentError(
+                    f"memory_limits: {name!r} is no device of the model; they are {', '.join(self.backends)}"
+                )
+            free[self._device_of[name]] = limit
+        return free
+
+    def _asked(self) -> Placement:
+        """The placement as it is asked for, with all layers on the first device where nothing is said."""
+        wishes, names, n_layer = self.wishes, list(self.backends), self.config.n_layer
+        layers_on = _layers_on(n_layer, names, wishes.layers_on, wishes.gpu_layers)
+        homes = assign_layers(layers_on, names, n_layer)
+        if wishes.kv_on is not None and wishes.kv_on not in names:
+            raise ArgumentError(f"kv_on: {wishes.kv_on!r} is no device of the model: {', '.join(names)}")
+        experts = {}
+        if wishes.cpu_experts is not False:
+            n = n_layer if wishes.cpu_experts is True else wishes.cpu_experts
+            if self.config.experts is None:
+                raise ArgumentError(f"cpu_experts: {self.config.name} has no experts")
+            if n < 0:
+                raise ArgumentError(f"cpu_experts is {n}; give True, or 0 or more layers")
+            host = self._host()
+            if host is None:
+                raise ArgumentError(f"cpu_experts: none of {', '.join(names)} is a processor; add CPU")
+            experts = dict.fromkeys(range(min(n, n_layer)), host)
+        overrides = memory_overrides(wishes.override_tensors, self.backends)
+        return Placement(homes, experts, wishes.kv_on, overrides)
+
+    def _host(self) -> str | None:
+        """The first device that computes in the machine's memory."""
+        return next((name for name, device in self._device_of.items() if device == HOST), None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether layers may be placed anywhere, and there is a choice or a limit."""
+        wishes = self.wishes
+        is_said = wishes.layers_on is not None or wishes.gpu_layers is not None
+        return wishes.fits and not is_said and bool(wishes.limits or set(self.free) - {HOST})
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def forecast(self, placement: Placement) -> MemoryTable:
+        """Return the bytes that a placement takes."""
+        with self._planned(placement) as parts:
+            return parts.table
+
+    def costs(self, placement: Placement) -> dict[str, Cost]:
+        """Return what one token costs each device."""
+        with self._planned(placement) as parts:
+            return parts.decoder.costs()
+
+    def _planned(self, placement: Placement) -> AbstractContextManager[Parts]:
+        return planned_parts(self.file, self.config, self.layout, self.backends, placement, self.room)
+
+    def with_room(self, **changes: object) -> Planner:
+        """Return a planner for another context length or type of keys and values."""
+        room = replace(self.room, **changes)  # type: ignore[arg-type]
+        return Planner(self.file, self.config, self.layout, self.backends, room, self.wishes)
+
+    def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
+        """Return the bytes that devices lack.
+
+        Args:
+            table: What a placement takes.
+            is_strict: Whether to count the machine's own memory, of which files that are mapped can be given
+                back, where no limit is posed for it.
+        """
+        counted = set(self.free) - {HOST} | {self._device_of[name] for name in self.wishes.limits}
+        devices = set(self.free) if is_strict else counted
+        short = {device: table.total(device) - self.free[device] for device in self.free if device in devices}
+        return {device: int(n) for device, n in short.items() if n > 0}
+
+    def largest_context(self) -> int:
+        """Return the most tokens that fit: a multiple of 256, up to what the model was trained for.
+
+        Or up to as many as were asked for, if these are more.
+        """
+        most = max(self.config.n_ctx_train, self.room.n_ctx) // 256
+        low = 0
+        while low < most:
+            n = (low + most + 1) // 2
+            low, most = (n, most) if self.with_room(n_ctx=256 * n).best_fits() else (low, n - 1)
+        return 256 * low
+
+    def most_gpu_layers(self) -> int | None:
+        """Return how many of the last layers fit the first device, with the rest on the second; `None`: none.
+
+        What else is wished for stays.
+        """
+        for n in range(self.config.n_layer, -1, -1):
+            wishes = replace(self.wishes, gpu_layers=n, layers_on=None)
+            other = Planner(self.file, self.config, self.layout, self.backends, self.room, wishes)
+            if other.best_fits():
+                return n
+        return None
+
+    def best_fits(self) -> bool:
+        """Whether the placement that is asked for fits, or any where nothing is said."""
+        return not self.lacks(self.best().table)
+
+    def best(self) -> Fit:
+        """Return the placement as asked, or where nothing is said the one that fits best."""
+        return self.fit() if self.is_open else Fit(self.asked, self.forecast(self.asked))
+
+    def choose(self) -> Placement:
+        """Return the placement as asked, or where nothing is said the one that fits.
+
+        Raises:
+            AllocationError: A device lacks room.
+        """
+        if not self.is_open and not self.wishes.limits:
+            return self.asked
+        found = self.best()
+        short = self.lacks(found.table, is_strict=False)
+        if short:
+            told = ", ".join(
+                f"{device} needs {found.table.total(device):,} bytes and has {int(self.free[device]):,}"
+                for device in short
+            )
+            raise AllocationError(
+                f"{self.file.path} does not fit: {told}; `ggmlb fit` tells what would",
+                asked=found.table.total(next(iter(short))),
+                free=int(self.free[next(iter(short))]),
+            )
+        return found.placement
+
+    def fit(self) -> Fit:
+        """Return the placement that fits; if none does, the one that lacks least, as far as is known.
+
+        Each trial is planned to the byte, with the graphs that it computes. Where it does not fit, what is
+        not of layers (compute, output, embeddings) is taken to need as much in the next trial. What fits
+        then grows by single layers, or the experts of one.
+        """
+        sizes = self._sizes()
+        beside: dict[str, float] = dict.fromkeys(self.free, 0)
+        tried: set[Hashable] = set()
+        best: Fit | None = None
+        while len(tried) < N_TRIALS:
+            found = self._trial(self._fill(sizes, self._left(beside)), tried)
+            if found is None:
+                break
+            if best is None or self._worth(found) > self._worth(best):
+                best = found
+            if not self.lacks(found.table):
+                break
+            of_layers = sizes.by_device(found.placement)
+            beside = {d: max(n, found.table.total(d) - of_layers[d]) for d, n in beside.items()}
+        assert best is not None
+        for name in self._order[:-1] if not self.lacks(best.table) else ():
+            while (more := self._grown(best, name, sizes, tried)) is not None:
+                best = more
+        return best
+
+    def _left(self, beside: Mapping[str, float]) -> dict[str, float]:
+        """What each device has for layers."""
+        devices = {name: self._device_of[name] for name in self._order}
+        return {name: self.free[device] - beside[device] for name, device in devices.items()}
+
+    def _trial(self, placement: Placement, tried: set[Hashable]) -> Fit | None:
+        """Plan a placement, unless it was tried."""
+        key = (*placement.homes.items(), *placement.experts.items())
+        if key in tried:
+            return None
+        tried.add(key)
+        return Fit(placement, self.forecast(placement))
+
+    def _grown(self, fit: Fit, name: str, sizes: _Sizes, tried: set[Hashable]) -> Fit | None:
+        """Return a placement that fits with one part more on a device; `None` if there is none."""
+        of_layers = sizes.by_device(fit.placement)
+        left: dict[str, float] = {n: of_layers[self._device_of[n]] for n in self._order}
+        steps = {sizes.base[i, name] + n * sizes.experts[i, name] for i in self._layers for n in (0, 1)}
+        steps |= {sizes.experts[i, name] for i in self._layers}
+        for step in sorted(steps - {0}):
+            more = self._trial(self._fill(sizes, left | {name: left[name] + step}), tried)
+            if more is not None:
+                fits = not self.lacks(more.table) and self._worth(more) > self._worth(fit)
+                return more if fits else None
+        return None
+
+    def _worth(self, fit: Fit) -> tuple[int, ...]:
+        """How little is lacking, then how much lies on the first devices."""
+        weights = (fit.table.total(self._device_of[name], "weights") for name in self._order)
+        return (-sum(self.lacks(fit.table).values()), *weights)
+
+    def _sizes(self) -> _Sizes:
+        """Plan each layer on each device."""
+        found = _Sizes({}, {}, self._device_of, self.wishes.kv_on)
+        with planned_memory():
+            for name, backend in self.backends.items():
+                known: dict[tuple[object, ...], int] = {}
+                kept = self._kept(backend)
+                for i, layer in enumerate(self.layout.layers):
+                    for is_of_experts, sizes in ((False, found.base), (True, found.experts)):
+                        sources = {n: s for n, s in layer.items() if is_expert(n) == is_of_experts}
+                        key = self._key(sources)
+                        if key not in known:
+                            known[key] = self._weight(sources, backend)
+                        sizes[i, name] = known[key]
+                    found.base[i, name] += kept if self.wishes.kv_on is None else 0
+        return found
+
+    def _key(self, sources: Mapping[str, Source]) -> tuple[object, ...]:
+        """What the size of some weights depends on."""
+        overrides = self.asked.overrides
+        names = tuple(sources) if overrides else ()
+        weights = (self.file.weight(n, s.shape) for s in sources.values() for n in s.names)
+        return (*names, *((w.dtype, w.shape, w.offset % 64) for w in weights))
+
+    def _weight(self, sources: Mapping[str, Source], backend: Backend) -> int:
+        weights = Weights(self.file, None, self.asked.overrides)
+        weights.place(sources, backend)
+        try:
+            own = device_of(backend.default_buffer_type)
+            return sum(n for buft, n in weights.spaces if device_of(buft) == own)
+        finally:
+            weights.free()
+
+    def _kept(self, backend: Backend) -> int:
+        """What is kept of earlier tokens in a layer [bytes]."""
+        config, room = self.config, self.room
+        with ExitStack() as resources:
+            memory: KvMemory | StateMemory
+            if config.state is not None:
+                memory = StateMemory(config.state, [backend], room.n_ctx)
+            else:
+                memory = KvMemory(config, [backend], room.n_ctx, room.kv_type)
+            resources.callback(memory.free)
+            return sum(buffer.size for buffer in memory.buffers)
+
+    def _fill(self, sizes: _Sizes, left: Mapping[str, float]) -> Placement:
+        """Fill devices in their order, given the room that each has for layers."""
+        homes = self._spread(sizes, left, with_experts=True)
+        experts = dict(self.asked.experts)
+        first, last, host = self._order[0], self._order[-1], self._host()
+        is_left_over = len(self._order) > 1 and last in homes.values()
+        if (
+            self.config.experts is not None
+            and host is not None
+            and is_left_over
+            and first != host
+            and not experts
+        ):
+            homes = self._spread(sizes, left, with_experts=False)
+            rest = dict(left)
+            for i, home in homes.items():
+                rest[home] -= sizes.base[i, home]
+            for i, home in homes.items():
+                if home != host and sizes.experts[i, home] <= rest[home]:
+                    rest[home] -= sizes.experts[i, home]
+                elif home != host:
+                    experts[i] = host
+        placed: dict[int | str, str] = {
+            EMBEDDINGS: self.asked.homes[EMBEDDINGS],
+            **dict(sorted(homes.items())),
+        }
+        return replace(self.asked, homes=placed, experts=dict(sorted(experts.items())))
+
+    def _spread(self, sizes: _Sizes, room: Mapping[str, float], with_experts: bool) -> dict[int, str]:
+        """Return the device of each layer, from the last layer to the first."""
+        left, homes, at = dict(room), {}, 0
+        for i in reversed(self._layers):
+            while True:
+                name = self._order[at]
+                counts_experts = with_experts and i not in self.asked.experts
+                size = sizes.base[i, name] + (sizes.experts[i, name] if counts_experts else 0)
+                if size <= left[name] or at == len(self._order) - 1:
+                    break
+                at += 1
+            left[name] -= size
+            homes[i] = name
+        return homes
+
+
+@contextmanager
+def open_planner(
+    path: str | PathLike[str],
+    devices: Sequence[str] | None,
+    wishes: Wishes,
+    n_ctx: int | None = None,
+    kv_type: DType | str = DType.F16,
+    n_ubatch: int | None = None,
+    expert_cache: int | None = None,
+) -> Iterator[Planner]:
+    """Context manager that opens a model's file and devices, to plan and place it.
+
+    Raises:
+        Error: As `TextModel`.
+    """
+    file = GgufFile(path)
+    config = TextConfig.from_file(file)
+    layout = Layout(file, config)
+    names = device_names(devices, list(wishes.layers_on or ()))
+    n = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
+    if n < 1:
+        raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
+    if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
+        raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
+    room = Room(n, DType.parse(kv_type), n_ubatch or 0, expert_cache)
+    with ExitStack() as opened:
+        backends = {name: opened.enter_context(open_device(name, _no_shards)) for name in names}
+        yield Planner(file, config, layout, backends, room, wishes)
+
+
+def _no_shards(weight: Tensor, n_devices: int) -> SplitState:
+    raise ArgumentError(
+        f"a text model shares no layer among {n_devices} devices; give whole layers to each, by layers_on"
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of each layer on each device.
+
+    Attributes:
+        base: Weights but experts, and what is kept of earlier tokens, by layer and name.
+        experts: Experts, by layer and name.
+        device_of: The device whose memory each name takes.
+        kv_on: The device of all keys and values.
+    """
+
+    base: dict[tuple[int, str], int]
+    experts: dict[tuple[int, str], int]
+    device_of: Mapping[str, str]
+    kv_on: str | None
+
+    def by_device(self, placement: Placement) -> dict[str, int]:
+        """Return the bytes of the layers of a placement on each device."""
+        found: dict[str, int] = defaultdict(int)
+        for i, home in placement.homes.items():
+            if isinstance(i, int):
+                found[self.device_of[home]] += self.base[i, home]
+                where = placement.experts.get(i, home)
+                found[self.device_of[where]] += self.experts[i, where]
+        return found
+
+
+def _layers_on(
+    n_layer: int, names: Sequence[str], layers_on: Mapping[str, Layers] | None, gpu_layers: int | None
+) -> Mapping[str, Layers] | None:
+    """Which layers lie on which device, by either of two ways to ask."""
+    if gpu_layers is None:
+        return layers_on
+    if layers_on is not None:
+        raise ArgumentError("gpu_layers and layers_on were both given; give one of them")
+    if gpu_layers < 0:
+        raise ArgumentError(f"gpu_layers is {gpu_layers}; give 0 or more")
+    if len(names) == 1:
+        return None
+    first = max(0, n_layer - gpu_layers)
+    return {names[0]: range(first, n_layer), names[1]: range(first)}

@@ -1,0 +1,219 @@
+"""Fitting of text models to devices' memory, from metadata alone; limits of memory are posed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import AllocationError, ArgumentError
+from ggmlb.cli.app import run
+from ggmlb.models import TextModel
+from ggmlb.models.mapped_file import Extent
+from ggmlb.models.text.fit import Planner, Wishes, open_planner
+from tests.models.test_text_model import PROMPT, log_probs
+from tests.support.text_models import write_text_model
+
+CARD, OTHER = "OpenCL0", "OpenCL1"
+NAMES = {d.name for d in ggmlb.devices()}
+pytestmark = pytest.mark.skipif(CARD not in NAMES, reason="there is no device with memory of its own")
+N_LAYER = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("models")
+
+    @cache
+    def write(kind: str = "llama", dtype: str = "q8_0") -> Path:
+        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype, n_layer=N_LAYER)
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def no_weight_is_read(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Forecasts come from metadata alone."""
+    if "computes" not in request.node.name:
+        monkeypatch.setattr(Extent, "rows", None)
+
+
+def planned(
+    path: Path, limits: Mapping[str, int], devices: list[str] | None = None, n_ctx: int = 256, **wishes: Any
+) -> tuple[Planner, Any]:
+    """The planner, and the placement that it finds."""
+    asked = Wishes(limits=limits, **wishes)
+    with open_planner(path, devices or [CARD, "CPU"], asked, n_ctx) as planner:
+        return planner, planner.best()
+
+
+def on(found: Any, device: str) -> list[int]:
+    return [i for i, home in found.placement.homes.items() if home == device and isinstance(i, int)]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", pytest.param("gemma2", marks=SLOW), pytest.param("mamba", marks=SLOW)]
+)
+def test_as_many_of_the_last_layers_as_have_room(models: Callable[..., Path], kind: str) -> None:
+    totals = []
+    for n in range(N_LAYER + 1):
+        _, found = planned(models(kind), {}, gpu_layers=n)
+        totals.append(found.table.total(CARD))
+    assert totals == sorted(totals) and totals[0] == 0
+    for n in range(1, N_LAYER):
+        for spare in (0, (totals[n + 1] - totals[n]) // 2, totals[n + 1] - totals[n] - 1):
+            planner, found = planned(models(kind), {CARD: totals[n] + spare})
+            assert on(found, CARD) == list(range(N_LAYER - n, N_LAYER)), (n, spare)
+            assert found.table.total(CARD) == totals[n] and not planner.lacks(found.table)
+    planner, found = planned(models(kind), {CARD: totals[1] - 1})
+    assert not on(found, CARD) and not planner.lacks(found.table)
+
+
+def test_experts_leave_the_device_before_layers(models: Callable[..., Path]) -> None:
+    path = models("qwen3moe")
+    _, everything = planned(path, {})
+    _, no_experts = planned(path, {}, cpu_experts=True)
+    full, least = everything.table.total(CARD), no_experts.table.total(CARD)
+    assert set(no_experts.placement.experts) == set(range(N_LAYER)) and least < full / 2
+    moved = []
+    for limit in np.linspace(full, least, 7).astype(int).tolist():
+        planner, found = planned(path, {CARD: limit})
+        assert not planner.lacks(found.table) and on(found, CARD) == list(range(N_LAYER))
+        moved.append(sorted(found.placement.experts))
+    assert len(set(map(len, moved))) > 4 and moved[0] == [] and moved[-1] == list(range(N_LAYER))
+    assert all(set(few) <= set(more) for few, more in pairwise(moved))
+    planner, found = planned(path, {CARD: least * 4 // 5})
+    assert 0 < len(on(found, CARD)) < N_LAYER and not planner.lacks(found.table)
+    assert set(found.placement.experts) == set(on(found, CARD))
+
+
+@pytest.mark.skipif(OTHER not in NAMES, reason="there is one device with memory of its own")
+def test_uneven_devices_are_filled_in_their_order(models: Callable[..., Path]) -> None:
+    path, devices = models(), [CARD, OTHER, "CPU"]
+    _, found = planned(path, {}, gpu_layers=3)
+    first = found.table.total(CARD)
+    _, found = planned(path, {}, [OTHER, "CPU"], layers_on={OTHER: "0-1"})
+    second = found.table.total(OTHER)
+    planner, found = planned(path, {CARD: first, OTHER: second}, devices)
+    assert [on(found, name) for name in devices] == [[2, 3, 4], [0, 1], []]
+    assert not planner.lacks(found.table)
+    planner, found = planned(path, {CARD: 10, OTHER: second}, devices)
+    assert not on(found, CARD) and on(found, OTHER)[-1] == N_LAYER - 1 and not planner.lacks(found.table)
+
+
+def test_what_is_loaded_is_missing_in_the_next_forecast(models: Callable[..., Path], request: Any) -> None:
+    request.getfixturevalue("monkeypatch").undo()
+    path = models()
+    before, _ = planned(path, {})
+    with TextModel(path, [CARD, "CPU"], n_ctx=256) as model:
+        taken = model.memory.allocated.total(CARD)
+        during, _ = planned(path, {})
+    assert before.free[CARD] - during.free[CARD] == taken > 0
+
+
+def test_what_fits_computes_the_same(models: Callable[..., Path]) -> None:
+    path = models("llama-experts", "f32")
+    with TextModel(path, ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    with TextModel(path, [CARD, "CPU"], n_ctx=64) as model:
+        full = model.memory.allocated.total(CARD)
+    for options, kinds in (
+        ({"memory_limits": {CARD: full // 2}}, {"weights", "kv", "compute"}),
+        ({"memory_limits": {CARD: full // 3}}, {"weights", "kv", "compute"}),
+        ({"cpu_experts": 3}, {"weights", "kv", "compute"}),
+        ({"kv_on": "CPU"}, {"weights", "compute"}),
+    ):
+        with TextModel(path, [CARD, "CPU"], n_ctx=64, **options) as model:  # type: ignore[arg-type]
+            assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
+            forecast, allocated = model.memory
+            assert forecast == allocated
+            assert {use.kind for use in allocated if use.device == CARD} == kinds
+            assert allocated.total(CARD) <= options.get("memory_limits", {CARD: full})[CARD]  # type: ignore
+            assert model.scheduler is not None
+            attends = {p.device for p in model.scheduler.placement if p.op == "FLASH_ATTN_EXT"}
+            assert attends == {"CPU"} if "kv_on" in options else CARD in attends
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(models: Callable[..., Path]) -> None:
+    with pytest.raises(AllocationError, match=r"does not fit: OpenCL0 needs [\d,]+ bytes and has 1,000; `gg"):
+        TextModel(models(), [CARD], n_ctx=64, memory_limits={CARD: 1000})
+    with pytest.raises(AllocationError, match="OpenCL0 needs") as caught:
+        TextModel(models(), [CARD, "CPU"], n_ctx=64, gpu_layers=5, memory_limits={CARD: 1000})
+    assert caught.value.asked > caught.value.free == 1000
+    with pytest.raises(AllocationError, match="CPU needs"):
+        TextModel(models(), ["CPU"], n_ctx=64, memory_limits={"CPU": 1000})
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        (
+            {"memory_limits": {"CUDA9": 1}},
+            "memory_limits: 'CUDA9' is no device of the model; they are OpenCL0",
+        ),
+        ({"kv_on": "CUDA9"}, "kv_on: 'CUDA9' is no device of the model: OpenCL0, CPU"),
+        ({"cpu_experts": True}, "cpu_experts: llama has no experts"),
+    ],
+)
+def test_wrong_wishes(models: Callable[..., Path], wish: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        TextModel(models(), [CARD, "CPU"], **wish)
+    with pytest.raises(ArgumentError, match="cpu_experts is -1; give True, or 0 or more"):
+        TextModel(models("qwen3moe"), [CARD, "CPU"], cpu_experts=-1)
+    with pytest.raises(ArgumentError, match="cpu_experts: none of OpenCL0 is a processor; add CPU"):
+        TextModel(models("qwen3moe"), [CARD], cpu_experts=True)
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) -> None:
+    path = str(models("qwen3moe"))
+    assert run(["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--cpu-experts"]) == 0
+    text = capsys.readouterr().out
+    assert f"{CARD}: layers 0-4, the output; each token reads" in text
+    assert "CPU: experts of layers 0-4, the embeddings; each token reads" in text
+    assert run(["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--json", "--kv-on", "CPU"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["layers"] == {CARD: "0-4", "CPU": ""} and found["kv_on"] == "CPU"
+    with open_planner(Path(path), [CARD, "CPU"], Wishes(kv_on="CPU"), 256) as planner:
+        assert found["memory"] == planner.forecast(planner.asked).as_list()
+    assert found["per_token"][CARD]["copied"] > N_LAYER * 256 * 4  # what attention gives
+
+
+def test_the_command_tells_what_would_fit(models: Callable[..., Path], capsys: Any) -> None:
+    path = str(models())
+    _, found = planned(Path(path), {}, n_ctx=4096, gpu_layers=4)
+    limit = found.table.total(CARD)
+    asked = ["fit", path, "-d", f"{CARD},CPU", "--ctx", "4096", "--memory", f"{CARD}={limit}", "--json"]
+    assert run([*asked, "--gpu-layers", "5"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"] and told["lacks"][CARD] == told["total"][CARD] - limit > 0
+    (advice,) = (a for a in told["would_fit"] if a.startswith("--gpu-layers"))
+    assert advice == "--gpu-layers 4"
+    assert run([*asked, *advice.split()]) == 0
+    assert run(["fit", path, "-d", CARD, "--memory", f"{CARD}=1KiB"]) == 1
+    text = capsys.readouterr().out
+    assert f"does not fit: {CARD} lacks" in text and "nothing fits: name further devices" in text
+    small = [*asked[:4], "--ctx", "100000", "--kv-type", "f32", "--memory", f"{CARD}={8 * limit}", "--json"]
+    assert run([*small, "--gpu-layers", "5"]) == 1
+    told = json.loads(capsys.readouterr().out)["would_fit"]
+    for advice in told:
+        assert run([*small, "--gpu-layers", "5", *advice.split()]) == 0
+    assert any(a.startswith("--ctx") for a in told)
+
+
+@pytest.mark.parametrize("size", ["OpenCL0", "=1MiB", "OpenCL0=much", "OpenCL0=1XiB", "OpenCL0=-1"])
+def test_sizes_that_are_none(models: Callable[..., Path], capsys: Any, size: str) -> None:
+    assert run(["fit", str(models()), "--memory", size]) == 1
+    assert "give NAME=SIZE, as OpenCL0=200MiB" in capsys.readouterr().err
