@@ -14,7 +14,7 @@ from ggmlb.cli.frame import console
 from ggmlb.core.errors import ArgumentError, Error, one_line, shown
 
 COMMANDS: Final = (
-    "devices", "ops", "test", "bench", "compare", "generate", "fit", "chat", "perplexity", "show",
+    "devices", "ops", "test", "bench", "compare", "diff", "generate", "fit", "chat", "perplexity", "show",
     "quantize", "embed", "demo",
 )  # fmt: skip
 """Each is a function in the module of its name."""
@@ -43,7 +43,7 @@ def ggmlb(
       ggmlb test -d OpenCL0                  test a device against the CPU
       ggmlb generate -m model.gguf -p Once   generate text
       ggmlb bench                            measure devices
-      ggmlb compare -d CPU,OpenCL0 model.py:build   find the first node that differs
+      ggmlb diff -d CPU,OpenCL0 model.py:build   find the first node that differs
     """
 
 

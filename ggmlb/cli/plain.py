@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ggmlb.core.errors import readable_size, shown
@@ -26,6 +28,15 @@ def echo(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 def drop_output() -> None:
     """Redirect a broken standard output to null, so that Python does not flush it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def finite(item: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass or named tuple for JSON, which has no infinity and NaN: null."""
+    fields = item._asdict() if hasattr(item, "_asdict") else asdict(item)
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }
 
 
 def devices_and_reasons() -> tuple[list[Found], list[Unavailable]]:

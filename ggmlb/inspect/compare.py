@@ -171,7 +171,7 @@ def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Diff
     found: list[Difference] = []
 
     def note(index: int, node: Tensor, clone: Tensor) -> bool:
-        nmse, largest = _errors(node.to_numpy(), clone.to_numpy())
+        nmse, largest = errors(node.to_numpy(), clone.to_numpy())
         op = node.describe().split(" (")[0]
         found.append(Difference(index, node.name, op, nmse, largest))
         return True
@@ -180,8 +180,11 @@ def differences(backend1: Backend, backend2: Backend, graph: Graph) -> list[Diff
     return found
 
 
-def _errors(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[float, float]:
-    """Return the normalised mean squared error and the largest error."""
+def errors(reference: npt.NDArray[Any], values: npt.NDArray[Any]) -> tuple[float, float]:
+    """Return the normalised mean squared error and the largest error of values beside a reference.
+
+    They are infinite where only one of two elements is infinite or NaN, or only the reference is all 0.
+    """
     a, b = reference.astype(np.float64).reshape(-1), values.astype(np.float64).reshape(-1)
     finite = np.isfinite(a)
     same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -12,13 +12,25 @@ where its weights are.
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.embedder import BertEmbedder
 from ggmlb.models.folder import ModelFolder, default_model_dir, default_text_model
-from ggmlb.models.text import Adapter, Generation, LogitLens, Options, Perplexity, Session, TextModel
+from ggmlb.models.text import (
+    Adapter,
+    Comparison,
+    Differences,
+    Generation,
+    LogitLens,
+    Options,
+    Perplexity,
+    Session,
+    TextModel,
+)
 
 __all__ = [
     "Adapter",
     "BertConfig",
     "BertEmbedder",
     "BertGraph",
+    "Comparison",
+    "Differences",
     "Generation",
     "LogitLens",
     "ModelFolder",

@@ -55,8 +55,8 @@ ALLOWED = {
 }
 """Exceptions: (module, what it imports)."""
 
-BESIDE_PUBLIC_NAMES = ("ggmlb.core.errors", "ggmlb.inspect.html")
-"""What models may import besides public names: words of errors, and tables for notebooks."""
+BESIDE_PUBLIC_NAMES = ("ggmlb.core.errors", "ggmlb.inspect.compare", "ggmlb.inspect.html")
+"""What models may import besides public names: words and sizes of errors, and tables for notebooks."""
 
 Sources = Mapping[str, str]
 

@@ -1,6 +1,7 @@
 """Language models: tokens to logits and text, on any devices."""
 
 from ggmlb.models.text.adapter import Adapter
+from ggmlb.models.text.compare import Comparison, Differences
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.inside import LogitLens
 from ggmlb.models.text.model import TextModel
@@ -8,4 +9,14 @@ from ggmlb.models.text.perplexity import Perplexity
 from ggmlb.models.text.sampling import Options
 from ggmlb.models.text.session import Session
 
-__all__ = ["Adapter", "Generation", "LogitLens", "Options", "Perplexity", "Session", "TextModel"]
+__all__ = [
+    "Adapter",
+    "Comparison",
+    "Differences",
+    "Generation",
+    "LogitLens",
+    "Options",
+    "Perplexity",
+    "Session",
+    "TextModel",
+]

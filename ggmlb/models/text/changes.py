@@ -28,6 +28,8 @@ class Changes:
         steered: For each layer that is steered, the vector that is added to the hidden states after it,
             which is not 0.
         adapters: Those that are loaded.
+        resumed: A layer, and the hidden states after it of each token by its position: layers up to there
+            are not computed; `None`: all are.
     """
 
     def __init__(self, n_layer: int, n_embd: int) -> None:
@@ -35,11 +37,21 @@ class Changes:
         self._n_embd = n_embd
         self.steered: dict[int, npt.NDArray[np.float32]] = {}
         self.adapters: list[Adapter] = []
+        self.resumed: tuple[int, npt.NDArray[np.float32]] | None = None
 
     @property
     def key(self) -> Hashable:
-        """What tells graphs apart: the layers that are steered, and the adapters that are on."""
-        return tuple(sorted(self.steered)), self.active
+        """What tells graphs apart: steered layers, adapters that are on, the layer after which to go on."""
+        return tuple(sorted(self.steered)), self.active, self.resumed and self.resumed[0]
+
+    @contextmanager
+    def resuming(self, layer: int, states: npt.NDArray[np.float32]) -> Iterator[None]:
+        """Go on after a layer from given hidden states, shape `(n_tokens, n_embd)`."""
+        self.resumed = layer, states
+        try:
+            yield
+        finally:
+            self.resumed = None
 
     @property
     def active(self) -> tuple[Adapter, ...]:

@@ -105,7 +105,7 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         self._config = config
         self._weights = weights
         self._memory = memory
-        self._changes = changes
+        self.changes = changes
         self._runs: Runs[Hashable, Any] = Runs(backends, parallel=n_ubatch > 0)
         self._n_ubatch = n_ubatch
 
@@ -175,9 +175,16 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
     def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
         """Compute a batch, and add values of nodes."""
 
-    def _start(self, graph: Step, n: int, traced: Traced) -> None:
-        """Queue a graph; where nodes are traced, compute it, and add their values of the first `n` tokens."""
-        graph.set_changes(self._changes)
+    def _start(self, graph: Step, positions: npt.NDArray[np.int32], n: int, traced: Traced) -> None:
+        """Queue a graph; where nodes are traced, compute it, and add their values.
+
+        Args:
+            graph: With its inputs, except what is added.
+            positions: Those of its tokens.
+            n: Tokens of which values are added, the first ones.
+            traced: Where.
+        """
+        graph.set_changes(self.changes, positions)
         if not traced:
             self._runs.start(graph)
             return
@@ -201,11 +208,11 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
             part = np.zeros((N_OUT, self._config.n_embd), np.float32)
             part[: len(rows)] = states[start : start + N_OUT]
             graph: LensGraph = self._runs.get(
-                ("lens", self._changes.key),
-                lambda: LensGraph(self._config, self._weights, N_OUT, self._changes),
+                ("lens", self.changes.key),
+                lambda: LensGraph(self._config, self._weights, N_OUT, self.changes),
             )
             graph.states.set(part)
-            graph.set_changes(self._changes)
+            graph.set_changes(self.changes, np.zeros(0, np.int32))
             self._runs.start(graph)
             self._runs.wait()
             rows[:] = graph.logits.to_numpy().reshape(N_OUT, -1)[: len(rows)]
@@ -290,7 +297,8 @@ class Decoder(BaseDecoder[KvMemory]):
                 chosen = [i for i, token in enumerate(batch[start:end]) if token.wants_logits]
                 part = slice(start, end)
                 graph = self._graph(ids[part], sequences[part], positions[part], cells[part], chosen, n_kv)
-                self._start(graph, end - start, traced)
+                filled = _filled(positions[part], graph.ids.ne[0])
+                self._start(graph, filled, end - start, traced)
                 if chosen or not self._n_ubatch:
                     self._runs.wait()
                 if chosen:
@@ -303,9 +311,9 @@ class Decoder(BaseDecoder[KvMemory]):
 
     def _new_graph(self, n_tokens: int, n_out: int, n_kv: int) -> TextGraph:
         sizes = (n_tokens, n_out, n_kv)
-        graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self._changes)
+        graph = TextGraph(self._config, self._weights, self._memory, *sizes, self._cache, self.changes)
         if self._kv_home is not None:
-            for layer in range(self._config.n_layer):
+            for layer in graph.layers:
                 heads = graph.named[f"blk.{layer}.attn_heads"].tensor
                 self._runs.scheduler.set_tensor_backend(heads, self._kv_home)
         return graph
@@ -334,7 +342,7 @@ class Decoder(BaseDecoder[KvMemory]):
         filled = _filled(sequences, n_tokens, FREE), _filled(positions, n_tokens)
         spare = memory.n_cells + np.arange(n_tokens - n)
         sizes = (n_tokens, n_out, n_kv)
-        graph: TextGraph = self._runs.get((*sizes, self._changes.key), lambda: self._new_graph(*sizes))
+        graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
         graph.set_inputs(
             _filled(ids, n_tokens),
             filled[1],

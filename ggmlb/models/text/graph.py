@@ -74,8 +74,8 @@ class TextGraph(Step):
         self.mask = self._input("mask", DType.F16, n_kv, n_tokens)
         self.window_mask = self._input("window_mask", DType.F16, n_kv, n_tokens) if config.window else None
         self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
-        x = self._embed(self.ids)
-        for layer in range(config.n_layer):
+        x = self._begin(self.ids)
+        for layer in self.layers:
             x = self._layer(layer, x, memory, is_last=layer == config.n_layer - 1)
         self.hidden, self.logits = self._head(x)
 
@@ -88,7 +88,8 @@ class TextGraph(Step):
         chosen: npt.NDArray[np.int32],
     ) -> None:
         """Write the inputs; `masks` are that for all tokens and, if the model has windows, that for these."""
-        self.ids.set(ids)
+        if self.layers.start == 0:
+            self.ids.set(ids)
         self.positions.set(positions)
         self.cells.set(cells)
         self.mask.set(masks[0])

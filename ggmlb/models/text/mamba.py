@@ -57,8 +57,8 @@ class MambaGraph(Step):
         self.ids = self._input("ids", DType.I32, n)
         self.slots = self._input("slots", DType.I32, n_sequences)
         self.chosen = self._input("chosen", DType.I32, n_out) if 0 < n_out < n else None
-        x = self._embed(self.ids)
-        for layer in range(config.n_layer):
+        x = self._begin(self.ids)
+        for layer in self.layers:
             y = self._mix(layer, self._norm(f"blk.{layer}.attn_norm", x), memory)
             if layer == config.n_layer - 1 and self.chosen is not None:
                 y, x = ctx.get_rows(y, self.chosen), ctx.get_rows(x, self.chosen)
@@ -72,7 +72,8 @@ class MambaGraph(Step):
         self, ids: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], chosen: npt.NDArray[np.int32]
     ) -> None:
         """Write the inputs."""
-        self.ids.set(ids)
+        if self.layers.start == 0:
+            self.ids.set(ids)
         self.slots.set(slots)
         if self.chosen is not None:
             self.chosen.set(chosen)

@@ -21,6 +21,15 @@ from ggmlb.models.layers import EMBEDDINGS, Layers
 from ggmlb.models.memory_table import ModelMemory
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
+from ggmlb.models.text.compare import (
+    LIMIT,
+    Comparison,
+    Differences,
+    check_alike,
+    compare,
+    node_differences,
+    token_difference,
+)
 from ggmlb.models.text.decoder import Array, Floats
 from ggmlb.models.text.fit import Wishes, open_planner
 from ggmlb.models.text.generation import Engine, Generation, Request
@@ -280,7 +289,7 @@ class TextModel(ModelOnDevices):
         asked = list(known if layers is None else layers)
         if not asked or not set(asked) <= set(known):
             raise ArgumentError(f"logit_lens: layers {asked}; give some of 0 to {known[-1]}")
-        return lens(self._engine, tokens, asked, lambda token: self.vocabulary.decode([token], special=True))
+        return lens(self._engine, tokens, asked, self._text_of)
 
     def steering(
         self, vectors: Mapping[int, npt.ArrayLike], scale: float = 1.0
@@ -339,6 +348,77 @@ class TextModel(ModelOnDevices):
         self._resources.callback(adapter.close)
         adapters.append(adapter)
         return adapter
+
+    def compare(
+        self,
+        other: TextModel,
+        text: str,
+        n_ctx: int = 512,
+        max_tokens: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Comparison:
+        """Return how far another model is from this one, as a quantisation of it, over a text.
+
+        Args:
+            other: A model with the same layers and vocabulary.
+            text: At least a token; each chunk of it is computed by itself.
+            n_ctx: Tokens of a chunk.
+            max_tokens: Most tokens.
+            progress: `progress(done, total)`, told after each chunk.
+
+        Raises:
+            ArgumentError: The models differ in more than their weights, or a chunk does not fit `n_ctx`.
+            FreedError: A model was closed.
+        """
+        tokens = self._common_tokens("compare", other, text)[:max_tokens]
+        if not tokens or n_ctx < 1:
+            raise ArgumentError(f"compare: max_tokens is {max_tokens}, n_ctx {n_ctx}; give 1 or more")
+        first = self.vocabulary.bos if self.vocabulary.adds_bos else None
+        engines = self._engine, other._engine
+        return compare(*engines, tokens, self.config, min(n_ctx, self.n_ctx, other.n_ctx), first, progress)
+
+    def differences(
+        self, other: TextModel, prompt: Prompt, max_tokens: int = 0, limit: float = LIMIT
+    ) -> Differences:
+        """Return where another model parts from this one, as the same file on another device.
+
+        Args:
+            other: A model with the same layers and vocabulary.
+            prompt: As for `generate`.
+            max_tokens: Tokens to generate, each the likeliest one, to find the first that differs; 0: none.
+            limit: NMSE above which a node differs.
+
+        Raises:
+            ArgumentError: The models differ in more than their weights, or the prompt is empty or does not
+                fit `n_ctx`.
+            FreedError: A model was closed.
+        """
+        tokens = self._common_tokens("differences", other, prompt)
+        engines = self._engine, other._engine
+        nodes = node_differences(*engines, tokens, limit)
+        if not max_tokens:
+            return Differences(limit, nodes)
+        options = Options(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        ours, theirs = (model.generate(tokens, options).tokens for model in (self, other))
+        parted = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        place = next(parted, None)
+        if place is None:
+            return Differences(limit, nodes)
+        so_far, chosen = tokens + ours[:place], (ours[place], theirs[place])
+        token = token_difference(*engines, so_far, chosen, place, self._text_of, self.config.n_layer)
+        return Differences(limit, nodes, token)
+
+    def _common_tokens(self, call: str, other: TextModel, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt, which must be the same for both models."""
+        other._check(call)
+        check_alike(self.config, other.config)
+        tokens = self.tokens_of(prompt)
+        if other.tokens_of(prompt) != tokens:
+            raise ArgumentError(f"{call}: the models have other vocabularies; give two files of one model")
+        return tokens
+
+    def _text_of(self, token: int) -> str:
+        return self.vocabulary.decode([token], special=True)
 
     # -- generation ----------------------------------------------------------------------------
 

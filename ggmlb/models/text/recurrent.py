@@ -126,7 +126,7 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
         traced: Traced,
     ) -> dict[int, Floats]:
         """Compute equally many tokens of some sequences; return rows by their places in the batch."""
-        memory, config, changes = self._memory, self._config, self._changes
+        memory, config, changes = self._memory, self._config, self.changes
         n_tokens = len(next(iter(step.values())))
         n_sequences = 1 << (len(step) - 1).bit_length()
         n = n_tokens * n_sequences
@@ -144,7 +144,9 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
             (*sizes, changes.key), lambda: MambaGraph(config, self._weights, memory, *sizes, changes)
         )
         graph.set_inputs(ids, slots, chosen)
-        self._start(graph, n, traced)
+        positions = np.zeros(n, np.int32)
+        positions[: len(places)] = [batch[i].position for i in places]
+        self._start(graph, positions, n, traced)
         if n_out or not self._n_ubatch:
             self._runs.wait()
         for sequence in step:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb import Context, DType, Graph, Tensor
 
@@ -42,6 +43,7 @@ class Step:
     Attributes:
         graph: What to compute.
         named: Nodes by name, in the order in which they are computed.
+        layers: The layers that are computed.
     """
 
     def __init__(
@@ -56,11 +58,21 @@ class Step:
             layer: self._input(f"steering_{layer}", DType.F32, config.n_embd)
             for layer in (changes.steered if changes else ())
         }
+        self._states: Tensor | None = None
+        start = changes.resumed[0] + 1 if changes and changes.resumed else 0
+        self.layers = range(start, config.n_layer)
         self._adapters = changes.active if changes else ()
         self._multipliers: dict[tuple[Adapter, int], Tensor] = {}
 
-    def set_changes(self, changes: Changes) -> None:
-        """Write what is added, of the layers and adapters that the graph was built for."""
+    def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32]) -> None:
+        """Write what is added, of the layers and adapters that the graph was built for.
+
+        Args:
+            changes: Values.
+            positions: Those of the graph's tokens in their sequences.
+        """
+        if self._states is not None and changes.resumed is not None:
+            self._states.set(changes.resumed[1][positions])
         for layer, tensor in self._steering.items():
             if tensor.buffer is not None:  # no node reads it where no output is computed
                 tensor.set(changes.steered[layer])
@@ -78,6 +90,13 @@ class Step:
         x.name = name
         self.named[name] = Node(x, row or (x.ne[0],))
         return x
+
+    def _begin(self, ids: Tensor) -> Tensor:
+        """The hidden states before the first layer that is computed."""
+        if not self.layers.start:
+            return self._embed(ids)
+        self._states = self._input("states", DType.F32, self._config.n_embd, ids.ne[0])
+        return self._states
 
     def _embed(self, ids: Tensor) -> Tensor:
         ctx, weight = self._ctx, "token_embd.weight"

@@ -1,4 +1,4 @@
-"""`ggmlb compare`: the table, the first node that differs, the programs that it takes, its errors."""
+"""`ggmlb diff`: the table, the first node that differs, the programs that it takes, its errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def program(tmp_path):
 @pytest.fixture
 def told(capsys):
     def told(*args: str):
-        status = main(["compare", *args])
+        status = main(["diff", *args])
         output = capsys.readouterr()
         return status, output.out, output.err
 

@@ -1,0 +1,304 @@
+"""`ggmlb diff`: the first node at which two devices differ, in a program or a language model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from ggmlb.cli import diff_models, plain
+from ggmlb.cli.frame import console
+from ggmlb.cli.options import JsonOption, complete_devices, device_names
+from ggmlb.core.errors import ArgumentError, Error
+
+if TYPE_CHECKING:
+    from ggmlb.core.graph import Graph
+    from ggmlb.core.tensor import Tensor
+    from ggmlb.inspect.compare import Difference
+    from ggmlb.interface import Backend
+    from ggmlb.testing.programs import Case
+
+LIMIT = 1e-5
+"""NMSE above which a node differs, far above rounding errors; a golden program may allow more."""
+
+RIGHT = ("#", "NMSE", "Max error", "Nodes", "Worst NMSE")
+"""Columns of numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program to compare.
+
+    Attributes:
+        name: For the table.
+        limit: The allowed NMSE.
+        graph: Its graph, unplaced tensors included.
+        fill: Writes the inputs of the placed graph.
+    """
+
+    name: str
+    limit: float
+    graph: Graph
+    fill: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of a program: its nodes, or why it was not computed."""
+
+    program: str
+    nodes: list[Difference]
+    limit: float
+    skipped: str = ""
+
+    @property
+    def first(self) -> Difference | None:
+        """The first node that differs."""
+        return next((d for d in self.nodes if not d.nmse <= self.limit), None)
+
+
+def diff(
+    program: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PROGRAM",
+            help="A language model, a GGUF file. Or a program: a folder or .jsonl file of golden programs, "
+            "or FILE.py[:FUNCTION] or MODULE:FUNCTION, a function that returns a Graph, or a Graph and a "
+            "dict of its leafs' values by name.",
+        ),
+    ],
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices",
+            "-d",
+            metavar="A,B",
+            help="The two devices; A is the reference.",
+            autocompletion=complete_devices,
+        ),
+    ],
+    pattern: Annotated[
+        str,
+        typer.Option("--pattern", "-p", metavar="REGEX", help="Only golden programs whose id contains this."),
+    ] = "",
+    nmse: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Error above which a node differs; by default {LIMIT:g} or the program's, 0.01 of models."
+        ),
+    ] = None,
+    prompt: Annotated[str, typer.Option("--prompt", help="What a model computes.")] = "",
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-tokens", "-n", help="Tokens that a model generates, to find one that differs.", min=0
+        ),
+    ] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute a model or program on two devices, node by node, and show the first difference.
+
+    The status is 1 if they differ. Leafs of programs without values get random numbers, integers 0. A model's
+    ops that B declines run on the CPU.
+
+    Examples:
+      ggmlb diff -d CPU,LLVM model.gguf --max-tokens 64
+      ggmlb diff -d CPU,OpenCL0 model.py:build
+      ggmlb diff -d CPU,OpenCL0 tests/golden/programs -p rope
+    """
+    import ggmlb
+
+    names = device_names(devices)
+    if len(names) != 2:
+        raise ArgumentError(f"--devices {devices}: give two devices, as CPU,OpenCL0")
+    if program.endswith(".gguf"):
+        if diff_models.diff(Path(program), names, prompt, max_tokens, nmse, as_json):
+            raise typer.Exit(1)
+        return
+    programs = list(_programs(program, pattern))
+    with ggmlb.init_by_name(names[0]) as a, ggmlb.init_by_name(names[1]) as b:
+        if len(programs) == 1:
+            done = [_compared(programs[0], a, b, nmse)]
+        else:
+            done = [_compared_if_supported(p, a, b, nmse) for p in programs]
+    if as_json:
+        plain.echo(json.dumps([_as_data(c) for c in done], indent=1))
+    elif len(done) == 1:
+        _print_nodes(done[0], names)
+    else:
+        _print_programs(done, names)
+    if any(c.first is not None for c in done):
+        raise typer.Exit(1)
+
+
+# -- computing -------------------------------------------------------------------------------------
+
+
+def _compared(program: Program, a: Backend, b: Backend, nmse: float | None) -> Comparison:
+    from ggmlb import Context, alloc_ctx_tensors
+    from ggmlb.inspect.compare import differences
+
+    ctx = Context()
+    ctx.tensors = [t for t in program.graph if t.buffer is None]
+    with alloc_ctx_tensors(ctx, a):
+        program.fill()
+        found = differences(a, b, program.graph)
+    return Comparison(program.name, found, program.limit if nmse is None else nmse)
+
+
+def _compared_if_supported(program: Program, a: Backend, b: Backend, nmse: float | None) -> Comparison:
+    for node in program.graph.nodes:
+        for backend in (a, b):
+            why = backend.device.declines(node)
+            if why is not None:
+                return Comparison(program.name, [], 0, f"{backend.name} declines {node.describe()}: {why}")
+    return _compared(program, a, b, nmse)
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def _programs(text: str, pattern: str) -> Iterable[Program]:
+    path = Path(text)
+    if path.is_dir() or path.suffix == ".jsonl":
+        from ggmlb.testing.programs import load_cases
+
+        try:
+            wanted = re.compile(pattern)
+        except re.error as error:
+            raise ArgumentError(f"--pattern {pattern}: {error}") from None
+        cases = [case for case in load_cases(path) if wanted.search(case.id)]
+        if not cases:
+            raise ArgumentError(f"diff: no program in {text} has an id that contains {pattern!r}")
+        return map(_golden, cases)
+    return [_own(text)]
+
+
+def _golden(case: Case) -> Program:
+    built = case.build()
+
+    def fill() -> None:
+        for leaf in case.leafs:
+            if built.tensors[leaf.name].buffer is not None:  # some give only their shape
+                built.tensors[leaf.name].set(leaf.data)
+
+    return Program(case.id, max(case.nmse, LIMIT), built.graph, fill)
+
+
+def _own(text: str) -> Program:
+    """Return the program built by a user's function."""
+    from ggmlb import Graph
+
+    where, _, name = text.rpartition(":") if ":" in text else (text, "", "graph")
+    try:
+        function = getattr(_module(where), name, None)
+        if not callable(function):
+            raise ArgumentError(f"diff: {where} has no function {name!r}; give FILE.py:FUNCTION")
+        made = function()
+    except Error:
+        raise
+    except Exception as error:  # whatever a user's program may raise
+        raise ArgumentError(f"diff: {text} failed: {type(error).__name__}: {error}") from error
+    graph, values = made if isinstance(made, tuple) else (made, {})
+    if not isinstance(graph, Graph):
+        raise ArgumentError(
+            f"diff: {text} returned {type(graph).__name__}; return a Graph, or a Graph and a dict"
+        )
+    fresh = [leaf for leaf in graph.leafs if leaf.buffer is None]
+    return Program(text, LIMIT, graph, lambda: _fill(fresh, values))
+
+
+def _module(where: str) -> ModuleType:
+    path = Path(where)
+    if path.suffix != ".py":
+        return importlib.import_module(where)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ArgumentError(f"diff: there is no file {where}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fill(leafs: list[Tensor], values: Mapping[str, Any]) -> None:
+    unknown = set(values) - {leaf.name for leaf in leafs}
+    if unknown:
+        raise ArgumentError(f"diff: values for {sorted(unknown)}, but no unplaced leaf has that name")
+    random = np.random.default_rng(0)
+    for leaf in leafs:
+        if leaf.name in values:
+            leaf.set_array(values[leaf.name])
+        elif leaf.dtype.is_quantized or leaf.dtype.numpy.kind not in "iub":
+            leaf.set_array(random.standard_normal(leaf.shape, np.float32))
+        else:
+            leaf.memset(0)
+
+
+# -- telling ---------------------------------------------------------------------------------------
+
+
+def _as_data(comparison: Comparison) -> dict[str, Any]:
+    first = comparison.first
+    return {
+        "program": comparison.program,
+        "limit": comparison.limit,
+        "skipped": comparison.skipped or None,
+        "first_difference": None if first is None else first.index,
+        "nodes": [plain.finite(d) for d in comparison.nodes],
+    }
+
+
+def _print_nodes(comparison: Comparison, names: list[str]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{comparison.program}: {names[1]} against {names[0]}", title_justify="left")
+    for header in ("#", "Node", "Computes", "NMSE", "Max error", ""):
+        table.add_column(header, justify="right" if header in RIGHT else "left", no_wrap=True)
+    first = comparison.first
+    for d in comparison.nodes:
+        differs = not d.nmse <= comparison.limit
+        mark = "<- first difference" if d is first else "differs" if differs else ""
+        style = "bold red" if d is first else "red" if differs else None
+        row = (str(d.index), d.node, d.op, f"{d.nmse:.1e}", f"{d.max_error:.1e}", mark)
+        table.add_row(*(_plain(cell) for cell in row), style=style)
+    out = console()
+    out.print(table)
+    n = sum(not d.nmse <= comparison.limit for d in comparison.nodes)
+    out.print(f"{n} of {len(comparison.nodes)} nodes differ by an NMSE above {comparison.limit:g}")
+
+
+def _print_programs(done: list[Comparison], names: list[str]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{names[1]} against {names[0]}", title_justify="left")
+    for header in ("Program", "Nodes", "Worst NMSE", "First difference"):
+        table.add_column(header, justify="right" if header in RIGHT else "left")
+    for c in done:
+        first = c.first
+        worst = max((d.nmse for d in c.nodes), default=0.0)
+        told = c.skipped
+        if first is not None:
+            told = f"node {first.index}: {first.op} {first.node}, NMSE {first.nmse:.1e}"
+        cells = (c.program, str(len(c.nodes)), "-" if c.skipped else f"{worst:.1e}", told)
+        style = "dim" if c.skipped else "red" if first else None
+        table.add_row(*(_plain(cell) for cell in cells), style=style)
+    out = console()
+    out.print(table)
+    n_skipped = sum(bool(c.skipped) for c in done)
+    n = sum(c.first is not None for c in done)
+    out.print(f"{n} of {len(done) - n_skipped} programs differ; {n_skipped} not computed")
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,235 @@
+"""Two models beside each other: what a quantisation changes, and where two devices part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.errors import ArgumentError
+from ggmlb.inspect.compare import errors
+from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.decoder import ATTENTION, Array
+from ggmlb.models.text.generation import Engine
+from ggmlb.models.text.inside import traced, traced_parts
+
+LIMIT = 1e-2
+"""NMSE above which two devices part by default, above what activations rounded to 8 bits lead to."""
+
+N_LAYERS = 4
+"""Layers whose nodes are traced together, so that few values are held."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far another model is from a reference, over the tokens of a text.
+
+    Attributes:
+        n_tokens: Tokens that were computed.
+        layers: For each layer, the NMSE of the hidden states after it: the mean over tokens of the squared
+            difference over the reference's square.
+        divergences: Of each token's predictions, the Kullback-Leibler divergence from the reference's [nat].
+        same_top: The share of tokens after which both find the same token likeliest.
+    """
+
+    n_tokens: int
+    layers: list[float]
+    divergences: npt.NDArray[np.float64]
+    same_top: float
+
+    def divergence(self, share: float = 0.5) -> float:
+        """Return the divergence that this share of the tokens does not exceed; 0.5: the median [nat]."""
+        return float(np.quantile(self.divergences, share))
+
+
+def compare(
+    reference: Engine,
+    other: Engine,
+    tokens: Sequence[int],
+    config: TextConfig,
+    n_ctx: int,
+    first: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> Comparison:
+    """Compare two models over a text, see `TextModel.compare`."""
+    layers = [f"blk.{i}.out" for i in range(config.n_layer)]
+    sums = np.zeros(config.n_layer)
+    divergences: list[npt.NDArray[np.float64]] = []
+    n_same = n_done = 0
+    for start in range(0, len(tokens), n_ctx):
+        chunk = list(tokens[start : start + n_ctx])
+        if first is not None:
+            chunk[0] = first
+        pairs = zip(
+            *(traced_parts(engine, chunk, [*layers, "logits"]) for engine in (reference, other)), strict=True
+        )
+        for ours, theirs in pairs:
+            for i, name in enumerate(layers):
+                a, b = (found[name].astype(np.float64) for found in (ours, theirs))
+                sums[i] += (np.square(b - a).sum(axis=-1) / np.square(a).sum(axis=-1)).sum()
+            logs = _log_probs(ours["logits"]), _log_probs(theirs["logits"])
+            divergences.append((np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=-1))
+            n_same += int((logs[0].argmax(axis=-1) == logs[1].argmax(axis=-1)).sum())
+        n_done += len(chunk)
+        if progress is not None:
+            progress(n_done, len(tokens))
+    return Comparison(n_done, (sums / n_done).tolist(), np.concatenate(divergences), n_same / n_done)
+
+
+def _log_probs(logits: Array) -> npt.NDArray[np.float64]:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    return x
+
+
+class NodeDifference(NamedTuple):
+    """The values of a node in two models.
+
+    Attributes:
+        name: Of the node, as in a trace.
+        nmse: Mean squared difference over the mean square of the reference's values.
+        max_error: The largest difference of two elements.
+        token: The place in the prompt of the token where that is.
+        element: The place of the element in the token's values.
+        values: The reference's value there, and the other's.
+    """
+
+    name: str
+    nmse: float
+    max_error: float
+    token: int
+    element: int
+    values: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TokenDifference:
+    """The first token that two models choose otherwise, each the likeliest one.
+
+    Attributes:
+        place: How many tokens both had generated before.
+        tokens: The reference's token, and the other's.
+        texts: What they say; empty for the end of the text.
+        margins: By how much the reference's token has the larger logit, in the reference and in the other.
+        layer: The layer that caused it: the first one after which the reference's hidden states, put in
+            place of the other's, make the other prefer the reference's token; `None`: the output did.
+    """
+
+    place: int
+    tokens: tuple[int, int]
+    texts: tuple[str, str]
+    margins: tuple[float, float]
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Where two models part, see `TextModel.differences`.
+
+    Attributes:
+        limit: The NMSE above which a node differs.
+        nodes: The nodes in order, up to the layers of the first one that differs.
+        token: The first token that differs; `None` where none does, or none was asked for.
+    """
+
+    limit: float
+    nodes: list[NodeDifference]
+    token: TokenDifference | None = None
+
+    @property
+    def first(self) -> NodeDifference | None:
+        """The first node that differs; `None` where none does."""
+        return next((d for d in self.nodes if not d.nmse <= self.limit), None)
+
+
+def node_differences(
+    reference: Engine, other: Engine, tokens: Sequence[int], limit: float
+) -> list[NodeDifference]:
+    """Return the differences of the nodes in order, up to the layers of the first one above a limit."""
+    found: list[NodeDifference] = []
+    for names in _groups(reference.decoder.names()):
+        values = [traced(engine, tokens, names) for engine in (reference, other)]
+        found += [_difference(name, values[0][name], values[1][name]) for name in names]
+        if any(not d.nmse <= limit for d in found):
+            break
+    return found
+
+
+def _groups(names: Sequence[str]) -> Iterator[list[str]]:
+    """Cut names into those of a few layers each, without attention weights, which no node forms."""
+    group: list[str] = []
+    layers: set[str] = set()
+    for name in names:
+        layer = name.rpartition(".")[0]
+        if layer not in layers and len(layers) == N_LAYERS:
+            yield group
+            group, layers = [], set()
+        layers.add(layer)
+        if not name.endswith(ATTENTION):
+            group.append(name)
+    yield group
+
+
+def _difference(name: str, a: Array, b: Array) -> NodeDifference:
+    nmse, largest = errors(a, b)
+    apart = np.abs(b.astype(np.float64) - a).reshape(len(a), -1)
+    token, element = np.unravel_index(int(np.nan_to_num(apart, nan=np.inf).argmax()), apart.shape)
+    at = int(token), int(element)
+    values = float(a.reshape(len(a), -1)[at]), float(b.reshape(len(b), -1)[at])
+    return NodeDifference(name, nmse, largest, *at, values)
+
+
+def token_difference(
+    reference: Engine,
+    other: Engine,
+    tokens: Sequence[int],
+    chosen: tuple[int, int],
+    place: int,
+    text_of: Callable[[int], str],
+    n_layer: int,
+) -> TokenDifference:
+    """Return why two models choose other tokens after the same ones.
+
+    Args:
+        reference: The reference.
+        other: The other.
+        tokens: The prompt, and what both have generated.
+        chosen: The reference's token, and the other's.
+        place: How many tokens were generated.
+        text_of: The text of a token.
+        n_layer: Layers of the models.
+    """
+    names = [f"blk.{i}.out" for i in range(n_layer)]
+    states = traced(reference, tokens, names)
+
+    def margin(engine: Engine) -> float:
+        logits = engine.each(tokens, engine.decoder.decode)[-1].astype(np.float64)
+        return float(logits[chosen[0]] - logits[chosen[1]])
+
+    def is_mended(layer: int) -> bool:
+        if layer == n_layer - 1:
+            last = other.decoder.lens(states[names[layer]][-1:])[0]
+            return bool(last[chosen[0]] > last[chosen[1]])
+        with other.decoder.changes.resuming(layer, states[names[layer]]):
+            return margin(other) > 0
+
+    margins = margin(reference), margin(other)
+    found = next((layer for layer in range(n_layer) if is_mended(layer)), None)
+    texts = text_of(chosen[0]), text_of(chosen[1])
+    return TokenDifference(place, chosen, texts, margins, found)
+
+
+def check_alike(a: TextConfig, b: TextConfig) -> None:
+    """Raise unless two models have the same layers and vocabulary.
+
+    Raises:
+        ArgumentError: They have not.
+    """
+    facts = [(c.name, c.n_layer, c.n_embd, c.n_vocab) for c in (a, b)]
+    if facts[0] != facts[1]:
+        told = ("{} of {} layers, {} elements, {} tokens".format(*fact) for fact in facts)
+        raise ArgumentError(f"these models are no variants of one: {' and '.join(told)}")
