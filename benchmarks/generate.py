@@ -1,4 +1,4 @@
-"""Text generation on the LLVM device beside llama.cpp (PyPI `xllamacpp`), by turns in one run.
+"""Text generation on a device (LLVM) beside llama.cpp (PyPI `xllamacpp`), by turns in one run.
 
 Two processes take turns with the same file, the same prompts and as many threads; the idle one sleeps.
 `prefill` is a prompt of 512 tokens, `decode` 32 tokens after 32 and after 512. A ratio is our tokens per
@@ -8,7 +8,7 @@ what two threads read per second in the same run. `first` is the time of a new p
 after a prompt of 32, ours by llama.cpp's, from installed bytecode and cached kernels; `peak` the same of
 resident memory after all rounds.
 
-    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,random:q4_K_M,...]
+    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,random:q4_K_M,...] [--device D]
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def prompt_of(n: int) -> list[int]:
 
 
 class Ours:
-    """ggmlb on the LLVM device."""
+    """ggmlb on a device."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str, threads: int, device: str) -> None:
         from ggmlb.models import TextModel
 
-        self._model = TextModel(path, ["LLVM", "CPU"], n_ctx=N_CTX, threads=threads)
+        self._model = TextModel(path, [device, "CPU"], n_ctx=N_CTX, threads=threads)
 
     def run(self, n_prompt: int, n_tokens: int) -> tuple[float, float]:
         """Tokens per second of the prompt and of what follows it."""
@@ -58,7 +58,7 @@ class Ours:
 class LlamaCpp:
     """llama.cpp, as PyPI ships it."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str, threads: int, device: str = "") -> None:
         import xllamacpp
 
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -85,9 +85,9 @@ class LlamaCpp:
 LIBRARIES = {"ours": Ours, "llama.cpp": LlamaCpp}
 
 
-def play(name: str, path: str, threads: int, pipe: Connection) -> None:
+def play(name: str, path: str, threads: int, device: str, pipe: Connection) -> None:
     """Answer `(n_prompt, n_tokens)` with tokens per second and the peak of memory [bytes]."""
-    model = LIBRARIES[name](path, threads)
+    model = LIBRARIES[name](path, threads, device)
     pipe.send(None)
     while (task := pipe.recv()) is not None:
         found = model.run(*task)
@@ -135,19 +135,19 @@ def token_nbytes(path: str, depth: int) -> int:
 
 FIRST = {
     "ours": "import sys; from ggmlb.cli import main; main(['generate', '-m', sys.argv[1], '--prompt-tokens', "
-    "sys.argv[3], '-n', '1', '-t', sys.argv[2], '-d', 'LLVM,CPU', '--ctx', '1024', '--json'])",
+    "sys.argv[3], '-n', '1', '-t', sys.argv[2], '-d', f'{sys.argv[4]},CPU', '--ctx', '1024', '--json'])",
     "llama.cpp": "import os, sys; sys.path.insert(0, 'benchmarks'); import generate; "
     "m = generate.LlamaCpp(sys.argv[1], int(sys.argv[2])); m.run(32, 1); os._exit(0)",
 }
 
 
-def first_token_s(name: str, path: str, threads: int) -> float:
+def first_token_s(name: str, path: str, threads: int, device: str) -> float:
     """Time of a new process until it has ended after one token [s]."""
     ids = ",".join(map(str, prompt_of(32)))
     as_installed = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     start = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-c", FIRST[name], path, str(threads), ids],
+        [sys.executable, "-c", FIRST[name], path, str(threads), ids, device],
         check=True,
         env=as_installed,
         stdout=subprocess.DEVNULL,
@@ -155,14 +155,14 @@ def first_token_s(name: str, path: str, threads: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(path: str, rounds: int, threads: int) -> dict[str, dict[str, list[float]]]:
+def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict[str, list[float]]]:
     """Return figures of each library, by rounds."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}
     processes = []
     for name in LIBRARIES:
         pipes[name], other = context.Pipe()
-        processes.append(context.Process(target=play, args=(name, path, threads, other), daemon=True))
+        processes.append(context.Process(target=play, args=(name, path, threads, device, other), daemon=True))
         processes[-1].start()
         pipes[name].recv()
     tasks = {"prefill": (N_PROMPT, 1)} | {f"decode {depth}": (depth, N_TOKENS) for depth in DEPTHS}
@@ -181,7 +181,7 @@ def measure(path: str, rounds: int, threads: int) -> dict[str, dict[str, list[fl
         process.join()
     for i in range(rounds + 1):
         for name in LIBRARIES:
-            first_s = first_token_s(name, path, threads)
+            first_s = first_token_s(name, path, threads, device)
             if i:  # the first writes bytecode
                 found[name].setdefault("first", []).append(first_s)
     return found
@@ -210,7 +210,10 @@ def main() -> None:
     parser.add_argument(
         "--models", default="", help="GGUF files, random:TYPE; the installed SmolLM2 by default"
     )
-    parser.add_argument("--save", action="store_true", help="write results/generate.md")
+    parser.add_argument("--device", default="LLVM", help="ours")
+    parser.add_argument(
+        "--save", action="store_true", help="write results/generate.md, or generate_DEVICE.md"
+    )
     args = parser.parse_args()
     bandwidth = read_bandwidth(args.threads)
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
@@ -224,7 +227,7 @@ def main() -> None:
 
         args.models = str(default_text_model())
     for path in map(file_of, args.models.split(",")):
-        found = measure(path, args.rounds, args.threads)
+        found = measure(path, args.rounds, args.threads, args.device)
         ours, theirs = found["ours"], found["llama.cpp"]
         tasks = ["prefill", *(f"decode {depth}" for depth in DEPTHS)]
         speeds = [f"{statistics.median(ours[t]):.0f}, {statistics.median(theirs[t]):.0f}" for t in tasks]
@@ -236,12 +239,15 @@ def main() -> None:
             f"{ours['peak'][0] / theirs['peak'][0]:.2f}",
         )  # fmt: skip
     if args.save:
-        about = f"""Text generation beside llama.cpp
-Made by `python benchmarks/generate.py`: {args.rounds} rounds, {args.threads} threads each; columns of tokens
+        is_llvm = args.device == "LLVM"
+        name = "generate" if is_llvm else f"generate_{args.device.lower().replace(':', '_')}"
+        command = "python benchmarks/generate.py" + ("" if is_llvm else f" --device {args.device}")
+        about = f"""Text generation on {args.device} beside llama.cpp
+Made by `{command}`: {args.rounds} rounds, {args.threads} threads each; columns of tokens
 per second are ours, llama.cpp's. Read bandwidth {bandwidth / 1e9:.1f} GB/s.
 
 {__doc__.partition("    python")[0]}"""
-        save("generate", about, table, packages=("numpy", "llvmlite", "xllamacpp"))
+        save(name, about, table, packages=("numpy", "llvmlite", "xllamacpp"))
 
 
 if __name__ == "__main__":

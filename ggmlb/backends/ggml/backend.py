@@ -160,18 +160,17 @@ class GgmlBackend(Backend):
             self._c[name](self.handle, ctypes.addressof(c_tensor), data.ctypes.data, *where)
 
     def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
-        if (
-            not isinstance(backend_src, GgmlBackend)
-            or backend_src.device.library is not self.device.library
-            or not backend_src._owns(src.buffer)
-            or not self._owns(dst.buffer)
-        ):
+        # Between streams, ggml's Vulkan does not wait for the source (0.25): both are waited for instead.
+        return backend_src is self and self._copy_on_stream(src, dst)
+
+    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
+        if not self._owns(src.buffer) or not self._owns(dst.buffer):
             return False
         source, target = src.buffer.c_tensor(src), dst.buffer.c_tensor(dst)
-        with backend_src._lock, self._lock:
+        with self._lock:
             self._held += (source, target)
             self._c["backend_tensor_copy_async"](
-                backend_src.handle, self.handle, ctypes.addressof(source), ctypes.addressof(target)
+                self.handle, self.handle, ctypes.addressof(source), ctypes.addressof(target)
             )
         return True
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _USAGES: Final = {BufferUsage.ANY: 0, BufferUsage.WEIGHTS: 1, BufferUsage.COMPUTE: 2}
 
+WORD: Final = 4
+"""Bytes that ggml's Vulkan fills at a time: it writes beyond a memset of fewer."""
+
 
 class GgmlBufferType(BufferType):
     """A buffer type of ggml's.
@@ -60,7 +63,8 @@ class GgmlBufferType(BufferType):
 
     def _alloc_buffer(self, nbytes: int) -> Buffer:
         self.device.free_dropped()
-        handle = self._c["backend_buft_alloc_buffer"](self.handle, nbytes)
+        size = -(-nbytes // self.alignment) * self.alignment  # whole words
+        handle = self._c["backend_buft_alloc_buffer"](self.handle, size)
         if not handle:
             raise self.out_of_memory(nbytes)
         return GgmlBuffer(self, nbytes, handle)
@@ -126,6 +130,9 @@ class GgmlBuffer(Buffer):
         self._c["backend_tensor_get"](ctypes.addressof(memory), out.ctypes.data, offset, out.size)
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        if (tensor.offset + offset) % WORD or size % WORD:
+            self._set_tensor(tensor, np.full(size, value, np.uint8), offset)
+            return
         memory = self.c_tensor(tensor)
         self._c["backend_tensor_memset"](ctypes.addressof(memory), value, offset, size)
 

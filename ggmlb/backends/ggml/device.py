@@ -31,6 +31,9 @@ _TYPES: Final = (DeviceType.CPU, DeviceType.GPU, DeviceType.IGPU, DeviceType.ACC
 TENSOR_ALIGNMENT: Final = 32
 """Bytes: ggml ends the process if a caller's memory does not begin at a multiple of it."""
 
+MOST_ANSWERS: Final = 4096
+"""Nodes whose answers are kept: the layers of a model ask the same again."""
+
 PYTHON_OPS: Final = frozenset({Op.MAP_CUSTOM1, Op.MAP_CUSTOM2, Op.MAP_CUSTOM3, Op.CUSTOM})
 
 
@@ -52,6 +55,7 @@ class GgmlDevice(Device):
         self._facts: dict[str, Any] = library.facts["devices"][index]
         self.by_name_only = self.is_cpu
         self._judge = judge
+        self._answers: dict[tuple[object, ...], str | None] = {}
         self._wrapped: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()
         self.streams: weakref.WeakSet[GgmlBackend] = weakref.WeakSet()
@@ -211,6 +215,14 @@ class GgmlDevice(Device):
             return None
         if op.op in PYTHON_OPS:
             return "a Python function; ggml's devices compute ggml's ops"
+        asked = _question(op)
+        if asked not in self._answers:
+            if len(self._answers) >= MOST_ANSWERS:
+                self._answers.clear()
+            self._answers[asked] = self._why_not(op)
+        return self._answers[asked]
+
+    def _why_not(self, op: Tensor) -> str | None:
         if op.op not in self.library.ops:
             return f"{self.library} has no {op.op}"
         for t in (op, *op.src):
@@ -279,3 +291,15 @@ class GgmlDevice(Device):
             BackendError: The device has no events.
         """
         return GgmlEvent(self) if self.caps.events else super().event_new()  # type: ignore[return-value]
+
+
+def _question(op: Tensor) -> tuple[object, ...]:
+    """Return all that the answer about a node depends on."""
+    facts: list[object] = [op.op, *op.params.values(), op.view_offs if op.view_src is not None else -1]
+    for t in (op, *op.src):
+        if t is None:
+            facts.append(None)
+        else:
+            kind = t.buffer.buft if isinstance(t.buffer, GgmlBuffer) else None
+            facts += (t.dtype, t.ne, t.nb, kind, t.view_src is not None and t.view_src is op.view_src)
+    return tuple(facts)

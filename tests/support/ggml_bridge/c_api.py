@@ -8,6 +8,7 @@ from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int32, c_int64
 from pathlib import Path
 from typing import Any
 
+from ggmlb.backends.ggml import abi
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import GluOp, Op, UnaryOp
 
@@ -104,23 +105,7 @@ class RegTable(ctypes.Structure):
     ]  # fmt: skip
 
 
-class InitParams(ctypes.Structure):
-    """`struct ggml_init_params`."""
-
-    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
-
-
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "ggml_version": (c_char_p, []),
-    "ggml_op_name": (c_char_p, [c_int]),
-    "ggml_unary_op_name": (c_char_p, [c_int]),
-    "ggml_glu_op_name": (c_char_p, [c_int]),
-    "ggml_type_size": (c_size_t, [c_int]),
-    "ggml_blck_size": (c_int64, [c_int]),
-    "ggml_init": (c_void_p, [InitParams]),
-    "ggml_free": (None, [c_void_p]),
-    "ggml_new_tensor_4d": (c_void_p, [c_void_p, c_int, *[c_int64] * 4]),
-    "ggml_set_name": (c_void_p, [c_void_p, c_char_p]),
     "ggml_nbytes": (c_size_t, [c_void_p]),
     "ggml_graph_n_nodes": (c_int, [c_void_p]),
     "ggml_graph_node": (c_void_p, [c_void_p, c_int]),
@@ -153,16 +138,13 @@ class Ggml:
         self._libc = ctypes.CDLL(None)
         self._stdout = c_void_p.in_dll(self._libc, "stdout")
         self._libc.setvbuf(self._stdout, None, 1, 0)  # by lines, so that a crash loses none
-        self._check_layout()
-        c = self.c
-        self.ops = _members(Op, "GLU", c["ggml_op_name"])
-        self.unary_ops = _members(UnaryOp, "TRUNC", c["ggml_unary_op_name"])
-        self.glu_ops = _members(GluOp, "SWIGLU_CLAMP", c["ggml_glu_op_name"])
-        self.dtypes = {
-            int(t): t
-            for t in DType
-            if c["ggml_type_size"](t) == t.type_size and c["ggml_blck_size"](t) == t.block_size
-        }
+        facts = abi.probe(abi.Ggml([str(folder / name) for name in LIBRARIES[:3]]))
+        _check_layouts(facts)
+        self.ops = _members(Op, facts["ops"])
+        self.unary_ops = _members(UnaryOp, facts["unary_ops"])
+        self.glu_ops = _members(GluOp, facts["glu_ops"])
+        found = {number: (size, block) for number, size, block in facts["types"].values()}
+        self.dtypes = {int(t): t for t in DType if found.get(int(t)) == (t.type_size, t.block_size)}
 
     def main(self, *arguments: str) -> int:
         """Call the test's `main`, and return its status."""
@@ -180,25 +162,28 @@ class Ggml:
         self._libc.fputs(text.encode(), self._stdout)
         self._libc.fflush(self._stdout)
 
-    def _check_layout(self) -> None:
-        """Raise a RuntimeError unless ggml writes a tensor's fields where `CTensor` has them."""
-        ctx = self.c["ggml_init"](InitParams(1 << 16, None, True))
-        address = self.c["ggml_new_tensor_4d"](ctx, int(DType.F16), 11, 7, 5, 3)
-        self.c["ggml_set_name"](address, b"layout")
-        t = CTensor.from_address(address)
-        found = (t.type, tuple(t.ne), tuple(t.nb), t.op, t.view_src, t.data, t.name)
-        self.c["ggml_free"](ctx)
-        if found != (int(DType.F16), (11, 7, 5, 3), (2, 22, 154, 770), 0, None, None, b"layout"):
-            version = self.c["ggml_version"]().decode()
-            raise RuntimeError(f"struct ggml_tensor of ggml {version} is not that of ggml_bridge.c_api")
+
+TABLES: dict[str, type[ctypes.Structure]] = {
+    "buffer_type": BufferTypeTable, "buffer": BufferTable, "backend": BackendTable, "device": DeviceTable,
+    "registration": RegTable,
+}  # fmt: skip
 
 
-def _members(enum: Any, last: str, name_of: Callable[[int], bytes]) -> dict[int, Any]:
-    """Return an enum's members by the numbers that ggml gives their names, up to ggml's `last`."""
-    found, number, name = {}, 0, ""
-    while name != last:
-        name = name_of(number).decode()
-        if name in enum.__members__:
-            found[number] = enum[name]
-        number += 1
-    return found
+def _check_layouts(facts: dict[str, Any]) -> None:
+    """Raise a RuntimeError unless fields and slots are where the structs here have them."""
+    wrong = [
+        f"ggml_tensor.{name}"
+        for name, offset in facts["tensor"].items()
+        if hasattr(CTensor, name) and getattr(CTensor, name).offset != offset
+    ]
+    for table, struct in TABLES.items():
+        for slot, index in facts["slots"][table].items():
+            if getattr(struct, slot).offset != 8 * index:
+                wrong.append(f"{table}.{slot}")
+    if wrong:
+        raise RuntimeError(f"ggml {facts['version']} has other structs than ggml_bridge.c_api: {wrong}")
+
+
+def _members(enum: Any, numbers: dict[str, int]) -> dict[int, Any]:
+    """Return an enum's members by the numbers that ggml gives their names."""
+    return {number: enum[name] for name, number in numbers.items() if name in enum.__members__}

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from ggmlb import Buffer, Graph, Tensor
+from ggmlb.backends.ggml.params import ROPE_FLOATS, WORDS
 from ggmlb.core.enums import GluOp, Hint, Op, OpPool, Prec, RopeType, ScaleMode, SortOrder, TriType, UnaryOp
 from tests.support.ggml_bridge.c_api import CTensor, Ggml
 
@@ -21,58 +22,6 @@ class Unknown(Exception):
 
 # -- parameters ------------------------------------------------------------------------------------
 
-_CONV_2D = "s0:i s1:i p0:i p1:i d0:i d1:i"
-_CONV_3D = "s0:i s1:i s2:i p0:i p1:i p2:i d0:i d1:i d2:i"
-_POOL_2D = "op:i k0:i k1:i s0:i s1:i p0:i p1:i"
-_WINDOW = "nb1:i nb2:i nb3:i offset:i inplace:b"
-
-WORDS: dict[Op, str] = {
-    Op.ACC: _WINDOW,
-    Op.ADD_REL_POS: "inplace:b",
-    Op.ARANGE: "start:f stop:f step:f",
-    Op.ARGSORT: "order:i",
-    Op.CLAMP: "min:f max:f",
-    Op.COL2IM_1D: "s0:i oc:i p0:i",
-    Op.CONCAT: "dim:i",
-    Op.CONV_2D: _CONV_2D,
-    Op.CONV_2D_DW: _CONV_2D,
-    Op.CONV_3D: f"{_CONV_3D} c:i n:i oc:i",
-    Op.CONV_TRANSPOSE_1D: "s0:i p0:i d0:i",
-    Op.CONV_TRANSPOSE_2D: "stride:i",
-    Op.DIAG_MASK_INF: "n_past:i",
-    Op.DIAG_MASK_ZERO: "n_past:i",
-    Op.DSV4_HC_COMB: "eps:f n_iter:i",
-    Op.FILL: "value:f",
-    Op.FLASH_ATTN_BACK: "masked:b",
-    Op.FLASH_ATTN_EXT: "scale:f max_bias:f logit_softcap:f prec:i",  # then n_kv_max, a hint
-    Op.GATED_DELTA_NET: "k:i",
-    Op.GATED_LINEAR_ATTN: "scale:f",
-    Op.GROUP_NORM: "n_groups:i eps:f",
-    Op.IM2COL: f"{_CONV_2D} is_2d:b",
-    Op.IM2COL_3D: f"{_CONV_3D} ic:i",
-    Op.IM2COL_BACK: f"{_CONV_2D} is_2d:b",
-    Op.L2_NORM: "eps:f",
-    Op.LEAKY_RELU: "negative_slope:f",
-    Op.MUL_MAT: "prec:i hint:i",
-    Op.NORM: "eps:f",
-    Op.PAD_REFLECT_1D: "left:i right:i",
-    Op.POOL_1D: "op:i k0:i s0:i p0:i",
-    Op.POOL_2D: _POOL_2D,
-    Op.POOL_2D_BACK: _POOL_2D,
-    Op.RMS_NORM: "eps:f",
-    Op.RMS_NORM_BACK: "eps:f",
-    Op.SCALE: "scale:f bias:f",
-    Op.SET: _WINDOW,
-    Op.SOFT_MAX: "scale:f max_bias:f",
-    Op.SOFT_MAX_BACK: "scale:f max_bias:f",
-    Op.SSM_SCAN: "k:i",
-    Op.TIMESTEP_EMBEDDING: "dim:i max_period:i",
-    Op.TRI: "type:i",
-    Op.WIN_PART: "npx:i npy:i w:i",
-    Op.WIN_UNPART: "w:i",
-}
-"""What ggml.c writes into `op_params`, word by word: int32, float32, or an int32 that is a truth value."""
-
 ENUMS: dict[tuple[Op, str], type[IntEnum]] = {
     (Op.ARGSORT, "order"): SortOrder,
     (Op.MUL_MAT, "hint"): Hint,
@@ -81,8 +30,6 @@ ENUMS: dict[tuple[Op, str], type[IntEnum]] = {
     (Op.POOL_2D_BACK, "op"): OpPool,
     (Op.TRI, "type"): TriType,
 }
-
-ROPE_FLOATS = ("freq_base", "freq_scale", "ext_factor", "attn_factor", "beta_fast", "beta_slow")
 
 AT_LEAST: dict[Op, int] = {Op.FLASH_ATTN_EXT: 5, Op.GLU: 2, Op.ROPE: 3, Op.ROPE_BACK: 3, Op.SOFT_MAX: 3}
 """Operands that ggmlb writes as None where they are absent."""
