@@ -422,10 +422,11 @@ def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArra
 def largest_batches(backends: Sequence[Backend], n_most: int) -> tuple[int, ...]:
     """Tokens of the batches that need most memory.
 
-    Of several devices, one may take the products of large batches with weights in host memory
-    (`Device.offload_op`), and leave those of small batches to the device that has them.
+    Of several devices, one with memory of its own may take the products of large batches with weights in
+    host memory (`Device.offload_op`), and leave those of small batches to the device that has them.
     """
-    return (n_most,) if len(backends) == 1 else (n_most, min(n_most, MOST_NOT_OFFLOADED))
+    may_offload = len(backends) > 1 and not all(b.device.buffer_type.is_host for b in backends)
+    return (n_most, min(n_most, MOST_NOT_OFFLOADED)) if may_offload else (n_most,)
 
 
 def _padded(n: int) -> int:
