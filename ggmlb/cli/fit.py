@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +75,8 @@ def fit(
         sizes_by_device(memory),
     )
     names = None if devices is None else device_names(devices)
-    with open_planner(file, names, wishes, ctx, kv_type) as planner:
+    with ExitStack() as resources:
+        planner = open_planner(resources, file, names, wishes, ctx, kv_type)
         placement, table = planner.best()
         short = planner.lacks(table)
         costs = planner.costs(placement)

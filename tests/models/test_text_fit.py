@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +51,8 @@ def planned(
 ) -> tuple[Planner, Any]:
     """The planner, and the placement that it finds."""
     asked = Wishes(limits=limits, **wishes)
-    with open_planner(path, devices or [CARD, "CPU"], asked, n_ctx) as planner:
+    with ExitStack() as resources:
+        planner = open_planner(resources, path, devices or [CARD, "CPU"], asked, n_ctx)
         return planner, planner.best()
 
 
@@ -186,7 +188,8 @@ def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) 
     assert run(["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--json", "--kv-on", "CPU"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["layers"] == {CARD: "0-4", "CPU": ""} and found["kv_on"] == "CPU"
-    with open_planner(Path(path), [CARD, "CPU"], Wishes(kv_on="CPU"), 256) as planner:
+    with ExitStack() as resources:
+        planner = open_planner(resources, path, [CARD, "CPU"], Wishes(kv_on="CPU"), 256)
         assert found["memory"] == planner.forecast(planner.asked).as_list()
     assert found["per_token"][CARD]["copied"] > N_LAYER * 256 * 4  # what attention gives
 

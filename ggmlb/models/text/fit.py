@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
@@ -394,8 +394,8 @@ class Planner:
         return homes
 
 
-@contextmanager
 def open_planner(
+    resources: ExitStack,
     path: str | PathLike[str],
     devices: Sequence[str] | None,
     wishes: Wishes,
@@ -403,8 +403,8 @@ def open_planner(
     kv_type: DType | str = DType.F16,
     n_ubatch: int | None = None,
     expert_cache: int | None = None,
-) -> Iterator[Planner]:
-    """Context manager that opens a model's file and devices, to plan and place it.
+) -> Planner:
+    """Open a model's file, and devices that `resources` closes, to plan and place it; see `TextModel`.
 
     Raises:
         Error: As `TextModel`.
@@ -419,9 +419,8 @@ def open_planner(
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
     room = Room(n, DType.parse(kv_type), n_ubatch or 0, expert_cache)
-    with ExitStack() as opened:
-        backends = {name: opened.enter_context(open_device(name, _no_shards)) for name in names}
-        yield Planner(file, config, layout, backends, room, wishes)
+    backends = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
+    return Planner(file, config, layout, backends, room, wishes)
 
 
 def _no_shards(weight: Tensor, n_devices: int) -> SplitState:

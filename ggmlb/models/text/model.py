@@ -122,8 +122,9 @@ class TextModel(ModelOnDevices):
         start = perf_counter()
         wishes = Wishes(layers_on, gpu_layers, cpu_experts, kv_on, override_tensors, memory_limits or {}, fit)
         with ExitStack() as resources:
-            asked = open_planner(path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache)
-            self._planner = planner = resources.enter_context(asked)
+            self._planner = planner = open_planner(
+                resources, path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache
+            )
             self.file, self.config, self.n_ctx = planner.file, planner.config, planner.room.n_ctx
             self._backends = tuple(planner.backends.values())
             if threads is not None:

@@ -1,0 +1,140 @@
+"""The memory of text models: the peak of a process beside the forecast, in twelve configurations.
+
+Each configuration is two processes. The first opens the file and the devices, and plans: its peak is the
+base. The second loads and computes: a prompt, and 16 sequences together; so that all that was placed is
+used, it also reads the embeddings that are used in the mapped file. `peak` is what it takes more than the
+base at most (VmHWM; devices of PoCL compute in the machine's memory, so that they count).
+
+    python benchmarks/fit.py [--smoke]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from generate import file_of, peak_nbytes, prompt_of
+from report import Table, save
+
+N_CTX = 1024
+N_PROMPT = 600
+N_SEQUENCES = 16
+
+
+class Case(NamedTuple):
+    """A configuration: a model, and arguments of `TextModel`."""
+
+    name: str
+    model: str
+    options: dict[str, Any]
+
+
+CARD, CPU, LLVM = ["OpenCL0", "CPU"], ["CPU"], ["LLVM", "CPU"]
+CASES = (
+    Case("CPU", "random:q4_0", {"devices": CPU}),
+    Case("LLVM", "random:q4_0", {"devices": LLVM}),
+    Case("OpenCL", "random:q4_0", {"devices": CARD}),
+    Case("11 layers on OpenCL", "random:q4_0", {"devices": CARD, "gpu_layers": 11}),
+    Case("OpenCL in 400 MiB", "random:q4_0", {"devices": CARD, "memory_limits": {"OpenCL0": 400 << 20}}),
+    Case(
+        "OpenCL beside LLVM", "random:q4_0", {"devices": ["OpenCL0", *LLVM], "layers_on": {"OpenCL0": "0-7"}}
+    ),
+    Case("keys on the CPU", "random:q4_0", {"devices": CARD, "kv_on": "CPU"}),
+    Case("kv q8_0", "random:q4_0", {"devices": LLVM, "kv_type": "q8_0"}),
+    Case("kv f32, 2048 tokens", "random:q4_0", {"devices": LLVM, "kv_type": "f32", "n_ctx": 2048}),
+    Case("LLVM, q8_0", "random:q8_0", {"devices": LLVM}),
+    Case("OpenCL, q4_K_M", "random:q4_K_M", {"devices": CARD}),
+    Case("LLVM, f16", "random:f16", {"devices": LLVM}),
+)
+
+
+def planned(case: Case) -> dict[str, Any]:
+    """Open and plan; return the peak, and the forecast."""
+    from ggmlb.models.text.fit import Wishes, open_planner
+
+    names = ("layers_on", "gpu_layers", "kv_on")
+    wishes = Wishes(
+        limits=case.options.get("memory_limits", {}),
+        **{name: case.options[name] for name in names if name in case.options},
+    )
+    options = (case.options.get("n_ctx", N_CTX), case.options.get("kv_type", "f16"))
+    with ExitStack() as resources:
+        path, devices = file_of(case.model), case.options["devices"]
+        planner = open_planner(resources, path, devices, wishes, *options)
+        return {"forecast": planner.best().table.total(), "peak": peak_nbytes()}
+
+
+def loaded(case: Case) -> dict[str, Any]:
+    """Load and compute; return the peak, and what is allocated."""
+    from ggmlb.models import TextModel
+
+    with TextModel(file_of(case.model), **{"n_ctx": N_CTX, **case.options}) as model:
+        options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+        model.generate(prompt_of(N_PROMPT), max_tokens=8, **options)
+        model.generate_many([prompt_of(8)] * N_SEQUENCES, max_tokens=2, **options)
+        allocated = model.memory.allocated
+        if any(use.memory == "CPU_Mapped" for use in allocated):
+            n_vocab, n_embd = model.config.n_vocab, model.config.n_embd
+            model.file.weight("token_embd.weight", (n_vocab, n_embd)).rows().max()
+        return {"allocated": allocated.total(), "peak": peak_nbytes()}
+
+
+def measured(case: Case, part: str) -> dict[str, Any]:
+    """Run a part of a configuration in a process of its own."""
+    call = [sys.executable, __file__, "--part", part, "--case", case.name]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{case.name}: {done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Measure all configurations, or a part of one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=("planned", "loaded"))
+    parser.add_argument("--case")
+    parser.add_argument("--smoke", action="store_true", help="one configuration; nothing is written")
+    asked = parser.parse_args()
+    if asked.part:
+        (case,) = (case for case in CASES if case.name == asked.case)
+        print(json.dumps(planned(case) if asked.part == "planned" else loaded(case)))
+        return
+    table = Table(
+        "configuration", "forecast [MiB]", "allocated", "peak [MiB]", "peak / forecast", "beside [MiB]"
+    )
+    for case in CASES[1:2] if asked.smoke else CASES:
+        file_of(case.model)  # which writes it
+        base, full = measured(case, "planned"), measured(case, "loaded")
+        peak = full["peak"] - base["peak"]
+        is_equal = "equal" if base["forecast"] == full["allocated"] else f"{full['allocated']:,} bytes"
+        table.row(
+            case.name,
+            f"{base['forecast'] / 2**20:.1f}",
+            is_equal,
+            f"{peak / 2**20:.1f}",
+            f"{peak / base['forecast']:.3f}",
+            f"{(peak - base['forecast']) / 2**20:+.1f}",
+        )
+    if not asked.smoke:
+        save("fit", ABOUT, table, packages=("numpy", "pyopencl", "llvmlite"))
+
+
+ABOUT = f"""
+Memory of text models: forecast and peak
+A model of 1.1 billion random weights, {N_CTX} tokens of context where nothing else is said. `forecast` is
+what `ggmlb fit` prints, from metadata alone; `allocated` is the sum of the buffers of the loaded model.
+`peak` is the greatest resident memory of a process that loads the model, computes a prompt of {N_PROMPT}
+tokens and {N_SEQUENCES} sequences together, and reads the mapped embeddings, less that of a process that has
+opened the same devices and file and planned; `beside` is the difference to the forecast: the vocabulary,
+graphs and their plans, scratch memory of kernels, logits, less what was reserved and not touched.
+
+Made by `python benchmarks/fit.py`.
+"""
+
+if __name__ == "__main__":
+    main()
