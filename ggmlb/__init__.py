@@ -40,6 +40,7 @@ from ggmlb.core.errors import (
     BackendError,
     BackendUnavailable,
     BoundsError,
+    DeviceLostError,
     DTypeError,
     Error,
     FreedError,
@@ -119,8 +120,9 @@ from ggmlb.system import env as _env
 
 if _typing.TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from ggmlb.backends.ray.cluster import Cluster
     from ggmlb.models.gguf import GgufFile
     from ggmlb.models.gguf.writer import TensorData, Writable
 
@@ -161,6 +163,28 @@ def save_gguf(
     save_gguf(path, metadata, tensors)
 
 
+@_checked
+def connect(address: str = "auto", devices: "Sequence[str] | None" = None) -> "Cluster":
+    """Connect to a cluster of Ray, and register the devices of its machines: `node0/CPU`, `node1/CUDA0`.
+
+    Args:
+        address: Of the cluster, as `ray.init` takes it: `"auto"` for the one that this machine belongs to,
+            `"local"` to start one on this machine. Without effect where Ray is connected already.
+        devices: Names of the devices that each machine offers; all of a machine's by default.
+
+    Returns:
+        The connection, a context manager: its end releases the devices.
+
+    Raises:
+        BackendUnavailable: Ray is not installed, there is no cluster, or a machine does not answer.
+        BackendBroken: A machine has another version of ggmlb or Python.
+        RegistryError: There is a connection already, or a machine has no device of that name.
+    """
+    from ggmlb.backends.ray.cluster import connect
+
+    return connect(address, devices)
+
+
 # Hooks: upper rooms register functions with classes of lower rooms, which do not import them.
 Context.array_importer = staticmethod(_tensor_of)
 _notebook.register()
@@ -186,6 +210,7 @@ __all__ = [
     "DType",
     "DTypeError",
     "Device",
+    "DeviceLostError",
     "DeviceProps",
     "DeviceType",
     "Error",
@@ -232,6 +257,7 @@ __all__ = [
     "alloc_ctx_tensors_size",
     "can_quantize",
     "compare_graph_backend",
+    "connect",
     "cpu_buffer_from_ptr",
     "cpu_buffer_type",
     "default_devices",

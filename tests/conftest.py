@@ -81,7 +81,7 @@ def cpu() -> Iterator[Backend]:
 
 EXTRAS = {
     "hatchling": "test", "llvmlite": "llvm", "nbformat": "notebook", "platformdirs": "opencl",
-    "pyopencl": "opencl", "safetensors": "models", "tokenizers": "models",
+    "pyopencl": "opencl", "ray": "ray", "safetensors": "models", "tokenizers": "models",
 }  # fmt: skip
 HAS_COMMANDS = find_spec("typer") is not None
 MISSING = {module: extra for module, extra in EXTRAS.items() if find_spec(module) is None}

@@ -13,7 +13,8 @@
     ├── GraphError          (RuntimeError)  a graph, plan or scheduler in the wrong state for the call
     ├── BackendError        (RuntimeError)  the array library or the device reported a failure
     │   ├── BackendUnavailable              library, driver or card is missing: automatic choice skips it
-    │   └── BackendBroken                   installed, but failing or of the wrong API version
+    │   ├── BackendBroken                   installed, but failing or of the wrong API version
+    │   └── DeviceLostError                 a device that does not answer any more, with all that it held
     ├── SanitizerError      (RuntimeError)  an unordered or invalid memory access; carries `kind`
     ├── RegistryError       (LookupError)   an unknown device or backend name, or a duplicate one
     └── ModelError          (ValueError)    a model folder or file that is missing, cut short or wrong
@@ -112,6 +113,16 @@ class BackendUnavailable(BackendError):
 
 class BackendBroken(BackendError):
     """The backend is installed but fails to load, or has another API version."""
+
+
+class DeviceLostError(BackendError):
+    """A device does not answer any more; what it held is lost, and other devices go on.
+
+    `node` is the machine or process that had it, `nbytes` the memory that was allocated there.
+    """
+
+    node: str = ""
+    nbytes: int = 0
 
 
 class SanitizerError(Error, RuntimeError):

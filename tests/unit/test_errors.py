@@ -22,6 +22,7 @@ PARENTS = {
     "BackendUnavailable": errors.BackendError,
     "BoundsError": IndexError,
     "DTypeError": ValueError,
+    "DeviceLostError": errors.BackendError,
     "FreedError": RuntimeError,
     "GraphError": RuntimeError,
     "ModelError": ValueError,

@@ -32,6 +32,7 @@ ROOMS = {
     "backends.cuda": "CuPy, cuBLAS, and kernels that only CUDA can have",
     "backends.llvm": "machine code for the processor",
     "backends.ggml": "the devices of compiled ggml libraries",
+    "backends.ray": "devices of other machines, over Ray",
     "backends": "the package of the rooms above",
     "": "ggmlb's public names, and what an upper room gives to the classes of a lower one",
     "models": "models on the public names alone",

@@ -141,6 +141,7 @@ SPECS = (
     OpSpec(
         Op.GLU,
         params=("op", "swapped"),
+        more_params=("alpha", "limit"),  # SWIGLU_OAI's
         shard=_shard_glu,
         samples={**{f"glu {op.name.lower()}": _sample(op) for op in GluOp}},
         cases={

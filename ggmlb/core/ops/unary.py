@@ -248,6 +248,7 @@ SPECS = (
     OpSpec(
         Op.UNARY,
         params=("op",),
+        more_params=("alpha_n", "alpha_p", "beta", "eps"),  # XIELU's
         inplace=1,
         shard=elementwise,
         samples={**{f"unary {op.name.lower()}": _sample(op) for op in UnaryOp}},
@@ -285,5 +286,5 @@ SPECS = (
             Perf("gelu", "f32", lambda c, s: c.gelu(rows(c, s))),
             Perf("gelu_erf", "f32", lambda c, s: c.gelu_erf(rows(c, s))),
         ),
-    ),  # UnaryOp; XIELU adds alpha_n, alpha_p, beta, eps
+    ),
 )

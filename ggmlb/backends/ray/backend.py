@@ -1,0 +1,117 @@
+"""RayBackend: a stream on a device of another machine."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, cast
+
+from ggmlb.backends.ray.buffer import RayBuffer, queue_copy
+from ggmlb.backends.ray.event import RayEvent
+from ggmlb.backends.ray.link import Planned
+from ggmlb.backends.ray.wire import graph_record
+from ggmlb.core.enums import Status
+from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, Buffer, Event, GraphPlan
+from ggmlb.interface.data import Bytes
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ray.device import RayDevice
+    from ggmlb.backends.ray.link import Read
+
+
+class RayPlan(GraphPlan):
+    """A plan that lies on another machine.
+
+    Attributes:
+        planned: Its handle there, and what is read after it.
+    """
+
+    def __init__(self, backend: RayBackend, graph: Graph) -> None:
+        super().__init__(backend, graph)
+        record = graph_record(graph.nodes, graph.use_counts(), _handle)
+        link = backend.device.link
+        self.planned = Planned(link.ask("plan", backend.handle, record))
+        self.release = weakref.finalize(self, link.release, "drop", self.planned.handle)
+        self.release.atexit = False
+
+
+class RayBackend(Backend):
+    """A stream on a device of another machine: its work runs there in the order of the calls.
+
+    Attributes:
+        handle: The stream's handle there.
+    """
+
+    guid = "ggmlb-ray"
+
+    device: RayDevice
+
+    def __init__(self, device: RayDevice, handle: int) -> None:
+        super().__init__(device)
+        self.handle = handle
+        self._arriving: list[tuple[Read, Bytes]] = []
+        self._release = weakref.finalize(self, device.link.release, "close", handle)
+        self._release.atexit = False
+
+    def set_n_threads(self, n: int) -> None:
+        """Use `n` threads there for later plans, if the device has threads.
+
+        Raises:
+            ArgumentError: `n` is less than 1.
+        """
+        self.device.link.ask("threads", self.handle, n)
+        self._plans.clear()
+
+    def _plan(self, graph: Graph) -> GraphPlan:
+        return RayPlan(self, graph)
+
+    def _compute(self, plan: GraphPlan) -> Status:
+        if self.abort_callback is not None and self.abort_callback():
+            return Status.ABORTED
+        self.device.link.compute(cast("RayPlan", plan).planned)
+        return Status.SUCCESS
+
+    def _plan_free(self, plan: GraphPlan) -> None:
+        cast("RayPlan", plan).release()
+
+    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        if isinstance(tensor.buffer, RayBuffer):
+            tensor.buffer.queue_write(tensor, data, offset)
+        else:
+            super()._set_tensor_async(tensor, data, offset)
+
+    def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        if isinstance(tensor.buffer, RayBuffer):
+            self._arriving += tensor.buffer.queue_read(tensor, out, offset)
+        else:
+            super()._get_tensor_async(tensor, out, offset)
+
+    def _cpy_tensor_async(self, backend_src: Backend, src: Tensor, dst: Tensor) -> bool:
+        return isinstance(backend_src, RayBackend) and queue_copy(src, dst)
+
+    def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
+        return queue_copy(src, dst)
+
+    def _event_record(self, event: Event) -> None:
+        cast("RayEvent", event).call = self.device.link.flush()
+
+    def _event_wait(self, event: Event) -> None:
+        if not isinstance(event, RayEvent):
+            event.synchronize()
+        elif event.call is not None and event.call.link is not self.device.link:
+            self.device.link.after(event.call)
+
+    def _synchronize(self) -> None:
+        arriving, self._arriving = self._arriving, []
+        self.device.link.settle()
+        for read, piece in arriving:
+            piece[:] = read.data()
+
+    def _free(self) -> None:
+        self._release()
+
+
+def _handle(buffer: Buffer) -> int:
+    assert isinstance(buffer, RayBuffer)  # all others are refused before a graph is planned
+    return buffer.handle

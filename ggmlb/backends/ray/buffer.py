@@ -1,0 +1,203 @@
+"""Memory of a device of another machine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ggmlb.backends.ray.link import CHUNK, Span
+from ggmlb.backends.ray.node import APART
+from ggmlb.backends.ray.wire import NONE, node_record
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.data import Bytes, Pieces
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ray.device import RayDevice
+    from ggmlb.backends.ray.link import Link, Read
+
+
+class Stored(NamedTuple):
+    """A tensor in a kind of memory: size [bytes], type and strides there, packing, whether it suits."""
+
+    nbytes: int
+    dtype: DType
+    nb: Ne
+    packing: str
+    suits: bool
+
+
+class RayBufferType(BufferType):
+    """A kind of memory of a device of another machine.
+
+    Attributes:
+        is_plain: Whether tensors lie in it as they are described; else its machine is asked, once for each
+            type and extents.
+    """
+
+    device: RayDevice
+
+    def __init__(self, device: RayDevice, number: int, facts: Mapping[str, Any]) -> None:
+        name = f"{device.name}/{facts['name']}" if number else device.name
+        super().__init__(device, name, facts["alignment"])
+        self._number = number
+        self._max_size: int = facts["max_size"]
+        self.is_plain: bool = facts["is_plain"]
+        self._stored: dict[str, Stored] = {}
+
+    @property
+    def max_size(self) -> int:
+        """Largest buffer there [bytes]."""
+        return self._max_size
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        """Bytes that the tensor takes there."""
+        return tensor.nbytes if self.is_plain else self._of(tensor).nbytes
+
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether products with such a weight are faster from here."""
+        return self.is_plain or self._of(tensor).suits
+
+    def stored_layout(self, tensor: Tensor) -> tuple[DType, Ne]:
+        """Type and byte strides of a tensor there."""
+        return (tensor.dtype, tensor.nb) if self.is_plain else self._of(tensor)[1:3]
+
+    def packing(self, tensor: Tensor) -> str:
+        """Name of the byte order of its blocks there."""
+        return "" if self.is_plain else self._of(tensor).packing
+
+    def _of(self, tensor: Tensor) -> Stored:
+        record = node_record(tensor)
+        if record not in self._stored:
+            found = self.device.link.ask("stores", self.device.far_name, self._number, record)
+            nbytes, dtype, nb, packing, suits = found
+            self._stored[record] = Stored(nbytes, DType.parse(dtype), tuple(nb), packing, suits)
+        return self._stored[record]
+
+    def _alloc_buffer(self, nbytes: int) -> Buffer:
+        handle = self.device.link.ask("alloc", self.device.far_name, self._number, nbytes)
+        return (RayBuffer if self.is_plain else RayStoringBuffer)(self, handle, nbytes)
+
+
+class RayBuffer(Buffer):
+    """An allocation on another machine, which knows it by its handle.
+
+    Small writes are collected and sent with what follows, so that their errors are told by it.
+
+    Attributes:
+        link: The connection to the machine.
+        handle: The buffer's handle there.
+    """
+
+    buft: RayBufferType
+
+    def __init__(self, buft: RayBufferType, handle: int, nbytes: int) -> None:
+        super().__init__(buft, nbytes)
+        self.link = buft.device.link
+        self.handle = handle
+        self.link.sizes[handle] = nbytes
+        self._release = weakref.finalize(self, _release, self.link, handle)
+        self._release.atexit = False
+
+    @property
+    def base(self) -> int:
+        """The handle."""
+        return self.handle
+
+    def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> Span:
+        """Return the place of bytes of a tensor in this buffer."""
+        return Span(self.handle, tensor.offset + offset, tensor.nbytes if nbytes is None else nbytes)
+
+    def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        """Collect a write of data that stay as they are."""
+        for start in range(0, data.nbytes, CHUNK):
+            piece = data[start : start + CHUNK]
+            self.link.write(self.span(tensor, offset + start, piece.nbytes), piece)
+
+    def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> list[tuple[Read, Bytes]]:
+        """Collect reads; return each with the part of `out` that its data belong to."""
+        reads = []
+        for start in range(0, out.nbytes, CHUNK):
+            piece = out[start : start + CHUNK]
+            reads.append((self.link.read(self.span(tensor, offset + start, piece.nbytes)), piece))
+        return reads
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        if data.nbytes < APART:
+            self.queue_write(tensor, data.copy(), offset)
+        else:
+            self.queue_write(tensor, data, offset)
+            self.link.settle()
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        self._fetch(self.queue_read(tensor, out, offset))
+
+    def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
+        reads = []
+        for piece, start in pieces.cut(out):
+            reads += self.queue_read(tensor, piece, start)
+        self._fetch(reads)
+
+    def _fetch(self, reads: list[tuple[Read, Bytes]]) -> None:
+        self.link.settle()
+        for read, piece in reads:
+            piece[:] = read.data()
+
+    def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
+        self.link.queue("fill", *self.span(tensor, offset, size), value)
+
+    def _clear(self, value: int) -> None:
+        self.link.queue("clear", self.handle, value)
+
+    def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
+        return queue_copy(src, dst)
+
+    def _set_usage(self, usage: BufferUsage) -> None:
+        self.link.queue("usage", self.handle, usage.value)
+
+    def _free(self) -> None:
+        self._release()
+
+
+class RayStoringBuffer(RayBuffer):
+    """An allocation that stores tensors in another layout: transfers name the tensor, and are not cut."""
+
+    def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> Span:
+        """Return the place of bytes of a tensor in this buffer."""
+        record = node_record(tensor, lambda buffer: self.handle if buffer is self else NONE)
+        return Span(record, offset, tensor.nbytes if nbytes is None else nbytes)
+
+    def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        """Collect a write of data that stay as they are."""
+        self.link.write(self.span(tensor, offset, data.nbytes), data)
+
+    def _init_tensor(self, tensor: Tensor) -> None:
+        self.link.ask("init", node_record(tensor, lambda buffer: self.handle if buffer is self else NONE))
+
+    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        self._fetch([(self.link.read(self.span(tensor, offset, out.nbytes)), out)])
+
+
+def _release(link: Link, handle: int) -> None:
+    link.sizes.pop(handle, None)
+    link.release("free", handle)
+
+
+def queue_copy(src: Tensor, dst: Tensor) -> bool:
+    """Collect a copy between buffers of nodes, in the order of both; `False` if one is elsewhere."""
+    source, target = src.buffer, dst.buffer
+    if not (isinstance(source, RayBuffer) and source.buft.is_plain):
+        return False
+    if not (isinstance(target, RayBuffer) and target.buft.is_plain):
+        return False
+    if source.link is target.link:
+        from_, to = source.span(src), target.span(dst)
+        source.link.queue("copy", from_.place, from_.offset, *to)
+        return True
+    read = source.link.read(source.span(src), is_apart=True)
+    source.link.flush()
+    target.link.write_from(target.span(dst), read)
+    return True

@@ -1,0 +1,164 @@
+"""Cluster: a connection to the machines of a Ray cluster, whose devices it registers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from ggmlb.backends.ray.node import versions
+from ggmlb.core.errors import BackendUnavailable, Error, RegistryError, one_line
+from ggmlb.interface import Device, registry
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ggmlb.backends.ray.device import RayReg
+
+START_S: Final = 120.0
+"""How long a machine may take to start an actor [s]."""
+
+_open: list[Cluster] = []
+
+
+class Cluster:
+    """A connection; a context manager, which closes it on exit.
+
+    Attributes:
+        reg: The registration of its devices.
+    """
+
+    def __init__(self, reg: RayReg, actors: Mapping[str, Any], is_ours: bool) -> None:
+        self.reg = reg
+        self._actors = dict(actors)
+        self._is_ours = is_ours
+        self._is_open = True
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices of all machines, machine by machine."""
+        return self.reg.devices
+
+    def close(self) -> None:
+        """End the actors with all that they hold; without effect if closed already."""
+        import ray
+
+        if not self._is_open:
+            return
+        self._is_open = False
+        _open.remove(self)
+        if self.reg in registry.regs():
+            registry.unload(self.reg)
+        if ray.is_initialized():
+            for actor in self._actors.values():
+                ray.kill(actor)
+            if self._is_ours:
+                ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Cluster {', '.join(device.name for device in self.devices)}>"
+
+
+def connect(address: str, names: Sequence[str] | None) -> Cluster:
+    """Start an actor on each machine, and register its devices; see `ggmlb.connect`."""
+    try:
+        import ray
+    except ImportError as error:
+        raise BackendUnavailable(f"Ray cannot be imported ({error}): pip install 'ggmlb[ray]'") from error
+    from ggmlb.backends.ray.device import RayDevice, RayReg
+    from ggmlb.backends.ray.link import Link
+
+    if _open:
+        raise RegistryError(f"connect: there is {_open[0]!r} already; close() it first")
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        try:
+            ray.init(
+                address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+            )
+        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            raise BackendUnavailable(
+                f"there is no Ray cluster at {address!r}: {one_line(error)}; start one with "
+                "'ray start --head', or give connect('local')"
+            ) from error
+    actors: dict[str, Any] = {}
+    reg = RayReg()
+    try:
+        for i, machine in enumerate(_machines()):
+            actors[f"node{i}"] = _start(machine, names)
+        for node, actor in actors.items():
+            link = Link(actor, node)
+            for facts in _facts(node, actor):
+                reg.found.append(RayDevice(reg, link, node, facts))
+        registry.register(reg)
+    except BaseException:
+        for actor in actors.values():
+            ray.kill(actor)
+        if is_ours:
+            ray.shutdown()
+        raise
+    cluster = Cluster(reg, actors, is_ours)
+    _open.append(cluster)
+    return cluster
+
+
+def _machines() -> list[Mapping[str, Any]]:
+    """Return Ray's record of each machine: this one first, the others by address."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
+    alive = [machine for machine in ray.nodes() if machine["Alive"]]
+    return sorted(alive, key=lambda m: (m["NodeID"] != own, m["NodeManagerAddress"], m["NodeID"]))
+
+
+def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
+    """Start the actor of a machine, with all its GPUs unless no device is to be one."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from ggmlb.backends.ray.actor import WATCH, NodeActor
+
+    wants_gpus = names is None or any(name.upper().startswith(("CUDA", "OPENCL")) for name in names)
+    actor: Any = ray.remote(concurrency_groups={WATCH: 1})(NodeActor)
+    return actor.options(
+        num_cpus=0,
+        num_gpus=machine["Resources"].get("GPU", 0) if wants_gpus else 0,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False),
+    ).remote(versions(), None if names is None else list(names))
+
+
+def _facts(node: str, actor: Any) -> list[Mapping[str, Any]]:
+    """Return the facts of an actor's devices.
+
+    Raises:
+        BackendUnavailable: It does not start.
+        Error: Of its start.
+    """
+    import ray
+    from ray import exceptions
+
+    try:
+        facts: list[Mapping[str, Any]] = json.loads(ray.get(actor.facts.remote(), timeout=START_S))
+        return facts
+    except exceptions.GetTimeoutError:
+        raise BackendUnavailable(
+            f"{node} has not started within {START_S:.0f} s; are its GPUs in use ('ray status')?"
+        ) from None
+    except exceptions.RayError as error:
+        cause: Any = getattr(error, "cause", None)
+        while isinstance(cause, exceptions.RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, Error):
+            raise cause from None
+        raise BackendUnavailable(f"{node} does not start: {one_line(error)}") from None

@@ -1,0 +1,129 @@
+"""RayDevice: a device of another machine, and its registration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ggmlb.backends.ray.backend import RayBackend
+from ggmlb.backends.ray.buffer import RayBuffer, RayBufferType
+from ggmlb.backends.ray.event import RayEvent
+from ggmlb.backends.ray.link import Link
+from ggmlb.backends.ray.wire import NONE, node_record, unsendable
+from ggmlb.core.enums import DeviceType
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
+from ggmlb.interface.procs import dev_get_extra_bufts, set_n_threads
+
+
+class RayReg(BackendReg):
+    """The registration of the devices of a cluster.
+
+    Attributes:
+        priority: Below all local backends, whose devices come first.
+    """
+
+    name = "Ray"
+
+    priority = -100
+
+    def __init__(self) -> None:
+        self.found: list[Device] = []
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices of all machines, machine by machine."""
+        return self.found
+
+    def _procs(self) -> Mapping[str, Any]:
+        return {"dev_get_extra_bufts": dev_get_extra_bufts, "set_n_threads": set_n_threads}
+
+
+class RayDevice(Device):
+    """A device of another machine.
+
+    Attributes:
+        link: The connection to its machine.
+        far_name: Its name there.
+    """
+
+    caps = Caps(async_=True, events=True)
+
+    def __init__(self, reg: RayReg, link: Link, node: str, facts: Mapping[str, Any]) -> None:
+        self._reg = reg
+        self.link = link
+        self.far_name: str = facts["name"]
+        self._name = f"{node}/{self.far_name}"
+        self._description = f"{facts['description']}, on {facts['host']}"
+        kind = DeviceType(facts["type"])
+        self._type = DeviceType.ACCEL if kind is DeviceType.CPU else kind
+        self._memories = tuple(RayBufferType(self, i, of) for i, of in enumerate(facts["memories"]))
+        self._declined: dict[str, str | None] = {}
+
+    @property
+    def name(self) -> str:
+        """`node0/CPU`, and so on."""
+        return self._name
+
+    @property
+    def description(self) -> str:
+        """That of its machine, and the machine."""
+        return self._description
+
+    @property
+    def type(self) -> DeviceType:
+        """As its machine says; ACCEL for a CPU, which works beside that of this machine."""
+        return self._type
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Free and total memory [bytes], as its machine says now."""
+        free, total = self.link.ask("memory", self.far_name)
+        return free, total
+
+    @property
+    def reg(self) -> RayReg:
+        """The registration `Ray`."""
+        return self._reg
+
+    def init_backend(self, params: Mapping[str, Any] | None = None) -> Backend:
+        """Open a stream there, with the parameters of that device.
+
+        Raises:
+            ArgumentError: The device does not know a parameter.
+            DeviceLostError: The machine is lost.
+        """
+        return RayBackend(self, self.link.ask("open", self.far_name, dict(params or {})))
+
+    @property
+    def buffer_type(self) -> BufferType:
+        """Its memory."""
+        return self._memories[0]
+
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """Its memory types that store weights in another layout."""
+        return self._memories[1:]
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Whether it is memory of this device."""
+        return buft in self._memories
+
+    def declines(self, op: Tensor) -> str | None:
+        """Return its machine's reason; asked once for nodes that differ in nothing but their places."""
+        if (why := unsendable(op)) is not None:
+            return why
+        record = node_record(op, self._handle)
+        if record not in self._declined:
+            self._declined[record] = self.link.ask("declines", self.far_name, record) or None
+        return self._declined[record]
+
+    def _handle(self, buffer: Buffer) -> int:
+        """Return the handle of a buffer whose layout `declines` depends on."""
+        if isinstance(buffer, RayBuffer) and buffer.link is self.link and not buffer.buft.is_plain:
+            return buffer.handle
+        return NONE
+
+    def event_new(self) -> RayEvent:
+        """Return an event to record on the device's streams."""
+        return RayEvent(self)

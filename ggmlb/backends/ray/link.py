@@ -1,0 +1,392 @@
+"""Link: the driver's end of a connection to a node.
+
+Commands are collected, and sent as one actor call when something waits for them or a graph is computed. Calls
+are asynchronous; the node runs them in order. So a split costs one call: its inputs, its plan's handle, and
+the reads of what was read after the same plan the last time, which are answered from this side.
+
+    write, write, compute, (read)  ──── one call ────▶  Node.run
+    read                           ◀─── its result ───
+
+Data of `APART` bytes and more are objects of their own in Ray's object store: the driver does not wait for
+them when they go from node to node. Smaller data are part of the message.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import ray
+from ray import exceptions
+
+from ggmlb.backends.ray.node import APART, Message
+from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, readable_size
+
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK: Final = 1 << 23
+"""Bytes after which collected commands are sent, and of the pieces of larger transfers."""
+
+MAX_CALLS: Final = 16
+"""Most calls in progress; the next waits for the oldest, so that the object store does not fill up."""
+
+MAX_AHEAD: Final = 1 << 24
+"""Most bytes of a result that is sent before it is asked for."""
+
+LOOK_S: Final = 2.0
+"""How long a call may take before the node is asked whether it is alive [s]."""
+
+ANSWER_S: Final = 6.0
+"""How long a living node may take to answer that [s]."""
+
+
+class Span(NamedTuple):
+    """A range of a node's memory.
+
+    Attributes:
+        place: A buffer's handle; or a tensor as JSON, where the memory stores another layout.
+        offset: In the buffer, or in the tensor [bytes].
+        nbytes: Its size.
+    """
+
+    place: int | str
+    offset: int
+    nbytes: int
+
+
+class Planned:
+    """A plan on a node, and what is read after it.
+
+    Attributes:
+        handle: The plan's handle.
+        was_read: What was read since it was last computed, before any other command.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.was_read: dict[Span, None] = {}
+
+
+class Call:
+    """An actor call in progress.
+
+    Attributes:
+        refs: The object with results and small data, and each array that is apart.
+        sources: Links to the nodes whose data it waits for.
+    """
+
+    def __init__(self, link: Link, refs: Sequence[Any], sources: Sequence[Link]) -> None:
+        self.link = link
+        self.refs = refs
+        self.sources = sources
+        self.first: tuple[bytes, bytes] | None = None
+
+    def wait(self) -> None:
+        """Wait for it and for all calls before it.
+
+        Raises:
+            BackendError: One of them failed.
+        """
+        self.link.settle(self)
+
+
+class Read:
+    """Bytes read by a call.
+
+    Attributes:
+        call: The call; `None` until it is sent.
+    """
+
+    def __init__(self, nbytes: int, is_apart: bool, at: int) -> None:
+        self.nbytes = nbytes
+        self.is_apart = is_apart
+        self.call: Call | None = None
+        self._at = at
+
+    @property
+    def ref(self) -> Any:
+        """The object that holds them, if apart."""
+        assert self.call is not None
+        return self.call.refs[1 + self._at]
+
+    def data(self) -> Bytes:
+        """Wait for the bytes, and return them, read-only."""
+        assert self.call is not None
+        self.call.wait()
+        if self.is_apart:
+            data: Bytes = self.call.link.fetch(self.ref)
+            return data
+        assert self.call.first is not None
+        return np.frombuffer(self.call.first[1], np.uint8)[self._at : self._at + self.nbytes]
+
+
+class Link:
+    """The driver's end of a connection.
+
+    Attributes:
+        title: The node in messages.
+        n_calls: Calls so far.
+        n_sent: Bytes of messages and data sent so far, without what goes from node to node.
+        sizes: Bytes of each buffer there, by handle.
+    """
+
+    _by_actor: Final[weakref.WeakValueDictionary[str, Link]] = weakref.WeakValueDictionary()
+
+    def __init__(self, actor: Any, title: str) -> None:
+        self._actor = actor
+        self.title = title
+        self.n_calls = 0
+        self.n_sent = 0
+        self.sizes: dict[int, int] = {}
+        self._lock = threading.RLock()
+        self._lost: str | None = None
+        self._failure: Error | None = None
+        self._calls: deque[Call] = deque()
+        self._garbage: deque[list[Any]] = deque()
+        self._run = {1: actor.run}
+        self._ahead: dict[Span, Read] = {}
+        self._computed: Planned | None = None
+        self._begin()
+        Link._by_actor[actor._actor_id.hex()] = self
+
+    def _begin(self) -> None:
+        """Begin an empty message."""
+        self._commands: list[Sequence[Any]] = []
+        self._small: list[Bytes] = []
+        self._apart: list[Any] = []
+        self._waits: list[Any] = []
+        self._sources: list[Link] = []
+        self._reads: list[Read] = []
+        self._n_small_read = self._n_apart_read = 0
+        self._nbytes = 0
+
+    # -- collecting ----------------------------------------------------------------------------
+
+    def queue(self, *command: Any) -> None:
+        """Collect a command.
+
+        Raises:
+            DeviceLostError: The node is lost.
+        """
+        with self._lock:
+            self._check()
+            self._ahead.clear()
+            self._computed = None
+            self._commands.append(command)
+
+    def release(self, *command: Any) -> None:
+        """Collect a command that releases something, at any time and from any thread; sent with the next."""
+        if self._lost is None:
+            self._garbage.append(list(command))
+
+    def write(self, span: Span, data: Bytes) -> None:
+        """Collect a write; `data` must stay as it is until it is sent."""
+        with self._lock:
+            is_apart = data.nbytes >= APART
+            self.queue("write", *span, is_apart)
+            (self._apart if is_apart else self._small).append(data)
+            self._nbytes += data.nbytes
+            if self._nbytes >= CHUNK:
+                self.flush()
+
+    def write_from(self, span: Span, source: Read) -> None:
+        """Collect a write of what another node read; the nodes exchange it."""
+        with self._lock:
+            assert source.call is not None
+            self.queue("write", *span, True)
+            self._apart.append(source.ref)
+            self._sources.append(source.call.link)
+
+    def after(self, call: Call) -> None:
+        """Let what follows wait for a call to another node."""
+        with self._lock:
+            self._check()
+            self._waits.append(call.refs[0])
+            self._sources.append(call.link)
+
+    def read(self, span: Span, is_apart: bool = False) -> Read:
+        """Collect a read, unless its data are on their way: those read after the same plan before."""
+        with self._lock:
+            self._check()
+            if self._computed is not None and not is_apart:
+                self._computed.was_read[span] = None
+                if (known := self._ahead.get(span)) is not None:
+                    return known
+            return self._collect(span, is_apart)
+
+    def _collect(self, span: Span, is_apart: bool) -> Read:
+        is_apart = is_apart or span.nbytes >= APART
+        read = Read(span.nbytes, is_apart, self._n_apart_read if is_apart else self._n_small_read)
+        if is_apart:
+            self._n_apart_read += 1
+        else:
+            self._n_small_read += span.nbytes
+        self._commands.append(("read", *span, is_apart))
+        self._reads.append(read)
+        return read
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def compute(self, plan: Planned) -> None:
+        """Send a computation, with all that was collected, and the reads that will follow."""
+        with self._lock:
+            self.queue("compute", plan.handle)
+            wanted, plan.was_read = plan.was_read, {}
+            self._ahead = {span: self._collect(span, False) for span in wanted if span.nbytes <= MAX_AHEAD}
+            self._computed = plan
+            self.flush()
+
+    def ask(self, *command: Any) -> Any:
+        """Do a command now, and return its result.
+
+        Raises:
+            Error: It failed, or one before it did.
+        """
+        with self._lock:
+            self.settle()  # errors of work before are not this command's
+            self.queue(*command)
+            call = self.flush()
+            assert call is not None
+            call.wait()
+            assert call.first is not None
+            results = json.loads(call.first[0]) if call.first[0] else []
+            return results[-1] if results else None
+
+    def flush(self) -> Call | None:
+        """Send what was collected; return the last call in progress."""
+        with self._lock:
+            if self._lost is not None:
+                self._begin()
+                self._garbage.clear()
+            while self._garbage:
+                self._commands.append(self._garbage.popleft())
+            if self._commands or self._waits:
+                self._send(self._commands)
+            return self._calls[-1] if self._calls else None
+
+    def _send(self, commands: Message) -> None:
+        if not ray.is_initialized():
+            raise self._lose("Ray was shut down")
+        message = json.dumps(commands, separators=(",", ":")).encode()
+        n_returns = 1 + self._n_apart_read
+        if n_returns not in self._run:
+            self._run[n_returns] = self._actor.run.options(num_returns=n_returns)
+        while len(self._calls) >= MAX_CALLS:
+            self.settle(self._calls[0])
+        refs = self._run[n_returns].remote(
+            message, b"".join(data.data for data in self._small), *self._apart, *self._waits
+        )
+        call = Call(self, [refs] if n_returns == 1 else refs, self._sources)
+        for read in self._reads:
+            read.call = call
+        self._calls.append(call)
+        self.n_calls += 1
+        self.n_sent += len(message) + self._nbytes
+        self._begin()
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    def settle(self, last: Call | None = None) -> None:
+        """Send what was collected, and wait for it; or only for calls up to the last one given.
+
+        Raises:
+            DeviceLostError: The node is lost.
+            Error: The first failure since this was last asked.
+        """
+        with self._lock:
+            if last is None:
+                self.flush()
+            while self._calls and (last is None or last.first is None):
+                self._finish(self._calls.popleft())
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if last is not None and last.first is None:
+            self._check()
+            raise BackendError(f"{self.title}: this work failed before, as was told then")
+
+    def _finish(self, call: Call) -> None:
+        """Wait for a call, and keep its failure."""
+        try:
+            call.first = self._get(call)
+        except Error as failure:
+            self._failure = self._failure or failure
+
+    def fetch(self, ref: Any) -> Any:
+        """Return an object of a call that is done.
+
+        Raises:
+            DeviceLostError: The node that holds it is lost.
+        """
+        try:
+            return ray.get(ref, timeout=LOOK_S + ANSWER_S)
+        except (exceptions.RayError, TimeoutError) as error:
+            raise self._lose(one_line(error)) from None
+
+    def _get(self, call: Call) -> Any:
+        while self._lost is None:
+            try:
+                return ray.get(call.refs[0], timeout=LOOK_S)
+            except exceptions.GetTimeoutError:
+                for link in {self, *call.sources}:
+                    link._look()
+            except exceptions.RayTaskError as error:
+                raise self._error_of(error.cause if isinstance(error.cause, Exception) else error) from None
+            except exceptions.RayError as error:
+                raise self._error_of(error) from None
+        raise self._lost_error()
+
+    def _look(self) -> None:
+        """Ask the node whether it is alive.
+
+        Raises:
+            DeviceLostError: It is not.
+        """
+        answer = self._actor.ping.remote()
+        try:
+            ray.get(answer, timeout=ANSWER_S)
+        except exceptions.GetTimeoutError:
+            ray.kill(self._actor)
+            raise self._lose(f"it has not answered for {ANSWER_S:.0f} s") from None
+        except exceptions.RayError as error:
+            raise self._lose(one_line(error)) from None
+
+    # -- faults --------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise self._lost_error()
+
+    def _error_of(self, error: Exception) -> Error:
+        """Return our error for a failure that Ray tells."""
+        if isinstance(error, Error):
+            return error
+        if isinstance(error, exceptions.RayActorError):
+            link = Link._by_actor.get(getattr(error, "actor_id", None) or "", self)
+            return link._lose(one_line(error))
+        if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, Exception):
+            return self._error_of(error.cause)
+        if isinstance(error, (exceptions.ObjectLostError, exceptions.NodeDiedError)):
+            return self._lose(one_line(error))
+        return BackendError(f"{self.title} failed: {one_line(error)}")
+
+    def _lose(self, why: str) -> DeviceLostError:
+        """Give up the node; return the error that tells it. Without its lock, as any link may find it."""
+        if self._lost is None:
+            self._lost = why
+        return self._lost_error()
+
+    def _lost_error(self) -> DeviceLostError:
+        n, nbytes = len(self.sizes), sum(self.sizes.values())
+        return DeviceLostError(
+            f"{self.title} is lost, with {n} buffers of {readable_size(nbytes)} in all: {self._lost}; go on "
+            "with a scheduler without its devices, and place there what it held",
+            node=self.title,
+            nbytes=nbytes,
+        )

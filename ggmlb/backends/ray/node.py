@@ -1,0 +1,337 @@
+"""Node: the far side of a connection. It owns the devices of a machine, and does what a driver asks for.
+
+A message is a list of commands, each a name and plain arguments, and the bytes to be written. Buffers,
+streams and plans are known by handles: random numbers that this node drew, each in the table of its kind.
+What a message names is checked before it is used: the handle (which also tells a freed buffer), the range,
+the type, the parameters.
+
+The commands of a message run in order, and have run when it returns. After one that fails, only those that
+release something are still done.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.ray.wire import MAX_EXTENT, forged, number_below, read_graph, read_node
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import BackendBroken, RegistryError, did_you_mean
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, registry, tensor_copy
+
+Bytes = npt.NDArray[np.uint8]
+Message = Sequence[Sequence[Any]]
+
+PROTOCOL: Final = 1
+"""Version of the messages."""
+
+APART: Final = 1 << 16
+"""Bytes from which data are objects of their own in the object store."""
+
+RELEASES: Final = ("free", "drop", "close")
+"""Commands that are done after a failure too."""
+
+T = TypeVar("T")
+
+
+def versions() -> dict[str, Any]:
+    """Return what driver and node must have in common."""
+    return {
+        "protocol": PROTOCOL,
+        "ggmlb": metadata.version("ggmlb"),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "byte order": sys.byteorder,
+    }
+
+
+class Node:
+    """The devices of a machine, and what a driver has on them.
+
+    Args:
+        names: Names of the devices; all that the machine has if `None`.
+
+    Raises:
+        BackendBroken: The driver has other versions.
+        Error: A device cannot be used.
+    """
+
+    def __init__(self, driver: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+        if driver != (own := versions()):
+            raise BackendBroken(
+                f"the driver has {_listed(driver)}; {platform.node()} has {_listed(own)}: install the same "
+                "versions on all machines"
+            )
+        devices = registry.devices() if names is None else [registry.device_by_name(name) for name in names]
+        self._devices = {device.name: device for device in devices}
+        self._buffers: dict[int, Buffer] = {}
+        self._streams: dict[int, Backend] = {}
+        self._plans: dict[int, GraphPlan] = {}
+        self._busy: dict[int, Backend] = {}
+        self._inbox, self._outbox = _Inbox(b"", ()), _Outbox()
+        self._commands: dict[str, Callable[..., Any]] = {
+            name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
+        }
+
+    def facts(self) -> str:
+        """Return the devices as JSON."""
+        return json.dumps([_facts_of(device) for device in self._devices.values()])
+
+    def run(self, message: bytes, blob: bytes = b"", *apart: Any) -> Any:
+        """Do the commands of a message.
+
+        Args:
+            message: The commands as JSON.
+            blob: Data to write, one after another.
+            *apart: Data to write that are objects of their own, and objects only to be waited for.
+
+        Returns:
+            The commands' results as JSON and the small data read, one after another, as one object; then
+            each array of at least `APART` bytes, and each that another node asked for, as its own.
+
+        Raises:
+            Error: Of the first command that failed.
+        """
+        commands: Message = json.loads(message)
+        self._inbox = _Inbox(blob, apart)
+        self._outbox = _Outbox()
+        results: list[Any] = []
+        failure: Exception | None = None
+        for name, *args in commands:
+            if failure is not None and name not in RELEASES:
+                continue
+            try:
+                result = self._command(name)(*args)
+                if result is not None:
+                    results.append(result)
+            except Exception as error:
+                failure = failure or error
+        try:
+            self._wait()
+        except Exception as error:
+            failure = failure or error
+        self._inbox, outbox, self._outbox = _Inbox(b"", ()), self._outbox, _Outbox()
+        if failure is not None:
+            failure.__traceback__ = None  # its frames would keep buffers
+            raise failure
+        told = json.dumps(results).encode() if results else b""
+        first = (told, b"".join(data.data for data in outbox.small))
+        return (first, *outbox.apart) if outbox.apart else first
+
+    # -- look-ups ------------------------------------------------------------------------------
+
+    def _command(self, name: Any) -> Callable[..., Any]:
+        command = self._commands.get(name) if isinstance(name, str) else None
+        return command if command is not None else forged(f"there is no command {name!r}")
+
+    def _of(self, table: Mapping[int, T], handle: Any, kind: str) -> T:
+        found = table.get(handle) if type(handle) is int else None
+        if found is None:
+            forged(f"{handle!r} is no {kind} of this node (or was freed)")
+        return found
+
+    def _device(self, name: Any) -> Device:
+        found = self._devices.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise RegistryError(f"this node has no device {name!r}{did_you_mean(str(name), self._devices)}")
+        return found
+
+    def _buffer(self, handle: Any) -> Buffer:
+        return self._of(self._buffers, handle, "buffer")
+
+    def _span(self, place: Any, offset: Any, nbytes: Any) -> tuple[Tensor, int, int]:
+        """Return a tensor, and a range of bytes in it.
+
+        Args:
+            place: A buffer's handle; or a tensor as JSON, where the memory stores another layout.
+            offset: In the buffer, or in the tensor.
+            nbytes: Size of the range.
+        """
+        n, start = number_below(nbytes, MAX_EXTENT, "a size"), number_below(offset, MAX_EXTENT, "an offset")
+        if isinstance(place, str):
+            return read_node(place, self._buffer), start, n
+        buffer = self._buffer(place)
+        if start + n > buffer.size:
+            forged(f"bytes {start} to {start + n} of a buffer of {buffer.size}")
+        span = Tensor(DType.I8, (n, 1, 1, 1))
+        span.buffer, span.offset = buffer, start
+        return span, 0, n
+
+    def _memory(self, device: Any, number: Any) -> BufferType:
+        """Return a buffer type: the device's own, or one of its extra ones."""
+        found = _memories(self._device(device))
+        return found[number_below(number, len(found), "a kind of memory")]
+
+    def _add(self, table: dict[int, T], thing: T) -> int:
+        handle = secrets.randbits(52)  # a whole number in any reader of JSON
+        table[handle] = thing
+        return handle
+
+    def _wait(self) -> None:
+        """Wait for queued computations."""
+        while self._busy:
+            _, stream = self._busy.popitem()
+            stream.synchronize()
+
+    # -- devices -------------------------------------------------------------------------------
+
+    def _do_memory(self, device: Any) -> list[int]:
+        return list(self._device(device).memory)
+
+    def _do_declines(self, device: Any, node: Any) -> str:
+        return self._device(device).declines(read_node(node, self._buffer)) or ""
+
+    def _do_stores(self, device: Any, memory: Any, tensor: Any) -> list[Any]:
+        """Return the size of a tensor in a kind of memory, its layout there, and whether it suits it."""
+        buft, t = self._memory(device, memory), read_node(tensor, self._buffer)
+        dtype, nb = buft.stored_layout(t)
+        return [buft.alloc_size(t), int(dtype), list(nb), buft.packing(t), buft.suits(t)]
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _do_alloc(self, device: Any, memory: Any, nbytes: Any) -> int:
+        buft = self._memory(device, memory)
+        return self._add(self._buffers, buft.alloc_buffer(number_below(nbytes, MAX_EXTENT, "a size")))
+
+    def _do_free(self, handle: Any) -> None:
+        buffer = self._buffer(handle)
+        self._wait()
+        del self._buffers[handle]
+        buffer.free()
+
+    def _do_usage(self, handle: Any, usage: Any) -> None:
+        self._buffer(handle).usage = BufferUsage(usage)
+
+    def _do_clear(self, handle: Any, value: Any) -> None:
+        buffer = self._buffer(handle)
+        self._wait()
+        buffer.clear(number_below(value, 256, "a byte"))
+
+    def _do_init(self, tensor: Any) -> None:
+        read_node(tensor, self._buffer)  # which lets the buffer prepare it
+
+    def _do_write(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
+        tensor, start, n = self._span(place, offset, nbytes)
+        data = self._inbox.take(n, bool(is_apart))
+        self._wait()
+        tensor.set(data, start)
+
+    def _do_fill(self, place: Any, offset: Any, nbytes: Any, value: Any) -> None:
+        tensor, start, n = self._span(place, offset, nbytes)
+        self._wait()
+        tensor.memset(number_below(value, 256, "a byte"), start, n)
+
+    def _do_read(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
+        tensor, start, n = self._span(place, offset, nbytes)
+        self._wait()
+        self._outbox.add(tensor.get(start, n), bool(is_apart))
+
+    def _do_copy(self, src: Any, src_offset: Any, dst: Any, dst_offset: Any, nbytes: Any) -> None:
+        (source, *_), (target, *_) = self._span(src, src_offset, nbytes), self._span(dst, dst_offset, nbytes)
+        self._wait()
+        tensor_copy(source, target)
+
+    # -- streams and plans ---------------------------------------------------------------------
+
+    def _do_open(self, device: Any, params: Any) -> int:
+        return self._add(self._streams, self._device(device).init_backend(params))
+
+    def _do_threads(self, handle: Any, n: Any) -> None:
+        stream = self._of(self._streams, handle, "stream")
+        set_n_threads = stream.device.reg.get_proc_address("set_n_threads")
+        if set_n_threads is not None:
+            set_n_threads(stream, n)
+
+    def _do_close(self, handle: Any) -> None:
+        stream = self._of(self._streams, handle, "stream")
+        self._wait()
+        del self._streams[handle]
+        stream.free()
+
+    def _do_plan(self, stream: Any, graph: Any) -> int:
+        backend = self._of(self._streams, stream, "stream")
+        return self._add(self._plans, backend.graph_plan_create(read_graph(graph, self._buffer)))
+
+    def _do_drop(self, handle: Any) -> None:
+        plan = self._of(self._plans, handle, "plan")
+        self._wait()
+        del self._plans[handle]
+        if not plan.is_freed:
+            plan.backend.graph_plan_free(plan)
+
+    def _do_compute(self, handle: Any) -> None:
+        plan = self._of(self._plans, handle, "plan")
+        stream = plan.backend
+        if any(busy is not stream for busy in self._busy.values()):
+            self._wait()
+        self._busy[id(stream)] = stream
+        stream.graph_plan_compute(plan)
+
+
+class _Inbox:
+    """Data that came with a message."""
+
+    def __init__(self, blob: bytes, apart: Sequence[Any]) -> None:
+        self._blob, self._at = np.frombuffer(blob, np.uint8), 0
+        self._apart = iter(apart)
+
+    def take(self, nbytes: int, is_apart: bool) -> Bytes:
+        if is_apart:
+            data = next(self._apart, None)
+            if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.nbytes != nbytes:
+                forged(f"{nbytes} bytes were to come as an array of uint8")
+            return data.reshape(-1)
+        data = self._blob[self._at : self._at + nbytes]
+        if data.size != nbytes:
+            forged(f"{nbytes} bytes are to be written, and {data.size} came")
+        self._at += nbytes
+        return data
+
+
+class _Outbox:
+    """Data read for the driver or another node."""
+
+    def __init__(self) -> None:
+        self.small: list[Bytes] = []
+        self.apart: list[Bytes] = []
+
+    def add(self, data: Bytes, is_apart: bool) -> None:
+        (self.apart if is_apart else self.small).append(data)
+
+
+def _memories(device: Device) -> list[BufferType]:
+    return [device.buffer_type, *device.extra_bufts]
+
+
+def _facts_of(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "description": device.description,
+        "host": platform.node(),
+        "type": device.type.value,
+        "memories": [
+            {
+                "name": buft.name,
+                "alignment": buft.alignment,
+                "max_size": buft.max_size,
+                "is_plain": not any(
+                    getattr(type(buft), name) is not getattr(BufferType, name)
+                    for name in ("alloc_size", "stored_layout", "packing", "suits")
+                ),
+            }
+            for buft in _memories(device)
+        ],
+    }
+
+
+def _listed(versions: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,0 +1,50 @@
+"""One Ray cluster of two nodes on this machine, for all tests of this folder; and a connection to it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+import ggmlb
+from ggmlb.backends.ray.cluster import Cluster
+
+STORE = 100 << 20
+"""Bytes of a node's object store."""
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """Address of a cluster of two nodes: that of RAY_ADDRESS, or one that ends with the tests."""
+    if given := os.environ.get("RAY_ADDRESS"):
+        yield given
+        return
+    import ray
+    from ray.cluster_utils import Cluster as RayCluster
+
+    folder = tempfile.mkdtemp(prefix="ggmlb", dir="/tmp")  # a short path, as sockets lie in it
+    before = dict(os.environ)
+    os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.makedirs(f"{folder}/ray")
+    cluster = RayCluster()
+    try:
+        cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
+        cluster.add_node(num_cpus=1, object_store_memory=STORE)
+        yield cluster.address
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+
+
+@pytest.fixture(scope="module")
+def cluster(address: str) -> Iterator[Cluster]:
+    """A connection with the CPU of each node."""
+    with ggmlb.connect(address, ["CPU"]) as connection:
+        yield connection

@@ -1,0 +1,26 @@
+"""Models with layers on other machines: the bits of this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggmlb.backends.ray.cluster import Cluster
+from ggmlb.models import TextModel
+from tests.support.text_models import write_text_model
+
+REMOTE = ["node0/CPU", "node1/CPU", "CPU"]
+PROMPT = [1, *(260 + (7 * i) % 55 for i in range(12))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_a_text_model_on_two_nodes(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    path = write_text_model(tmp_path / "model.gguf", kind)
+    with TextModel(path, ["CPU"], n_ctx=64) as local:
+        logits, text = local.logits(PROMPT), local.generate(PROMPT, max_tokens=8, temperature=0)
+    with TextModel(path, REMOTE, {"node0/CPU": "0", "node1/CPU": "2"}, n_ctx=64) as model:
+        assert set(model.homes.values()) == {*REMOTE}
+        np.testing.assert_array_equal(model.logits(PROMPT), logits)
+        assert model.generate(PROMPT, max_tokens=8, temperature=0).tokens == text.tokens
