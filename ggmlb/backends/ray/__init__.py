@@ -10,3 +10,49 @@
 
 `ggmlb.connect` starts the actors (`cluster`) and registers their devices. Ray is imported then.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ggmlb.core.errors import BackendUnavailable
+from ggmlb.interface import BackendReg, Device
+from ggmlb.interface.procs import dev_get_extra_bufts, set_n_threads
+
+
+class RayReg(BackendReg):
+    """The registration of the devices of a cluster.
+
+    Attributes:
+        priority: Below all local backends, whose devices come first.
+        found: The devices, while there is a connection.
+    """
+
+    name = "Ray"
+
+    priority = -100
+
+    def __init__(self) -> None:
+        self.found: list[Device] = []
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices of all machines, machine by machine.
+
+        Raises:
+            BackendUnavailable: There is no connection.
+        """
+        if not self.found:
+            raise BackendUnavailable("no cluster of other machines is connected: ggmlb.connect(address)")
+        return self.found
+
+    def _procs(self) -> Mapping[str, Any]:
+        return {"dev_get_extra_bufts": dev_get_extra_bufts, "set_n_threads": set_n_threads}
+
+
+@cache
+def backend_reg() -> RayReg:
+    """Return the registration; the registry calls this."""
+    return RayReg()

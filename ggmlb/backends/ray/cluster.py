@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
+from ggmlb.backends.ray import RayReg, backend_reg
 from ggmlb.backends.ray.node import versions
 from ggmlb.core.errors import BackendUnavailable, Error, RegistryError, one_line
 from ggmlb.interface import Device, registry
@@ -15,7 +17,6 @@ from ggmlb.interface import Device, registry
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ggmlb.backends.ray.device import RayReg
 
 START_S: Final = 120.0
 """How long a machine may take to start an actor [s]."""
@@ -38,8 +39,8 @@ class Cluster:
 
     @property
     def devices(self) -> Sequence[Device]:
-        """The devices of all machines, machine by machine."""
-        return self.reg.devices
+        """The devices of all machines, machine by machine; none once it is closed."""
+        return tuple(self.reg.found)
 
     def close(self) -> None:
         """End the actors with all that they hold; without effect if closed already."""
@@ -49,8 +50,9 @@ class Cluster:
             return
         self._is_open = False
         _open.remove(self)
-        if self.reg in registry.regs():
+        with suppress(RegistryError):  # if the user has unloaded it
             registry.unload(self.reg)
+        self.reg.found.clear()
         if ray.is_initialized():
             for actor in self._actors.values():
                 ray.kill(actor)
@@ -75,7 +77,7 @@ def connect(address: str, names: Sequence[str] | None) -> Cluster:
         import ray
     except ImportError as error:
         raise BackendUnavailable(f"Ray cannot be imported ({error}): pip install 'ggmlb[ray]'") from error
-    from ggmlb.backends.ray.device import RayDevice, RayReg
+    from ggmlb.backends.ray.device import RayDevice
     from ggmlb.backends.ray.link import Link
 
     if _open:
@@ -92,7 +94,8 @@ def connect(address: str, names: Sequence[str] | None) -> Cluster:
                 "'ray start --head', or give connect('local')"
             ) from error
     actors: dict[str, Any] = {}
-    reg = RayReg()
+    reg = backend_reg()
+    reg.found.clear()
     try:
         for i, machine in enumerate(_machines()):
             actors[f"node{i}"] = _start(machine, names)
@@ -100,8 +103,9 @@ def connect(address: str, names: Sequence[str] | None) -> Cluster:
             link = Link(actor, node)
             for facts in _facts(node, actor):
                 reg.found.append(RayDevice(reg, link, node, facts))
-        registry.register(reg)
+        registry.load(f"{backend_reg.__module__}:{backend_reg.__name__}")
     except BaseException:
+        reg.found.clear()
         for actor in actors.values():
             ray.kill(actor)
         if is_ours:

@@ -1,10 +1,11 @@
-"""RayDevice: a device of another machine, and its registration."""
+"""RayDevice: a device of another machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from ggmlb.backends.ray import RayReg
 from ggmlb.backends.ray.backend import RayBackend
 from ggmlb.backends.ray.buffer import RayBuffer, RayBufferType
 from ggmlb.backends.ray.event import RayEvent
@@ -12,31 +13,7 @@ from ggmlb.backends.ray.link import Link
 from ggmlb.backends.ray.wire import NONE, node_record, unsendable
 from ggmlb.core.enums import DeviceType
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
-from ggmlb.interface.procs import dev_get_extra_bufts, set_n_threads
-
-
-class RayReg(BackendReg):
-    """The registration of the devices of a cluster.
-
-    Attributes:
-        priority: Below all local backends, whose devices come first.
-    """
-
-    name = "Ray"
-
-    priority = -100
-
-    def __init__(self) -> None:
-        self.found: list[Device] = []
-
-    @property
-    def devices(self) -> Sequence[Device]:
-        """The devices of all machines, machine by machine."""
-        return self.found
-
-    def _procs(self) -> Mapping[str, Any]:
-        return {"dev_get_extra_bufts": dev_get_extra_bufts, "set_n_threads": set_n_threads}
+from ggmlb.interface import Backend, Buffer, BufferType, Caps, Device
 
 
 class RayDevice(Device):
