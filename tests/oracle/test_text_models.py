@@ -278,7 +278,7 @@ def test_smollm2_in_floats(check: Callable[..., None], folder: Path, place: str)
 
 
 def in_type(path: Path, folder: Path, to: str) -> Path:
-    found = folder / f"{path.stem}-{to}.gguf"
+    found = folder / f"real-{path.stem}-{to}.gguf"
     if not found.exists():
         quantize_gguf(ggmlb.open_gguf(path), found, to, requantize=True, n_threads=2)
     return found
