@@ -156,7 +156,7 @@ class RayBuffer(Buffer):
         return queue_copy(src, dst)
 
     def _set_usage(self, usage: BufferUsage) -> None:
-        self.link.queue("usage", self.handle, usage.value)
+        self.link.queue("usage", self.handle, usage.name)
 
     def _free(self) -> None:
         self._release()

@@ -11,11 +11,12 @@ release something are still done.
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, Final, TypeVar
 
@@ -24,8 +25,8 @@ import numpy.typing as npt
 
 from ggmlb.backends.ray.wire import MAX_EXTENT, forged, number_below, read_graph, read_node
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import BufferUsage
-from ggmlb.core.errors import BackendBroken, RegistryError, did_you_mean
+from ggmlb.core.enums import BufferUsage, as_enum
+from ggmlb.core.errors import BackendBroken, BackendError, Error, RegistryError, did_you_mean, one_line
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, registry, tensor_copy
 
@@ -38,7 +39,7 @@ PROTOCOL: Final = 1
 APART: Final = 1 << 16
 """Bytes from which data are objects of their own in the object store."""
 
-RELEASES: Final = ("free", "drop", "close")
+RELEASES: Final = ("free", "drop", "close", "wait")
 """Commands that are done after a failure too."""
 
 T = TypeVar("T")
@@ -78,9 +79,8 @@ class Node:
         self._plans: dict[int, GraphPlan] = {}
         self._busy: dict[int, Backend] = {}
         self._inbox, self._outbox = _Inbox(b"", ()), _Outbox()
-        self._commands: dict[str, Callable[..., Any]] = {
-            name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
-        }
+        methods = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
+        self._commands = {name: (method, inspect.signature(method)) for name, method in methods.items()}
 
     def facts(self) -> str:
         """Return the devices as JSON."""
@@ -105,20 +105,18 @@ class Node:
         self._inbox = _Inbox(blob, apart)
         self._outbox = _Outbox()
         results: list[Any] = []
-        failure: Exception | None = None
-        for name, *args in commands:
-            if failure is not None and name not in RELEASES:
-                continue
+        failure: Error | None = None
+        for command in (*commands, ["wait"]):
             try:
-                result = self._command(name)(*args)
-                if result is not None:
-                    results.append(result)
-            except Exception as error:
+                if failure is None or command[0] in RELEASES:
+                    result = self._do(command)
+                    if result is not None:
+                        results.append(result)
+            except Error as error:
                 failure = failure or error
-        try:
-            self._wait()
-        except Exception as error:
-            failure = failure or error
+            except Exception as error:
+                name = str(command)[:40]
+                failure = failure or BackendError(f"{name} failed on {platform.node()}: {one_line(error)}")
         self._inbox, outbox, self._outbox = _Inbox(b"", ()), self._outbox, _Outbox()
         if failure is not None:
             failure.__traceback__ = None  # its frames would keep buffers
@@ -129,9 +127,18 @@ class Node:
 
     # -- look-ups ------------------------------------------------------------------------------
 
-    def _command(self, name: Any) -> Callable[..., Any]:
-        command = self._commands.get(name) if isinstance(name, str) else None
-        return command if command is not None else forged(f"there is no command {name!r}")
+    def _do(self, command: Any) -> Any:
+        if not (isinstance(command, list) and command and isinstance(command[0], str)):
+            forged("a command is a list that begins with its name")
+        name, *arguments = command
+        if name not in self._commands:
+            forged(f"there is no command {name!r}")
+        do, signature = self._commands[name]
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            forged(f"{name}: {one_line(error)}")
+        return do(*arguments)
 
     def _of(self, table: Mapping[int, T], handle: Any, kind: str) -> T:
         found = table.get(handle) if type(handle) is int else None
@@ -176,7 +183,7 @@ class Node:
         table[handle] = thing
         return handle
 
-    def _wait(self) -> None:
+    def _do_wait(self) -> None:
         """Wait for queued computations."""
         while self._busy:
             _, stream = self._busy.popitem()
@@ -204,16 +211,17 @@ class Node:
 
     def _do_free(self, handle: Any) -> None:
         buffer = self._buffer(handle)
-        self._wait()
+        self._do_wait()
         del self._buffers[handle]
         buffer.free()
 
     def _do_usage(self, handle: Any, usage: Any) -> None:
-        self._buffer(handle).usage = BufferUsage(usage)
+        buffer = self._buffer(handle)
+        buffer.usage = as_enum("usage", BufferUsage, usage)
 
     def _do_clear(self, handle: Any, value: Any) -> None:
         buffer = self._buffer(handle)
-        self._wait()
+        self._do_wait()
         buffer.clear(number_below(value, 256, "a byte"))
 
     def _do_init(self, tensor: Any) -> None:
@@ -222,22 +230,22 @@ class Node:
     def _do_write(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
         data = self._inbox.take(n, bool(is_apart))
-        self._wait()
+        self._do_wait()
         tensor.set(data, start)
 
     def _do_fill(self, place: Any, offset: Any, nbytes: Any, value: Any) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
-        self._wait()
+        self._do_wait()
         tensor.memset(number_below(value, 256, "a byte"), start, n)
 
     def _do_read(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
-        self._wait()
+        self._do_wait()
         self._outbox.add(tensor.get(start, n), bool(is_apart))
 
     def _do_copy(self, src: Any, src_offset: Any, dst: Any, dst_offset: Any, nbytes: Any) -> None:
         (source, *_), (target, *_) = self._span(src, src_offset, nbytes), self._span(dst, dst_offset, nbytes)
-        self._wait()
+        self._do_wait()
         tensor_copy(source, target)
 
     # -- streams and plans ---------------------------------------------------------------------
@@ -253,7 +261,7 @@ class Node:
 
     def _do_close(self, handle: Any) -> None:
         stream = self._of(self._streams, handle, "stream")
-        self._wait()
+        self._do_wait()
         del self._streams[handle]
         stream.free()
 
@@ -263,7 +271,7 @@ class Node:
 
     def _do_drop(self, handle: Any) -> None:
         plan = self._of(self._plans, handle, "plan")
-        self._wait()
+        self._do_wait()
         del self._plans[handle]
         if not plan.is_freed:
             plan.backend.graph_plan_free(plan)
@@ -272,7 +280,7 @@ class Node:
         plan = self._of(self._plans, handle, "plan")
         stream = plan.backend
         if any(busy is not stream for busy in self._busy.values()):
-            self._wait()
+            self._do_wait()
         self._busy[id(stream)] = stream
         stream.graph_plan_compute(plan)
 

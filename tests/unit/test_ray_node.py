@@ -1,0 +1,327 @@
+"""What a node of other machines' devices refuses: handles, ranges, types and parameters that are forged.
+
+The classes of faults are those that ggml's RPC had: addresses as handles, an index of a type beyond the
+table, tensors in no buffer, cached graphs whose memory was freed, functions among parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggmlb import BackendBroken, Context, DType, Error, FreedError, Graph, RopeType
+from ggmlb.backends.ray.node import Node, versions
+from ggmlb.backends.ray.wire import ForgedError, graph_record, node_record, unsendable
+
+SIZE = 4096
+X = np.arange(16, dtype=np.float32)
+
+
+class Session:
+    """A node with a buffer, a stream, and a plan that computes `y = silu(scale(x))`."""
+
+    def __init__(self) -> None:
+        self.node = Node(versions(), ["CPU"])
+        self.buffer = self.ask("alloc", "CPU", 0, SIZE)
+        self.other = self.ask("alloc", "CPU", 0, SIZE)
+        self.ask("clear", self.other, 7)
+        self.stream = self.ask("open", "CPU", {})
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (16,), "x")
+        y = ctx.silu(ctx.scale_bias(x, 2.0, 1.0))
+        graph = Graph().build_forward_expand(y)
+        self.record: Any = graph_record(graph.nodes, graph.use_counts(), lambda _: self.buffer)
+        for i, tensor in enumerate(self.record[0]):
+            tensor[7:9] = [self.buffer, 64 * i]
+        self.y_offset = self.record[0][-1][8]
+
+    def run(self, *commands: Any, blob: bytes = b"") -> tuple[list[Any], bytes]:
+        told, data = self.node.run(json.dumps(commands).encode(), blob)
+        return json.loads(told or b"[]"), data
+
+    def ask(self, *command: Any) -> Any:
+        told, _ = self.run(command)
+        return told[0] if told else None
+
+    def compute(self, plan: int) -> np.ndarray:
+        commands = (
+            ("write", self.buffer, self.record[0][0][8], X.nbytes, False),
+            ("compute", plan),
+            ("read", self.buffer, self.y_offset, X.nbytes, False),
+        )
+        return np.frombuffer(self.run(*commands, blob=X.tobytes())[1], np.float32)
+
+    def is_other_untouched(self) -> bool:
+        return set(self.run(("read", self.other, 0, SIZE, False))[1]) == {7}
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session()
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def test_what_is_right_is_done(session: Session) -> None:
+    plan = session.ask("plan", session.stream, session.record)
+    np.testing.assert_allclose(session.compute(plan), silu(2 * X + 1), rtol=1e-5)
+    session.run(("copy", session.buffer, 0, session.other, 64, 64))
+    assert session.run(("read", session.other, 64, 64, False))[1] == X.tobytes()
+    session.run(("drop", plan), ("close", session.stream), ("free", session.buffer), ("free", session.other))
+
+
+WRONG_HANDLES: list[Callable[[Session], Any]] = [
+    lambda s: 0,
+    lambda s: -1,
+    lambda s: None,
+    lambda s: id(s.buffer),
+    lambda s: X.ctypes.data,
+    lambda s: s.buffer + 1,
+    lambda s: float(s.buffer),
+    lambda s: str(s.buffer),
+    lambda s: [s.buffer],
+    lambda s: s.stream,
+    lambda s: Session().buffer,
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_HANDLES)
+def test_only_its_own_handles_of_the_kind_are_taken(
+    session: Session, wrong: Callable[[Session], Any]
+) -> None:
+    handle = wrong(session)
+    for command in (
+        ("read", handle, 0, 16, False),
+        ("write", handle, 0, 16, False),
+        ("fill", handle, 0, 16, 1),
+        ("clear", handle, 1),
+        ("free", handle),
+        ("usage", handle, "WEIGHTS"),
+        ("copy", handle, 0, session.other, 0, 16),
+        ("copy", session.buffer, 0, handle, 0, 16),
+        ("compute", handle),
+        ("drop", handle),
+    ):
+        with pytest.raises(ForgedError):
+            session.run(command, blob=bytes(16))
+    for tensor in session.record[0]:
+        tensor[7] = handle
+    with pytest.raises(ForgedError):
+        session.ask("plan", session.stream, session.record)
+    assert session.is_other_untouched()
+
+
+@pytest.mark.parametrize("handle", [0, None, "CPU", 1 << 51])
+def test_only_its_own_streams_are_taken(session: Session, handle: Any) -> None:
+    for command in (("plan", handle, session.record), ("close", handle), ("threads", handle, 1)):
+        with pytest.raises(ForgedError):
+            session.ask(*command)
+    with pytest.raises(ForgedError):
+        session.ask("close", session.buffer)
+
+
+RANGES = [
+    (0, SIZE + 1), (SIZE, 1), (SIZE - 8, 16), (-16, 16), (0, -1), (1 << 62, 16), (0, 1 << 62),
+    (0.0, 16), (True, 16), (None, 16), ("0", 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), RANGES)
+def test_ranges_lie_in_their_buffer(session: Session, offset: Any, nbytes: Any) -> None:
+    for command in (
+        ("read", session.buffer, offset, nbytes, False),
+        ("write", session.buffer, offset, nbytes, False),
+        ("fill", session.buffer, offset, nbytes, 1),
+        ("copy", session.buffer, offset, session.other, 0, nbytes),
+        ("copy", session.other, 0, session.buffer, offset, nbytes),
+    ):
+        with pytest.raises(ForgedError):
+            session.run(command, blob=bytes(16))
+    assert session.is_other_untouched()
+
+
+def test_data_have_the_size_that_was_told(session: Session) -> None:
+    with pytest.raises(ForgedError, match="16 bytes are to be written, and 4 came"):
+        session.run(("write", session.buffer, 0, 16, False), blob=bytes(4))
+    for data in ((), (b"x" * 16,), (np.zeros(4, np.float32),), (np.zeros(8, np.uint8),)):
+        with pytest.raises(ForgedError):
+            session.node.run(json.dumps([("write", session.buffer, 0, 16, True)]).encode(), b"", *data)
+
+
+FORGED_TENSORS = {
+    "no op": (0, "FORMAT_DISK"),
+    "op is a number": (0, 3),
+    "type beyond the table": (1, 999),
+    "negative type": (1, -1),
+    "removed type": (1, 4),
+    "type is text": (1, "F32"),
+    "type is true": (1, True),
+    "three extents": (2, [16, 1, 1]),
+    "negative extent": (2, [-16, 1, 1, 1]),
+    "extents overflow": (2, [1 << 62, 1 << 62, 1, 1]),
+    "more than the buffer": (2, [SIZE, 1, 1, 1]),
+    "strides leave the buffer": (3, [SIZE, SIZE, SIZE, SIZE]),
+    "stride out of range": (3, [4, -64, 64, 64]),
+    "an operand that follows": (4, [1]),
+    "an operand beyond": (4, [99]),
+    "an operand that is no number": (4, ["x"]),
+    "a viewed tensor that follows": (5, 7),
+    "offset beyond": (8, SIZE),
+    "negative offset": (8, -64),
+    "offset not aligned": (8, 2),
+    "flags": (9, 1 << 40),
+    "params are a list": (10, []),
+    "a name that is no text": (11, 5),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), FORGED_TENSORS.values(), ids=FORGED_TENSORS)
+def test_forged_tensors_are_refused(session: Session, field: int, value: Any) -> None:
+    session.record[0][1][field] = value  # the node of SCALE
+    with pytest.raises(ForgedError):
+        session.ask("plan", session.stream, session.record)
+
+
+@pytest.mark.parametrize(
+    ("op", "params"),
+    [
+        ("SCALE", {"scale": 1.0}),
+        ("SCALE", {"scale": 1.0, "bias": 0.0, "fun": 140_000_000}),
+        ("SCALE", {"scale": "__import__('os')", "bias": 0.0}),
+        ("SCALE", {"scale": None, "bias": 0.0}),
+        ("SCALE", {"scale": {"RopeType": 2, "Op": 1}, "bias": 0.0}),
+        ("SCALE", {"scale": {"Function": 2}, "bias": 0.0}),
+        ("SCALE", {"scale": {}, "bias": 0.0}),
+        ("SCALE", {"scale": [1] * 5, "bias": 0.0}),
+        ("UNARY", {"op": {"UnaryOp": 99}}),
+        ("UNARY", {"op": {"UnaryOp": "SILU"}}),
+        ("MAP_CUSTOM1", {"fun": 140_000_000, "n_tasks": 1, "userdata": 0}),
+        ("MAP_CUSTOM1", {"fun": "os.system", "n_tasks": 1, "userdata": "ls"}),
+        ("CUSTOM", {"fun": 1 << 47, "n_tasks": 1, "userdata": 1 << 47}),
+    ],
+)
+def test_forged_parameters_and_functions_are_refused(
+    session: Session, op: str, params: dict[str, Any]
+) -> None:
+    session.record[0][1][0], session.record[0][1][10] = op, params
+    with pytest.raises(Error):
+        session.ask("plan", session.stream, session.record)
+
+
+def test_functions_are_not_sent() -> None:
+    ctx = Context()
+    node = ctx.map_custom1(ctx.new_tensor(DType.F32, (4,)), lambda dst, a, *_: None)
+    assert "functions are not sent" in str(unsendable(node))
+
+
+def test_memory_that_was_freed_is_not_computed_in(session: Session) -> None:
+    """A plan that is kept does not outlive its memory, its stream, or itself."""
+    plan = session.ask("plan", session.stream, session.record)
+    session.ask("free", session.buffer)
+    again = session.ask("alloc", "CPU", 0, SIZE)  # perhaps at the same place
+    session.ask("clear", again, 7)
+    with pytest.raises(FreedError):
+        session.ask("compute", plan)
+    assert set(session.run(("read", again, 0, SIZE, False))[1]) == {7}
+    with pytest.raises(ForgedError):
+        session.ask("read", session.buffer, 0, 4, False)
+    with pytest.raises(ForgedError):
+        session.ask("free", session.buffer)
+    session.ask("drop", plan)
+    for command in (("compute", plan), ("drop", plan)):
+        with pytest.raises(ForgedError):
+            session.run(command)
+
+
+def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
+    plan = session.ask("plan", session.stream, session.record)
+    session.ask("close", session.stream)
+    with pytest.raises(Error):
+        session.ask("compute", plan)
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [("facts",)],
+        [("__init__",)],
+        [("_do_alloc", "CPU", 0, 16)],
+        [(None,)],
+        [("alloc",)],
+        [("alloc", "CPU", 0)],
+        [("alloc", "CPU", 9, 16)],
+        [("alloc", "/etc/passwd", 0, 16)],
+        [("alloc", "CPU", 0, -1)],
+        [("open", "CPU", {"n_threads": 1 << 40})],
+        [("open", "CPU", 5)],
+        [("declines", "CPU", "[]")],
+        [("declines", "CPU", "no json")],
+        [("declines", "CPU", None)],
+        [("stores", "CPU", 1, "[[], []]")],
+        [("usage", 1, "OTHER")],
+        [()],
+        [5],
+    ],
+)
+def test_other_messages_are_errors_of_ours(session: Session, commands: Any) -> None:
+    with pytest.raises(Error):
+        session.run(*commands)
+
+
+def test_what_follows_a_failure_is_not_done_but_releases(session: Session) -> None:
+    with pytest.raises(ForgedError, match="no command"):
+        session.run(("nothing",), ("clear", session.other, 9), ("free", session.buffer))
+    assert session.is_other_untouched()
+    with pytest.raises(ForgedError):
+        session.ask("clear", session.buffer, 1)
+
+
+def test_other_versions_are_refused() -> None:
+    with pytest.raises(BackendBroken, match=r"ggmlb 9\.9"):
+        Node({**versions(), "ggmlb": "9.9"}, ["CPU"])
+
+
+def test_parameters_come_as_they_were() -> None:
+    from ggmlb.backends.ray.wire import read_node
+
+    ctx = Context()
+    a, positions = ctx.new_tensor(DType.F32, (8, 2, 3)), ctx.new_tensor(DType.I32, (12,))
+    node = ctx.rope_multi(a, positions, None, 8, (1, 2, 1, 0), RopeType.MROPE, freq_base=1e6)
+    node.params["ext_factor"] = float("-inf")
+    got = read_node(node_record(node), lambda handle: None)  # type: ignore[arg-type,return-value]
+    assert got.params == node.params
+    assert [type(v) for v in got.params.values()] == [type(v) for v in node.params.values()]
+
+
+NUMBERS = st.lists(st.integers(-3, 5000), max_size=5)
+MAPPINGS = st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
+SINGLE = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 300), st.integers(), st.floats(), st.text(max_size=5)
+)
+FIELDS = st.one_of(SINGLE, NUMBERS, MAPPINGS)
+
+
+@given(st.data())
+def test_a_changed_plan_is_refused_or_stays_in_its_memory(data: st.DataObject) -> None:
+    session = Session()
+    record = copy.deepcopy(session.record)
+    for _ in range(data.draw(st.integers(1, 3))):
+        tensor = data.draw(st.sampled_from(record[0]))
+        field = data.draw(st.integers(0, 11))
+        if isinstance(tensor[field], list) and tensor[field] and data.draw(st.booleans()):
+            tensor[field][data.draw(st.integers(0, len(tensor[field]) - 1))] = data.draw(FIELDS)
+        else:
+            tensor[field] = data.draw(FIELDS)
+    with suppress(Error):
+        session.compute(session.ask("plan", session.stream, record))
+    assert session.is_other_untouched()
