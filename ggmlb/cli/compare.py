@@ -102,5 +102,5 @@ def _print(found: Comparison, reference: Path, other: Path) -> None:
     out.print(table)
     told = [f"mean {found.divergences.mean():.4g}"]
     told += [f"{name} {found.divergence(share):.4g}" for name, share in SHARES.items()]
-    out.print(f"divergence of the predictions [nat]: {', '.join(told)}", soft_wrap=True)
+    out.print(f"divergence of the predictions in nats: {', '.join(told)}", soft_wrap=True)
     out.print(f"the same token is likeliest after {100 * found.same_top:.1f} % of the tokens")

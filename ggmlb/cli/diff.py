@@ -93,7 +93,7 @@ def diff(
     nmse: Annotated[
         float | None,
         typer.Option(
-            help=f"Error above which a node differs; by default {LIMIT:g} or the program's, 0.01 of models."
+            help=f"Error above which a node differs; by default {LIMIT:g} or the program's, 0.05 of models."
         ),
     ] = None,
     prompt: Annotated[str, typer.Option("--prompt", help="What a model computes.")] = "",

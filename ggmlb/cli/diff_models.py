@@ -85,9 +85,7 @@ def _print(found: Differences, path: Path, devices: Sequence[str], max_tokens: i
         return
     texts = " and ".join(f"{text!r} ({token})" for text, token in zip(t.texts, t.tokens, strict=True))
     cause = "the output" if t.layer is None else f"layer {t.layer}"
-    told = (
-        f"token {t.place} differs: {shown(texts)}, numbers {t.tokens[0]} and {t.tokens[1]}; the first one's "
-    )
+    told = f"token {t.place} differs: {shown(texts)}; the first one's "
     told += f"logit is larger by {t.margins[0]:.4f} on {a}, by {t.margins[1]:.4f} on {b}; {cause} caused it"
     out.print(escape(told), soft_wrap=True)
 

@@ -16,7 +16,7 @@ from ggmlb.models.text.decoder import ATTENTION, Array
 from ggmlb.models.text.generation import Engine
 from ggmlb.models.text.inside import traced, traced_parts
 
-LIMIT = 1e-2
+LIMIT = 0.05
 """NMSE above which two devices part by default, above what activations rounded to 8 bits lead to."""
 
 N_LAYERS = 4

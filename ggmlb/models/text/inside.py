@@ -103,7 +103,7 @@ class LogitLens:
         return table(("layer", *head), rows[::-1], n_rows=len(rows))
 
     def _cell(self, token: int, share: float) -> Raw:
-        text = escape(self._text_of(token).replace("\n", "\u21b5"))
+        text = escape(self._text_of(token).replace("\n", "\u21b5").strip(" ") or "\u2423")
         return Raw(
             f'<span title="{100 * share:.0f} %" style="background:rgba(64,128,224,{0.7 * share:.2f})">'
             f"{text}</span>"
