@@ -9,48 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.generate import (
-    ContextOption,
-    CpuExpertsOption,
-    FitOption,
-    GgufOption,
-    GpuLayersOption,
-    KvOnOption,
-    KvOption,
-    LoraOption,
-    MemoryOption,
-    OverrideOption,
-    SeedOption,
-    TemperatureOption,
-    ThreadsOption,
-    UbatchOption,
-    open_model,
-    write_piece,
-)
-from ggmlb.cli.options import DevicesOption, LayersOption
+from ggmlb.cli.generate import SeedOption, TemperatureOption, write_piece
+from ggmlb.cli.model_options import OpenModel, takes_model
 
 HELP = "An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer; /clear begins anew."
 
 
+@takes_model
 def chat(
-    model: GgufOption,
+    open_model: OpenModel,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 512,
     temperature: TemperatureOption = 0.8,
     seed: SeedOption = 0,
-    devices: DevicesOption = None,
-    layers_on: LayersOption = None,
-    gpu_layers: GpuLayersOption = None,
-    ctx: ContextOption = None,
-    kv_type: KvOption = "f16",
-    override: OverrideOption = None,
-    threads: ThreadsOption = None,
-    lora: LoraOption = None,
-    ubatch: UbatchOption = None,
-    cpu_experts: CpuExpertsOption = False,
-    kv_on: KvOnOption = None,
-    memory: MemoryOption = None,
-    fit: FitOption = True,
 ) -> None:
     """Talk with a GGUF model; what was said is computed once.
 
@@ -60,22 +31,7 @@ def chat(
     """
     with suppress(ImportError):
         import readline  # noqa: F401 (gives `input` line editing)
-    with open_model(
-        model,
-        devices,
-        layers_on,
-        gpu_layers,
-        ctx,
-        kv_type,
-        override,
-        threads,
-        ubatch,
-        lora,
-        cpu_experts,
-        kv_on,
-        memory,
-        fit,
-    ) as opened:
+    with open_model() as opened:
         session = opened.session()
         first = [] if system is None else [{"role": "system", "content": system}]
         messages: list[Any] = list(first)

@@ -10,7 +10,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.generate import ThreadsOption, open_model
+from ggmlb.cli.model_options import ThreadsOption, open_model
 from ggmlb.cli.options import DevicesOption, JsonOption
 from ggmlb.cli.passages import PASSAGES
 from ggmlb.core.errors import ArgumentError, shown
@@ -60,7 +60,7 @@ def compare(
         raise ArgumentError(f"cannot read {file}: {error}; give a text file in UTF-8") from None
 
     def opened(model: Path) -> TextModel:
-        return open_model(model, devices, None, None, ctx, "f16", None, threads)
+        return open_model(model, devices, ctx=ctx, threads=threads)
 
     with (
         opened(reference) as a,

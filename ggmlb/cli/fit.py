@@ -12,7 +12,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console
-from ggmlb.cli.generate import (
+from ggmlb.cli.model_options import (
     ContextOption,
     CpuExpertsOption,
     GpuLayersOption,

@@ -73,6 +73,19 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 """A size in bytes with a unit, as 200MiB, 1.5G (which is 1.5GiB) or 1000000."""
 
 
+def size_of(text: str, option: str) -> int:
+    """Parse a size as `"200MiB"` into bytes.
+
+    Raises:
+        ArgumentError: It is none; the message names the option.
+    """
+    read = SIZE.fullmatch(text.strip())
+    if read is None:
+        raise ArgumentError(f"{option} {text}: give a size, as 200MiB or 6G")
+    power: int = "KMGT".index(read[2].upper()) + 1 if read[2] else 0
+    return int(float(read[1]) * 1024**power)
+
+
 def sizes_by_device(options: list[str] | None) -> dict[str, int]:
     """Parse `["OpenCL0=200MiB"]` into bytes by device.
 
@@ -81,12 +94,10 @@ def sizes_by_device(options: list[str] | None) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for option in options or ():
-        name, _, size = option.partition("=")
-        read = SIZE.fullmatch(size.strip())
-        if not name or read is None:
+        name, equals, size = option.partition("=")
+        if not (name and equals):
             raise ArgumentError(f"--memory {option}: give NAME=SIZE, as OpenCL0=200MiB or CUDA0=6G")
-        power = "KMGT".index(read[2].upper()) + 1 if read[2] else 0
-        found[name] = round(float(read[1]) * 1024**power)
+        found[name] = size_of(size, f"--memory {name}=")
     return found
 
 

@@ -1,0 +1,193 @@
+"""Options of the commands that open a GGUF model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ggmlb.cli.options import (
+    DevicesOption,
+    LayersOption,
+    device_names,
+    layers_by_device,
+    size_of,
+    sizes_by_device,
+)
+from ggmlb.core.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from ggmlb import BufferType
+    from ggmlb.models import TextModel
+
+GgufOption = Annotated[Path, typer.Option("--model", "-m", metavar="FILE", help="The model, a GGUF file.")]
+GpuLayersOption = Annotated[
+    int | None,
+    typer.Option("--gpu-layers", "-ngl", help="So many of the last layers on the first device.", min=0),
+]
+ContextOption = Annotated[
+    int | None, typer.Option("--ctx", "-c", help="Tokens that are kept; by default at most 4096.", min=1)
+]
+KvOption = Annotated[str, typer.Option("--kv-type", help="Type of keys and values: f16, q8_0, q4_0, f32.")]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override",
+        "-ot",
+        metavar="REGEX=DEVICE",
+        help="Where weights lie whose names a pattern finds, as 'exps=CPU'. May be given several times.",
+    ),
+]
+KvOnOption = Annotated[
+    str | None,
+    typer.Option("--kv-on", metavar="NAME", help="The device that keeps all keys and values, and attends."),
+]
+CpuExpertsOption = Annotated[bool, typer.Option("--cpu-experts", help="All experts on the processor.")]
+MemoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory",
+        metavar="NAME=SIZE",
+        help="Most memory on a device, as OpenCL0=200MiB; by default what is free. Several.",
+    ),
+]
+ExpertCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-cache",
+        metavar="SIZE",
+        help="Memory for the experts used most on devices, as 2GiB; all are in host memory.",
+    ),
+]
+FitOption = Annotated[
+    bool,
+    typer.Option(help="Place layers and experts so that they fit, unless options say where they lie."),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", "-t", help="Threads on processors; all by default.", min=1)
+]
+UbatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ubatch", help="Tokens that devices pass on in a pipeline, 1 to 512; no pipeline by default.", min=1
+    ),
+]
+LoraOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="FILE[=SCALE]",
+        help="A LoRA adapter, a GGUF file, and what it is multiplied by. May be given several times.",
+    ),
+]
+
+
+OpenModel = Callable[..., "TextModel"]
+"""Opens the model as the options say; arguments by name take their place."""
+
+
+def open_model(
+    model: GgufOption,
+    devices: DevicesOption = None,
+    layers_on: LayersOption = None,
+    gpu_layers: GpuLayersOption = None,
+    ctx: ContextOption = None,
+    kv_type: KvOption = "f16",
+    override: OverrideOption = None,
+    cpu_experts: CpuExpertsOption = False,
+    expert_cache: ExpertCacheOption = None,
+    kv_on: KvOnOption = None,
+    memory: MemoryOption = None,
+    fit: FitOption = True,
+    lora: LoraOption = None,
+    ubatch: UbatchOption = None,
+    threads: ThreadsOption = None,
+) -> TextModel:
+    """Open a model as the options say.
+
+    Raises:
+        Error: As `TextModel`.
+        ArgumentError: An option is not as its help says.
+    """
+    from ggmlb.models import TextModel
+
+    opened = TextModel(
+        model,
+        None if devices is None else device_names(devices),
+        layers_by_device(layers_on),
+        gpu_layers,
+        ctx,
+        kv_type,
+        overrides_of(override),
+        None if expert_cache is None else size_of(expert_cache, "--expert-cache"),
+        threads=threads,
+        n_ubatch=ubatch,
+        cpu_experts=cpu_experts,
+        kv_on=kv_on,
+        memory_limits=sizes_by_device(memory),
+        fit=fit,
+    )
+    try:
+        for option in lora or ():
+            opened.load_adapter(*_file_and_scale(option))
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `open_model`, in place of its first parameter, an `OpenModel`.
+
+    An option that the command has itself is its own: it passes it on when it opens the model, or not.
+    """
+    (_, *own), options = _parameters(command), _parameters(open_model)
+    names = {parameter.name for parameter in own}
+    others = [parameter for parameter in options if parameter.name not in names]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        chosen = {parameter.name: given.pop(parameter.name) for parameter in others}
+        command(partial(open_model, **chosen), **given)
+
+    both = [others[0], *own, *others[1:]]
+    run.__signature__ = Signature(both)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in both}
+    return run
+
+
+def _parameters(function: Callable[..., Any]) -> list[Parameter]:
+    """Return the parameters with their annotations as typer reads them, each to be given by name."""
+    hints = get_type_hints(function, localns={"TextModel": Any}, include_extras=True)
+    return [
+        parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+        for name, parameter in signature(function).parameters.items()
+    ]
+
+
+def overrides_of(options: list[str] | None) -> dict[str, str | BufferType]:
+    """Parse `["exps=CPU"]` into devices by regular expression.
+
+    Raises:
+        ArgumentError: An option is not `REGEX=DEVICE`.
+    """
+    overrides: dict[str, str | BufferType] = {}
+    for option in options or ():
+        pattern, equals, device = option.rpartition("=")
+        if not (pattern and equals and device):
+            raise ArgumentError(f"--override {option}: give REGEX=DEVICE, as 'exps=CPU'")
+        overrides[pattern] = device
+    return overrides
+
+
+def _file_and_scale(option: str) -> tuple[str, float]:
+    """Parse `FILE[=SCALE]`; what no number follows is a file's name with `=` in it."""
+    file, equals, scale = option.rpartition("=")
+    try:
+        return (file, float(scale)) if file and equals else (option, 1.0)
+    except ValueError:
+        return option, 1.0
