@@ -105,12 +105,12 @@ def test_sums_are_the_same_bits_on_every_device(n: int) -> None:
         ctx = Context()
         values = rng.normal(size=(n, 5, 7)).astype(np.float32)
         parts = [ctx.from_array(values[j], copy=True) for j in range(n)]
-        total = Communicator(backends).sum_of(parts, has)
-        total()
+        communicator = Communicator(backends)
+        communicator.sum_of(parts, has)()
         results = [p.to_numpy() for p in parts]
         np.testing.assert_allclose(results[0], values[has].sum(axis=0), rtol=1e-5, atol=1e-5)
         assert all(np.array_equal(r, results[0]) for r in results)
-        total.free()
+        communicator.free()
     for backend in backends:
         backend.free()
 

@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(models: Callable[.
     [
         (
             {"memory_limits": {"CUDA9": 1}},
-            "memory_limits: 'CUDA9' is no device of the model; they are OpenCL0",
+            "memory_limits: 'CUDA9' is none of the devices; they are OpenCL0, CPU",
         ),
         ({"kv_on": "CUDA9"}, "kv_on: 'CUDA9' is no device of the model: OpenCL0, CPU"),
         ({"cpu_experts": True}, "cpu_experts: llama has no experts"),

@@ -29,9 +29,11 @@ SPLITS = {
         "feed-forward on the CPU": {"devices": ["OpenCL0", "CPU"], "override_tensors": {"ffn|ssm_x": "CPU"}},
         "OpenCL beside LLVM": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"LLVM": "0,2"}},
         "two of OpenCL": {"devices": ["OpenCL0", "OpenCL1", "CPU"], "layers_on": {"OpenCL1": "0-1"}},
+        "shared": {"devices": ["OpenCL0+CPU", "CPU"]},
+        "layers shared by two": {"devices": ["OpenCL0+OpenCL1", "CPU"], "gpu_layers": 2},
         "pipeline": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 2, "n_ubatch": 32},
     }.items()
-    if {*split["devices"]} <= {*DEVICES}
+    if {part for name in split["devices"] for part in name.split("+")} <= {*DEVICES}
 }
 
 
@@ -46,10 +48,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return write
 
 
+def is_possible(kind: str, split: str) -> bool:
+    """Whether a split is of this kind of model: devices that differ share no experts."""
+    return split != "shared" or not (kind.endswith(("experts", "moe")))
+
+
 EACH = [
     pytest.param(kind, split, marks=() if (i + j) % len(SPLITS) == 0 else pytest.mark.slow)
     for i, kind in enumerate(KINDS)
     for j, split in enumerate(SPLITS)
+    if is_possible(kind, split)
 ]
 """Every kind of model with every split; one of each kind without the slow ones."""
 
@@ -85,12 +93,14 @@ def test_no_batch_needs_more_than_was_reserved(models: Callable[..., Path], kind
         model.perplexity("a b " * 40, n_ctx=32)
         assert [scheduler.buffer_size(b) for b in model.backends] == reserved
         now = [d.memory[0] for d in apart(model)]
-        assert all(0 <= then - n <= N_SLOTS * SLOT for then, n in zip(free, now, strict=True))
+        # Reports of bad indices; for shared layers, parts of sums that arrive, and logits that are gathered.
+        more = N_SLOTS * SLOT + (1 << 20 if "shared" in split else 0)
+        assert all(0 <= then - n <= more for then, n in zip(free, now, strict=True))
 
 
 def apart(model: TextModel) -> list[ggmlb.Device]:
     """The devices that count their own memory."""
-    return [b.device for b in model.backends if b.name.startswith("OpenCL")]
+    return [s.device for b in model.backends for s in b.streams if s.name.startswith("OpenCL")]
 
 
 TYPES = ("f16", "q8_0", "q4_0", "q4_K", "q6_K")
@@ -103,6 +113,7 @@ TYPED = [
     )
     for i, kind in enumerate(KINDS)
     for j, split in enumerate(SPLITS)
+    if is_possible(kind, split)
     for dtype in TYPES
 ]
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb import Backend, BufferType, DType, SplitState, Tensor, planned_memory
+from ggmlb import Backend, BufferType, DType, planned_memory
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
-from ggmlb.models.memory_table import HOST, MemoryTable, device_of
+from ggmlb.models.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.decoder import N_BATCH, Cost
 from ggmlb.models.text.memory import KvMemory
 from ggmlb.models.text.parts import Parts, Placement, Room, is_expert, planned_parts
+from ggmlb.models.text.shards import Shards
 from ggmlb.models.text.states import StateMemory
 from ggmlb.models.text.weights import Layout
 from ggmlb.models.weights import Source, Weights
@@ -103,12 +104,16 @@ class Planner:
         self.file, self.config, self.layout, self.backends = file, config, layout, backends
         self.room = room
         self.wishes = wishes
-        self._device_of = {name: device_of(b.default_buffer_type) for name, b in backends.items()}
-        first: dict[str, str] = {}
-        for name, device in self._device_of.items():
-            first.setdefault(device, name)
+        self._devices = {  # several for a meta device
+            name: tuple(dict.fromkeys(device_of(s.default_buffer_type) for s in b.streams))
+            for name, b in backends.items()
+        }
+        first: dict[tuple[str, ...], str] = {}
+        for name, devices in self._devices.items():
+            first.setdefault(devices, name)
         self._order = list(first.values())  # one for each memory
         self._layers = range(config.n_layer)
+        self._limited: set[str] = set()
         self.free = self._free()
         self.asked = self._asked()
 
@@ -116,16 +121,18 @@ class Planner:
 
     def _free(self) -> dict[str, float]:
         free: dict[str, float] = {}
-        for name, device in self._device_of.items():
-            available, total = self.backends[name].device.memory
+        for stream in (stream for backend in self.backends.values() for stream in backend.streams):
+            available, total = stream.device.memory
             margin = min(MARGIN, total // 32)
-            free.setdefault(device, available - margin if total else inf)
+            free.setdefault(device_of(stream.default_buffer_type), available - margin if total else inf)
         for name, limit in self.wishes.limits.items():
-            if name not in self._device_of:
+            devices = (name,) if name in free else self._devices.get(name, ())
+            if len(devices) != 1:
                 raise ArgumentError(
-                    f"memory_limits: {name!r} is no device of the model; they are {', '.join(self.backends)}"
+                    f"memory_limits: {name!r} is none of the devices; they are {', '.join(free)}"
                 )
-            free[self._device_of[name]] = limit
+            free[devices[0]] = limit
+            self._limited.add(devices[0])
         return free
 
     def _asked(self) -> Placement:
@@ -151,7 +158,7 @@ class Planner:
 
     def _host(self) -> str | None:
         """The first device that computes in the machine's memory."""
-        return next((name for name, device in self._device_of.items() if device == HOST), None)
+        return next((name for name, devices in self._devices.items() if devices == (HOST,)), None)
 
     @property
     def is_open(self) -> bool:
@@ -170,7 +177,7 @@ class Planner:
     def costs(self, placement: Placement) -> dict[str, Cost]:
         """Return what one token costs each device."""
         with self._planned(placement) as parts:
-            return parts.decoder.costs()
+            return dict(zip(self.backends, parts.decoder.costs(), strict=True))
 
     def _planned(self, placement: Placement) -> AbstractContextManager[Parts]:
         return planned_parts(self.file, self.config, self.layout, self.backends, placement, self.room)
@@ -188,7 +195,7 @@ class Planner:
             is_strict: Whether to count the machine's own memory, of which files that are mapped can be given
                 back, where no limit is posed for it.
         """
-        counted = set(self.free) - {HOST} | {self._device_of[name] for name in self.wishes.limits}
+        counted = set(self.free) - {HOST} | self._limited
         devices = set(self.free) if is_strict else counted
         short = {device: table.total(device) - self.free[device] for device in self.free if device in devices}
         return {device: int(n) for device, n in short.items() if n > 0}
@@ -276,8 +283,7 @@ class Planner:
 
     def _left(self, beside: Mapping[str, float]) -> dict[str, float]:
         """What each device has for layers."""
-        devices = {name: self._device_of[name] for name in self._order}
-        return {name: self.free[device] - beside[device] for name, device in devices.items()}
+        return {name: min(self.free[d] - beside[d] for d in self._devices[name]) for name in self._order}
 
     def _trial(self, placement: Placement, tried: set[Hashable]) -> Fit | None:
         """Plan a placement, unless it was tried."""
@@ -289,8 +295,8 @@ class Planner:
 
     def _grown(self, fit: Fit, name: str, sizes: _Sizes, tried: set[Hashable]) -> Fit | None:
         """Return a placement that fits with one part more on a device; `None` if there is none."""
-        of_layers = sizes.by_device(fit.placement)
-        left: dict[str, float] = {n: of_layers[self._device_of[n]] for n in self._order}
+        used = sizes.by_name(fit.placement)
+        left: dict[str, float] = {n: used[n] for n in self._order}
         steps = {sizes.base[i, name] + n * sizes.experts[i, name] for i in self._layers for n in (0, 1)}
         steps |= {sizes.experts[i, name] for i in self._layers}
         for step in sorted(steps - {0}):
@@ -302,12 +308,14 @@ class Planner:
 
     def _worth(self, fit: Fit) -> tuple[int, ...]:
         """How little is lacking, then how much lies on the first devices."""
-        weights = (fit.table.total(self._device_of[name], "weights") for name in self._order)
+        weights = (
+            sum(fit.table.total(device, "weights") for device in self._devices[name]) for name in self._order
+        )
         return (-sum(self.lacks(fit.table).values()), *weights)
 
     def _sizes(self) -> _Sizes:
         """Plan each layer on each device."""
-        found = _Sizes({}, {}, self._device_of, self.wishes.kv_on)
+        found = _Sizes({}, {}, self._devices)
         with planned_memory():
             for name, backend in self.backends.items():
                 known: dict[tuple[object, ...], int] = {}
@@ -333,8 +341,7 @@ class Planner:
         weights = Weights(self.file, None, self.asked.overrides)
         weights.place(sources, backend)
         try:
-            own = device_of(backend.default_buffer_type)
-            return sum(n for buft, n in weights.spaces if device_of(buft) == own)
+            return _most(weights.spaces, backend)
         finally:
             weights.free()
 
@@ -348,7 +355,8 @@ class Planner:
             else:
                 memory = KvMemory(config, [backend], room.n_ctx, room.kv_type)
             resources.callback(memory.free)
-            return sum(buffer.size for buffer in memory.buffers)
+            inner = [each for buffer in memory.buffers for each in buffer.allocations]
+            return _most([(each.buft, each.size) for each in inner], backend)
 
     def _fill(self, sizes: _Sizes, left: Mapping[str, float]) -> Placement:
         """Fill devices in their order, given the room that each has for layers."""
@@ -394,6 +402,15 @@ class Planner:
         return homes
 
 
+def _most(spaces: Iterable[Space], backend: Backend) -> int:
+    """The bytes on that device of a stream which has most."""
+    found = {device_of(stream.default_buffer_type): 0 for stream in backend.streams}
+    for buft, nbytes in spaces:
+        if device_of(buft) in found:
+            found[device_of(buft)] += nbytes
+    return max(found.values())
+
+
 def open_planner(
     resources: ExitStack,
     path: str | PathLike[str],
@@ -419,14 +436,15 @@ def open_planner(
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
     room = Room(n, DType.parse(kv_type), n_ubatch or 0, expert_cache)
-    backends = {name: resources.enter_context(open_device(name, _no_shards)) for name in names}
+    shards = Shards(file, config, layout)
+    backends = {name: resources.enter_context(open_device(name, shards)) for name in names}
+    for name, backend in backends.items() if config.experts else ():
+        if len({(s.device.reg.name, s.device.description) for s in backend.streams}) > 1:
+            raise ArgumentError(
+                f"{name}: devices that differ cannot share layers with experts, as each chooses these by its "
+                "own rounding; give whole layers to each, as -d A,B"
+            )
     return Planner(file, config, layout, backends, room, wishes)
-
-
-def _no_shards(weight: Tensor, n_devices: int) -> SplitState:
-    raise ArgumentError(
-        f"a text model shares no layer among {n_devices} devices; give whole layers to each, by layers_on"
-    )
 
 
 @dataclass(frozen=True)
@@ -436,23 +454,29 @@ class _Sizes:
     Attributes:
         base: Weights but experts, and what is kept of earlier tokens, by layer and name.
         experts: Experts, by layer and name.
-        device_of: The device whose memory each name takes.
-        kv_on: The device of all keys and values.
+        devices: The devices whose memory each name takes.
     """
 
     base: dict[tuple[int, str], int]
     experts: dict[tuple[int, str], int]
-    device_of: Mapping[str, str]
-    kv_on: str | None
+    devices: Mapping[str, tuple[str, ...]]
+
+    def by_name(self, placement: Placement) -> dict[str, int]:
+        """Return the bytes of the layers of a placement by the names of their homes."""
+        found: dict[str, int] = defaultdict(int)
+        for i, home in placement.homes.items():
+            if isinstance(i, int):
+                where = placement.experts.get(i, home)
+                found[home] += self.base[i, home]
+                found[where] += self.experts[i, where]
+        return found
 
     def by_device(self, placement: Placement) -> dict[str, int]:
         """Return the bytes of the layers of a placement on each device."""
         found: dict[str, int] = defaultdict(int)
-        for i, home in placement.homes.items():
-            if isinstance(i, int):
-                found[self.device_of[home]] += self.base[i, home]
-                where = placement.experts.get(i, home)
-                found[self.device_of[where]] += self.experts[i, where]
+        for name, nbytes in self.by_name(placement).items():
+            for device in self.devices[name]:
+                found[device] += nbytes
         return found
 
 

@@ -86,8 +86,6 @@ class MetaPlan(GraphPlan):
                 if own is not None:
                     backend.graph_plan_free(own)
         self.stages = []
-        for reduction in self._reductions:
-            reduction.free()
         for gather in self._gathers:
             gather.free()
 

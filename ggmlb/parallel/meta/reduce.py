@@ -17,6 +17,7 @@ class Communicator:
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.backends = tuple(backends)
+        self._arrivals: list[list[Buffer]] = [[] for _ in backends]
         self._comm: Any = None
         reg = backends[0].device.reg
         init = reg.get_proc_address("comm_init")
@@ -37,15 +38,25 @@ class Communicator:
         """Sum by the backend's own functions; `False` if it has none for these tensors."""
         return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
 
+    def arrival(self, j: int, nbytes: int) -> Buffer:
+        """Return memory of a stream that receives parts; all sums use it by turns, as they run in order."""
+        made = self._arrivals[j]
+        if not made or made[-1].size < nbytes:
+            made.append(self.backends[j].alloc_buffer(nbytes))
+        return made[-1]
+
     def free(self) -> None:
-        """Release the backend's communicator."""
+        """Release the memory, and the backend's communicator."""
+        for buffer in (buffer for made in self._arrivals for buffer in made):
+            if not buffer.is_freed:
+                buffer.free()
         if self._comm is not None:
             self.backends[0].device.reg.get_proc_address("comm_free")(self._comm)  # type: ignore[misc]
             self._comm = None
 
 
 class AllReduce:
-    """A prepared sum, queued by each call; owns the memory that receives parts.
+    """A prepared sum, queued by each call.
 
     Without the backend's functions it is a butterfly: in each of log2(n) steps, pairs of devices exchange
     their sums and add. Devices beyond a power of two add their parts before and receive the sum
@@ -56,13 +67,8 @@ class AllReduce:
         self._communicator = communicator
         self._parts = tuple(parts)
         self._all_have = all(has_part)
-        self._buffers: list[Buffer] = []
         self._steps: list[Callable[[], Any]] = []
-        try:
-            self._prepare([j for j, has in enumerate(has_part) if has])
-        except BaseException:
-            self.free()
-            raise
+        self._prepare([j for j, has in enumerate(has_part) if has])
 
     def __call__(self) -> None:
         """Queue the sum."""
@@ -70,12 +76,6 @@ class AllReduce:
             return
         for step in self._steps:
             step()
-
-    def free(self) -> None:
-        """Free the memory."""
-        for buffer in self._buffers:
-            if not buffer.is_freed:
-                buffer.free()
 
     def _prepare(self, having: list[int]) -> None:
         n = 1 << (len(having).bit_length() - 1)
@@ -97,10 +97,8 @@ class AllReduce:
 
     def _arrival(self, j: int) -> Tensor:
         part = self._parts[j]
-        buffer = self._communicator.backends[j].alloc_buffer(part.nbytes)
-        self._buffers.append(buffer)
         arrival = Tensor(part.dtype, part.ne)
-        arrival.buffer = buffer
+        arrival.buffer = self._communicator.arrival(j, part.nbytes)
         return arrival
 
     def _copy(self, source: int, target: int, into: Tensor) -> Callable[[], None]:
