@@ -24,7 +24,7 @@ PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
 GREEDY: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
 
-@on_places(KINDS)
+@on_places(KINDS, fast=["CPU"])
 def test_an_adapter_is_as_weights_that_hold_it(
     models: Callable[..., Path], tmp_path: Path, kind: str, place: str
 ) -> None:

@@ -133,7 +133,7 @@ def test_the_first_token_that_differs_and_its_layer(
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "llama" else pytest.mark.slow) for k in KINDS]
+    "kind", [pytest.param(k, marks=[] if k in ("llama", "qwen3moe") else pytest.mark.slow) for k in KINDS]
 )
 def test_devices_do_not_part(models: Callable[..., Path], kind: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64) as a:

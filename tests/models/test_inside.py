@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,19 @@ PLACES: dict[str, dict[str, Any]] = {
     "LLVM": {"devices": ["LLVM", "CPU"]},
     "OpenCL": {"devices": ["OpenCL0", "CPU"]},
     "split": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"OpenCL0": "0", "LLVM": "1"}},
+    "pipeline": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 2, "n_ubatch": 8},
 }
 ARRANGED = [name for name, place in PLACES.items() if HERE.issuperset(place["devices"])]
 
 
-def on_places(kinds: Iterable[str]) -> pytest.MarkDecorator:
-    """Each kind in each place; of most kinds, the devices alone are slow tests: the split has them all."""
-    cases = [(kind, place) for kind in kinds for place in ARRANGED]
-    marked = [
-        pytest.param(
-            *case, marks=[pytest.mark.slow] if case[0] != "llama" and case[1] in ("LLVM", "OpenCL") else []
-        )
-        for case in cases
+def on_places(kinds: Iterable[str], fast: Sequence[str] = ("CPU", "split")) -> pytest.MarkDecorator:
+    """Each kind in each place; of most kinds, places that are not `fast` are slow tests."""
+    cases = [
+        pytest.param(kind, place, marks=() if kind == "llama" or place in fast else pytest.mark.slow)
+        for kind in kinds
+        for place in ARRANGED
     ]
-    return pytest.mark.parametrize(("kind", "place"), marked)
+    return pytest.mark.parametrize(("kind", "place"), cases)
 
 
 FLAT = [kind for kind in KINDS if not kind.startswith("mamba")]

@@ -52,6 +52,7 @@ class Adapter:
         path: The file.
         alpha: The file's scale, divided by the rank; 0: the rank.
         factors: By the names of the weights.
+        nbytes: Their size [bytes].
 
     Raises:
         ModelError: The file is missing or damaged, no LoRA adapter, of another architecture, or has a tensor
@@ -88,6 +89,7 @@ class Adapter:
             self._weights.free()
             raise
         self.factors = {name: Factors(placed[name + ".lora_a"], placed[name + ".lora_b"]) for name in names}
+        self.nbytes = sum(tensor.nbytes for tensor in placed.values())
 
     @property
     def scale(self) -> float:

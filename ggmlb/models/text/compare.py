@@ -152,7 +152,7 @@ def node_differences(
     """Return the differences of the nodes in order, up to the layers of the first one above a limit."""
     found: list[NodeDifference] = []
     for names in _groups(reference.decoder.names()):
-        values = [traced(engine, tokens, names) for engine in (reference, other)]
+        values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
         found += [_difference(name, values[0][name], values[1][name]) for name in names]
         if any(not d.nmse <= limit for d in found):
             break
@@ -172,6 +172,18 @@ def _groups(names: Sequence[str]) -> Iterator[list[str]]:
         if not name.endswith(ATTENTION):
             group.append(name)
     yield group
+
+
+def _sorted(values: dict[str, Array]) -> dict[str, Array]:
+    """Put the values of a token's experts in the order of their numbers; `top_k` leaves it open."""
+    layers = [name.removesuffix("ffn_chosen") for name in values if name.endswith(".ffn_chosen")]
+    for layer in layers:
+        order = np.argsort(values[layer + "ffn_chosen"], axis=1)
+        for part in ("ffn_chosen", "ffn_gate_exps", "ffn_up_exps", "ffn_act", "ffn_down_exps"):
+            found = values[layer + part]
+            places = order.reshape(*order.shape, *(1,) * (found.ndim - 2))
+            values[layer + part] = np.take_along_axis(found, places, axis=1)
+    return values
 
 
 def _difference(name: str, a: Array, b: Array) -> NodeDifference:
