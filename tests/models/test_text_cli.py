@@ -61,9 +61,25 @@ def test_layers_split_over_devices_make_the_same_text(model: str, capfd: pytest.
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("size", ["4MiB", "4.5M", "5000000"])
+def test_a_cache_of_experts_makes_the_same_text(
+    size: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pyopencl")
+    path = str(write_text_model(tmp_path / "m.gguf", "qwen3moe", "q8_0"))
+    args = ["generate", "-m", path, "--prompt-tokens", "1,5,9", "-n", "4", "--temperature", "0", "--json"]
+    texts = []
+    for options in (["--cpu-experts"], ["--expert-cache", size]):
+        assert main([*args, "-d", "OpenCL0,CPU", *options]) == 0
+        texts.append(json.loads(capfd.readouterr().out)["tokens"])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--prompt", "a", "--expert-cache", "much"], "--expert-cache much: give a size, as 200MiB or 6G"),
+        (["--prompt", "a", "--memory", "CPU=much"], "--memory CPU= much: give a size"),
         ([], "give one of --prompt, --prompt-tokens and --chat"),
         (["--prompt", "a", "--chat", "b"], "give one of"),
         (["--prompt-tokens", "1,x"], "give numbers"),
