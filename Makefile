@@ -9,6 +9,7 @@
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes; text models, vocabularies: llama.cpp
 #   make test-ray    devices of other machines: two nodes of Ray on this one (installs Ray: 70 MB)
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
+#   make test-vulkan ggml's Vulkan as a device, on Mesa's driver for the CPU where there is no card (installs both)
 #   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
@@ -31,7 +32,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle test-ray test-ggml test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
+.PHONY: demo test test-all test-oracle test-ray test-ggml test-vulkan test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -55,6 +56,9 @@ test-ray: $(VENV)/.dev $(VENV)/.ray
 test-ggml: $(VENV)/.dev
 	$(BIN)/python scripts/build_ggml_tests.py
 	$(BIN)/python scripts/test_ggml.py $(GGML_ARGS)
+
+test-vulkan: $(VENV)/.dev
+	$(BIN)/python scripts/test_vulkan.py $(PYTEST_ARGS)
 
 test-oclgrind: $(VENV)/.dev
 	$(BIN)/python scripts/test_oclgrind.py $(OCLGRIND_ARGS)

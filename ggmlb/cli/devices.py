@@ -48,3 +48,5 @@ def _print_table(found: Sequence[Found], missing: Sequence[Unavailable]) -> None
     out.print(table)
     for m in missing:
         out.print(Text.assemble((m.name, "bold yellow"), plain.reason(m)), soft_wrap=True)
+    for note in plain.notes():
+        out.print(Text(note), soft_wrap=True)

@@ -67,6 +67,17 @@ def as_json(found: Sequence[Found], missing: Sequence[Unavailable]) -> str:
     return json.dumps({"devices": devices, "unavailable": reasons}, indent=2)
 
 
+def notes() -> list[str]:
+    """Return a line for each usable backend whose devices come after others of their type."""
+    import ggmlb
+
+    return [
+        f"{reg.name} comes after other devices of its type: {reg.unproven}"
+        for reg in ggmlb.regs()
+        if reg.unproven
+    ]
+
+
 def memory(props: DeviceProps) -> str:
     """Format free and total memory."""
     if not props.memory_total:

@@ -8,12 +8,10 @@ import pytest
 
 from ggmlb.backends.cuda import CudaReg
 from ggmlb.core.errors import BackendUnavailable, RegistryError
-from ggmlb.interface import Device
 from ggmlb.interface.registry import device_by_name
 from ggmlb.testing.devices import device_named
-from ggmlb.testing.run import Runner, Selection, tasks
-from ggmlb.testing.xfail import ExpectedFailures
 from tests.support.gpus import CUDA, first, host_driver
+from tests.support.kit import faults
 
 SAMPLE = 2
 """Cases of an op that are tested by default on devices that compile kernels; `make test-all` takes all."""
@@ -31,16 +29,6 @@ RUNS = [
         for mode in ("test", "support")
     ),
 ]
-
-
-def faults(device: Device, mode: str, limit: int, least: float = 0.25, **chosen: Any) -> list[str]:
-    """What the kit finds; more than that share of it must have run."""
-    known = ExpectedFailures.of(device)
-    with Runner([device]) as runner:
-        work = tasks(device, Selection(mode, limit=limit, **chosen))
-        results = [known.judge(r) for task in work for r in runner.run(task)]
-    assert sum(r.outcome.ran for r in results) > len(results) * least
-    return [f"{r.family}: {r.id}: {r.reason}" for r in results if r.outcome.is_bad]
 
 
 @pytest.mark.parametrize(("name", "mode", "limit"), RUNS)

@@ -49,6 +49,23 @@ def test_devices_come_by_type_then_priority_then_their_own_order() -> None:
     assert names(registry) == ["High0", "High1", "Low0", "Low1", "HighI", "LowAccel", "Host", "Meta0"]
 
 
+def test_unproven_devices_and_those_by_name_only_come_last_of_their_type() -> None:
+    unproven, shy = StubReg("New", {"New0": GPU}, priority=100), StubReg("Shy", {"Shy0": GPU}, priority=90)
+    unproven.unproven = "no card has run it"
+    shy.devices[0].by_name_only = True
+    registry = registry_of(unproven, shy, StubReg("Old", {"Old0": GPU}), StubReg("Host", {"Host": CPU}))
+    assert names(registry) == ["Old0", "New0", "Shy0", "Host"]
+    assert registry.init_best() == ("stream on", "Old0", None)
+
+
+def test_what_a_usable_backend_could_not_use_is_told() -> None:
+    class Picky(StubReg):
+        unusable = (("Picky's old card", "its driver is too old"),)
+
+    registry = registry_of(Picky("Picky"))
+    assert registry.unavailable() == [("Picky's old card", "its driver is too old", "absent")]
+
+
 def test_regs_come_by_priority_then_name() -> None:
     registry = registry_of(StubReg("b"), StubReg("a"), StubReg("c", priority=1))
     assert [reg.name for reg in registry.regs()] == ["c", "a", "b"]

@@ -47,6 +47,7 @@ class GgmlBackend(Backend):
         self._c = device.library.load()
         self._lock = threading.RLock()  # ggml's streams are for one thread at a time
         self._held: list[Any] = []  # memory that queued transfers use
+        self._queued: set[GgmlPlan] = set()  # ggml's Vulkan looks into graphs until they are computed
         self._end = weakref.finalize(self, self._c["backend_free"], handle)
         self._end.atexit = False
         self._set_abort = device.proc("ggml_backend_set_abort_callback", None, c_void_p, c_void_p, c_void_p)
@@ -104,6 +105,8 @@ class GgmlBackend(Backend):
 
     def _run(self, plan: GgmlPlan) -> int:
         compute: Callable[[int, int], int] = self._c["backend_graph_compute_async"]
+        if self.device.caps.async_:
+            self._queued.add(plan)
         if self.abort_callback is None:
             return compute(self.handle, plan.c_graph)
         if self._set_abort is None:
@@ -192,6 +195,7 @@ class GgmlBackend(Backend):
         with self._lock:
             self._c["backend_synchronize"](self.handle)
             self._held.clear()
+            self._queued.clear()
 
     def _synchronize(self) -> None:
         guard.check(f"synchronize {self.name}")

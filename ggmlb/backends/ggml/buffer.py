@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
@@ -157,7 +158,11 @@ class GgmlBuffer(Buffer):
         return True
 
     def _clear(self, value: int) -> None:
-        self._c["backend_buffer_clear"](self.handle, value)
+        # ggml's Vulkan (0.25) clears to a word of which the value is one byte; its memset is right.
+        size = -(-self.size // WORD) * WORD
+        everything = Tensor(DType.I8, (size, 1, 1, 1))
+        memory = self.c_tensor(everything)
+        self._c["backend_tensor_memset"](ctypes.addressof(memory), value, 0, size)
 
     def _set_usage(self, usage: BufferUsage) -> None:
         self._c["backend_buffer_set_usage"](self.handle, _USAGES[usage])

@@ -91,7 +91,7 @@ def kind(trial: Trial) -> str:
     modes = [
         f"{name}={value.name if isinstance(value, Enum) else bool(value)}"
         for name, value in sorted(trial.params.items())
-        if isinstance(value, (Enum, bool, float))
+        if isinstance(value, (Enum, int, float))
     ]
     exact = trial.op in (Op.FLASH_ATTN_EXT, Op.SSM_SCAN, Op.SSM_CONV)  # kernels for single sizes of heads
     shapes = ["-" if s is None else _class(s, exact) for s in (trial.result, *trial.operands)]
@@ -105,7 +105,7 @@ def _class(s: Shape, exact: bool) -> str:
     size, block = s.dtype.type_size, s.dtype.block_size
     sizes = ["0" if n == 0 else "1" if n == 1 else "s" if n <= 8 else "m" for n in s.ne]
     inner = str(s.ne[0]) if exact and s.ne[0] <= 1024 else sizes[0]
-    whole = next((k for k in (256, 32, 4) if s.ne[0] and s.ne[0] % k == 0), 1)
+    whole = next((k for k in (256, 32, 4, 2) if s.ne[0] and s.ne[0] % k == 0), 1)
     order = sorted((i for i in range(4) if s.ne[i] > 1), key=lambda i: (s.nb[i], i))
     packed, has_gaps = size, False
     for i in order:
