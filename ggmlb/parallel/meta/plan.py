@@ -86,6 +86,7 @@ class MetaPlan(GraphPlan):
                 if own is not None:
                     backend.graph_plan_free(own)
         self.stages = []
+        self._reductions = []
         for gather in self._gathers:
             gather.free()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ class Communicator:
 
     def __init__(self, backends: Sequence[Backend]) -> None:
         self.backends = tuple(backends)
-        self._arrivals: list[list[Buffer]] = [[] for _ in backends]
+        self._arrivals: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
         self._comm: Any = None
         reg = backends[0].device.reg
         init = reg.get_proc_address("comm_init")
@@ -39,17 +40,17 @@ class Communicator:
         return self._allreduce is not None and bool(self._allreduce(self._comm, list(parts)))
 
     def arrival(self, j: int, nbytes: int) -> Buffer:
-        """Return memory of a stream that receives parts; all sums use it by turns, as they run in order."""
-        made = self._arrivals[j]
-        if not made or made[-1].size < nbytes:
-            made.append(self.backends[j].alloc_buffer(nbytes))
-        return made[-1]
+        """Return memory of a stream that receives parts.
+
+        Sums use it by turns, as they run in order. It goes with the last of them.
+        """
+        made = self._arrivals.get(j)
+        if made is None or made.size < nbytes:
+            made = self._arrivals[j] = self.backends[j].alloc_buffer(nbytes)
+        return made
 
     def free(self) -> None:
-        """Release the memory, and the backend's communicator."""
-        for buffer in (buffer for made in self._arrivals for buffer in made):
-            if not buffer.is_freed:
-                buffer.free()
+        """Release the backend's communicator."""
         if self._comm is not None:
             self.backends[0].device.reg.get_proc_address("comm_free")(self._comm)  # type: ignore[misc]
             self._comm = None
