@@ -142,6 +142,24 @@ def test_tensors_that_do_not_fit(
         assert len(model.generate([1], **GREEDY).tokens) == 5
 
 
+def test_damaged_files_are_refused_or_loaded(models: Callable[..., Path], tmp_path: Path) -> None:
+    """Bytes of the metadata and of the list of tensors are changed: nothing but a ModelError comes of it."""
+    whole = write_adapter(tmp_path / "a.gguf", models(), [Q]).read_bytes()
+    rng, file, refused = np.random.default_rng(4), tmp_path / "b.gguf", 0
+    with TextModel(models(), ["CPU"], n_ctx=32) as model:
+        for i in range(80):
+            raw = bytearray(whole)
+            for at in rng.integers(0, 400, 1 + i % 3):
+                raw[at] = rng.integers(256)
+            file.write_bytes(raw[: rng.integers(len(raw))] if i % 5 == 0 else raw)
+            try:
+                model.load_adapter(file).close()
+            except ModelError:
+                refused += 1
+        assert 20 < refused < 80
+        assert len(model.generate([1], **GREEDY).tokens) == 5
+
+
 def test_generate_with_adapters(
     models: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

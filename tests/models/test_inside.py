@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -128,6 +129,14 @@ def test_attention_weights_mix_the_values(models: Callable[..., Path], kind: str
         kept = found[f"blk.{i}.{values}"][:, -N_HEAD_KV * N_KEY :].reshape(n, N_HEAD_KV, N_KEY)
         mixed = np.einsum("hts,shd->thd", weights, np.repeat(kept, N_HEAD // N_HEAD_KV, axis=1))
         near(found[f"blk.{i}.attn_heads"], mixed, 2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_names_are_documented(models: Callable[..., Path], kind: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/text-models.md").read_text()
+    with TextModel(models(kind), ["CPU"], n_ctx=32) as model:
+        parts = {name.rpartition(".")[2] for name in model.trace_names()}
+    assert [part for part in parts if not re.search(rf"`(blk\.N\.)?{part}`", page)] == []
 
 
 def test_names_that_no_node_has(models: Callable[..., Path]) -> None:
