@@ -17,7 +17,6 @@ from ggmlb.interface.data import Bytes
 
 if TYPE_CHECKING:
     from ggmlb.backends.ray.device import RayDevice
-    from ggmlb.backends.ray.link import Read
 
 
 class RayPlan(GraphPlan):
@@ -50,7 +49,6 @@ class RayBackend(Backend):
     def __init__(self, device: RayDevice, handle: int) -> None:
         super().__init__(device)
         self.handle = handle
-        self._arriving: list[tuple[Read, Bytes]] = []
         self._release = weakref.finalize(self, device.link.release, "close", handle)
         self._release.atexit = False
 
@@ -83,7 +81,7 @@ class RayBackend(Backend):
 
     def _get_tensor_async(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         if isinstance(tensor.buffer, RayBuffer):
-            self._arriving += tensor.buffer.queue_read(tensor, out, offset)
+            tensor.buffer.queue_read(tensor, out, offset)
         else:
             super()._get_tensor_async(tensor, out, offset)
 
@@ -103,10 +101,7 @@ class RayBackend(Backend):
             self.device.link.after(event.call)
 
     def _synchronize(self) -> None:
-        arriving, self._arriving = self._arriving, []
         self.device.link.settle()
-        for read, piece in arriving:
-            piece[:] = read.data()
 
     def _free(self) -> None:
         self._release()

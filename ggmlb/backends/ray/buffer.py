@@ -17,7 +17,7 @@ from ggmlb.interface.data import Bytes, Pieces
 
 if TYPE_CHECKING:
     from ggmlb.backends.ray.device import RayDevice
-    from ggmlb.backends.ray.link import Link, Read
+    from ggmlb.backends.ray.link import Link
 
 
 class Stored(NamedTuple):
@@ -117,13 +117,11 @@ class RayBuffer(Buffer):
             piece = data[start : start + CHUNK]
             self.link.write(self.span(tensor, offset + start, piece.nbytes), piece)
 
-    def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> list[tuple[Read, Bytes]]:
-        """Collect reads; return each with the part of `out` that its data belong to."""
-        reads = []
+    def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        """Collect a read into an array."""
         for start in range(0, out.nbytes, CHUNK):
             piece = out[start : start + CHUNK]
-            reads.append((self.link.read(self.span(tensor, offset + start, piece.nbytes)), piece))
-        return reads
+            self.link.read(self.span(tensor, offset + start, piece.nbytes)).into(piece)
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if data.nbytes < APART:
@@ -133,18 +131,13 @@ class RayBuffer(Buffer):
             self.link.settle()
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        self._fetch(self.queue_read(tensor, out, offset))
+        self.queue_read(tensor, out, offset)
+        self.link.settle()
 
     def _get_tensor_2d(self, tensor: Tensor, out: Bytes, pieces: Pieces) -> None:
-        reads = []
         for piece, start in pieces.cut(out):
-            reads += self.queue_read(tensor, piece, start)
-        self._fetch(reads)
-
-    def _fetch(self, reads: list[tuple[Read, Bytes]]) -> None:
+            self.queue_read(tensor, piece, start)
         self.link.settle()
-        for read, piece in reads:
-            piece[:] = read.data()
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
         self.link.queue("fill", *self.span(tensor, offset, size), value)
@@ -177,8 +170,9 @@ class RayStoringBuffer(RayBuffer):
     def _init_tensor(self, tensor: Tensor) -> None:
         self.link.ask("init", node_record(tensor, lambda buffer: self.handle if buffer is self else NONE))
 
-    def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        self._fetch([(self.link.read(self.span(tensor, offset, out.nbytes)), out)])
+    def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        """Collect a read into an array."""
+        self.link.read(self.span(tensor, offset, out.nbytes)).into(out)
 
 
 def _release(link: Link, handle: int) -> None:

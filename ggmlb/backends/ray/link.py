@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -78,12 +79,16 @@ class Call:
 
     Attributes:
         refs: The object with results and small data, and each array that is apart.
+        reads: What it reads.
         sources: Links to the nodes whose data it waits for.
     """
 
-    def __init__(self, link: Link, refs: Sequence[Any], sources: Sequence[Link]) -> None:
+    def __init__(
+        self, link: Link, refs: Sequence[Any], reads: Sequence[Read], sources: Sequence[Link]
+    ) -> None:
         self.link = link
         self.refs = refs
+        self.reads = reads
         self.sources = sources
         self.first: tuple[bytes, bytes] | None = None
 
@@ -108,6 +113,7 @@ class Read:
         self.is_apart = is_apart
         self.call: Call | None = None
         self._at = at
+        self._outs: list[Bytes] = []
 
     @property
     def ref(self) -> Any:
@@ -115,15 +121,25 @@ class Read:
         assert self.call is not None
         return self.call.refs[1 + self._at]
 
-    def data(self) -> Bytes:
-        """Wait for the bytes, and return them, read-only."""
+    def into(self, out: Bytes) -> None:
+        """Let an array have the bytes as soon as the call is known to be done."""
+        self._outs.append(out)
+        if self.call is not None and self.call.first is not None:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Fill the arrays; the call is done."""
+        if not self._outs:
+            return
         assert self.call is not None
-        self.call.wait()
-        if self.is_apart:
-            data: Bytes = self.call.link.fetch(self.ref)
-            return data
         assert self.call.first is not None
-        return np.frombuffer(self.call.first[1], np.uint8)[self._at : self._at + self.nbytes]
+        if self.is_apart:
+            data = self.call.link.fetch(self.ref)
+        else:
+            data = np.frombuffer(self.call.first[1], np.uint8)[self._at : self._at + self.nbytes]
+        for out in self._outs:
+            out[:] = data
+        self._outs.clear()
 
 
 class Link:
@@ -238,7 +254,11 @@ class Link:
         with self._lock:
             self.queue("compute", plan.handle)
             wanted, plan.was_read = plan.was_read, {}
-            self._ahead = {span: self._collect(span, False) for span in wanted if span.nbytes <= MAX_AHEAD}
+            self._ahead = {
+                span: self._collect(span, False)
+                for span in wanted
+                if span.place in self.sizes and span.nbytes <= MAX_AHEAD  # it may have been freed
+            }
             self._computed = plan
             self.flush()
 
@@ -282,7 +302,7 @@ class Link:
         refs = self._run[n_returns].remote(
             message, b"".join(data.data for data in self._small), *self._apart, *self._waits
         )
-        call = Call(self, [refs] if n_returns == 1 else refs, self._sources)
+        call = Call(self, [refs] if n_returns == 1 else refs, self._reads, self._sources)
         for read in self._reads:
             read.call = call
         self._calls.append(call)
@@ -315,8 +335,13 @@ class Link:
         """Wait for a call, and keep its failure."""
         try:
             call.first = self._get(call)
+            for read in call.reads:
+                read.deliver()
         except Error as failure:
             self._failure = self._failure or failure
+            for ref in call.refs[1:]:  # else Ray tells of each that nobody asked for it
+                with suppress(exceptions.RayError, TimeoutError):
+                    ray.get(ref, timeout=0)
 
     def fetch(self, ref: Any) -> Any:
         """Return an object of a call that is done.

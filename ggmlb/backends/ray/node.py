@@ -207,7 +207,7 @@ class Node:
 
     def _do_alloc(self, device: Any, memory: Any, nbytes: Any) -> int:
         buft = self._memory(device, memory)
-        return self._add(self._buffers, buft.alloc_buffer(number_below(nbytes, MAX_EXTENT, "a size")))
+        return self._add(self._buffers, buft.alloc_buffer(number_below(nbytes, 1 << 63, "a size")))
 
     def _do_free(self, handle: Any) -> None:
         buffer = self._buffer(handle)
