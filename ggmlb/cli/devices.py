@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console
-from ggmlb.cli.options import JsonOption
+from ggmlb.cli.options import AddressOption, JsonOption
 
 if TYPE_CHECKING:
     from ggmlb.cli.plain import Found
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 def devices(
     as_json: JsonOption = False,
+    address: AddressOption = None,
 ) -> None:
     """List the devices: name, type, memory, capabilities, or why a backend is unavailable.
 
     Examples:
       ggmlb devices
       ggmlb devices --json
+      ggmlb devices --address auto
     """
     found, missing = plain.devices_and_reasons()
     if as_json:

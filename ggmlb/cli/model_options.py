@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ggmlb.cli.options import (
+    AddressOption,
     DevicesOption,
     LayersOption,
     device_names,
@@ -106,6 +107,7 @@ def open_model(
     lora: LoraOption = None,
     ubatch: UbatchOption = None,
     threads: ThreadsOption = None,
+    address: AddressOption = None,
 ) -> TextModel:
     """Open a model as the options say.
 

@@ -30,6 +30,25 @@ def complete_ops(incomplete: str) -> list[str]:
     return [before + comma + name for name in known if name.startswith(last.lower())]
 
 
+def _connect(ctx: typer.Context, address: str | None) -> str | None:
+    """Connect to a cluster until the command ends."""
+    if address is not None and not ctx.resilient_parsing:
+        import ggmlb
+
+        ctx.call_on_close(ggmlb.connect(address).close)
+    return address
+
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        callback=_connect,
+        is_eager=True,
+        help="Also the devices of a Ray cluster, as node0/CPU: its address, or 'auto'.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SomeDevicesOption = Annotated[
     str | None,

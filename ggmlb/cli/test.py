@@ -19,7 +19,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import complete_devices, complete_ops, device_names
+from ggmlb.cli.options import AddressOption, complete_devices, complete_ops, device_names
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
 try:
@@ -100,6 +100,7 @@ def test(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every case in the table.")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="List the ids without running.")] = False,
+    address: AddressOption = None,
 ) -> None:
     """Test devices against the CPU: values, memory, support, behaviour and speed.
 
@@ -116,6 +117,7 @@ def test(
       ggmlb test -d OpenCL0 -o mul_mat,rope -p q4_0 -v
       ggmlb test -d CUDA0 --mode all -j 4 --format junit --output report.xml
       ggmlb test -d CUDA0 --mode behaviour
+      ggmlb test -d node1/CPU --address auto
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
     """
     from ggmlb.testing.about import About
@@ -125,6 +127,8 @@ def test(
     from ggmlb.testing.run import ALL, selections, tasks
 
     modes = ALL if mode is Mode.all else (mode.value,)
+    if address is not None and jobs > 1:
+        raise typer.BadParameter("--address: a connection belongs to one process; leave out --jobs")
     try:
         names = _devices(devices)
         selected = selections(modes, device_names(ops or ""), pattern, limit)

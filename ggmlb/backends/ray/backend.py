@@ -92,7 +92,7 @@ class RayBackend(Backend):
         return queue_copy(src, dst)
 
     def _event_record(self, event: Event) -> None:
-        cast("RayEvent", event).call = self.device.link.flush()
+        cast("RayEvent", event).call = self.device.link.mark()
 
     def _event_wait(self, event: Event) -> None:
         if not isinstance(event, RayEvent):

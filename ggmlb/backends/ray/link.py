@@ -290,6 +290,15 @@ class Link:
                 self._send(self._commands)
             return self._calls[-1] if self._calls else None
 
+    def mark(self) -> Call | None:
+        """Send what was collected; return the call after which it is done, or `None` if all is.
+
+        Raises:
+            DeviceLostError: The node is lost.
+        """
+        self._check()
+        return self.flush()
+
     def _send(self, commands: Message) -> None:
         if not ray.is_initialized():
             raise self._lose("Ray was shut down")

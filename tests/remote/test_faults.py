@@ -1,0 +1,177 @@
+"""Machines that are lost: an error that names them within seconds, and others that go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ggmlb
+from ggmlb import BackendError, Context, DeviceLostError, DType, Graph, Scheduler, Tensor
+from ggmlb.backends.ray.cluster import Cluster
+from ggmlb.backends.ray.device import RayDevice
+from tests.support.processes import ROOT
+
+
+@pytest.fixture
+def cluster(address: str) -> Iterator[Cluster]:
+    """A connection of its own: its actors end."""
+    with ggmlb.connect(address, ["CPU"]) as connection:
+        yield connection
+
+
+class Chain:
+    """Three layers on node0, node1 and here."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.backends = [ggmlb.init_by_name(name) for name in names]
+        rng = np.random.default_rng(3)
+        self.sched = Scheduler(self.backends)
+        ctx = Context()
+        self.x = y = ctx.set_input(ctx.new_tensor(DType.F32, (64, 4), "x"))
+        for i in range(3):
+            weights = Context()
+            w = weights.new_tensor(DType.F32, (64, 64), f"w{i}")
+            ggmlb.alloc_ctx_tensors(weights, self.backends[i % len(names)]).usage = "WEIGHTS"
+            w.set_array(rng.standard_normal((64, 64)).astype(np.float32) / 8)
+            y = ctx.silu(ctx.mul_mat(w, y))
+        self.y: Tensor = ctx.set_output(y)
+        self.graph = Graph().build_forward_expand(self.y)
+        self.sched.alloc_graph(self.graph)
+
+    def compute(self) -> np.ndarray:
+        self.x.set_array(np.arange(256, dtype=np.float32).reshape(4, 64) / 256)
+        self.sched.graph_compute(self.graph)
+        return self.y.to_numpy()
+
+    def free(self) -> None:
+        self.sched.free()
+        for backend in self.backends:
+            backend.free()
+
+
+def process(device: ggmlb.Device) -> int:
+    """Number of the process of a device's machine."""
+    import ray
+
+    assert isinstance(device, RayDevice)
+    number: int = ray.get(device.link._actor.ping.remote())
+    return number
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_machine_is_named_and_others_go_on(cluster: Cluster, stop: signal.Signals) -> None:
+    chain = Chain(["node0/CPU", "node1/CPU", "CPU"])
+    right = chain.compute()
+    os.kill(process(cluster.devices[1]), stop)
+    start = time.monotonic()
+    with pytest.raises(DeviceLostError, match=r"node1 is lost, with \d+ buffers") as raised:
+        chain.compute()
+    assert time.monotonic() - start < 60  # it hangs otherwise; 10 s where the machine is quiet
+    assert raised.value.node == "node1"
+    assert raised.value.nbytes > 64 * 64 * 4
+    with pytest.raises(DeviceLostError):
+        chain.compute()
+    chain.free()
+    rest = Chain(["node0/CPU", "CPU"])
+    np.testing.assert_array_equal(rest.compute(), right)
+    rest.free()
+
+
+def test_every_call_to_a_lost_machine_tells_it(cluster: Cluster) -> None:
+    device = ggmlb.device_by_name("node0/CPU")
+    stream, event = device.init_backend(), device.event_new()
+    ctx = Context()
+    a = ctx.new_tensor(DType.F32, (1000,))
+    y = ctx.scale(a, 2.0)
+    buffer = ggmlb.alloc_ctx_tensors(ctx, stream)
+    graph = Graph().build_forward_expand(y)
+    a.set_array(np.ones(1000))
+    stream.graph_compute(graph)
+    out = np.zeros(1000, np.float32)
+    os.kill(process(device), signal.SIGKILL)
+    with pytest.raises(DeviceLostError):
+        y.get()
+    todo: list[Callable[[], object]] = [
+        lambda: a.set(out),
+        y.get,
+        lambda: a.memset(0),
+        lambda: stream.set_tensor_async(a, out),
+        lambda: stream.get_tensor_async(y, out),
+        lambda: stream.graph_compute(graph),
+        lambda: stream.event_record(event),
+        buffer.clear,
+        lambda: device.buffer_type.alloc_buffer(256),
+        lambda: device.memory,
+        device.init_backend,
+    ]
+    for call in todo:
+        with pytest.raises(DeviceLostError, match="node0 is lost"):
+            call()
+    event.free()
+    buffer.free()
+    stream.free()
+
+
+def test_the_nth_call_failing_is_an_error_and_the_next_run_is_right(cluster: Cluster) -> None:
+    """Every call of a run of three splits fails once; then the same scheduler computes as before."""
+    chain = Chain(["node0/CPU", "node1/CPU", "CPU"])
+    right = chain.compute()
+    links = [device.link for device in cluster.devices if isinstance(device, RayDevice)]
+    failed = 0
+    for link in links:
+        before = link.n_calls
+        chain.compute()
+        n = link.n_calls - before
+        for nth in range(n):
+            send, countdown = link._send, [nth]
+
+            def fail(commands: object, send=send, countdown=countdown) -> None:  # type: ignore[no-untyped-def]
+                send([*commands, ("nothing",)] if countdown[0] == 0 else commands)
+                countdown[0] -= 1
+
+            link._send = fail  # type: ignore[method-assign]
+            with pytest.raises(BackendError, match="no command 'nothing'"):
+                chain.compute()
+            del link._send
+            np.testing.assert_array_equal(chain.compute(), right)
+            failed += 1
+    assert failed >= 2
+    chain.free()
+
+
+DRIVER = """
+import sys, ggmlb, ray
+cluster = ggmlb.connect(sys.argv[1], ["CPU"])
+buffers = [device.buffer_type.alloc_buffer(1 << 20) for device in cluster.devices]
+print(*[ray.get(device.link._actor.ping.remote()) for device in cluster.devices], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_driver_that_dies_leaves_no_process(address: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    args = [sys.executable, "-c", DRIVER, address]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as driver:
+        assert driver.stdout is not None
+        numbers = [int(n) for n in driver.stdout.readline().split()]
+        assert len(numbers) >= 2
+        driver.kill()
+    deadline = time.monotonic() + 60
+    while any(is_node(number) for number in numbers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def is_node(number: int) -> bool:
+    try:
+        return b"NodeActor" in Path(f"/proc/{number}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
