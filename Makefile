@@ -76,6 +76,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/alloc_peak.py
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/crossing.py
 	$(BIN)/python benchmarks/quants.py
 	$(BIN)/python benchmarks/ops.py
 	$(BIN)/python benchmarks/opencl.py
@@ -83,6 +84,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/several_devices.py
 	$(BIN)/python benchmarks/embed.py
 	$(BIN)/python benchmarks/generate.py --save
+	$(BIN)/python benchmarks/generate.py --save --device ggml:CPU
 	$(BIN)/python benchmarks/experts.py --save
 	$(BIN)/python benchmarks/llvm_ops.py
 	$(BIN)/python benchmarks/llvm_ops.py --threads 1

@@ -155,13 +155,14 @@ def ggmlb_chain(device: str, stack: ExitStack) -> tuple[Run, Run]:
 LIBRARIES: dict[str, Callable[[ExitStack], tuple[Run, Run]]] = {
     "ggmlb, CPU": partial(ggmlb_chain, "CPU"),
     "ggmlb, LLVM": partial(ggmlb_chain, "LLVM"),
+    "ggmlb, ggml:CPU": partial(ggmlb_chain, "ggml:CPU"),
     "ggmlb, OpenCL0 (PoCL)": partial(ggmlb_chain, "OpenCL0"),
     "NumPy": numpy_chain,
     "PyTorch": torch_chain,
     "ONNX Runtime": onnx_chain,
     "ggml-python": ggml_chain,
 }
-PACKAGES = ("numpy", "torch", "onnxruntime", "ggml-python", "pyopencl", "llvmlite")
+PACKAGES = ("numpy", "torch", "onnxruntime", "ggml-python", "pyopencl", "llvmlite", "xllamacpp")
 
 
 def main() -> None:
