@@ -120,7 +120,10 @@ def diff(
     names = device_names(devices)
     if len(names) != 2:
         raise ArgumentError(f"--devices {devices}: give two devices, as CPU,OpenCL0")
-    if program.endswith(".gguf"):
+    is_model = program.endswith(".gguf")
+    if pattern if is_model else prompt or max_tokens:
+        raise ArgumentError("--pattern is for golden programs, --prompt and --max-tokens are for models")
+    if is_model:
         if diff_models.diff(Path(program), names, prompt, max_tokens, nmse, as_json):
             raise typer.Exit(1)
         return

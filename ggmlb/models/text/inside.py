@@ -32,7 +32,9 @@ def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
             forms = dict.fromkeys(re.sub(r"^blk\.\d+\.", "blk.*.", name) for name in known)
             layers = {name.split(".")[1] for name in known if name.startswith("blk.")}
             near = did_you_mean(re.sub(r"^blk\.\d+\.", "blk.*.", pattern), forms)
-            raise ArgumentError(f"trace: no node has the name {pattern!r}{near}; it has {len(layers)} layers")
+            raise ArgumentError(
+                f"trace: no node of a model with {len(layers)} layers has the name {pattern!r}{near}"
+            )
         found.update(some)
     return [name for name in known if name in found]
 
