@@ -76,11 +76,10 @@ def loaded(case: Case) -> dict[str, Any]:
         options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
         model.generate(prompt_of(N_PROMPT), max_tokens=8, **options)
         model.generate_many([prompt_of(8)] * N_SEQUENCES, max_tokens=2, **options)
-        allocated = model.memory.allocated
-        if any(use.memory == "CPU_Mapped" for use in allocated):
-            n_vocab, n_embd = model.config.n_vocab, model.config.n_embd
-            model.file.weight("token_embd.weight", (n_vocab, n_embd)).rows().max()
-        return {"allocated": allocated.total(), "peak": peak_nbytes()}
+        n_vocab, n_embd = model.config.n_vocab, model.config.n_embd
+        model.file.weight("token_embd.weight", (n_vocab, n_embd)).rows().max()
+        peak = peak_nbytes()
+        return {"allocated": model.memory.allocated.total(), "peak": peak}
 
 
 def measured(case: Case, part: str) -> dict[str, Any]:

@@ -76,6 +76,10 @@ def alloc_zeros(
     return buffers
 
 
+SPLIT = "_Split"
+"""End of the name of a memory that spreads the rows of matrices over devices."""
+
+
 def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> list[str]:
     """Return the names of a model's devices, highest priority first; the last runs the remaining ops.
 
@@ -129,16 +133,31 @@ def memory_overrides(
     """Return the buffer types for weights by regular expression, from users' devices or buffer types.
 
     Args:
-        override_tensors: By regular expression, a device of the model or any memory.
+        override_tensors: By regular expression, a device of the model, or any memory. `"CUDA0_Split"` spreads
+            the rows of matrices over all devices of the kind of CUDA0, which is the model's, by their memory.
         backends: The model's streams by device.
 
     Raises:
-        ArgumentError: A device is not the model's.
+        ArgumentError: A device is not the model's, or does not spread rows.
     """
     memory: dict[str, BufferType] = {}
     for pattern, where in (override_tensors or {}).items():
-        if isinstance(where, str) and where not in backends:
+        if not isinstance(where, str):
+            memory[pattern] = where
+        elif where in backends:
+            memory[pattern] = backends[where].default_buffer_type
+        elif where.endswith(SPLIT) and where.removesuffix(SPLIT) in backends:
+            memory[pattern] = _split_rows(backends[where.removesuffix(SPLIT)], where)
+        else:
             known = ", ".join(backends)
             raise ArgumentError(f"override_tensors: {pattern!r} is for {where!r}; the devices are {known}")
-        memory[pattern] = backends[where].default_buffer_type if isinstance(where, str) else where
     return memory
+
+
+def _split_rows(backend: Backend, name: str) -> BufferType:
+    """Return the memory that spreads the rows of matrices over the devices of a registration."""
+    reg = backend.device.reg
+    split: Callable[[int], BufferType] | None = reg.get_proc_address("split_buffer_type")
+    if split is None:
+        raise ArgumentError(f"override_tensors: {name} is no memory; {backend.name} does not spread rows")
+    return split(reg.devices.index(backend.device))

@@ -93,3 +93,21 @@ def test_states(tmp_path: Path) -> None:
     # Of q4_K, a block spans the 128 elements that a head of keys has of the output's columns.
     coarse = shards_of(write_text_model(tmp_path / "coarse.gguf", "llama", "q4_K"))
     assert str(coarse(Tensor(DType.Q4_K, (256, 256, 1, 1), name="blk.0.attn_q.weight"), 2)) == "MIRRORED"
+
+
+@pytest.mark.skipif("OpenCL0" not in NAMES, reason="there is no device with memory of its own")
+def test_rows_are_spread_over_devices_of_a_kind(tmp_path: Path) -> None:
+    path = write_text_model(tmp_path / "model.gguf", "llama", "q8_0")
+    with TextModel(path, ["CPU"], n_ctx=64) as model:
+        expected = log_probs(model.logits(PROMPT))
+    spread = {r"(attn_[qkv]|ffn_up)\.weight": "OpenCL0_Split"}
+    with TextModel(path, ["OpenCL0", "CPU"], n_ctx=64, override_tensors=spread) as model:
+        assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2
+        forecast, allocated = model.memory
+        assert forecast == allocated
+        of_rows = {u.device for u in allocated if u.kind == "weights" and u.device != "CPU"}
+        assert of_rows == {name for name in NAMES if name.startswith("OpenCL")}
+    with pytest.raises(ArgumentError, match="CPU_Split is no memory; CPU does not spread rows"):
+        TextModel(path, ["CPU"], override_tensors={"ffn": "CPU_Split"})
+    with pytest.raises(ArgumentError, match="'ffn' is for 'CUDA9_Split'; the devices are CPU"):
+        TextModel(path, ["CPU"], override_tensors={"ffn": "CUDA9_Split"})
