@@ -147,6 +147,25 @@ def test_the_nth_call_failing_is_an_error_and_the_next_run_is_right(cluster: Clu
     chain.free()
 
 
+def test_what_was_read_ahead_is_read_again_after_a_failure(cluster: Cluster) -> None:
+    device = ggmlb.device_by_name("node0/CPU")
+    assert isinstance(device, RayDevice)
+    with device.init_backend() as stream:
+        ctx = Context()
+        x = ctx.new_tensor(DType.F32, (100,))
+        y = ctx.scale(x, 2.0)
+        with ggmlb.alloc_ctx_tensors(ctx, stream):
+            graph = Graph().build_forward_expand(y)
+            x.set_array(np.ones(100))
+            for _ in range(2):
+                stream.graph_compute(graph)
+                y.get()
+            device.link.queue("nothing")
+            with pytest.raises(BackendError, match="no command"):
+                stream.graph_compute(graph)
+            assert y.to_numpy().tolist() == [2.0] * 100
+
+
 DRIVER = """
 import sys, ggmlb, ray
 cluster = ggmlb.connect(sys.argv[1], ["CPU"])

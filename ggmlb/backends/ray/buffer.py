@@ -121,7 +121,7 @@ class RayBuffer(Buffer):
         """Collect a read into an array."""
         for start in range(0, out.nbytes, CHUNK):
             piece = out[start : start + CHUNK]
-            self.link.read(self.span(tensor, offset + start, piece.nbytes)).into(piece)
+            self.link.read(self.span(tensor, offset + start, piece.nbytes), piece)
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if data.nbytes < APART:
@@ -172,7 +172,7 @@ class RayStoringBuffer(RayBuffer):
 
     def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         """Collect a read into an array."""
-        self.link.read(self.span(tensor, offset, out.nbytes)).into(out)
+        self.link.read(self.span(tensor, offset, out.nbytes), out)
 
 
 def _release(link: Link, handle: int) -> None:
@@ -191,7 +191,5 @@ def queue_copy(src: Tensor, dst: Tensor) -> bool:
         from_, to = source.span(src), target.span(dst)
         source.link.queue("copy", from_.place, from_.offset, *to)
         return True
-    read = source.link.read(source.span(src), is_apart=True)
-    source.link.flush()
-    target.link.write_from(target.span(dst), read)
+    target.link.write_from(target.span(dst), source.link.read_apart(source.span(src)))
     return True

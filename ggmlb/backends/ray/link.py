@@ -226,17 +226,25 @@ class Link:
             self._waits.append(call.refs[0])
             self._sources.append(call.link)
 
-    def read(self, span: Span, is_apart: bool = False) -> Read:
-        """Collect a read, unless its data are on their way: those read after the same plan before."""
+    def read(self, span: Span, out: Bytes) -> None:
+        """Collect a read into an array; or take what was read ahead, as after the same plan before."""
         with self._lock:
             self._check()
-            if self._computed is not None and not is_apart:
+            read = None
+            if self._computed is not None:
                 self._computed.was_read[span] = None
-                if (known := self._ahead.get(span)) is not None:
-                    return known
-            return self._collect(span, is_apart)
+                read = self._ahead.get(span)
+            (read or self._collect(span)).into(out)
 
-    def _collect(self, span: Span, is_apart: bool) -> Read:
+    def read_apart(self, span: Span) -> Read:
+        """Send a read whose data another node takes."""
+        with self._lock:
+            self._check()
+            read = self._collect(span, is_apart=True)
+            self.flush()
+            return read
+
+    def _collect(self, span: Span, is_apart: bool = False) -> Read:
         is_apart = is_apart or span.nbytes >= APART
         read = Read(span.nbytes, is_apart, self._n_apart_read if is_apart else self._n_small_read)
         if is_apart:
@@ -255,7 +263,7 @@ class Link:
             self.queue("compute", plan.handle)
             wanted, plan.was_read = plan.was_read, {}
             self._ahead = {
-                span: self._collect(span, False)
+                span: self._collect(span)
                 for span in wanted
                 if span.place in self.sizes and span.nbytes <= MAX_AHEAD  # it may have been freed
             }
@@ -348,6 +356,7 @@ class Link:
                 read.deliver()
         except Error as failure:
             self._failure = self._failure or failure
+            self._ahead.clear()  # what it read ahead never comes
             for ref in call.refs[1:]:  # else Ray tells of each that nobody asked for it
                 with suppress(exceptions.RayError, TimeoutError):
                     ray.get(ref, timeout=0)

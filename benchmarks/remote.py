@@ -1,0 +1,297 @@
+"""Devices of other machines, beside Ray itself, pyzmq and a memcpy; and what a network makes of a 70B model.
+
+One machine, two processes: the driver, and Ray's actor with the machine's devices. `null call` is an empty
+message, beside an empty call of a plain Ray actor. Transfers are `set_tensor` and `get_tensor`, beside a copy
+in this process and a request to a process over pyzmq (TCP). A `decode step` has half of the model's layers
+there; its floor is the step with all layers here, and one call of a plain actor that takes and returns an
+array as large as what the split takes. All take turns; medians, and least and most.
+
+The simulation adds up, for one sequence on N machines in a row: each machine's weights by its memory's rate,
+and for each hop a call and the activations by the network's rate. Before it is the same sum for the step that
+was measured. With more sequences at once than machines, a pipeline hides all but the slowest machine.
+
+    python benchmarks/remote.py [--rounds 9] [--model FILE] [--simulate] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+from report import Table, save
+
+import ggmlb
+from ggmlb import Context, DType
+from ggmlb.models import TextModel
+
+N_TOKENS = 24
+SIZES = (1 << 12, 1 << 20, 1 << 24)
+PROMPT = "Once upon a time there was"
+
+
+def by_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each run, in an order that alternates."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(rounds + 1):
+        for name in list(runs)[:: 1 if i % 2 else -1]:
+            taken = runs[name]()
+            if i:  # the first is to get ready
+                seconds[name].append(taken)
+    return seconds
+
+
+def timed(call: Callable[[], object], n: int = 1) -> Callable[[], float]:
+    """A run that returns the seconds of a call, the mean of `n`."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            call()
+        return (time.perf_counter() - start) / n
+
+    return run
+
+
+def told(seconds: list[float]) -> tuple[str, str]:
+    ms = sorted(1e3 * s for s in seconds)
+    return f"{statistics.median(ms):.3f}", f"{ms[0]:.3f}-{ms[-1]:.3f}"
+
+
+class Plain:
+    """An actor with nothing of ours."""
+
+    def call(self, *data: Any) -> Any:
+        return data[0] if data else None
+
+
+def answer(port: Any) -> None:
+    """A process that answers requests over pyzmq with as many bytes as they ask for."""
+    import zmq
+
+    socket = zmq.Context.instance().socket(zmq.REP)
+    port.send(socket.bind_to_random_port("tcp://127.0.0.1"))
+    while (message := socket.recv_multipart(copy=False))[0].bytes != b"end":
+        n = int(message[0].bytes)
+        socket.send(np.empty(n, np.uint8), copy=False)
+
+
+class Zmq:
+    """A request to another process."""
+
+    def __init__(self) -> None:
+        import zmq
+
+        ours, theirs = get_context("spawn").Pipe()
+        self._process = get_context("spawn").Process(target=answer, args=(theirs,), daemon=True)
+        self._process.start()
+        self._socket = zmq.Context.instance().socket(zmq.REQ)
+        self._socket.connect(f"tcp://127.0.0.1:{ours.recv()}")
+
+    def request(self, n_back: int, data: Any = b"") -> Any:
+        self._socket.send_multipart([str(n_back).encode(), data], copy=False)
+        return self._socket.recv(copy=False)
+
+    def close(self) -> None:
+        self._socket.send(b"end")
+        self._process.join()
+        self._socket.close()
+
+
+def transfers(device: Any, actor: Any, rounds: int) -> Table:
+    import ray
+
+    table = Table("what", "by", "bytes", "time [ms]", "least and most", "GB/s")
+    zmq = Zmq()
+    calls = {
+        "ggmlb": timed(lambda: device.link.ask("wait"), 50),
+        "Ray": timed(lambda: ray.get(actor.call.remote()), 50),
+        "pyzmq": timed(lambda: zmq.request(0), 50),
+    }
+    for by, seconds in by_turns(calls, rounds).items():
+        table.row("null call", by, 0, *told(seconds), "-")
+    for n in SIZES:
+        ctx = Context()
+        tensor = ctx.new_tensor(DType.I8, (n,))
+        with ggmlb.alloc_ctx_tensors(ctx, device.buffer_type):
+            data, out = np.ones(n, np.uint8), np.empty(n, np.uint8)
+
+            def write(tensor: Any = tensor, data: Any = data) -> None:
+                tensor.set(data)
+                device.link.settle()  # small ones would wait for the next command
+
+            ways = {
+                "in": {
+                    "ggmlb": timed(write, 3),
+                    "pyzmq": timed(lambda data=data: zmq.request(0, data), 3),
+                    "memcpy": timed(lambda out=out, data=data: np.copyto(out, data), 3),
+                },
+                "out": {
+                    "ggmlb": timed(
+                        lambda tensor=tensor, out=out: tensor.buffer.get_tensor(tensor, out=out), 3
+                    ),
+                    "pyzmq": timed(lambda n=n: zmq.request(n), 3),
+                },
+            }
+            for way, runs in ways.items():
+                for by, seconds in by_turns(runs, rounds).items():
+                    rate = n / statistics.median(seconds) / 1e9
+                    table.row(way, by, n, *told(seconds), f"{rate:.2f}")
+    zmq.close()
+    return table
+
+
+class Step(NamedTuple):
+    """Median seconds of a decode step: here, half there, an actor's call; and calls for each token."""
+
+    local_s: float
+    remote_s: float
+    call_s: float
+    n_calls: float
+
+
+def decode(path: str | None, device: Any, actor: Any, rounds: int) -> tuple[Table, Step]:
+    import ray
+
+    table = Table("decode step", "time [ms]", "least and most", "over the floor", "calls", "bytes sent")
+    name, link = device.name, device.link
+    here = device.far_name
+    options: dict[str, Any] = {"n_ctx": 256}
+    with TextModel(path, [here, "CPU"], **options) as model:
+        n_layer = model.config.n_layer
+        n_embd = model.config.n_embd
+    layers = {name: f"0-{n_layer // 2 - 1}", here: f"{n_layer // 2}-{n_layer - 1}"}
+    data = np.zeros(2 * n_embd, np.float32)
+
+    def step(model: TextModel) -> Callable[[], float]:
+        def run() -> float:
+            made = model.generate(PROMPT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+            tokens.setdefault(tuple(made.tokens), None)
+            return made.seconds / (len(made.tokens) - 1)
+
+        return run
+
+    tokens: dict[tuple[int, ...], None] = {}
+    with (
+        TextModel(path, [here, "CPU"], **options) as local,
+        TextModel(path, [name, here, "CPU"], layers, **options) as remote,
+    ):
+        runs = {
+            "all here": step(local),
+            "half there": step(remote),
+            "a plain actor's call": timed(lambda: ray.get(actor.call.remote(data)), N_TOKENS),
+        }
+        seconds = by_turns(runs, rounds)
+        before = link.n_calls, link.n_sent
+        runs["half there"]()
+        n_calls, n_sent = (
+            (b - a) / N_TOKENS for a, b in zip(before, (link.n_calls, link.n_sent), strict=True)
+        )
+    if len(tokens) != 1:
+        raise SystemExit(f"{len(tokens)} different texts, and they should be the same")
+    floor = [a + b for a, b in zip(seconds["all here"], seconds["a plain actor's call"], strict=True)]
+    ratio = statistics.median(a / b for a, b in zip(seconds["half there"], floor, strict=True))
+    table.row("all here", *told(seconds["all here"]), "-", 0, 0)
+    table.row("a plain actor's call", *told(seconds["a plain actor's call"]), "-", 1, data.nbytes)
+    table.row("half there", *told(seconds["half there"]), f"{ratio:.2f}", f"{n_calls:.1f}", f"{n_sent:.0f}")
+    medians = [statistics.median(of) for of in seconds.values()]
+    return table, Step(*medians, n_calls)
+
+
+class Network(NamedTuple):
+    """Machines in a row.
+
+    Attributes:
+        n: Machines, each with as many layers.
+        weights_nbytes: Of the model.
+        hop_nbytes: Activations of a token between two machines.
+        memory_rate: Bytes per second at which a machine reads weights.
+        network_rate: Bytes per second between two machines.
+        call_s: A call of an actor on another machine [s].
+    """
+
+    n: int
+    weights_nbytes: float
+    hop_nbytes: float
+    memory_rate: float
+    network_rate: float
+    call_s: float
+
+    @property
+    def stage_s(self) -> float:
+        """Seconds of a machine for a token."""
+        return self.weights_nbytes / self.n / self.memory_rate
+
+    @property
+    def hop_s(self) -> float:
+        """Seconds between the end of a machine's work and the beginning of the next."""
+        return self.call_s + self.hop_nbytes / self.network_rate
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for a token of one sequence; the last machine answers the driver."""
+        return self.n * (self.stage_s + self.hop_s)
+
+    def tokens_per_s(self, n_sequences: int) -> float:
+        """Tokens per second of all sequences, in a pipeline: bounded by a token's way or a machine."""
+        return min(n_sequences / self.token_s, 1 / (self.stage_s + self.hop_nbytes / self.network_rate))
+
+
+def simulation(call_s: float) -> Table:
+    """A 70B model (4.5 bits a weight, 8192 wide) on 1 to 8 machines of 10 Gbit/s."""
+    table = Table(
+        "machines", "memory [GB/s]", "a call [ms]", "a token, one sequence [ms]", "of it hops",
+        "tokens/s of 1", "of 8", "of 32",
+    )  # fmt: skip
+    for memory in (200e9, 1000e9):
+        for n in (1, 2, 4, 8):
+            for call in sorted({call_s, 0.2e-3}):
+                net = Network(n, 70e9 * 4.5 / 8, 2 * 8192 * 4, memory, 10e9 / 8, call)
+                share = net.n * net.hop_s / net.token_s
+                rates = (f"{net.tokens_per_s(k):.1f}" for k in (1, 8, 32))
+                table.row(
+                    n,
+                    f"{memory / 1e9:.0f}",
+                    f"{call * 1e3:.2f}",
+                    f"{net.token_s * 1e3:.1f}",
+                    f"{share:.0%}",
+                    *rates,
+                )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--model", help="GGUF file; the installed SmolLM2 by default")
+    parser.add_argument("--address", default="local", help="of a cluster")
+    parser.add_argument("--device", default="LLVM", help="which is there and here")
+    parser.add_argument("--simulate", action="store_true", help="the simulation alone, with a call of 1 ms")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    if args.simulate:
+        simulation(1e-3)
+        return
+    import ray
+
+    from ggmlb.models.folder import default_text_model
+
+    with ggmlb.connect(args.address, [args.device]) as cluster:
+        device: Any = cluster.devices[0]
+        actor = ray.remote(num_cpus=0)(Plain).remote()
+        table = transfers(device, actor, args.rounds)
+        steps, step = decode(args.model or str(default_text_model()), device, actor, args.rounds)
+    model = Table("a decode step, half there", "time [ms]")
+    model.row("measured", f"{step.remote_s * 1e3:.3f}")
+    model.row("by the simulation's sum", f"{(step.local_s + step.n_calls * step.call_s) * 1e3:.3f}")
+    simulated = simulation(step.call_s)
+    if args.save:
+        save("remote", __doc__, table, steps, model, simulated, packages=("numpy", "ray", "pyzmq"))
+
+
+if __name__ == "__main__":
+    main()
