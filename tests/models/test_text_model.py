@@ -73,8 +73,8 @@ def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None
     assert np.abs(found - expected).max() < 2e-2
 
 
-TYPE_MEANS = {"OpenCL0": 2e-3, "LLVM": 0.06}
-"""Bounds of the mean distance from the CPU: LLVM rounds activations to 8 bits for quantised weights."""
+TYPE_MEANS = {"OpenCL0": 2e-3, "LLVM": 0.06, "ggml:CPU": 0.06}
+"""Bounds of the mean distance from the CPU: the last two round activations to 8 bits."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -95,7 +95,7 @@ def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> N
     with TextModel(models(kind), [device, "CPU"], layers_on={device: "1-2"}, n_ctx=64) as model:
         found = log_probs(model.logits(PROMPT))
         assert model.scheduler is not None and model.scheduler.n_splits >= 1
-    assert np.abs(found - expected).max() < 2e-2
+    assert np.abs(found - expected).max() < (3e-2 if device == "ggml:CPU" else 2e-2)  # experts in f16
 
 
 KV_MEANS = {"f32": 1e-4, "f16": 2e-3, "q8_0": 0.03, "q4_0": 0.4}

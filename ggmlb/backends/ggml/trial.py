@@ -28,6 +28,10 @@ MOST_NMSE: Final = 1e-3
 MOST_ELEMENTS: Final = 1 << 18
 """Elements of a tensor beyond which a trial is made smaller, if its op has extents that may be."""
 
+FEW_ELEMENTS: Final = 256
+FEW_DRAWS: Final = 4
+"""Elements of a small result, and draws of its values."""
+
 SHRINKABLE: Final = frozenset(
     {Op.MUL_MAT, Op.MUL_MAT_ID, Op.GET_ROWS, Op.SET_ROWS, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.RMS_NORM,
      Op.NORM, Op.SOFT_MAX, Op.ROPE, Op.CPY, Op.CONT, Op.DUP, Op.SCALE, Op.UNARY, Op.GLU, Op.FLASH_ATTN_EXT,
@@ -50,14 +54,24 @@ class Trusting(Judge):
         return None
 
 
-def judge(device: GgmlDevice, stream: Backend, reference: Backend, trial: Trial) -> str | None:
-    """Compute a node on the device and by the reference; return what is wrong, or `None`."""
-    node = _node(_smaller(trial))
+def judge(stream: Backend, reference: Backend, trial: Trial) -> str | None:
+    """Compute a node on the device and by the reference; return what is wrong, or `None`.
+
+    A small one is computed for several values: a wrong element may be right by chance.
+    """
+    trial = _smaller(trial)
+    node = _node(trial)
     why = reference.device.declines(node)
     if why is not None:
         return f"nothing to compare it with: the CPU declines it: {why}"
-    values = [None if t is None else _values(node, i, t) for i, t in enumerate(node.src)]
-    found, expected = (_computed(s, _node(_smaller(trial)), values) for s in (stream, reference))
+    draws = range(FEW_DRAWS if math.prod(node.ne) < FEW_ELEMENTS else 1)
+    return next((why for draw in draws if (why := _compared(stream, reference, trial, draw))), None)
+
+
+def _compared(stream: Backend, reference: Backend, trial: Trial, draw: int) -> str | None:
+    node = _node(trial)
+    values = [None if t is None else _values(node, i, t, draw) for i, t in enumerate(node.src)]
+    found, expected = (_computed(s, _node(trial), values) for s in (stream, reference))
     if trial.op is Op.TOP_K:  # in any order
         found, expected = np.sort(found, axis=-1), np.sort(expected, axis=-1)
     strange = ~np.isfinite(expected)
@@ -97,7 +111,7 @@ def _computed(stream: Backend, node: Tensor, values: list[Any]) -> npt.NDArray[A
             start += size
         if node.view_src is not None:
             node.buffer, node.offset = buffer, node.view_src.offset + node.view_offs
-        buffer.clear(0)
+        buffer.clear(0xFF)  # NaN, which shows where the wrong memory is read
         for operand, value in zip(node.src, values, strict=True):
             if operand is not None:
                 operand.set(value)
@@ -108,9 +122,9 @@ def _computed(stream: Backend, node: Tensor, values: list[Any]) -> npt.NDArray[A
 # -- values ----------------------------------------------------------------------------------------
 
 
-def _values(node: Tensor, index: int, t: Tensor) -> npt.NDArray[np.uint8]:
+def _values(node: Tensor, index: int, t: Tensor, draw: int) -> npt.NDArray[np.uint8]:
     """Return bytes for an operand: numbers of a size from 0.1 to 1, or indices that are in range."""
-    random = np.random.default_rng(index)
+    random = np.random.default_rng((draw, index))
     raw = np.zeros(t.nbytes, np.uint8)
     if t.is_empty:
         return raw
@@ -208,7 +222,7 @@ def _serve(device: GgmlDevice, answers: int) -> None:
     stream, reference = device.init_backend(), host_device().init_backend()
     while (trial := _read(0)) is not None:
         try:
-            said = judge(device, stream, reference, trial)
+            said = judge(stream, reference, trial)
         except Exception as error:  # told, as one that ends the process
             said = f"a trial of it failed: {type(error).__name__}: {error}"
         _write(answers, said)

@@ -65,8 +65,9 @@ class Image(IndexedGraph):
         self.views = user.views + [i for i in more if self.bases[i] >= 0]
         self.flagged = user.flagged + [i for i in more if self.flags[i]]
         if nodes != [*user.nodes]:
+            edges = self._edges_of(nodes)  # by `spans`, which are those of the nodes listed so far
             self.listed, self.n_leafs = [*leafs, *nodes], len(leafs)
-            self.sources, self.n_sources = self._edges_of(nodes)
+            self.sources, self.n_sources = edges
             del self.spans
 
     # -- numbers -------------------------------------------------------------------------------
