@@ -14,7 +14,7 @@ import ggmlb
 from ggmlb import ArgumentError
 from ggmlb.cli import main
 from ggmlb.models import TextModel
-from tests.models.test_inside import ARRANGED, PLACES
+from tests.models.test_inside import PLACES, places_of
 from tests.models.test_inside import models as models
 from tests.support.llama_cpp import log_probs
 from tests.support.text_models import KINDS, write_text_model
@@ -137,7 +137,7 @@ def test_the_first_token_that_differs_and_its_layer(
 )
 def test_devices_do_not_part(models: Callable[..., Path], kind: str) -> None:
     with TextModel(models(kind), ["CPU"], n_ctx=64) as a:
-        for place in ARRANGED[1:]:
+        for place in places_of(kind)[1:]:
             with TextModel(models(kind), n_ctx=64, **PLACES[place]) as b:
                 found = a.differences(b, PROMPT)
                 assert found.first is None
