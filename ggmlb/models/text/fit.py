@@ -261,21 +261,19 @@ class Planner:
         not of layers (compute, output, embeddings) is taken to need as much in the next trial. What fits
         then grows by single layers, or the experts of one.
         """
+        tried: set[Hashable] = set()
+        best = found = self._trial(self.asked, tried)
+        assert best is not None and found is not None
+        if not self.lacks(best.table):
+            return best
         sizes = self._sizes()
         beside: dict[str, float] = dict.fromkeys(self.free, 0)
-        tried: set[Hashable] = set()
-        best: Fit | None = None
-        while len(tried) < N_TRIALS:
-            found = self._trial(self._fill(sizes, self._left(beside)), tried)
-            if found is None:
-                break
-            if best is None or self._worth(found) > self._worth(best):
-                best = found
-            if not self.lacks(found.table):
-                break
+        while found is not None and self.lacks(found.table) and len(tried) < N_TRIALS:
             of_layers = sizes.by_device(found.placement)
             beside = {d: max(n, found.table.total(d) - of_layers[d]) for d, n in beside.items()}
-        assert best is not None
+            found = self._trial(self._fill(sizes, self._left(beside)), tried)
+            if found is not None and self._worth(found) > self._worth(best):
+                best = found
         for name in self._order[:-1] if not self.lacks(best.table) else ():
             while (more := self._grown(best, name, sizes, tried)) is not None:
                 best = more
