@@ -23,13 +23,13 @@ def address() -> Iterator[str]:
     if given := os.environ.get("RAY_ADDRESS"):
         yield given
         return
-    import ray
-    from ray.cluster_utils import Cluster as RayCluster
-
     folder = tempfile.mkdtemp(prefix="ggmlb", dir="/tmp")  # a short path, as sockets lie in it
     before = dict(os.environ)
     os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.makedirs(f"{folder}/ray")
+    import ray  # which reads the environment
+    from ray.cluster_utils import Cluster as RayCluster
+
     cluster = RayCluster()
     try:
         cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
