@@ -26,6 +26,9 @@ try:
 except OSError:
     os.environ.setdefault("CUPY_CUDA_ARRAY_INTERFACE_EXPORT_VERSION", "2")
 
+# Threads of OpenMP (ggml's) wait without spinning: workers share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # What is no terminal gets whole lines, unless somebody set a width; pytest-xdist does, in its workers.
 os.environ.pop("COLUMNS", None)
 

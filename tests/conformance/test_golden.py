@@ -94,7 +94,7 @@ WAYS = [
         pytest.param(Way("LLVM", {"n_threads": 3, "simd": level}, ops), id=f"llvm, {level}")
         for level in _levels()[1:]
     ),
-    pytest.param(Way("ggml:CPU", {"n_threads": 2}, ops), id="ggml"),
+    pytest.param(Way("ggml:CPU", {"n_threads": 1}, ops), id="ggml"),
     pytest.param(Way("ggml:CPU", {}), id="ggml, all", marks=pytest.mark.slow),
     pytest.param(PLAYED, id="played"),
     pytest.param(PLAYED._replace(kinds=None, n_runs=1), id="played, all", marks=pytest.mark.slow),

@@ -219,7 +219,8 @@ def _write(pipe: int, said: str | None) -> None:
 
 def _serve(device: GgmlDevice, answers: int) -> None:
     """Answer trials until the pipe is closed, or one ends the process."""
-    stream, reference = device.init_backend(), host_device().init_backend()
+    one = {"n_threads": 1} if device.is_cpu else None  # several would wait for each other by spinning
+    stream, reference = device.init_backend(one), host_device().init_backend()
     while (trial := _read(0)) is not None:
         try:
             said = judge(stream, reference, trial)
