@@ -164,13 +164,16 @@ def save_gguf(
 
 
 @_checked
-def connect(address: str = "auto", devices: "Sequence[str] | None" = None) -> "Cluster":
+def connect(
+    address: str = "auto", devices: "Sequence[str] | None" = None, shared: "Sequence[str]" = ()
+) -> "Cluster":
     """Connect to a cluster of Ray, and register the devices of its machines: `node0/CPU`, `node1/CUDA0`.
 
     Args:
         address: Of the cluster, as `ray.init` takes it: `"auto"` for the one that this machine belongs to,
             `"local"` to start one on this machine. Without effect where Ray is connected already.
         devices: Names of the devices that each machine offers; all of a machine's by default.
+        shared: Folders with the same files on all machines, whose weights each reads itself.
 
     Returns:
         The connection, a context manager: its end releases the devices.
@@ -182,7 +185,7 @@ def connect(address: str = "auto", devices: "Sequence[str] | None" = None) -> "C
     """
     from ggmlb.backends.ray.cluster import connect
 
-    return connect(address, devices)
+    return connect(address, devices, shared)
 
 
 # Hooks: upper rooms register functions with classes of lower rooms, which do not import them.

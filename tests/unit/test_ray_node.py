@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb import BackendBroken, Context, DType, Error, FreedError, Graph, RopeType
+from ggmlb import BackendBroken, BackendError, Context, DType, Error, FreedError, Graph, RopeType
+from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import Node, versions
 from ggmlb.backends.ray.wire import ForgedError, graph_record, node_record, unsendable
 
@@ -28,8 +30,8 @@ X = np.arange(16, dtype=np.float32)
 class Session:
     """A node with a buffer, a stream, and a plan that computes `y = silu(scale(x))`."""
 
-    def __init__(self) -> None:
-        self.node = Node(versions(), ["CPU"])
+    def __init__(self, *shared: str) -> None:
+        self.node = Node(versions(), ["CPU"], shared)
         self.buffer = self.ask("alloc", "CPU", 0, SIZE)
         self.other = self.ask("alloc", "CPU", 0, SIZE)
         self.ask("clear", self.other, 7)
@@ -276,6 +278,53 @@ def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
 def test_other_messages_are_errors_of_ours(session: Session, commands: Any) -> None:
     with pytest.raises(Error):
         session.run(*commands)
+
+
+def test_only_shared_files_are_read(tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    (file := shared / "weights").write_bytes(bytes(range(200)))
+    (secret := tmp_path / "secret").write_bytes(bytes(200))
+    (shared / "link").symlink_to(secret)
+    (tmp_path / "shared2").mkdir()
+    (beside := tmp_path / "shared2" / "weights").write_bytes(bytes(200))
+    session, stat = Session(str(shared)), file.stat()
+    facts = (stat.st_size, stat.st_mtime_ns)
+    session.ask("load", session.buffer, 64, 100, str(file), 50, *facts)
+    assert session.run(("read", session.buffer, 64, 100, False))[1] == bytes(range(50, 150))
+    for path in (
+        secret,
+        shared / "link",
+        shared / ".." / "secret",
+        beside,
+        "weights",
+        "/etc/passwd",
+        5,
+        "a\0b",
+    ):
+        with pytest.raises(ForgedError):
+            session.ask("load", session.buffer, 0, 100, path if path == 5 else str(path), 0, 200, facts[1])
+    for offset, n in ((150, 100), (-1, 10), (1 << 60, 10)):
+        with pytest.raises(ForgedError):
+            session.ask("load", session.buffer, 0, n, str(file), offset, *facts)
+    for size, time in ((201, facts[1]), (200, facts[1] + 1)):
+        with pytest.raises(BackendError, match="another file here"):
+            session.ask("load", session.buffer, 0, 10, str(file), 0, size, time)
+    with pytest.raises(BackendError, match="cannot be read here"):
+        session.ask("load", session.buffer, 0, 10, str(shared / "absent"), 0, *facts)
+    with pytest.raises(ForgedError):
+        Session().ask("load", session.buffer, 0, 10, str(file), 0, *facts)
+
+
+def test_data_of_a_mapped_file_are_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a b").write_bytes(bytes(1 << 16))
+    mapped = np.memmap(tmp_path / "a b", np.uint8, "r")
+    files = SharedFiles([str(tmp_path)])
+    part = files.part_of(mapped[5000:9000])
+    assert part is not None
+    assert (part.path, part.offset, part.size) == (str(tmp_path / "a b"), 5000, 1 << 16)
+    assert files.part_of(np.zeros(100, np.uint8)) is None
+    assert files.part_of(np.memmap(tmp_path / "a b", np.uint8, "r+")) is None
+    assert SharedFiles([str(tmp_path / "other")]).part_of(mapped) is None
 
 
 def test_what_follows_a_failure_is_not_done_but_releases(session: Session) -> None:

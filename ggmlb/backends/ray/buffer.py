@@ -126,6 +126,9 @@ class RayBuffer(Buffer):
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if data.nbytes < APART:
             self.queue_write(tensor, data.copy(), offset)
+        elif (part := self.link.files.part_of(data)) is not None:
+            self.link.queue("load", *self.span(tensor, offset, data.nbytes), *part)
+            self.link.settle()
         else:
             self.queue_write(tensor, data, offset)
             self.link.settle()

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.backends.ray import RayReg, backend_reg
+from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import versions
 from ggmlb.core.errors import BackendUnavailable, Error, RegistryError, one_line
 from ggmlb.interface import Device, registry
@@ -71,7 +72,7 @@ class Cluster:
         return f"<Cluster {', '.join(device.name for device in self.devices)}>"
 
 
-def connect(address: str, names: Sequence[str] | None) -> Cluster:
+def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) -> Cluster:
     """Start an actor on each machine, and register its devices; see `ggmlb.connect`."""
     try:
         import ray
@@ -94,13 +95,13 @@ def connect(address: str, names: Sequence[str] | None) -> Cluster:
                 "'ray start --head', or give connect('local')"
             ) from error
     actors: dict[str, Any] = {}
-    reg = backend_reg()
+    reg, files = backend_reg(), SharedFiles(shared)
     reg.found.clear()
     try:
         for i, machine in enumerate(_machines()):
-            actors[f"node{i}"] = _start(machine, names)
+            actors[f"node{i}"] = _start(machine, names, files)
         for node, actor in actors.items():
-            link = Link(actor, node)
+            link = Link(actor, node, files)
             for facts in _facts(node, actor):
                 reg.found.append(RayDevice(reg, link, node, facts))
         registry.load(f"{backend_reg.__module__}:{backend_reg.__name__}")
@@ -125,7 +126,7 @@ def _machines() -> list[Mapping[str, Any]]:
     return sorted(alive, key=lambda m: (m["NodeID"] != own, m["NodeManagerAddress"], m["NodeID"]))
 
 
-def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
+def _start(machine: Mapping[str, Any], names: Sequence[str] | None, files: SharedFiles) -> Any:
     """Start the actor of a machine, with all its GPUs unless no device is to be one."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -139,7 +140,7 @@ def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
         num_gpus=machine["Resources"].get("GPU", 0) if wants_gpus else 0,
         max_restarts=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False),
-    ).remote(versions(), None if names is None else list(names))
+    ).remote(versions(), None if names is None else list(names), list(files.folders))
 
 
 def _facts(node: str, actor: Any) -> list[Mapping[str, Any]]:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import ray
 from ray import exceptions
 
+from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import APART, Message
 from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, readable_size
 
@@ -150,12 +151,14 @@ class Link:
         n_calls: Calls so far.
         n_sent: Bytes of messages and data sent so far, without what goes from node to node.
         sizes: Bytes of each buffer there, by handle.
+        files: Files that the node reads itself.
     """
 
     _by_actor: Final[weakref.WeakValueDictionary[str, Link]] = weakref.WeakValueDictionary()
 
-    def __init__(self, actor: Any, title: str) -> None:
+    def __init__(self, actor: Any, title: str, files: SharedFiles) -> None:
         self._actor = actor
+        self.files = files
         self.title = title
         self.n_calls = 0
         self.n_sent = 0

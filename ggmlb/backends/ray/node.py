@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.wire import MAX_EXTENT, forged, number_below, read_graph, read_node
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
@@ -60,13 +61,16 @@ class Node:
 
     Args:
         names: Names of the devices; all that the machine has if `None`.
+        shared: Folders whose files it may read.
 
     Raises:
         BackendBroken: The driver has other versions.
         Error: A device cannot be used.
     """
 
-    def __init__(self, driver: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, driver: Mapping[str, Any], names: Sequence[str] | None = None, shared: Sequence[str] = ()
+    ) -> None:
         if driver != (own := versions()):
             raise BackendBroken(
                 f"the driver has {_listed(driver)}; {platform.node()} has {_listed(own)}: install the same "
@@ -74,6 +78,7 @@ class Node:
             )
         devices = registry.devices() if names is None else [registry.device_by_name(name) for name in names]
         self._devices = {device.name: device for device in devices}
+        self._files = SharedFiles(shared)
         self._buffers: dict[int, Buffer] = {}
         self._streams: dict[int, Backend] = {}
         self._plans: dict[int, GraphPlan] = {}
@@ -230,6 +235,13 @@ class Node:
     def _do_write(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
         data = self._inbox.take(n, bool(is_apart))
+        self._do_wait()
+        tensor.set(data, start)
+
+    def _do_load(self, place: Any, offset: Any, nbytes: Any, *part: Any) -> None:
+        """Write a part of a shared file."""
+        tensor, start, n = self._span(place, offset, nbytes)
+        data = self._files.read(n, *part)
         self._do_wait()
         tensor.set(data, start)
 

@@ -1,0 +1,101 @@
+"""Files that all machines see: a node reads weights from them itself, in place of the driver.
+
+The driver recognises data that lie in a mapped file by their address (Linux tells it in /proc/self/maps), and
+sends the path and the place. The node reads files of the shared folders only, and only if size and time of
+change are those that the driver saw.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.backends.ray.wire import MAX_EXTENT, forged, number_below
+from ggmlb.core.errors import BackendError
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        path: The file, without links.
+        offset: Where it begins in the file [bytes].
+        size: Of the file [bytes].
+        mtime_ns: When the file was changed.
+    """
+
+    path: str
+    offset: int
+    size: int
+    mtime_ns: int
+
+
+class SharedFiles:
+    """Files in some folders.
+
+    Args:
+        folders: Paths that are the same on all machines.
+    """
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.folders = tuple(os.path.realpath(folder) for folder in folders)
+
+    def holds(self, path: str) -> bool:
+        """Whether a file, links followed, lies in one of the folders."""
+        real = os.path.realpath(path)
+        return any(os.path.commonpath([real, folder]) == folder for folder in self.folders)
+
+    def part_of(self, data: Bytes) -> Part | None:
+        """Return the part of a shared file that an array is mapped from; `None` if it is in other memory."""
+        if not self.folders:
+            return None
+        first = data.ctypes.data
+        try:
+            with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+                for line in maps:
+                    place, access, offset, _, _, path = (*line.split(maxsplit=5), "")[:6]
+                    start, end = (int(n, 16) for n in place.split("-"))
+                    if start <= first < end:
+                        path = path.strip()
+                        if first + data.nbytes > end or "w" in access or not self.holds(path):
+                            return None
+                        stat = os.stat(path)
+                        return Part(path, int(offset, 16) + first - start, stat.st_size, stat.st_mtime_ns)
+        except OSError:  # no Linux, or the file was removed
+            return None
+        return None
+
+    def read(self, nbytes: int, path: Any, offset: Any, size: Any, mtime_ns: Any) -> Bytes:
+        """Read a part of a file that a driver names.
+
+        Raises:
+            BackendError: The file cannot be read, or is another here.
+            ForgedError: It is in no shared folder, or the part is beyond its end.
+        """
+        if not (isinstance(path, str) and os.path.isabs(path) and "\0" not in path and self.holds(path)):
+            forged(f"{path!r} is in none of the shared folders {list(self.folders)}")
+        start = number_below(offset, MAX_EXTENT, "an offset")
+        try:
+            with open(os.path.realpath(path), "rb") as file:
+                stat = os.fstat(file.fileno())
+                if [stat.st_size, stat.st_mtime_ns] != [size, mtime_ns]:
+                    raise BackendError(
+                        f"{path} is another file here than on the driver's machine; copy it again"
+                    )
+                if start + nbytes > stat.st_size:
+                    forged(f"bytes {start} to {start + nbytes} of {path}, which has {stat.st_size}")
+                file.seek(start)
+                data = np.empty(nbytes, np.uint8)
+                if file.readinto(data.data) != nbytes:
+                    raise BackendError(f"{path} was cut short while it was read")
+                return data
+        except OSError as error:
+            raise BackendError(
+                f"{path} cannot be read here: {error}; leave out shared=, or mount it"
+            ) from None
