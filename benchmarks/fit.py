@@ -132,6 +132,10 @@ tokens and {N_SEQUENCES} sequences together, and reads the mapped embeddings, le
 opened the same devices and file and planned; `beside` is the difference to the forecast: the vocabulary,
 graphs and their plans, scratch memory of kernels, logits, less what was reserved and not touched.
 
+What is beside is 28 to 81 MiB, and grows little with the model: within 3 % of the forecast is the largest
+one only. Most of it is scratch memory where layers run on the `CPU` device, which computes with blocks as
+float32; buffers are foretold to the byte.
+
 Made by `python benchmarks/fit.py`.
 """
 
