@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -23,24 +22,24 @@ def address() -> Iterator[str]:
     if given := os.environ.get("RAY_ADDRESS"):
         yield given
         return
-    folder = tempfile.mkdtemp(prefix="ggmlb", dir="/tmp")  # a short path, as sockets lie in it
-    before = dict(os.environ)
-    os.environ |= {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    os.makedirs(f"{folder}/ray")
-    import ray  # which reads the environment
-    from ray.cluster_utils import Cluster as RayCluster
+    # A short path, as sockets lie in it.
+    temporary = tempfile.TemporaryDirectory(prefix="ggmlb", dir="/tmp", ignore_cleanup_errors=True)
+    with temporary as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", folder)
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.makedirs(f"{folder}/ray")
+        import ray  # which reads the environment
+        from ray.cluster_utils import Cluster as RayCluster
 
-    cluster = RayCluster()
-    try:
-        cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
-        cluster.add_node(num_cpus=1, object_store_memory=STORE)
-        yield cluster.address
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
+        cluster = RayCluster()
+        try:
+            cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
+            cluster.add_node(num_cpus=1, object_store_memory=STORE)
+            yield cluster.address
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
