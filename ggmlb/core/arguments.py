@@ -124,7 +124,6 @@ def _write(wrapper: FunctionType) -> None:
         *(checks if kinds else ()),
         f"return _function({', '.join(gives)})",
     )
-    # The name of the file is in this package: warnings look for the first caller outside of it.
     file = f"{__file__} <{wrapper.__qualname__}>"
     wrapper.__code__ = code.replace(co_name=wrapper.__name__, co_filename=file)
 
@@ -133,7 +132,8 @@ def _write(wrapper: FunctionType) -> None:
 def _code(*lines: str) -> CodeType:
     """The code of a function `wrapper`."""
     scope: dict[str, Any] = {}
-    exec("\n    ".join(lines), scope)
+    # The name of the file is in this package: warnings and reports look for the first caller outside of it.
+    exec(compile("\n    ".join(lines), __file__, "exec"), scope)
     code: CodeType = scope["wrapper"].__code__
     return code
 

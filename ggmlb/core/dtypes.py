@@ -157,7 +157,7 @@ def can_quantize(dtype: DType | int | str) -> bool:
     return not dtype.is_quantized or dtype.codec.write is not None
 
 
-def random_blocks(dtype: DType, n: int) -> npt.NDArray[np.uint8]:
+def random_blocks(dtype: DType | str, n: int) -> npt.NDArray[np.uint8]:
     """Return blocks of `n` elements of a quantised type: random bits, with a scale for values of about 1.
 
     For types without a writer, whose scale is the first field.
@@ -165,6 +165,7 @@ def random_blocks(dtype: DType, n: int) -> npt.NDArray[np.uint8]:
     Returns:
         Shape `(n_blocks, type_size)`.
     """
+    dtype = DType.parse(dtype)
     n //= dtype.block_size
     blocks = np.random.default_rng((int(dtype), n)).integers(0, 256, (n, dtype.type_size), np.uint8)
     if dtype is DType.IQ1_M:  # the scale is spread over the high bits of the last four words

@@ -234,6 +234,9 @@ ARGUMENTS: dict[str, Argument] = {
     "dequantize.dtype": argument(DType, as_values, *PLAIN),
     "dequantize_into.dtype": argument(DType, filled, *PLAIN),
     "quantize.dtype": argument(DType, as_bytes, *PLAIN),
+    "random_blocks.dtype": argument(
+        DType, lambda v: dtypes.random_blocks(v, 256).tobytes(), DType.IQ1_M, DType.IQ2_XXS
+    ),
     "DType.parse.value": argument(DType, DType.parse),
     "Buffer.usage": argument(BufferUsage, usage(one_buffer)),
     "MultiBuffer.usage": argument(BufferUsage, usage(two_buffers)),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 import ggmlb
@@ -17,6 +18,8 @@ from ggmlb import Context, Graph
 from ggmlb.inspect.html import Picture
 from ggmlb.inspect.notebook import PICTURES
 from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
+from ggmlb.models.memory_table import MemoryTable
+from ggmlb.models.text.inside import LogitLens
 from tests.support.page_sanitizer import sanitized
 
 VOID = {"br", "img"}
@@ -157,7 +160,10 @@ def test_all_that_notebooks_show_passes_the_sanitizer(tmp_path: Path) -> None:
         scheduler.alloc_graph(graph)
         with scheduler.trace() as trace:
             scheduler.graph_compute(graph)
-        things = (ctx, x, graph, cpu.device, x.buffer, ggmlb.devices(), scheduler, trace, file)
+        memory = MemoryTable({"weights": [(cpu.default_buffer_type, 64)]})
+        lens = LogitLens([1, 2], [0], np.eye(2, 3, dtype=np.float32)[None], lambda token: f"<{token}>")
+        devices = ggmlb.devices()
+        things = (ctx, x, graph, cpu.device, x.buffer, devices, scheduler, trace, file, memory, lens)
         for thing in things:
             shown(thing)
     found = {t.__name__ for thing in things for t in type(thing).__mro__ if "_repr_html_" in vars(t)}
