@@ -105,7 +105,7 @@ KV_MEANS = {"f32": 1e-4, "f16": 2e-3, "q8_0": 0.03, "q4_0": 0.4}
 @pytest.mark.parametrize("kv_type", KV_MEANS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_types_of_keys_and_values(models: Callable[..., Path], kind: str, kv_type: str) -> None:
-    """Each rounds as its blocks do, and alike on every device."""
+    """Each rounds as its blocks do, and alike on every device but ggml's, which rounds queries too."""
     with TextModel(models(kind), ["CPU"], n_ctx=64, kv_type="f32") as model:
         exact = log_probs(model.logits(PROMPT))
     with TextModel(models(kind), ["CPU"], n_ctx=64, kv_type=kv_type) as model:
@@ -114,7 +114,8 @@ def test_types_of_keys_and_values(models: Callable[..., Path], kind: str, kv_typ
     for device in DEVICES:
         with TextModel(models(kind), [device, "CPU"], n_ctx=64, kv_type=kv_type) as model:
             found = log_probs(model.logits(PROMPT))
-        assert np.abs(found - expected).mean() < KV_MEANS[kv_type] / 10 + 1e-3
+        part = 2 if device.startswith("ggml:") else 10
+        assert np.abs(found - expected).mean() < KV_MEANS[kv_type] / part + 1e-3
 
 
 def test_types_of_keys_and_values_that_are_wrong(models: Callable[..., Path]) -> None:
