@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -40,6 +40,26 @@ if TYPE_CHECKING:
 
 OTHER_TYPES = ("q8_0", "q4_0")
 """Types of keys and values that take less room than f16, best first."""
+
+
+class Report(NamedTuple):
+    """What is printed.
+
+    Attributes:
+        planner: The planner.
+        placement: Where the parts lie.
+        table: Bytes by device and kind.
+        costs: What a token costs each device.
+        short: Bytes that devices lack.
+        advice: Options with which it would fit.
+    """
+
+    planner: Planner
+    placement: Placement
+    table: MemoryTable
+    costs: dict[str, Cost]
+    short: dict[str, int]
+    advice: list[str]
 
 
 def fit(
@@ -81,10 +101,11 @@ def fit(
         short = planner.lacks(table)
         costs = planner.costs(placement)
         advice = list(_advice(planner)) if short else []
+        report = Report(planner, placement, table, costs, short, advice)
         if as_json:
-            plain.echo(json.dumps(_as_json(planner, placement, table, costs, short, advice), indent=2))
+            plain.echo(json.dumps(_as_json(report), indent=2))
         else:
-            _print(planner, placement, table, costs, short, advice)
+            _print(report)
     if short:
         raise typer.Exit(1)
 
@@ -112,17 +133,11 @@ def _advice(planner: Planner) -> Iterator[str]:
             yield f"--gpu-layers {n}"
 
 
-def _print(
-    planner: Planner,
-    placement: Placement,
-    table: MemoryTable,
-    costs: dict[str, Cost],
-    short: dict[str, int],
-    advice: list[str],
-) -> None:
+def _print(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    planner, placement, table, costs, short, advice = report
     out = console()
     room, config = planner.room, planner.config
     kept = (
@@ -183,14 +198,8 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
-def _as_json(
-    planner: Planner,
-    placement: Placement,
-    table: MemoryTable,
-    costs: dict[str, Cost],
-    short: dict[str, int],
-    advice: list[str],
-) -> dict[str, Any]:
+def _as_json(report: Report) -> dict[str, Any]:
+    planner, placement, table, costs, short, advice = report
     free = {device: None if n == float("inf") else int(n) for device, n in planner.free.items()}
     return {
         "fits": not short,

@@ -29,6 +29,22 @@ class Unique:
         )
 
 
+class Closeable(ABC):
+    """A context manager that `close` ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds; has no effect if already closed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 class Freeable(Unique, ABC):
     """A resource that `free` releases. A context manager, which frees it on exit.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ggmlb import (
     Backend,
@@ -24,12 +22,10 @@ from ggmlb import (
 )
 from ggmlb import devices as all_devices
 from ggmlb.core.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from ggmlb.core.lifetime import Closeable
 
 
-class ModelOnDevices:
+class ModelOnDevices(Closeable):
     """A model that holds streams and memory of devices until it is closed; a context manager.
 
     Attributes:
@@ -49,14 +45,6 @@ class ModelOnDevices:
         """Free all memory and streams; has no effect if already closed."""
         self.is_freed = True
         self._resources.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def alloc_zeros(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import ggmlb
 from ggmlb import ArgumentError
 from ggmlb.models import TextModel
-from tests.support.text_models import KINDS, N_EMBD, N_HEAD, N_HEAD_KV, N_KEY, write_text_model
+from tests.support.text_models import KINDS, N_EMBD, N_HEAD, N_HEAD_KV, N_KEY
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(70))]
 """Longer than what is traced at once."""
@@ -48,17 +47,6 @@ def on_places(kinds: Iterable[str], fast: Sequence[str] = ("CPU", "split")) -> p
 
 
 FLAT = [kind for kind in KINDS if not kind.startswith("mamba")]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def write(kind: str = "llama", dtype: str = "f32") -> Path:
-        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype)
-
-    return write
 
 
 def weights_of(path: Path) -> dict[str, np.ndarray]:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from ggmlb.models import TextModel
 from ggmlb.models.mapped_file import Extent
 from ggmlb.models.text.fit import Planner, Wishes, open_planner
 from tests.models.test_text_model import PROMPT, log_probs
-from tests.support.text_models import write_text_model
 
 CARD, OTHER = "OpenCL0", "OpenCL1"
 NAMES = {d.name for d in ggmlb.devices()}
@@ -29,15 +27,9 @@ pytestmark = pytest.mark.skipif(CARD not in NAMES, reason="there is no device wi
 N_LAYER = 5
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def write(kind: str = "llama", dtype: str = "q8_0") -> Path:
-        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype, n_layer=N_LAYER)
-
-    return write
+@pytest.fixture
+def models(models: Callable[..., Path]) -> Callable[..., Path]:
+    return lambda kind="llama", dtype="q8_0": models(kind, dtype, N_LAYER)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from ggmlb.models import TextModel
 from ggmlb.models.text.decoder import N_OUT, SIZES, Decoder
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.mamba import MambaGraph
-from tests.support.text_models import KINDS, write_text_model
+from tests.support.text_models import KINDS
 
 DEVICES = [d.name for d in ggmlb.devices()]
 N_CTX = 700
@@ -39,17 +38,6 @@ SPLITS = {
     }.items()
     if {part for name in split["devices"] for part in name.split("+")} <= {*DEVICES}
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def write(kind: str, dtype: str = "f32") -> Path:
-        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype)
-
-    return write
 
 
 def is_possible(kind: str, split: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +12,10 @@ import ggmlb
 from ggmlb import ArgumentError, FreedError, ModelError
 from ggmlb.models import Options, TextModel
 from ggmlb.models.runs import Runs
-from tests.support.text_models import KINDS, N_VOCAB, write_text_model
+from tests.support.text_models import KINDS, N_VOCAB
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
 DEVICES = [d.name for d in ggmlb.devices() if d.name != "CPU"]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    @cache
-    def write(kind: str = "llama", dtype: str = "f32") -> Path:
-        return write_text_model(folder / f"{kind}-{dtype}.gguf", kind, dtype)
-
-    return write
 
 
 def log_probs(logits: np.ndarray) -> np.ndarray:

@@ -56,8 +56,10 @@ ALLOWED = {
 }
 """Exceptions: (module, what it imports)."""
 
-BESIDE_PUBLIC_NAMES = ("ggmlb.core.errors", "ggmlb.inspect.compare", "ggmlb.inspect.html")
-"""What models may import besides public names: words and sizes of errors, and tables for notebooks."""
+BESIDE_PUBLIC_NAMES = (
+    "ggmlb.core.errors", "ggmlb.core.lifetime", "ggmlb.inspect.compare", "ggmlb.inspect.html",
+)  # fmt: skip
+"""What models may import besides public names: errors with words and sizes, closing, tables for notebooks."""
 
 Sources = Mapping[str, str]
 

@@ -6,18 +6,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ggmlb.backends.ray import RayReg, backend_reg
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import versions
 from ggmlb.core.errors import BackendUnavailable, Error, RegistryError, one_line
+from ggmlb.core.lifetime import Closeable
 from ggmlb.interface import Device, registry
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 START_S: Final = 120.0
 """How long a machine may take to start an actor [s]."""
@@ -25,7 +21,7 @@ START_S: Final = 120.0
 _open: list[Cluster] = []
 
 
-class Cluster:
+class Cluster(Closeable):
     """A connection; a context manager, which closes it on exit.
 
     Attributes:
@@ -59,14 +55,6 @@ class Cluster:
                 ray.kill(actor)
             if self._is_ours:
                 ray.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Cluster {', '.join(device.name for device in self.devices)}>"

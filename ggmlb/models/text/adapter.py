@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ggmlb import Backend, Tensor
 from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean, shown
+from ggmlb.core.lifetime import Closeable
 from ggmlb.models.filling import slices, values_of
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.weights import Source, Weights
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 EMBEDDINGS = "token_embd.weight"
 """The weight whose factors are stored the other way round: rows of `a` are those of tokens."""
@@ -35,7 +32,7 @@ class Factors(NamedTuple):
     b: Tensor
 
 
-class Adapter:
+class Adapter(Closeable):
     """A LoRA adapter on the devices of a model's layers; made by `TextModel.load_adapter`.
 
     It is on while its `scale` is not 0, from the next batch on, and changes no weight of the model. Keys and
@@ -173,14 +170,6 @@ class Adapter:
         """Switch it off and free its memory; has no effect if already closed."""
         self._remove(self)
         self._weights.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Adapter {self.path.name}: {len(self.factors)} weights, scale {self.scale:g}>"
