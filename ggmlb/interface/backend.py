@@ -25,6 +25,7 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface.data import Pieces, as_bytes, first_bytes, writable_bytes
 from ggmlb.interface.observe import QUIET, Action, observers, reading, writing
 from ggmlb.interface.turns import Turns
+from ggmlb.system import log
 
 if TYPE_CHECKING:
     from ggmlb.interface.buffer import Buffer
@@ -464,7 +465,8 @@ class Backend(Freeable):
         self._check_graph(graph)
         with Action("graph_plan_create", self) if observers else QUIET:
             try:
-                return self._plan(graph)
+                with log.timed("plans", log.DEBUG, "%s: plan of %d nodes", self.name, len(graph.nodes)):
+                    return self._plan(graph)
             except MemoryError as error:
                 raise self._no_scratch("graph_plan_create", error) from None
             except OSError as error:  # of a kernel's file or a library's

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Final
 
 from ggmlb.core.errors import shown
-from ggmlb.system import env
+from ggmlb.system import env, log
 
 PATIENCE_S: Final = 1.0
 """Duration below which a task shows nothing [s]."""
@@ -66,9 +66,11 @@ class Task:
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:
-            if self._shown:
-                n = self.n_done + 1
-                self._write(f"{self._what}: {n} in {perf_counter() - self._start:.1f} s", "\n")
+            if self._name:
+                n, took_s = self.n_done + 1, perf_counter() - self._start
+                log.record("kernels", log.INFO, "%s: %d in %.1f s", self._what, n, took_s)
+                if self._shown:
+                    self._write(f"{self._what}: {n} in {took_s:.1f} s", "\n")
             self._told = False
 
     def _begin(self) -> None:

@@ -9,6 +9,7 @@ from ggmlb.core.enums import DeviceType
 from ggmlb.core.errors import BackendBroken, BackendError, BackendUnavailable, RegistryError
 from ggmlb.interface import BackendReg, Device
 from ggmlb.interface.registry.candidate import whole_imports
+from ggmlb.system import log
 
 if TYPE_CHECKING:
     from ggmlb.interface.registry.candidate import Candidate, Variant
@@ -130,7 +131,8 @@ class Catalogue:
         variants: dict[str, list[Variant]] = {}
         for candidate in members:
             try:
-                variant = candidate.open()
+                with log.timed("devices", log.DEBUG, "backend %s loaded", candidate.name):
+                    variant = candidate.open()
             except BackendError as why:
                 self._fail(candidate.name, why)
             else:

@@ -16,7 +16,7 @@ from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg, whole_imports
 from ggmlb.interface.registry.catalogue import Catalogue, DeviceList, Unavailable, check_type
-from ggmlb.system import env
+from ggmlb.system import env, log
 
 if TYPE_CHECKING:
     from ggmlb.interface.registry.candidate import Candidate
@@ -241,7 +241,7 @@ class Registry:
         Raises:
             Error: As `device_by_name` and `Device.init_backend`.
         """
-        return self.device_by_name(name).init_backend(params)
+        return _opened(self.device_by_name(name), params)
 
     def init_by_type(self, type: DeviceType | str, params: Mapping[str, Any] | None = None) -> Backend:
         """Open a stream on the first device of a type (ggml_backend_init_by_type).
@@ -249,7 +249,7 @@ class Registry:
         Raises:
             Error: As `device_by_type` and `Device.init_backend`.
         """
-        return self.device_by_type(type).init_backend(params)
+        return _opened(self.device_by_type(type), params)
 
     def init_best(self) -> Backend:
         """Open a stream on the best device: the first that opens of GPUs, integrated GPUs and CPUs.
@@ -267,7 +267,7 @@ class Registry:
         found = self._choice()
         for device in (device for type in _BEST_ORDER for device in found if device.type is type):
             try:
-                return device.init_backend()
+                return _opened(device)
             except BackendUnavailable as why:
                 reasons.append(f"\n  {device.name}: {why}")
             except Exception as why:  # of a backend of any author
@@ -353,6 +353,11 @@ class Registry:
 
 def _named(name: str, things: Iterable[_Named]) -> _Named | None:
     return next((thing for thing in things if thing.name.casefold() == name.casefold()), None)
+
+
+def _opened(device: Device, params: Mapping[str, Any] | None = None) -> Backend:
+    with log.timed("devices", log.INFO, "%s opened", device.name):
+        return device.init_backend(params)
 
 
 def _depth() -> int:

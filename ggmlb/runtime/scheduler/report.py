@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 from ggmlb.core.enums import NO_OPS
 from ggmlb.core.errors import readable_size
 from ggmlb.core.graph import Graph
+from ggmlb.system import log
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ggmlb.interface import Backend
     from ggmlb.runtime.scheduler.assign import Cause
     from ggmlb.runtime.scheduler.program import Program
     from ggmlb.runtime.scheduler.split import Split
@@ -59,6 +63,21 @@ def placements(graph: Graph, program: Program) -> list[Placement]:
                 )
             )
     return records
+
+
+def record_fallbacks(graph: Graph, program: Program, backends: Sequence[Backend]) -> None:
+    """Log the nodes that a backend of higher priority declines, once for each of its reasons."""
+    if not log.is_heard("scheduler", log.INFO):
+        return
+    rank = {backend.name: i for i, backend in enumerate(backends)}
+    moved: dict[tuple[str, str, str], list[str]] = {}
+    for placed in placements(graph, program):
+        for device, why in placed.rejected.items():
+            if rank[device] < rank[placed.device]:
+                moved.setdefault((device, why, placed.device), []).append(placed.node)
+    for (device, why, other), nodes in moved.items():
+        text = "%s declines %s: %s; on %s instead"
+        log.record("scheduler", log.INFO, text, device, _brief(nodes), why, other)
 
 
 def render(graph: Graph, program: Program) -> str:

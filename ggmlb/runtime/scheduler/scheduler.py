@@ -18,7 +18,8 @@ from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.scheduler.assign import Rules
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
 from ggmlb.runtime.scheduler.program import Program, Programs, Signature
-from ggmlb.runtime.scheduler.report import Placement, placements, render
+from ggmlb.runtime.scheduler.report import Placement, placements, record_fallbacks, render
+from ggmlb.system import log
 
 if TYPE_CHECKING:
     from ggmlb.inspect.trace import Trace
@@ -287,7 +288,11 @@ class Scheduler(Freeable):
         self._check_idle("split_graph")
         self._forget()
         signature = Signature(graph, self._user)
-        program = self._programs.find(signature) or self._programs.make(signature)
+        program = self._programs.find(signature)
+        if program is None:
+            with log.timed("scheduler", log.DEBUG, "%d nodes split", len(graph.nodes)):
+                program = self._programs.make(signature)
+            record_fallbacks(graph, program, self._backends)
         for other in [g for g, p in self._kept.items() if p is program]:
             del self._kept[other]
         self._program, self._graph = program, graph
