@@ -171,16 +171,15 @@ def _print(report: Report) -> None:
 
 def _parts(planner: Planner, placement: Placement) -> dict[str, str]:
     """What lies on each device, in words."""
-    from ggmlb.models.layers import EMBEDDINGS
+    from ggmlb.models.layers import EMBEDDINGS, OUTPUT
 
     found = {}
-    last = planner.config.n_layer - 1
     for name in planner.backends:
         layers = _layers_on(placement, name)
         experts = [i for i, home in placement.experts.items() if home == name]
         parts = [f"layers {_ranges(layers)}"] if layers else []
         parts += [f"experts of layers {_ranges(experts)}"] if experts else []
-        parts += ["the output"] if placement.homes[last] == name else []
+        parts += ["the output"] if placement.homes[OUTPUT] == name else []
         parts += ["the embeddings"] if placement.homes[EMBEDDINGS] == name else []
         parts += ["keys and values"] if placement.kv_on == name else []
         found[name] = ", ".join(parts) or "nothing"
@@ -212,6 +211,7 @@ def _as_json(report: Report) -> dict[str, Any]:
         "layers": {name: _ranges(_layers_on(placement, name)) for name in planner.backends},
         "experts": {str(layer): home for layer, home in placement.experts.items()},
         "embeddings": placement.homes["embeddings"],
+        "output": placement.homes["output"],
         "kv_on": placement.kv_on,
         "per_token": {name: cost._asdict() for name, cost in costs.items()},
         "would_fit": advice,

@@ -78,8 +78,8 @@ LayersOption = Annotated[
     typer.Option(
         "--layers-on",
         metavar="NAME=RANGE",
-        help="Layers whose weights are on a device, as OpenCL0=0-2 or CPU=3,5; also 'all' and 'embeddings'. "
-        "May be given several times.",
+        help="Layers whose weights are on a device, as OpenCL0=0-2 or CPU=3,5; also 'all', 'embeddings' and "
+        "'output'. May be given several times.",
     ),
 ]
 ModelOption = Annotated[

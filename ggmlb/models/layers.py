@@ -10,54 +10,62 @@ from ggmlb.core.errors import ArgumentError, RegistryError, did_you_mean
 EMBEDDINGS = "embeddings"
 """Key of the weights before the first layer, in place of a layer's number."""
 
+OUTPUT = "output"
+"""Key of the weights after the last layer."""
+
 Layers = str | Iterable[int | str]
-"""Layers of a device: `"0-2,5"`, `"all"`, `"embeddings"`, or a list of numbers and such texts."""
+"""Layers of a device: `"0-2,5"`, `"all"`, `"embeddings"`, `"output"`, or a list of numbers and such texts."""
 
 
 def assign_layers(
-    layers_on: Mapping[str, Layers] | None, devices: Sequence[str], n_layer: int
+    layers_on: Mapping[str, Layers] | None,
+    devices: Sequence[str],
+    n_layer: int,
+    parts: Sequence[str] = (EMBEDDINGS,),
 ) -> dict[int | str, str]:
-    """Return the device of each layer, and of the `EMBEDDINGS`.
+    """Return the device of each layer, and of what is beside them.
 
     Without requests, all layers are on the first device; otherwise, layers not named are on the last
-    device. The embeddings are on the last device unless named.
+    device. Unless named, the embeddings are on the last device, and the output with the last layer.
 
     Args:
         layers_on: For each device named, its layers.
         devices: Names, highest priority first.
         n_layer: Layers of the model.
+        parts: What is beside them: `EMBEDDINGS`, `OUTPUT`.
 
     Raises:
         RegistryError: A device that is not among `devices`.
         ArgumentError: No such layer, or one requested twice.
     """
     rest = devices[-1] if layers_on else devices[0]
-    homes: dict[int | str, str] = {EMBEDDINGS: devices[-1], **dict.fromkeys(range(n_layer), rest)}
     named: dict[int | str, str] = {}
     for device, wanted in (layers_on or {}).items():
         if device not in devices:
             raise RegistryError(f"layers are asked for on {device!r}{did_you_mean(device, devices)}")
-        for layer in _read(device, wanted, n_layer):
+        for layer in _read(device, wanted, n_layer, parts):
             if named.setdefault(layer, device) != device:
-                what = f"layer {layer}" if layer != EMBEDDINGS else "the embeddings"
+                what = f"the {layer}" if isinstance(layer, str) else f"layer {layer}"
                 raise ArgumentError(f"{what} cannot lie both on {named[layer]} and on {device}")
-    return homes | named
+    homes = dict.fromkeys(range(n_layer), rest) | named
+    beside = {EMBEDDINGS: devices[-1], OUTPUT: homes[n_layer - 1]}
+    return {part: beside[part] for part in parts} | homes
 
 
-def _read(device: str, wanted: Layers, n_layer: int) -> list[int | str]:
-    parts = wanted.split(",") if isinstance(wanted, str) else [str(w) for w in wanted]
+def _read(device: str, wanted: Layers, n_layer: int, parts: Sequence[str]) -> list[int | str]:
+    texts = wanted.split(",") if isinstance(wanted, str) else [str(w) for w in wanted]
     found: list[int | str] = []
-    for part in parts:
-        text = part.strip()
+    for given in texts:
+        text = given.strip()
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-        if text == EMBEDDINGS:
-            found.append(EMBEDDINGS)
+        if text in parts:
+            found.append(text)
         elif text == "all":
             found += range(n_layer)
         elif span is None:
             raise ArgumentError(
-                f"layers of {device}: {part!r} is not a layer; give numbers and ranges as '0-2,5', "
-                f"'all' or '{EMBEDDINGS}'"
+                f"layers of {device}: {given!r} is not a layer; give numbers and ranges as '0-2,5', "
+                f"'all' or {' or '.join(map(repr, parts))}"
             )
         else:
             first, last = int(span[1]), int(span[2] or span[1])

@@ -65,7 +65,8 @@ class Weights:
         overrides: Memory for some weights, by regular expression; see `alloc_ctx_tensors`.
 
     Attributes:
-        spaces: Memories that hold weights, with the bytes in each; of the mapped file, those of the weights.
+        spaces: Memories that hold weights, with the bytes in each; of the mapped file, those of the weights,
+            each counted once.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Weights:
         self._matrix_type = matrix_type
         self._buffers = ExitStack()
         self.spaces: list[tuple[BufferType, int]] = []
-        self._is_mapped = False
+        self._mapped: set[tuple[int, int]] = set()  # files and places in them
         self._placed: dict[str, Extent] = {}
 
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
@@ -137,18 +138,22 @@ class Weights:
             fill(copied)
             self._file.check_unchanged()
             self._buffers.push(buffers.pop_all())
-        self._is_mapped |= bool(mapped)
         self.spaces += [(inner.buft, inner.size) for buffer in allocated for inner in buffer.allocations]
         for buffer in mapped:
-            inside = [buffer.alloc_size(tensor) for tensor in ctx.tensors if tensor.buffer is buffer]
-            self.spaces.append((buffer.buft, sum(inside)))
+            inside = {
+                (id(extents[tensor.name][0].memory), tensor.offset): buffer.alloc_size(tensor)
+                for tensor in ctx.tensors
+                if tensor.buffer is buffer
+            }
+            self.spaces.append((buffer.buft, sum(inside[at] for at in inside.keys() - self._mapped)))
+            self._mapped |= inside.keys()
         for name, source in sources.items():
             self._placed |= zip(source.names, extents[name], strict=True)
         return tensors
 
     def check_mapped(self) -> None:
         """Raise a ModelError if weights are in the mapped file and it was changed."""
-        if self._is_mapped:
+        if self._mapped:
             self._file.check_unchanged()
 
     def error_in_values(self, found: str) -> ModelError:

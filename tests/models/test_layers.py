@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ggmlb.core.errors import ArgumentError, RegistryError
-from ggmlb.models.layers import EMBEDDINGS, assign_layers
+from ggmlb.models.layers import EMBEDDINGS, OUTPUT, assign_layers
 
 TWO = ["OpenCL0", "CPU"]
 
@@ -46,6 +46,24 @@ def test_assigns(layers_on: dict[str, object] | None, devices: list[str], expect
 def test_refuses_wrong_layers(layers: str, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         assign_layers({"OpenCL0": layers}, TWO, 4)
+
+
+@pytest.mark.parametrize(
+    ("layers_on", "expected"),
+    [
+        (None, "OOOO C O"),
+        ({"OpenCL0": "0-1"}, "OOCC C C"),
+        ({"OpenCL0": "0-1,output"}, "OOCC C O"),
+        ({"OpenCL0": "all,embeddings", "CPU": "output"}, "OOOO O C"),
+    ],
+)
+def test_the_output_lies_with_the_last_layer_unless_named(
+    layers_on: dict[str, object] | None, expected: str
+) -> None:
+    homes = assign_layers(layers_on, TWO, 4, (EMBEDDINGS, OUTPUT))  # type: ignore[arg-type]
+    assert "".join(homes[i][0] for i in range(4)) + f" {homes[EMBEDDINGS][0]} {homes[OUTPUT][0]}" == expected
+    with pytest.raises(ArgumentError, match=r"'output' is not a layer.*'all' or 'embeddings'$"):
+        assign_layers({"OpenCL0": "output"}, TWO, 4)
 
 
 def test_refuses_a_layer_on_two_devices() -> None:

@@ -60,18 +60,37 @@ SLOW = pytest.mark.slow
     "kind", ["llama", pytest.param("gemma2", marks=SLOW), pytest.param("mamba", marks=SLOW)]
 )
 def test_as_many_of_the_last_layers_as_have_room(models: Callable[..., Path], kind: str) -> None:
-    totals = []
+    sizes = {}
     for n in range(N_LAYER + 1):
-        _, found = planned(models(kind), {}, gpu_layers=n)
-        totals.append(found.table.total(CARD))
-    assert totals == sorted(totals) and totals[0] == 0
-    for n in range(1, N_LAYER):
-        for spare in (0, (totals[n + 1] - totals[n]) // 2, totals[n + 1] - totals[n] - 1):
-            planner, found = planned(models(kind), {CARD: totals[n] + spare})
-            assert on(found, CARD) == list(range(N_LAYER - n, N_LAYER)), (n, spare)
-            assert found.table.total(CARD) == totals[n] and not planner.lacks(found.table)
-    planner, found = planned(models(kind), {CARD: totals[1] - 1})
-    assert not on(found, CARD) and not planner.lacks(found.table)
+        for output in ("CPU", CARD):
+            said: dict[str, list[int | str]] = {CARD: [*range(N_LAYER - n, N_LAYER)], "CPU": ["embeddings"]}
+            said[output].append("output")
+            _, found = planned(models(kind), {}, layers_on=said)
+            sizes[n, output] = found.table.total(CARD), found.table.total(CARD, "weights")
+    assert sizes[0, "CPU"] == (0, 0)
+    ends = sorted(total for total, _ in sizes.values())[1:]
+    for limit in [n + more for n in ends for more in (-1, 0)]:
+        most = max(weights for total, weights in sizes.values() if total <= limit)
+        planner, found = planned(models(kind), {CARD: limit})
+        assert found.table.total(CARD, "weights") == most and not planner.lacks(found.table), limit
+        n, output = len(on(found, CARD)), found.placement.homes["output"]
+        assert on(found, CARD) == list(range(N_LAYER - n, N_LAYER))
+        assert (found.table.total(CARD), most) == sizes[n, output]
+
+
+def test_a_card_too_small_for_the_output_takes_layers(models: Callable[..., Path]) -> None:
+    path = models("gemma3", "q8_0")
+    _, found = planned(path, {}, layers_on={CARD: "3-4", "CPU": "output"})
+    limit = found.table.total(CARD)
+    planner, found = planned(path, {CARD: limit})
+    assert on(found, CARD) == [3, 4] and found.placement.homes["output"] == "CPU"
+    assert found.table.total(CARD) == limit and not planner.lacks(found.table)
+
+
+def test_an_output_that_is_the_embeddings_is_counted_once_in_the_file(models: Callable[..., Path]) -> None:
+    path = models("gemma3", "q8_0")
+    _, found = planned(path, {}, ["CPU"])
+    assert found.table.total("CPU", "weights") < path.stat().st_size
 
 
 def test_experts_leave_the_device_before_layers(models: Callable[..., Path]) -> None:
@@ -127,6 +146,7 @@ def test_what_fits_computes_the_same(models: Callable[..., Path]) -> None:
         ({"memory_limits": {CARD: full // 3}}, {"weights", "kv", "compute"}),
         ({"cpu_experts": 3}, {"weights", "kv", "compute"}),
         ({"kv_on": "CPU"}, {"weights", "compute"}),
+        ({"layers_on": {CARD: "all", "CPU": "output"}}, {"weights", "kv", "compute"}),
     ):
         with TextModel(path, [CARD, "CPU"], n_ctx=64, **options) as model:  # type: ignore[arg-type]
             assert np.abs(log_probs(model.logits(PROMPT)) - expected).max() < 2e-2

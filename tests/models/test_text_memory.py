@@ -24,6 +24,10 @@ SPLITS = {
         "LLVM": {"devices": ["LLVM", "CPU"]},
         "OpenCL": {"devices": ["OpenCL0", "CPU"]},
         "layers of OpenCL": {"devices": ["OpenCL0", "CPU"], "layers_on": {"OpenCL0": "1-2"}},
+        "output on the CPU": {
+            "devices": ["OpenCL0", "CPU"],
+            "layers_on": {"OpenCL0": "all", "CPU": "output"},
+        },
         "kv q8_0": {"devices": ["OpenCL0", "CPU"], "gpu_layers": 1, "kv_type": "q8_0"},
         "feed-forward on the CPU": {"devices": ["OpenCL0", "CPU"], "override_tensors": {"ffn|ssm_x": "CPU"}},
         "OpenCL beside LLVM": {"devices": ["OpenCL0", "LLVM", "CPU"], "layers_on": {"LLVM": "0,2"}},

@@ -13,7 +13,7 @@ from ggmlb import Backend, BufferType, DType, planned_memory
 from ggmlb.core.errors import AllocationError, ArgumentError
 from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
-from ggmlb.models.layers import EMBEDDINGS, Layers, assign_layers
+from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers, assign_layers
 from ggmlb.models.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.decoder import N_BATCH, Cost
@@ -72,7 +72,9 @@ class Planner:
 
     Devices are filled in the order of their priority, from the last layer to the first, and the last one
     takes the rest. Of a layer with experts, those leave a device first: a token reads few of them, so that
-    they cost least time by byte. Keys and values stay with their layers, as they cost what weights do.
+    they cost least time by byte. Keys and values stay with their layers, as they cost what weights do. The
+    output lies where most weights are on the first devices: with the last layer, or where it would take the
+    room of more layers, on a later device.
 
     Args:
         file: The model.
@@ -139,7 +141,7 @@ class Planner:
         """The placement as it is asked for, with all layers on the first device where nothing is said."""
         wishes, names, n_layer = self.wishes, list(self.backends), self.config.n_layer
         layers_on = _layers_on(n_layer, names, wishes.layers_on, wishes.gpu_layers)
-        homes = assign_layers(layers_on, names, n_layer)
+        homes = assign_layers(layers_on, names, n_layer, (EMBEDDINGS, OUTPUT))
         if wishes.kv_on is not None and wishes.kv_on not in names:
             raise ArgumentError(f"kv_on: {wishes.kv_on!r} is no device of the model: {', '.join(names)}")
         experts = {}
@@ -259,23 +261,30 @@ class Planner:
 
         Each trial is planned to the byte, with the graphs that it computes. Where it does not fit, what is
         not of layers (compute, output, embeddings) is taken to need as much in the next trial. What fits
-        then grows by single layers, or the experts of one.
+        then grows by single layers, or the experts of one. All of that is done with the output on each
+        device.
         """
-        tried: set[Hashable] = set()
-        best = found = self._trial(self.asked, tried)
-        assert best is not None and found is not None
+        best = Fit(self.asked, self.forecast(self.asked))
         if not self.lacks(best.table):
             return best
         sizes = self._sizes()
+        return max((self._fit(sizes, output) for output in self._order), key=self._worth)
+
+    def _fit(self, sizes: _Sizes, output: str) -> Fit:
+        """Return what fits best with the output on a device."""
+        tried: set[Hashable] = set()
+        homes = {**self.asked.homes, OUTPUT: output}
+        best = found = self._trial(replace(self.asked, homes=homes), tried)
+        assert best is not None
         beside: dict[str, float] = dict.fromkeys(self.free, 0)
         while found is not None and self.lacks(found.table) and len(tried) < N_TRIALS:
             of_layers = sizes.by_device(found.placement)
             beside = {d: max(n, found.table.total(d) - of_layers[d]) for d, n in beside.items()}
-            found = self._trial(self._fill(sizes, self._left(beside)), tried)
+            found = self._trial(self._fill(sizes, self._left(beside), output), tried)
             if found is not None and self._worth(found) > self._worth(best):
                 best = found
         for name in self._order[:-1] if not self.lacks(best.table) else ():
-            while (more := self._grown(best, name, sizes, tried)) is not None:
+            while (more := self._grown(best, name, sizes, output, tried)) is not None:
                 best = more
         return best
 
@@ -291,14 +300,14 @@ class Planner:
         tried.add(key)
         return Fit(placement, self.forecast(placement))
 
-    def _grown(self, fit: Fit, name: str, sizes: _Sizes, tried: set[Hashable]) -> Fit | None:
+    def _grown(self, fit: Fit, name: str, sizes: _Sizes, output: str, tried: set[Hashable]) -> Fit | None:
         """Return a placement that fits with one part more on a device; `None` if there is none."""
         used = sizes.by_name(fit.placement)
         left: dict[str, float] = {n: used[n] for n in self._order}
         steps = {sizes.base[i, name] + n * sizes.experts[i, name] for i in self._layers for n in (0, 1)}
         steps |= {sizes.experts[i, name] for i in self._layers}
         for step in sorted(steps - {0}):
-            more = self._trial(self._fill(sizes, left | {name: left[name] + step}), tried)
+            more = self._trial(self._fill(sizes, left | {name: left[name] + step}, output), tried)
             if more is not None:
                 fits = not self.lacks(more.table) and self._worth(more) > self._worth(fit)
                 return more if fits else None
@@ -356,7 +365,7 @@ class Planner:
             inner = [each for buffer in memory.buffers for each in buffer.allocations]
             return _most([(each.buft, each.size) for each in inner], backend)
 
-    def _fill(self, sizes: _Sizes, left: Mapping[str, float]) -> Placement:
+    def _fill(self, sizes: _Sizes, left: Mapping[str, float], output: str) -> Placement:
         """Fill devices in their order, given the room that each has for layers."""
         homes = self._spread(sizes, left, with_experts=True)
         experts = dict(self.asked.experts)
@@ -380,6 +389,7 @@ class Planner:
                     experts[i] = host
         placed: dict[int | str, str] = {
             EMBEDDINGS: self.asked.homes[EMBEDDINGS],
+            OUTPUT: output,
             **dict(sorted(homes.items())),
         }
         return replace(self.asked, homes=placed, experts=dict(sorted(experts.items())))

@@ -17,7 +17,7 @@ from ggmlb import Backend, BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
 from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.vocabulary import Vocabulary
-from ggmlb.models.layers import EMBEDDINGS, Layers
+from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers
 from ggmlb.models.memory_table import ModelMemory
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
@@ -150,7 +150,7 @@ class TextModel(ModelOnDevices):
 
     @property
     def homes(self) -> Mapping[int | str, str]:
-        """The device of each layer, and of the `"embeddings"`."""
+        """The device of each layer, of the `"embeddings"`, and of the `"output"`."""
         return self.placement.homes
 
     @property
@@ -330,8 +330,8 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("load_adapter")
-        n_layer, layout = self.config.n_layer, self._planner.layout
-        places = [(self.homes[EMBEDDINGS], layout.embeddings), (self.homes[n_layer - 1], layout.output)]
+        layout = self._planner.layout
+        places = [(self.homes[EMBEDDINGS], layout.embeddings), (self.homes[OUTPUT], layout.output)]
         places += [(self.homes[i], found) for i, found in enumerate(layout.layers)]
         weights = {
             name: (source, self._planner.backends[device])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb import Backend, BufferType, DType, Tensor, planned_memory
 from ggmlb.core.errors import ArgumentError
-from ggmlb.models.layers import EMBEDDINGS
+from ggmlb.models.layers import EMBEDDINGS, OUTPUT
 from ggmlb.models.memory_table import MemoryTable
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.decoder import BaseDecoder, Decoder
@@ -30,7 +30,7 @@ class Placement:
     """Where the parts of a model lie.
 
     Attributes:
-        homes: The device of each layer, and of the `"embeddings"`; the output lies with the last layer.
+        homes: The device of each layer, of the `"embeddings"`, and of the `"output"`.
         experts: The device of a layer's experts, if it is another than the layer's.
         kv_on: The device of all keys and values; `None`: each layer's.
         overrides: Other memory for some weights, by regular expression.
@@ -143,7 +143,7 @@ class Parts:
 
 
 def sources_on(device: str, layout: Layout, placement: Placement) -> dict[str, Source]:
-    """Return the weights that lie on a device; the output lies with the last layer."""
+    """Return the weights that lie on a device."""
     sources: dict[str, Source] = {}
     homes = placement.homes
     for layer, found in enumerate(layout.layers):
@@ -155,7 +155,7 @@ def sources_on(device: str, layout: Layout, placement: Placement) -> dict[str, S
         }
     if homes[EMBEDDINGS] == device:
         sources |= layout.embeddings | layout.factors
-    if homes[len(layout.layers) - 1] == device:
+    if homes[OUTPUT] == device:
         sources |= layout.output
     return sources
 
