@@ -86,9 +86,9 @@ class Weights:
     def place(self, sources: Mapping[str, Source], backend: Backend) -> dict[str, Tensor]:
         """Place weights in a device's memory; the mapped file is used in place where possible.
 
-        Operands of products go into the first extra buffer type that the device has for weights, where their
-        products are faster from it (`BufferType.suits`); and where they take no more memory in it, if they
-        are quantised or a type was asked for. The rest is read in place where the device can use a mapped
+        Operands of products go into the first of the device's extra buffer types from which their products
+        are faster (`BufferType.suits`); and where they take no more memory in it, if they are quantised or a
+        type was asked for. The rest is read in place where the device can use a mapped
         file. Copies are made in slices, whose pages in the mapped file are then given back, so that the
         memory in use stays near the size of the weights.
 
@@ -102,8 +102,8 @@ class Weights:
             ModelError: The file lacks a tensor, has it in another shape or a type that no weight has, or was
                 changed since it was opened; or a weight is stacked of tensors of several quantised types.
         """
-        fast = next(iter(backend.device.extra_bufts), None)
-        ctx, packed, moved = Context(), Context(), Context()
+        ctx, moved = Context(), Context()
+        packed = {memory: Context() for memory in backend.device.extra_bufts}
         tensors: dict[str, Tensor] = {}
         extents: dict[str, list[Extent]] = {}
         for name, source in sources.items():
@@ -114,15 +114,16 @@ class Weights:
             home = ctx
             if override_for(name, self._overrides) is not None:
                 home = moved
-            elif source.is_multiplied and fast is not None and self._is_faster(tensor, fast):
-                home = packed
+            elif source.is_multiplied:
+                faster = (into for memory, into in packed.items() if self._is_faster(tensor, memory))
+                home = next(faster, ctx)
             home.tensors.append(tensor)
         with ExitStack() as buffers:
             allocated = [alloc_ctx_tensors(moved, backend, self._overrides)]
             self._keep(buffers, allocated[0])
-            if fast is not None:
-                allocated.append(alloc_ctx_tensors(packed, fast))
-                self._keep(buffers, allocated[1])
+            for memory, weights in packed.items():
+                allocated.append(alloc_ctx_tensors(weights, memory))
+                self._keep(buffers, allocated[-1])
             whole = ((tensor, extents[tensor.name]) for tensor in ctx.tensors)
             mapped = map_tensors(backend.device, [(t, parts[0]) for t, parts in whole if len(parts) == 1])
             for buffer in mapped:

@@ -68,6 +68,9 @@ class GgmlBufferType(BufferType):
         handle = self._c["backend_buft_alloc_buffer"](self.handle, size)
         if not handle:
             raise self.out_of_memory(nbytes)
+        return self._buffer(nbytes, handle)
+
+    def _buffer(self, nbytes: int, handle: int) -> GgmlBuffer:
         return GgmlBuffer(self, nbytes, handle)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from ctypes import c_void_p
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +18,7 @@ from ggmlb.backends.ggml.backend import GgmlBackend
 from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
 from ggmlb.backends.ggml.event import GgmlEvent
 from ggmlb.backends.ggml.library import Library, guard, operands
+from ggmlb.backends.ggml.repacked import RepackedBufferType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op
 from ggmlb.core.errors import BackendBroken, BackendError
 from ggmlb.core.tensor import Tensor
@@ -186,6 +189,22 @@ class GgmlDevice(Device):
         """Pinned memory, where the device has it."""
         return self._pinned_buffer_type if self.caps.host_buffer else None
 
+    @property
+    def extra_bufts(self) -> tuple[BufferType, ...]:
+        """Memory of ggml's CPU that stores weights in other orders: `CPU_REPACK`, `AMX`, as ggml lists it."""
+        return self._repacked
+
+    @cached_property
+    def _repacked(self) -> tuple[RepackedBufferType, ...]:
+        if not self.is_cpu:
+            return ()
+        bufts = self.proc("ggml_backend_dev_get_extra_bufts", c_void_p, c_void_p)
+        if bufts is None:
+            return ()
+        table = ctypes.cast(bufts(self.handle), ctypes.POINTER(c_void_p))
+        handles = itertools.takewhile(bool, (table[i] for i in itertools.count()))
+        return tuple(RepackedBufferType(self, handle) for handle in handles if handle)
+
     def buffer_from_host_ptr(self, array: npt.NDArray[Any], max_tensor_size: int = 0) -> Buffer:
         """Use the memory of an array; see `Device.buffer_from_host_ptr`.
 
@@ -215,6 +234,9 @@ class GgmlDevice(Device):
             return None
         if op.op in PYTHON_OPS:
             return "a Python function; ggml's devices compute ggml's ops"
+        for memory in self._repacked:
+            if (why := memory.declines(op)) is not None:
+                return why
         asked = _question(op)
         if asked not in self._answers:
             if len(self._answers) >= MOST_ANSWERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
-from ggmlb.interface import Backend, tensor_alloc
+from ggmlb.interface import Backend, BufferType, tensor_alloc
 from ggmlb.interface.registry import host_device
 
 MOST_NMSE: Final = 1e-3
@@ -71,7 +72,9 @@ def judge(stream: Backend, reference: Backend, trial: Trial) -> str | None:
 def _compared(stream: Backend, reference: Backend, trial: Trial, draw: int) -> str | None:
     node = _node(trial)
     values = [None if t is None else _values(node, i, t, draw) for i, t in enumerate(node.src)]
-    found, expected = (_computed(s, _node(trial), values) for s in (stream, reference))
+    kinds = {buft.name: buft for buft in stream.device.extra_bufts}
+    found = _computed(stream, _node(trial), values, kinds.get(trial.memory))
+    expected = _computed(reference, _node(trial), values)
     if trial.op is Op.TOP_K:  # in any order
         found, expected = np.sort(found, axis=-1), np.sort(expected, axis=-1)
     strange = ~np.isfinite(expected)
@@ -99,12 +102,18 @@ def _node(trial: Trial) -> Tensor:
     )  # fmt: skip
 
 
-def _computed(stream: Backend, node: Tensor, values: list[Any]) -> npt.NDArray[Any]:
-    """Return the result of a node, on memory of its own."""
+def _computed(
+    stream: Backend, node: Tensor, values: list[Any], memory: BufferType | None = None
+) -> npt.NDArray[Any]:
+    """Return the result of a node, on memory of its own; its first operand may lie in another kind."""
     buft = stream.default_buffer_type
     placed = [t for t in (*node.src, node) if t is not None and t.view_src is None]
-    sizes = [-(-buft.alloc_size(t) // buft.alignment) * buft.alignment for t in placed]
-    with buft.alloc_buffer(sum(sizes)) as buffer:
+    with ExitStack() as buffers:
+        if memory is not None:
+            weight = placed.pop(0)
+            tensor_alloc(buffers.enter_context(memory.alloc_buffer(memory.alloc_size(weight))), weight, 0)
+        sizes = [-(-buft.alloc_size(t) // buft.alignment) * buft.alignment for t in placed]
+        buffer = buffers.enter_context(buft.alloc_buffer(sum(sizes)))
         start = 0
         for t, size in zip(placed, sizes, strict=True):
             tensor_alloc(buffer, t, start)

@@ -24,7 +24,6 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from ggmlb.backends.ggml.buffer import GgmlBuffer
 from ggmlb.backends.ggml.library import QUIET
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -130,11 +129,7 @@ class Judge:
         """Return why nodes of this kind are not trusted, or `None`; tries one if none was tried yet."""
         first = node.src[0] if node.src else None
         buffer = None if first is None else first.buffer
-        memory = (
-            buffer.buft.name
-            if first is not None and isinstance(buffer, GgmlBuffer) and buffer.packing(first)
-            else ""
-        )
+        memory = "" if buffer is None or buffer.buft not in device.extra_bufts else buffer.buft.name
         trial = trial_of(node, memory)
         name = kind(trial)
         with self._lock:
