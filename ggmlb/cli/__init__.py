@@ -9,12 +9,13 @@ Exit status: 0 done; 1 a ggmlb error, printed in one line (`--debug` shows the t
 
 from __future__ import annotations
 
+import atexit
 import gc
 import sys
 from collections.abc import Sequence
 from typing import Final
 
-NEW_OBJECTS: Final = 50_000
+NEW_OBJECTS: Final = 200_000
 """New objects between two collections of garbage; at Python's 700, a start collects 150 times for nothing."""
 
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; those of the process by default.
     """
     gc.set_threshold(NEW_OBJECTS)
+    atexit.register(gc.freeze)  # else the interpreter's end goes through all objects, several times
     from ggmlb.cli.app import run
 
     return run(list(sys.argv[1:] if argv is None else argv))

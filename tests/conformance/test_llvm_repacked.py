@@ -99,6 +99,15 @@ def test_products_with_chosen_matrices(widest: LlvmBackend, dtype: DType, n_toke
     assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
 
 
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
+@pytest.mark.parametrize("k", [19, 64])
+def test_floats_of_16_rows_lie_side_by_side(dtype: DType, k: int) -> None:
+    w = weight(dtype, k, M)
+    assert w.buffer is not None
+    found = w.buffer.base[w.offset : w.offset + w.nbytes].view(dtype.numpy).reshape(-1, k, 16)
+    np.testing.assert_array_equal(found.transpose(0, 2, 1).reshape(M, k), w.to_numpy())
+
+
 def test_rows_that_are_no_whole_strips_lie_as_elsewhere(widest: LlvmBackend) -> None:
     w = weight(DType.Q4_0, 64, 20)
     assert w.buffer is not None

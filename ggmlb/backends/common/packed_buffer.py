@@ -22,12 +22,12 @@ class PackedBuffer(Buffer):
         """Size of a group of a packed weight [bytes]; the weight begins with a group."""
 
     @abstractmethod
-    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Convert whole groups to this memory's order."""
+    def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        """Write whole groups of a packed weight, given in ggml's order."""
 
     @abstractmethod
-    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Convert whole groups back to ggml's order."""
+    def _get_groups(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        """Read whole groups of a packed weight in ggml's order."""
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if not self.packing(tensor):
@@ -39,16 +39,19 @@ class PackedBuffer(Buffer):
             self._get_tensor(whole, plain, first)
             plain[start - first : start - first + data.size] = data
             data = plain
-        super()._set_tensor(whole, self.pack(data, whole), first)  # type: ignore[safe-super]
+        self._set_groups(whole, data, first)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         if not self.packing(tensor):
             super()._get_tensor(tensor, out, offset)  # type: ignore[safe-super]
             return
         whole, start, first, end = self._whole_groups(tensor, offset, out.size)
-        packed = np.empty(end - first, np.uint8)
-        super()._get_tensor(whole, packed, first)  # type: ignore[safe-super]
-        out[:] = self.unpack(packed, whole)[start - first : start - first + out.size]
+        if (first, end) == (start, start + out.size):
+            self._get_groups(whole, out, first)
+            return
+        plain = np.empty(end - first, np.uint8)
+        self._get_groups(whole, plain, first)
+        out[:] = plain[start - first : start - first + out.size]
 
     def _memset_tensor(self, tensor: Tensor, value: int, offset: int, size: int) -> None:
         self._set_tensor(tensor, np.full(size, value, np.uint8), offset)

@@ -189,13 +189,13 @@ class RepackedBuffer(PackedBuffer, HostBuffer, GgmlBuffer):
         """Bytes of a group of rows."""
         return self.buft.group_rows(tensor) * tensor.dtype.row_size(tensor.ne[0])
 
-    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Rows as ggml packs them."""
-        return self.buft.pack(data, tensor.dtype, tensor.ne[0])
+    def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        self._base[start : start + data.size] = self.buft.pack(data, tensor.dtype, tensor.ne[0])
 
-    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Rows from what ggml packed."""
-        return self.buft.unpack(data, tensor)
+    def _get_groups(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        out[:] = self.buft.unpack(self._base[start : start + out.size], tensor)
 
     def _set_tensor_2d(self, tensor: Tensor, data: Bytes, pieces: Pieces) -> None:
         Buffer._set_tensor_2d(self, tensor, data, pieces)

@@ -7,16 +7,18 @@ or whose type has no strips, is stored in ggml's order. It is the device's extra
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ggmlb.backends.common.packed_buffer import PackedBuffer
 from ggmlb.backends.common.weight_memory import misplaced, weight_in
+from ggmlb.backends.llvm.codegen.library import Emit, function, library
 from ggmlb.backends.llvm.codegen.simd import SIZES
+from ggmlb.backends.llvm.kernels import strips
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import BITS, ROWS, fields_of
+from ggmlb.backends.llvm.kernels.interleaved import ROWS
 from ggmlb.core.dtypes import DType
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
@@ -25,7 +27,6 @@ from ggmlb.interface.host import ALIGNMENT, HostBuffer, allocate
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.device import LlvmDevice
-    from ggmlb.backends.llvm.kernels.interleaved import Field
 
 IN_STRIPS: Final = "_x16"
 """Suffix of the name of a packed type."""
@@ -65,13 +66,13 @@ class RepackedBuffer(PackedBuffer, HostBuffer):
         """Bytes of a strip."""
         return ROWS * tensor.dtype.row_size(tensor.ne[0])
 
-    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Rows as strips."""
-        return pack(data, tensor.dtype, tensor.ne[0])
+    def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        _move(strips.pack, self._base[start : start + data.size], data, tensor)
 
-    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Strips as rows."""
-        return unpack(data, tensor.dtype, tensor.ne[0])
+    def _get_groups(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        start = tensor.offset + offset
+        _move(strips.unpack, self._base[start : start + out.size], out, tensor)
 
     def _cpy_tensor(self, src: Tensor, dst: Tensor) -> bool:
         return False  # the bytes have to be converted
@@ -90,61 +91,15 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.view_offs == 0 and tensor.ne == whole.ne and is_packed(tensor)
 
 
-def pack(data: Bytes, dtype: DType, k: int) -> Bytes:
-    """Return whole strips of rows of `k` elements: for each, field by field, block, unit, row."""
-    out = np.empty_like(data)
-    for rows, strips, field in _parts(data, out, dtype, k):
-        if field.unit == BITS:
-            _pack_bits(rows, strips)
-        else:
-            by_row, by_strip = _units(rows, strips, field.unit)
-            by_strip[...] = by_row
-    return out
+def _move(emit: Emit, packed: Bytes, rows: Bytes, tensor: Tensor) -> None:
+    """Run a kernel on whole strips, and as many rows in ggml's order."""
+    dtype, k = tensor.dtype, tensor.ne[0]
+    kernel = _kernel(emit, dtype)
+    n_strips = rows.size // (ROWS * dtype.row_size(k))
+    args = np.array([packed.ctypes.data, rows.ctypes.data, k // dtype.block_size, n_strips], np.int64)
+    kernel(args.ctypes.data, 0, 1, 0)
 
 
-def unpack(data: Bytes, dtype: DType, k: int) -> Bytes:
-    """Return rows: what `pack` was given."""
-    out = np.empty_like(data)
-    for rows, strips, field in _parts(out, data, dtype, k):
-        if field.unit == BITS:
-            _unpack_bits(rows, strips)
-        else:
-            by_row, by_strip = _units(rows, strips, field.unit)
-            by_row[...] = by_strip
-    return out
-
-
-def _parts(rows: Bytes, strips: Bytes, dtype: DType, k: int) -> list[tuple[Any, Any, Field]]:
-    """Each field in rows `(strips, 16, blocks, bytes)`, and in strips `(strips, blocks, 16 bytes)`."""
-    n_blocks = k // dtype.block_size
-    by_row = rows.reshape(-1, ROWS, n_blocks, dtype.type_size)
-    by_strip = strips.reshape(len(by_row), -1)
-    found = []
-    for field in fields_of(dtype.name.lower()):
-        start, size = ROWS * n_blocks * field.offset, ROWS * field.nbytes
-        place = by_strip[:, start : start + n_blocks * size].reshape(len(by_row), n_blocks, size)
-        found.append((by_row[..., field.offset : field.offset + field.nbytes], place, field))
-    return found
-
-
-def _units(rows: Bytes, strips: Bytes, unit: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """View a field in rows and in strips as units `(strips, blocks, units, 16)`; nothing is copied."""
-    by_row = rows.view(f"u{unit}").transpose(0, 2, 3, 1)
-    return by_row, strips.view(f"u{unit}").reshape(by_row.shape)
-
-
-def _pack_bits(rows: Bytes, strips: Bytes) -> None:
-    """Write four neighbours' bits of each row in turn: those of an even row and the next make a byte."""
-    even, odd = (rows[:, i::2].transpose(0, 2, 3, 1) for i in (0, 1))
-    pairs = strips.reshape(*even.shape[:3], 2, ROWS // 2)
-    pairs[..., 0, :] = (even & 15) | (odd << 4)
-    pairs[..., 1, :] = (even >> 4) | (odd & 240)
-
-
-def _unpack_bits(rows: Bytes, strips: Bytes) -> None:
-    """Write what `_pack_bits` was given."""
-    even, odd = (rows[:, i::2].transpose(0, 2, 3, 1) for i in (0, 1))
-    pairs = strips.reshape(*even.shape[:3], 2, ROWS // 2)
-    first, second = pairs[..., 0, :], pairs[..., 1, :]
-    even[...] = (first & 15) | (second << 4)
-    odd[...] = (first >> 4) | (second & 240)
+@cache
+def _kernel(emit: Emit, dtype: DType) -> Any:
+    return function(library().address(emit, (dtype.name.lower(), dtype.type_size)), 4)

@@ -66,13 +66,13 @@ class OpenClPackedBuffer(PackedBuffer, OpenClBuffer):
         """Size of eight blocks [bytes]."""
         return GROUP * tensor.dtype.type_size
 
-    def pack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Pack blocks in groups."""
-        return pack(data, tensor.dtype)
+    def _set_groups(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        OpenClBuffer._set_tensor(self, tensor, pack(data, tensor.dtype), offset)
 
-    def unpack(self, data: Bytes, tensor: Tensor) -> Bytes:
-        """Unpack blocks to ggml's order."""
-        return unpack(data, tensor.dtype)
+    def _get_groups(self, tensor: Tensor, out: Bytes, offset: int) -> None:
+        packed = np.empty_like(out)
+        OpenClBuffer._get_tensor(self, tensor, packed, offset)
+        out[:] = unpack(packed, tensor.dtype)
 
 
 def _is_packed(tensor: Tensor) -> bool:
