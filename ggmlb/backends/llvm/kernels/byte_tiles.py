@@ -118,9 +118,8 @@ def _unpack_strip(
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
-    fields = [f for f in fields_of(dtype) if f.offset != in_place]
     with k.loop(0, n_blocks) as block:
-        prefetch(k, fields, (base, n_blocks, block))
+        prefetch(k, dtype, (base, n_blocks, block), in_place)
         for first in range(0, ROWS, lanes(k.level)):
             at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
             to = packed.codes + block * (form.block * ROWS) + 4 * first

@@ -7,7 +7,7 @@ unit of the field, then by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +24,7 @@ ROWS = 16
 """Rows of a strip."""
 
 AHEAD = 8192
-"""Prefetch distance [bytes]; short, because a strip is one sequential stream."""
+"""Prefetch distance [bytes]; short, because each field of a strip is a sequential stream."""
 
 BITS = 0
 """As a field's unit: bits of 32 elements, of which those of four neighbours stay together."""
@@ -67,13 +67,27 @@ def lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def prefetch(k: Kernel, fields: Sequence[Field], block: tuple[Value, Value, Value]) -> None:
-    """Ask for what comes `AHEAD` bytes after a block of a strip: `base, n_blocks, block`."""
+def prefetch(k: Kernel, dtype: str, block: tuple[Value, Value, Value], but: int | None = None) -> None:
+    """Ask for what comes about `AHEAD` bytes after a block of a strip, perhaps in the next strip.
+
+    Args:
+        k: The kernel.
+        dtype: The type's name.
+        block: The strip's address, its blocks, and which one.
+        but: Offset of a field that is left out.
+    """
     base, n_blocks, number = block
+    fields = fields_of(dtype)
+    nbytes = ROWS * sum(field.nbytes for field in fields)
+    later = number + k.least(n_blocks, -(-AHEAD // nbytes))
+    is_next = later >= n_blocks
+    later = later - k.select(is_next, n_blocks, 0)
+    base = base + k.select(is_next, n_blocks * nbytes, 0)
     for field in fields:
-        start = base + n_blocks * (ROWS * field.offset) + number * (ROWS * field.nbytes)
-        for at in range(0, ROWS * field.nbytes, 64):
-            k.prefetch(start + (AHEAD + at))
+        if field.offset != but:
+            start = base + n_blocks * (ROWS * field.offset) + later * (ROWS * field.nbytes)
+            for at in range(0, ROWS * field.nbytes, 64):
+                k.prefetch(start + at)
 
 
 class Words:

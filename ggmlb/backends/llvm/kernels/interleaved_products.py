@@ -76,7 +76,7 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     base = place.a + strip * (place.a_nb1 * ROWS)
     activations = [parts(column, place.k, FORMS[dtype].wide) for column in columns]
     with k.loop(0, n_blocks) as block:
-        prefetch(k, fields_of(dtype), (base, n_blocks, block))
+        prefetch(k, dtype, (base, n_blocks, block))
         for first, line in zip(vectors(k), sums, strict=True):
             at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
             scales, minimums = SCALES[dtype](at)
