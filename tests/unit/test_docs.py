@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import ggmlb
+from ggmlb.cli.app import COMMANDS
+from scripts.pages import commands, ops
 from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
@@ -95,3 +98,23 @@ def test_links_between_pages_lead_to_a_heading() -> None:
             headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
             slugs = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings]
             assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_each_op_is_in_one_family_and_in_the_index() -> None:
+    families = [set(ops.methods(family)) for family in ops.families()]
+    shown = [name for family in families for name in family]
+    own = {*vars(ggmlb.Context), *vars(ggmlb.Context.__mro__[-2])}  # of all contexts, as `new_tensor`
+    assert sorted(shown) == sorted(x for x in dir(ggmlb.Context) if not x.startswith("_") and x not in own)
+    index = str(next(iter(ops.pages())).content)
+    assert all(f"[ggmlb.Context.{name}]" in index for name in shown)
+
+
+def test_each_command_has_a_page_with_its_options_and_statuses() -> None:
+    pages = {page.title: str(page.content) for page in commands.pages()}
+    assert list(pages) == ["ggmlb", *COMMANDS]
+    assert all(
+        "`-h, --help`" in page and f"\nggmlb {name} [OPTIONS]" in page
+        for name, page in list(pages.items())[1:]
+    )
+    assert "`--mode <test|support|perf|behaviour|all>`" in pages["test"]
+    assert "| `130, 143` | stopped" in pages["test"]
