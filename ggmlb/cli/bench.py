@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import JsonOption, SomeDevicesOption, device_names
+from ggmlb.cli.options import HtmlOption, JsonOption, SomeDevicesOption, device_names
 
 if TYPE_CHECKING:
     from ggmlb.interface import Device
     from ggmlb.testing.speed import Figure
 
 
-def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False) -> None:
+def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False, html: HtmlOption = None) -> None:
     """Measure devices: memory, transfers, products, and the cost of a small op.
 
     Products are those of a language model: 512 columns for a prompt, and one
@@ -24,8 +24,13 @@ def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False) -> Non
       ggmlb bench
       ggmlb bench -d OpenCL0,CPU
       ggmlb bench -d CUDA0 --json > cuda0.json
+      ggmlb bench --html report.html
     """
+    import json
+
     import ggmlb
+    from ggmlb.testing.about import About
+    from ggmlb.testing.page import write_page
     from ggmlb.testing.speed import figures
 
     found = ggmlb.devices() if devices is None else [ggmlb.device_by_name(n) for n in device_names(devices)]
@@ -38,10 +43,12 @@ def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False) -> Non
                 of.append(figure)
                 if progress is not None:
                     progress(sum(len(f) for _, f in measured), len(found) * N_FIGURES)
+    run = About.here(found).as_dict()
+    data = json.dumps({"run": run, "devices": [_as_data(device, of) for device, of in measured]}, indent=1)
+    if html is not None:
+        write_page(html, "ggmlb bench", data)
     if as_json:
-        import json
-
-        plain.echo(json.dumps({"devices": [_as_data(device, of) for device, of in measured]}, indent=1))
+        plain.echo(data)
     else:
         _print_table(measured)
 

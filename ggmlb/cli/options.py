@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +40,13 @@ def _connect(ctx: typer.Context, address: str | None) -> str | None:
     return address
 
 
+def _writable(path: Path | None) -> Path | None:
+    """Check that a file can be written, before the work, which may take long; do not create it."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise typer.BadParameter(f"cannot write {path}; give a file in a folder that exists")
+    return path
+
+
 AddressOption = Annotated[
     str | None,
     typer.Option(
@@ -50,6 +58,15 @@ AddressOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        callback=_writable,
+        help="Also write a page with facts of the machine, charts, and tables with filters.",
+    ),
+]
 SomeDevicesOption = Annotated[
     str | None,
     typer.Option(

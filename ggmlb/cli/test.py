@@ -19,7 +19,7 @@ import typer
 
 from ggmlb.cli import plain
 from ggmlb.cli.frame import console, progress_bar
-from ggmlb.cli.options import AddressOption, complete_devices, complete_ops, device_names
+from ggmlb.cli.options import AddressOption, HtmlOption, complete_devices, complete_ops, device_names
 from ggmlb.core.errors import ArgumentError, BackendUnavailable, RegistryError
 
 try:
@@ -88,6 +88,7 @@ def test(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the results to a file.")
     ] = None,
+    html: HtmlOption = None,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Number of processes; perf always uses one.")
     ] = 1,
@@ -116,6 +117,7 @@ def test(
       ggmlb test -d CUDA0
       ggmlb test -d OpenCL0 -o mul_mat,rope -p q4_0 -v
       ggmlb test -d CUDA0 --mode all -j 4 --format junit --output report.xml
+      ggmlb test -d CUDA0 --mode all --html report.html
       ggmlb test -d CUDA0 --mode behaviour
       ggmlb test -d node1/CPU --address auto
       ggmlb test -d CUDA0 --mode perf -o mul_mat --json
@@ -123,6 +125,8 @@ def test(
     from ggmlb.testing.about import About
     from ggmlb.testing.claims import warnings
     from ggmlb.testing.devices import UnknownDeviceError, device_named
+    from ggmlb.testing.formats import as_json as as_json_text
+    from ggmlb.testing.page import write_page
     from ggmlb.testing.results import NOTHING_RAN, UNKNOWN_DEVICE
     from ggmlb.testing.run import ALL, selections, tasks
 
@@ -154,6 +158,8 @@ def test(
     about = About.here(map(device_named, names))
     with _junit_file(output) if format is Format.junit else nullcontext() as file:
         results, about, stopped_by = _run(work, jobs, xfail, about, file)
+    if html is not None:
+        write_page(html, f"ggmlb test: {', '.join(names)}", as_json_text(results, about))
     _write(results, about, format, output, verbose, is_written=file is not None)
     if stopped_by:
         plain.echo(f"ggmlb: {about.unfinished}", sys.stderr)

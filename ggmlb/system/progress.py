@@ -8,6 +8,8 @@
 After one second, a line on standard error shows the progress, and at the end the duration, if standard
 error is a terminal or a notebook's. `GGMLB_PROGRESS=1` shows it elsewhere too (a log); `GGMLB_PROGRESS=0`
 never.
+
+By hand, because the bars of rich show nothing in a log, and take 50 ms to import.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +27,14 @@ class About:
 
     Attributes:
         hostname: The machine's name.
+        date: When the run began, as `2026-11-23T04:05:06+00:00`.
         software: Versions, by name: of ggmlb with its revision, of Python and of the system.
         devices: Facts of each device, by its name: `description`, `driver`, `backend`, ...
         unfinished: The progress of a run that was stopped.
     """
 
     hostname: str = ""
+    date: str = ""
     software: dict[str, str] = field(default_factory=dict)
     devices: dict[str, dict[str, str]] = field(default_factory=dict)
     unfinished: str = ""
@@ -45,7 +48,8 @@ class About:
             "python": platform.python_version(),
             "platform": platform.platform(),
         }
-        return cls(platform.node(), software, {device.name: facts_of(device) for device in devices})
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(platform.node(), date, software, {device.name: facts_of(device) for device in devices})
 
     def of(self, device: str) -> dict[str, str]:
         """Return the facts of runs on one device."""
@@ -54,7 +58,13 @@ class About:
     def as_dict(self) -> dict[str, Any]:
         """All facts, for JSON."""
         stopped = {"unfinished": self.unfinished} if self.unfinished else {}
-        return {"hostname": self.hostname, **self.software, **stopped, "devices": self.devices}
+        return {
+            "hostname": self.hostname,
+            "date": self.date,
+            **self.software,
+            **stopped,
+            "devices": self.devices,
+        }
 
 
 def facts_of(device: Device) -> dict[str, str]:

@@ -54,9 +54,9 @@ _TAIL: Final = "</testsuites>\n"
 class JunitReport:
     """A JUnit report: a suite for each device and mode, a case for each result.
 
-    Each result is written at once, so that none is lost if the run ends early. Until `close`, the report
-    ends with a suite `ggmlb.unfinished` that counts as an error. An expected failure counts as skipped,
-    an unexpected pass as failed.
+    By hand, because junitparser writes whole files, at the end of a run. Here each result is written at once,
+    so that none is lost if the run ends early. Until `close`, the report ends with a suite `ggmlb.unfinished`
+    that counts as an error. An expected failure counts as skipped, an unexpected pass as failed.
 
     Args:
         out: Seekable output, written from the current position on.

@@ -289,10 +289,27 @@ def test_ids_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("mul_mat(iq1_m[") for line in lines)
 
 
+def test_pages_of_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(perf, "BATCH_S", 0.0)
+    tested, measured = tmp_path / "test.html", tmp_path / "bench.html"
+    assert main(["test", "-d", "LLVM", "-o", "sqr", "--html", str(tested)]) == 0
+    assert "LLVM test: " in capsys.readouterr().out  # beside the table
+    assert '"family": "sqr"' in tested.read_text() and "ggmlb test: LLVM" in tested.read_text()
+    assert main(["bench", "-d", "CPU", "--html", str(measured)]) == 0
+    assert '"name": "copy in its memory"' in measured.read_text()
+    missing = tmp_path / "none" / "report.html"
+    assert main(["bench", "-d", "CPU", "--html", str(missing)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
 def test_bench_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(perf, "BATCH_S", 0.0)
     assert main(["bench", "-d", "CPU", "--json"]) == 0
-    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    told = json.loads(capsys.readouterr().out)
+    assert told["run"]["devices"]["CPU"]["type"] == "CPU"
+    (device,) = told["devices"]
     figures = {f["name"]: f for f in device["figures"]}
     assert device["name"] == "CPU"
     assert figures["copy in its memory"]["unit"] == "GB/s"

@@ -33,6 +33,7 @@ from ggmlb.testing.formats import JunitReport, as_csv, as_json, as_junit
 from ggmlb.testing.guarded import poison
 from ggmlb.testing.limits import limit
 from ggmlb.testing.names import device_names
+from ggmlb.testing.page import page
 from ggmlb.testing.results import NOTHING_RAN, OK, SOME_FAILED, Outcome, Result, exit_status
 from ggmlb.testing.run import ALL, Runner, Selection, known_ops, run_all, run_as_done, selections, tasks
 from ggmlb.testing.xfail import ExpectedFailures
@@ -401,7 +402,10 @@ def test_csv():
 
 
 ABOUT = About(
-    "thismachine", {"version": "1.2", "revision": "abc"}, {"CPU": {"driver": "none", "type": "<&\x1b"}}
+    "thismachine",
+    "2026-11-23T04:05:06+00:00",
+    {"version": "1.2", "revision": "abc"},
+    {"CPU": {"driver": "none", "type": "<&\x1b"}},
 )
 
 
@@ -420,6 +424,19 @@ def test_junit():
     assert failed[0].tag == "failure"
     assert failed[0].attrib["message"] == 'a "quoted", <odd> reason?'
     assert skipped[0].tag == "skipped"
+
+
+def test_a_page_holds_all_results_and_loads_nothing():
+    odd = replace(RESULTS[1], reason="</script><script>alert(1)</script> & {{title}} \\u003c")
+    text = page("A & B", as_json([*RESULTS, odd], ABOUT))
+    assert "<h1>A &amp; B</h1>" in text
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1]
+    told = json.loads(data)
+    assert told["run"]["hostname"] == "thismachine"
+    assert [r["id"] for r in told["results"]] == [r.id for r in (*RESULTS, odd)]
+    assert told["results"][-1]["reason"] == odd.reason
+    assert text.count("</script>") == 2
+    assert not re.search(r"https?:|src=|@import|url\(", text.replace(data, ""))
 
 
 def test_a_report_tells_of_the_machine_and_the_device():
