@@ -28,6 +28,7 @@ def address() -> Iterator[str]:
         environment.setenv("RAY_TMPDIR", folder)
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        environment.setenv("RAY_raylet_start_wait_time_s", "600")  # for machines that do other work
         os.makedirs(f"{folder}/ray")
         import ray  # which reads the environment
         from ray.cluster_utils import Cluster as RayCluster

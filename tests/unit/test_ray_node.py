@@ -107,6 +107,7 @@ def test_only_its_own_handles_of_the_kind_are_taken(
         ("write", handle, 0, 16, False),
         ("fill", handle, 0, 16, 1),
         ("clear", handle, 1),
+        ("add", handle, 0, 16, 0, 0),
         ("free", handle),
         ("usage", handle, "WEIGHTS"),
         ("copy", handle, 0, session.other, 0, 16),
@@ -144,6 +145,7 @@ def test_ranges_lie_in_their_buffer(session: Session, offset: Any, nbytes: Any) 
         ("read", session.buffer, offset, nbytes, False),
         ("write", session.buffer, offset, nbytes, False),
         ("fill", session.buffer, offset, nbytes, 1),
+        ("add", session.buffer, offset, nbytes, 0, 0),
         ("copy", session.buffer, offset, session.other, 0, nbytes),
         ("copy", session.other, 0, session.buffer, offset, nbytes),
     ):
@@ -158,6 +160,28 @@ def test_data_have_the_size_that_was_told(session: Session) -> None:
     for data in ((), (b"x" * 16,), (np.zeros(4, np.float32),), (np.zeros(8, np.uint8),)):
         with pytest.raises(ForgedError):
             session.node.run(json.dumps([("write", session.buffer, 0, 16, True)]).encode(), b"", *data)
+
+
+@pytest.mark.parametrize("counts", [(0, 2), (1, 1), (2, 0)])
+def test_sums_are_in_order(session: Session, counts: tuple[int, int]) -> None:
+    numbers = [np.array([x], np.float32) for x in (1e8, 1.0, -1e8)]  # no sum of two of them is exact
+    here = numbers.pop(counts[0])
+    session.run(("write", session.buffer, 64, 4, False), blob=here.tobytes())
+    others = [number.view(np.uint8) for number in numbers]
+    message = json.dumps([("add", session.buffer, 64, 4, *counts)]).encode()
+    session.node.run(message, b"", *others)
+    got = np.frombuffer(session.run(("read", session.buffer, 64, 4, False))[1], np.float32)
+    assert got == (np.float32(1e8) + np.float32(1)) - np.float32(1e8)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "counts"),
+    [(4, (0, 3)), (4, (-1, 1)), (4, (1 << 40, 0)), (4, (None, 1)), (6, (0, 1)), (8, (1, 0))],
+)
+def test_forged_sums_are_refused(session: Session, nbytes: int, counts: tuple[Any, Any]) -> None:
+    message = json.dumps([("add", session.buffer, 0, nbytes, *counts)]).encode()
+    with pytest.raises(ForgedError):
+        session.node.run(message, b"", np.zeros(4, np.uint8))
 
 
 FORGED_TENSORS = {

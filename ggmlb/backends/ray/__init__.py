@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from ggmlb.backends.ray.collectives import comm_allreduce_tensor, comm_free, comm_init
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface import BackendReg, Device
 from ggmlb.interface.procs import dev_get_extra_bufts, set_n_threads
@@ -49,7 +50,13 @@ class RayReg(BackendReg):
         return self.found
 
     def _procs(self) -> Mapping[str, Any]:
-        return {"dev_get_extra_bufts": dev_get_extra_bufts, "set_n_threads": set_n_threads}
+        return {
+            "dev_get_extra_bufts": dev_get_extra_bufts,
+            "set_n_threads": set_n_threads,
+            "comm_init": comm_init,
+            "comm_free": comm_free,
+            "comm_allreduce_tensor": comm_allreduce_tensor,
+        }
 
 
 @cache

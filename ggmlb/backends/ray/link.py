@@ -67,12 +67,12 @@ class Planned:
 
     Attributes:
         handle: The plan's handle.
-        was_read: What was read since it was last computed, before any other command.
+        was_read: What was read since it was last computed, before any other command, and whether apart.
     """
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
-        self.was_read: dict[Span, None] = {}
+        self.was_read: dict[tuple[Span, bool], None] = {}
 
 
 class Call:
@@ -169,7 +169,7 @@ class Link:
         self._calls: deque[Call] = deque()
         self._garbage: deque[list[Any]] = deque()
         self._run = {1: actor.run}
-        self._ahead: dict[Span, Read] = {}
+        self._ahead: dict[tuple[Span, bool], Read] = {}
         self._computed: Planned | None = None
         self._begin()
         Link._by_actor[actor._actor_id.hex()] = self
@@ -217,10 +217,20 @@ class Link:
     def write_from(self, span: Span, source: Read) -> None:
         """Collect a write of what another node read; the nodes exchange it."""
         with self._lock:
-            assert source.call is not None
             self.queue("write", *span, True)
-            self._apart.append(source.ref)
-            self._sources.append(source.call.link)
+            self._take(source)
+
+    def add_from(self, span: Span, before: Sequence[Read], after: Sequence[Read]) -> None:
+        """Collect a sum of float32: what other nodes read, what is here, what others read, in that order."""
+        with self._lock:
+            self.queue("add", *span, len(before), len(after))
+            for source in (*before, *after):
+                self._take(source)
+
+    def _take(self, source: Read) -> None:
+        assert source.call is not None
+        self._apart.append(source.ref)
+        self._sources.append(source.call.link)
 
     def after(self, call: Call) -> None:
         """Let what follows wait for a call to another node."""
@@ -233,22 +243,26 @@ class Link:
         """Collect a read into an array; or take what was read ahead, as after the same plan before."""
         with self._lock:
             self._check()
-            read = None
-            if self._computed is not None:
-                self._computed.was_read[span] = None
-                read = self._ahead.get(span)
-            (read or self._collect(span)).into(out)
+            is_apart = span.nbytes >= APART
+            (self._was_ahead(span, is_apart) or self._collect(span, is_apart)).into(out)
 
     def read_apart(self, span: Span) -> Read:
-        """Send a read whose data another node takes."""
+        """Send a read whose data another node takes; or take what was read ahead."""
         with self._lock:
             self._check()
-            read = self._collect(span, is_apart=True)
-            self.flush()
+            read = self._was_ahead(span, True)
+            if read is None:
+                read = self._collect(span, True)
+                self.flush()
             return read
 
-    def _collect(self, span: Span, is_apart: bool = False) -> Read:
-        is_apart = is_apart or span.nbytes >= APART
+    def _was_ahead(self, span: Span, is_apart: bool) -> Read | None:
+        if self._computed is None:
+            return None
+        self._computed.was_read[span, is_apart] = None
+        return self._ahead.get((span, is_apart))
+
+    def _collect(self, span: Span, is_apart: bool) -> Read:
         read = Read(span.nbytes, is_apart, self._n_apart_read if is_apart else self._n_small_read)
         if is_apart:
             self._n_apart_read += 1
@@ -266,8 +280,8 @@ class Link:
             self.queue("compute", plan.handle)
             wanted, plan.was_read = plan.was_read, {}
             self._ahead = {
-                span: self._collect(span)
-                for span in wanted
+                (span, is_apart): self._collect(span, is_apart)
+                for span, is_apart in wanted
                 if span.place in self.sizes and span.nbytes <= MAX_AHEAD  # it may have been freed
             }
             self._computed = plan

@@ -40,6 +40,9 @@ PROTOCOL: Final = 1
 APART: Final = 1 << 16
 """Bytes from which data are objects of their own in the object store."""
 
+MAX_NODES: Final = 1 << 12
+"""Most arrays that are summed."""
+
 RELEASES: Final = ("free", "drop", "close", "wait")
 """Commands that are done after a failure too."""
 
@@ -237,6 +240,20 @@ class Node:
         data = self._inbox.take(n, bool(is_apart))
         self._do_wait()
         tensor.set(data, start)
+
+    def _do_add(self, place: Any, offset: Any, nbytes: Any, n_before: Any, n_after: Any) -> None:
+        """Write the sum of arrays of float32: some that came, what is here, and some that came."""
+        tensor, start, n = self._span(place, offset, nbytes)
+        if n % 4:
+            forged(f"{n} bytes are not a whole number of float32")
+        counts = (number_below(count, MAX_NODES, "a number of arrays") for count in (n_before, n_after))
+        before, after = ([self._inbox.take(n, True) for _ in range(count)] for count in counts)
+        self._do_wait()
+        first, *rest = (part.view(np.float32) for part in (*before, tensor.get(start, n), *after))
+        total = first.copy()
+        for part in rest:
+            total += part
+        tensor.set(total.view(np.uint8), start)
 
     def _do_load(self, place: Any, offset: Any, nbytes: Any, *part: Any) -> None:
         """Write a part of a shared file."""

@@ -211,6 +211,8 @@ def _read(record: Any, before: list[Tensor], buffer_of: Callable[[int], Buffer |
 
 def _place(tensor: Tensor, buffer: Buffer, offset: int) -> None:
     nbytes = buffer.alloc_size(tensor) if tensor.view_src is None else tensor.nbytes
+    if nbytes == 0:
+        offset = min(offset, buffer.size)  # an empty view may begin anywhere
     if offset + nbytes > buffer.size:
         forged(f"bytes {offset} to {offset + nbytes} of a buffer of {buffer.size}, for {tensor.describe()}")
     if tensor.view_src is None and offset % buffer.alignment:

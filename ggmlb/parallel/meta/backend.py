@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
+from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, GraphPlan
+from ggmlb.interface.data import Bytes
+from ggmlb.parallel.meta.buffer import MetaBuffer
 from ggmlb.parallel.meta.plan import MetaPlan
 from ggmlb.parallel.meta.reduce import Communicator
 
@@ -56,6 +59,17 @@ class MetaBackend(Backend):
 
     def _plan_free(self, plan: GraphPlan) -> None:
         cast("MetaPlan", plan).release()
+
+    def _set_tensor_async(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        buffer = tensor.buffer
+        if not (isinstance(buffer, MetaBuffer) and buffer.buft.device is self.device):
+            return super()._set_tensor_async(tensor, data, offset)
+        if data.size < (tensor.view_src or tensor).nbytes:
+            self._synchronize()  # the rest may be read first
+        for backend, (own, part, start) in zip(
+            self.backends, buffer.dealt(tensor, data, offset), strict=True
+        ):
+            backend.set_tensor_async(own, part, start)
 
     def _synchronize(self) -> None:
         for backend in self.backends:

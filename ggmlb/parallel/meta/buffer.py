@@ -147,20 +147,26 @@ class MetaBuffer(PartedBuffer):
 
     # -- data: bytes of a view are bytes of its root -------------------------------------------------
 
-    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+    def dealt(self, tensor: Tensor, data: Bytes, offset: int) -> Iterator[tuple[Tensor, Bytes, int]]:
+        """Return what each device writes of a tensor's bytes: its slice, bytes, and an offset in it.
+
+        Bytes of a part of a cut tensor are written with the rest of it, which is read first.
+        """
         root, start = _in_root(tensor, offset)
         slices, state = self.slices(root), self.state(root)
         if not state.is_cut:
-            for own in slices:
-                own.set(data, start)
+            yield from ((own, data, start) for own in slices)
             return
         whole = data
         if data.size < root.nbytes:
             whole = self._gathered(root)
             whole[start : start + data.size] = data
         for own, parts in zip(slices, _shards(root, state, whole), strict=True):
-            if own.nbytes:
-                own.set(np.concatenate(parts, axis=1))
+            yield own, np.concatenate(parts, axis=1).ravel(), 0
+
+    def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
+        for own, part, start in self.dealt(tensor, data, offset):
+            own.set(part, start)
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         root, start = _in_root(tensor, offset)

@@ -1,0 +1,74 @@
+"""Sums over machines.
+
+Each machine sends its part to all others through Ray's object store, and adds all parts in the order of the
+machines. Both are in calls that are made anyway: a part is read with the computation before it, once that is
+known to follow, and the sum goes with the computation after it. Ray's own collectives need PyTorch or NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Backend
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ray.backend import RayBackend
+
+
+class Communicator:
+    """A group of streams of different machines, for sums."""
+
+    def __init__(self, backends: Sequence[RayBackend]) -> None:
+        self.links = tuple(backend.device.link for backend in backends)
+
+
+def comm_init(backends: Sequence[Backend]) -> Communicator | None:
+    """Connect streams; `None` if one is of another kind, or two are of one machine.
+
+    Source: ggml_backend_comm_init.
+    """
+    from ggmlb.backends.ray.backend import RayBackend
+
+    own = [b for b in backends if isinstance(b, RayBackend)]
+    machines = {id(b.device.link) for b in own}
+    return Communicator(own) if len(machines) == len(own) == len(backends) > 0 else None
+
+
+def comm_free(comm: Communicator) -> None:
+    """End a connection (ggml_backend_comm_free)."""
+    comm.links = ()
+
+
+def comm_allreduce_tensor(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
+    """Queue on each machine the sum of all tensors, written over its own tensor.
+
+    Args:
+        comm: From `comm_init`.
+        tensors: One for each stream, in that order, of one shape, on the stream's machine.
+
+    Returns:
+        Whether it was queued; not for types other than f32, nor for tensors with gaps.
+
+    Raises:
+        DeviceLostError: A machine is lost.
+
+    Source: ggml_backend_comm_allreduce_tensor.
+    """
+    from ggmlb.backends.ray.buffer import RayBuffer
+
+    spans = []
+    for link, t in zip(comm.links, tensors, strict=True):
+        if not (isinstance(t.buffer, RayBuffer) and t.buffer.link is link and t.buffer.buft.is_plain):
+            return False
+        if t.dtype is not DType.F32 or not t.is_contiguous() or t.ne != tensors[0].ne:
+            return False
+        spans.append(t.buffer.span(t))
+    if tensors[0].is_empty:
+        return True
+    parts = [link.read_apart(span) for link, span in zip(comm.links, spans, strict=True)]
+    for i, (link, span) in enumerate(zip(comm.links, spans, strict=True)):
+        link.add_from(span, parts[:i], parts[i + 1 :])
+    return True
