@@ -73,6 +73,15 @@ class Params(dict[str, Any]):
         placement_clock.tick()
 
 
+def frozen(params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return parameters as a key, which tells 1 from 1.0 and True, and 0.0 from -0.0."""
+    if not params:
+        return ()
+    values = params.values()
+    signs = [copysign(1.0, v) if type(v) is float else 0.0 for v in values] if 0.0 in values else ()
+    return (*params, *values, *map(type, values), *signs)
+
+
 Zeros = list[tuple[int, str, float]]
 """Position, name and sign of each zero float in a list of parameters (because 0.0 equals -0.0)."""
 

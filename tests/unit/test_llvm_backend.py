@@ -17,16 +17,17 @@ from pathlib import Path
 
 import ggmlb
 from ggmlb import BufferUsage, Context, DType, Graph, Scheduler, Status
-from ggmlb.backends.llvm import LlvmReg, backend_reg
+from ggmlb.backends.llvm import LlvmReg, backend_reg, table
 from ggmlb.backends.llvm.backend import LlvmBackend
 from ggmlb.backends.llvm.codegen.emit import Kernel
 from ggmlb.backends.llvm.codegen.host import target_for
 from ggmlb.backends.llvm.codegen.library import Library
 from ggmlb.backends.llvm.codegen.value import I64
 from ggmlb.backends.llvm.kernels import elementwise
-from ggmlb.backends.llvm.lowering import walks
+from ggmlb.backends.llvm.lowering import lower, walks
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
+from ggmlb.backends.llvm.table import Kinds
 from ggmlb.core.errors import ArgumentError, BackendError, BackendUnavailable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
@@ -212,7 +213,44 @@ def test_results_written_past_the_caches(
 
     right = computed(program, llvm)
     monkeypatch.setattr(walks, "kept_nbytes", lambda: 0)
+    llvm.kinds = Kinds()  # nothing is lowered so far
     assert (computed(program, llvm) == right).all()
+
+
+def test_nodes_of_a_kind_are_lowered_once(llvm: LlvmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of other weights in other places, and graphs after it, share the steps of the first."""
+
+    def layers(n: int) -> Program:
+        def program(c: Context, leaf: Leafs) -> Tensor:
+            x = leaf(F32, 64, 5)
+            for _ in range(n):
+                y = c.mul(c.rms_norm(x, 1e-5), leaf(F32, 64))
+                x = c.add(c.mul_mat(leaf(DType.Q8_0, 64, 64), y), x)
+            return x
+
+        return program
+
+    lowered = []
+    monkeypatch.setattr(table, "lower", lambda *args: (lowered.append(args[0]), lower(*args))[1])
+    for n in (1, 3, 5):
+        check(layers(n), llvm, 1e-3)
+    assert len(lowered) == 5  # four of a layer; of two layers, a sum and a norm are a group
+
+
+def test_kinds_tell_operands_and_places_apart(llvm: LlvmBackend) -> None:
+    """Nodes that differ only in which operands are one, or in their alignment."""
+
+    def twice(c: Context, leaf: Leafs) -> Tensor:
+        x, y = leaf(F32, 70), leaf(F32, 70)
+        return c.mul(c.add(x, x), c.add(x, y))
+
+    def windows(c: Context, leaf: Leafs) -> Tensor:
+        x = leaf(F32, 4096)
+        parts = [c.silu(c.view_1d(x, 1000, 4 * i)) for i in (0, 1, 16, 17)]
+        return c.add(c.add(parts[0], parts[1]), c.mul(parts[2], parts[3]))
+
+    check(twice, llvm)
+    check(windows, llvm)
 
 
 def test_backends_of_several_python_threads() -> None:
@@ -304,7 +342,7 @@ def test_rope_that_writes_rows_of_a_cache(
             rows.set_array(np.array([4, 0, 3]))
             plan = llvm.graph_plan_create(graph)
             assert isinstance(plan, LlvmPlan)
-            assert len(plan.steps) == (2 if fused == "1" else 3)
+            assert plan.n_steps == (2 if fused == "1" else 3)
             llvm.graph_plan_compute(plan)
             found.append(kept.get().copy())
             rows.set_array(np.array([4, 6, 3]))

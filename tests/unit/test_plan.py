@@ -9,7 +9,7 @@ import ggmlb
 from ggmlb.core.context import Context
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.graph import Graph
-from ggmlb.core.placement import placement_clock
+from ggmlb.core.placement import frozen, placement_clock
 from ggmlb.interface.registry import init_by_name
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 
@@ -158,3 +158,9 @@ def test_a_result_in_memory_that_is_kept_from_now_on_is_written_by_a_kept_plan()
         buffer.usage = "any"
         llvm.graph_plan_compute(plan)
         assert np.allclose(h.to_numpy(), 1)
+
+
+def test_parameters_as_a_key_tell_equal_values_apart() -> None:
+    values = [0.0, -0.0, 0, False, 1, 1.0, True, "1"]
+    assert len({frozen({"a": value}) for value in values}) == len(values)
+    assert frozen({"a": 1.0, "b": 2}) == frozen({"a": 1.0, "b": 2}) != frozen({"b": 2, "a": 1.0})

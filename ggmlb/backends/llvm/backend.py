@@ -9,6 +9,7 @@ from ggmlb.backends.common.workspace import Workspace
 from ggmlb.backends.llvm.lowering import fused
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
+from ggmlb.backends.llvm.table import Kinds
 from ggmlb.core.enums import Status
 from ggmlb.core.graph import Graph
 from ggmlb.interface import Backend, Device, GraphPlan
@@ -38,6 +39,7 @@ class LlvmBackend(Backend):
         self.library = library
         self.scratch = Workspace(aligned_empty)
         self.activations = Workspace(aligned_empty)
+        self.kinds = Kinds()
         self.pool = Pool(checked_n_threads(n_threads), library)
 
     @property
@@ -57,6 +59,7 @@ class LlvmBackend(Backend):
     def _use_threads(self, n: int) -> None:
         self.pool.free()
         self.pool = Pool(n, self.library)
+        self.kinds = Kinds()
         self._plans.clear()
 
     def can_fuse(self, group: Group) -> bool:

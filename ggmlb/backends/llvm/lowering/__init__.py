@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.llvm.lowering import fused
 from ggmlb.backends.llvm.lowering.rules import RULES
-from ggmlb.core.enums import NO_OPS
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -22,9 +21,6 @@ for _family in iter_modules(__path__):  # each fills the table
 def lower(item: Tensor | Group, steps: Steps) -> None:
     """Append the steps that compute a node that is not declined, or a group that `fused.can_fuse`."""
     if isinstance(item, Group):
-        for node in item.nodes:
-            steps.begin(node)
         fused.lower(item, steps)
-    elif item.op not in NO_OPS and not item.is_empty:
-        steps.begin(item)
+    else:
         RULES[item.op](item, steps)

@@ -43,7 +43,7 @@ def _one_walk(node: Tensor) -> str | None:
 def _copy(node: Tensor, steps: Steps) -> None:
     a = node.operand(0)
     blocks = a.dtype.is_quantized or node.dtype.is_quantized
-    x, y, ne = Mem.of(a), Mem.of(node), node.ne
+    x, y, ne = steps.mem(a), steps.mem(node), node.ne
     if a.ne != node.ne:
         ne = (node.n_elements, 1, 1, 1)
         x, y = (m.window(ne, (m.dtype.type_size, 0, 0, 0)) for m in (x, y))

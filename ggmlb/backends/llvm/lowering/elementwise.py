@@ -91,7 +91,7 @@ def _glu(node: Tensor, steps: Steps) -> None:
     gate: Tensor | Mem = a
     up: Tensor | Mem | None = b
     if up is None:
-        halves = [Mem.of(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
+        halves = [steps.mem(a).window(node.ne, offset=i * node.ne[0] * a.dtype.type_size) for i in (0, 1)]
         gate, up = halves[::-1] if node.params["swapped"] else halves
     fn = GluOp(node.params["op"]).name.lower()
     params = [float(node.params[p]) for p in ("alpha", "limit")] if fn == "swiglu_oai" else []

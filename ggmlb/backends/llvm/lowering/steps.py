@@ -1,21 +1,27 @@
-"""Steps emitted by rules, and their table for machine code."""
+"""Steps emitted by rules, with symbols in place of addresses: one lowering serves all nodes of a kind.
+
+A symbol is an integer with bit 62 set, the number of a slot, and an offset: rules may add to it as to an
+address. `llvm.table` fills slots in. The lowest six bits of an operand's symbol are those of its address, so
+that rules may ask how it is aligned.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels.driver import STEP_WORDS
 from ggmlb.core.tensor import Tensor
 from ggmlb.system.progress import Task
 
 if TYPE_CHECKING:
-    from ggmlb.backends.common.strided import Mem
     from ggmlb.backends.llvm.backend import LlvmBackend
 
     Ints = npt.NDArray[np.int64]
@@ -29,6 +35,21 @@ CHUNK_WORK = 4000
 CHUNKS_PER_THREAD = 8
 """Chunks of a long step for each thread: one that starts late does fewer."""
 
+SCRATCH, ACTIVATIONS, ERRORS, NUMBER, OPERANDS = range(5)
+"""Slots: memory of the item's steps, of activations as bytes, of errors; the number of the item's first step;
+and the first of the operands."""
+
+ALIGNED: Final = 63
+"""Mask of the bits of an operand's address that its symbol has."""
+
+_SYMBOL, _SLOT_BITS = 1 << 62, 48
+_OFFSET = (1 << _SLOT_BITS) - 1
+
+
+def symbol(slot: int, offset: int = 0) -> int:
+    """Return what stands for an address in a slot."""
+    return _SYMBOL | slot << _SLOT_BITS | offset
+
 
 @dataclass(slots=True)
 class Step:
@@ -39,95 +60,98 @@ class Step:
     n_chunks: int
 
 
-@dataclass(slots=True)
-class Table:
-    """The steps as machine code reads them; keeps alive what it points to.
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The steps of an item, for all items of its kind.
 
     Attributes:
-        address: Of the first step.
-        errors: Row number, limit and step of the first fault that a kernel found; zeros if none.
+        n_steps: Number of steps.
+        words: For each step the kernel, the place of its arguments from `args` on [bytes], and its chunks.
+        args: The arguments of all steps; offsets in slots where they are symbols.
+        places: Places of symbols in `args`.
+        slots: Their slots.
+        n_scratch: Bytes of scratch memory.
+        n_activations: Bytes of memory for activations.
+        made: Slot of the operand whose values then lie there as bytes, and their number; `None`: as before.
+        shares: Whether any step is for several threads.
+        kept: What the steps point to.
     """
 
-    address: int
-    errors: Ints
+    n_steps: int
     words: Ints
     args: Ints
+    places: Ints
+    slots: Ints
+    n_scratch: int
+    n_activations: int
+    made: tuple[int, int] | None
+    shares: bool
+    kept: list[Any]
 
 
 class Steps:
-    """The steps of a plan, as rules emit them.
+    """The steps of a node or group, as rules emit them.
+
+    Args:
+        backend: The stream, whose threads share steps.
+        task: Told when kernels are compiled.
+        operands: The tensors that the item reads and writes, each with its symbol.
+        made: Slot and bytes of the operand whose values lie in memory as bytes; `None`: none does.
 
     Attributes:
         library: The kernels.
-        steps: In order.
         n_threads: Threads that may share a step.
-        errors: Where kernels write what is wrong with the data.
-        kept: What the steps point to.
-        shares: Whether any step is for several threads.
     """
 
-    def __init__(self, backend: LlvmBackend, task: Task) -> None:
-        self._task = task
+    def __init__(
+        self,
+        backend: LlvmBackend,
+        task: Task,
+        operands: Mapping[Tensor, int],
+        made: tuple[int, int] | None,
+    ) -> None:
         self.library = backend.library
-        self.steps: list[Step] = []
         self.n_threads = backend.pool.n
-        self.errors = np.zeros(8, np.int64)
-        self.kept: list[Any] = []
-        self.shares = False
-        self._scratch = backend.scratch
-        self._for_activations = backend.activations
-        self._bases: dict[int, int] = {}
-        self._activations: tuple[Any, ...] | None = None
-        self._activation_range = (0, 0)
+        self._task = task
+        self._operands = operands
+        self._steps: list[Step] = []
+        self._kept: list[Any] = []
+        self._n_scratch = self._n_activations = 0
+        self._there = made
+        self._made: tuple[int, int] | None = None
 
     @property
     def report(self) -> tuple[int, int]:
         """Return the address where the next step's kernel reports bad data, and the step's number from 1."""
-        return int(self.errors.ctypes.data), len(self.steps) + 1
+        return symbol(ERRORS), symbol(NUMBER, len(self._steps) + 1)
 
-    def address(self, tensor: Tensor | Mem) -> int:
+    def address(self, operand: Tensor | Mem) -> int:
         """Return where the first element is."""
-        buffer = tensor.buffer
-        assert buffer is not None
-        base = self._bases.get(id(buffer))
-        if base is None:
-            memory = buffer.base
-            self.kept.append(memory)
-            base = self._bases[id(buffer)] = int(memory.ctypes.data)
-        return base + tensor.offset
+        return operand.offset if isinstance(operand, Mem) else self._operands[operand]
+
+    def mem(self, operand: Tensor) -> Mem:
+        """Return the memory of an operand, of which windows may be made."""
+        return Mem(None, self.address(operand), operand.dtype, operand.ne, operand.nb)
 
     def scratch(self, nbytes: int) -> int:
-        """Return the address of scratch memory, valid for the steps of one node."""
-        memory = self._scratch.take((nbytes,), np.uint8)
-        self.kept.append(memory)
-        return int(memory.ctypes.data)
+        """Return the address of scratch memory, valid for the steps of one item."""
+        start = self._n_scratch
+        self._n_scratch += -(-nbytes // 64) * 64
+        return symbol(SCRATCH, start)
 
     def constant(self, array: npt.NDArray[Any]) -> int:
         """Return the address of an array, which is kept alive."""
-        self.kept.append(array)
+        self._kept.append(array)
         return int(array.ctypes.data)
-
-    def begin(self, node: Tensor) -> None:
-        """Begin the steps of a node."""
-        self._scratch.restart()
-        if self._activations is not None:
-            start = self.address(node)
-            low, high = self._activation_range
-            if start < high and low < start + node.nbytes:
-                self._activations = None  # what they were made from is written
 
     def activations(self, tensor: Tensor, nbytes: int) -> tuple[int, bool]:
         """Return memory for a tensor's values as bytes, and whether they are there already."""
-        address = self.address(tensor)
-        key = (address, tensor.ne, tensor.nb, tensor.dtype, nbytes)
-        if self._activations is not None and self._activations[0] == key:
-            return self._activations[1], True
-        self._for_activations.restart()
-        memory = self._for_activations.take((nbytes,), np.uint8)
-        self.kept.append(memory)
-        self._activations = (key, int(memory.ctypes.data))
-        self._activation_range = (address, address + tensor.nbytes)
-        return self._activations[1], False
+        key = (self._operands[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, nbytes
+        there = self._there == key
+        if not there:
+            self._there = self._made = key
+            self._n_activations = max(self._n_activations, nbytes)
+        return symbol(ACTIVATIONS), there
 
     def chunks(self, work: float, most: int | None = None) -> int:
         """Return the number of chunks for some work [ns]; 1 for a single thread."""
@@ -151,24 +175,31 @@ class Steps:
             args: In the order in which it asks for them.
             n_chunks: From `chunks`.
         """
-        self.shares = self.shares or n_chunks > 1
-        self.steps.append(Step(self.library.address(kernel, tuple(params), self._task), args, n_chunks))
+        self._steps.append(Step(self.library.address(kernel, tuple(params), self._task), args, n_chunks))
 
-    def pack(self) -> Table:
-        """Return the table; no steps can follow."""
-        n_args = [len(s.args) for s in self.steps]
-        args = np.empty(max(1, sum(n_args)), np.int64)
-        words = np.empty((max(1, len(self.steps)), STEP_WORDS), np.int64)
-        packed = bytearray()
-        start, base = 0, int(args.ctypes.data)
-        for i, (step, n) in enumerate(zip(self.steps, n_args, strict=True)):
-            packed += struct.pack(_format(step.args), *step.args)
-            words[i] = (step.kernel, base + 8 * start, step.n_chunks)
-            start += n
-        if packed:
-            args[:] = np.frombuffer(packed, np.int64)
-        return Table(int(words.ctypes.data), self.errors, words, args)
-
-
-def _format(args: Sequence[int | float]) -> str:
-    return "=" + "".join("d" if isinstance(a, float) else "q" for a in args)
+    def lowered(self) -> Lowered:
+        """Return the steps; none can follow."""
+        steps = self._steps
+        words = np.zeros((len(steps), STEP_WORDS), np.int64)
+        start = 0
+        for i, step in enumerate(steps):
+            words[i] = step.kernel, 8 * start, step.n_chunks
+            start += len(step.args)
+        args = list(chain.from_iterable(step.args for step in steps))
+        symbols = {i: a for i, a in enumerate(args) if not isinstance(a, float) and a >= _SYMBOL}
+        for i, found in symbols.items():
+            args[i] = found & _OFFSET
+        formats = "".join("d" if isinstance(a, float) else "q" for a in args)
+        slots = [(found & ~_SYMBOL) >> _SLOT_BITS for found in symbols.values()]
+        return Lowered(
+            n_steps=len(steps),
+            words=words,
+            args=np.frombuffer(struct.pack("=" + formats, *args), np.int64),
+            places=np.array(list(symbols), np.int64),
+            slots=np.array(slots, np.int64),
+            n_scratch=self._n_scratch,
+            n_activations=self._n_activations,
+            made=self._made,
+            shares=any(step.n_chunks > 1 for step in steps),
+            kept=self._kept,
+        )
