@@ -20,6 +20,7 @@ from ggmlb.cli.model_options import (
     KvOption,
     MemoryOption,
     OverrideOption,
+    WayOption,
     overrides_of,
 )
 from ggmlb.cli.options import (
@@ -33,10 +34,20 @@ from ggmlb.cli.options import (
 from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
-    from ggmlb.models.memory_table import MemoryTable
-    from ggmlb.models.text.decoder import Cost
-    from ggmlb.models.text.fit import Planner
+    from rich.table import Table
+
+    from ggmlb.models.text.fit import Fit, Planner
     from ggmlb.models.text.parts import Placement
+    from ggmlb.models.text.ways import Way
+
+BandwidthOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="NAME=SIZE",
+        help="Weights that a device reads in a second, as CUDA0=900G; by default measured. Several.",
+    ),
+]
 
 OTHER_TYPES = ("q8_0", "q4_0")
 """Types of keys and values that take less room than f16, best first."""
@@ -46,19 +57,17 @@ class Report(NamedTuple):
     """What is printed.
 
     Attributes:
-        planner: The planner.
-        placement: Where the parts lie.
-        table: Bytes by device and kind.
-        costs: What a token costs each device.
-        short: Bytes that devices lack.
+        ways: All ways.
+        way: That which is taken.
+        planner: Its planner.
+        fit: Its placement and memory.
         advice: Options with which it would fit.
     """
 
+    ways: list[Way]
+    way: Way
     planner: Planner
-    placement: Placement
-    table: MemoryTable
-    costs: dict[str, Cost]
-    short: dict[str, int]
+    fit: Fit
     advice: list[str]
 
 
@@ -73,18 +82,23 @@ def fit(
     cpu_experts: CpuExpertsOption = False,
     kv_on: KvOnOption = None,
     override: OverrideOption = None,
+    way: WayOption = "best",
+    bandwidth: BandwidthOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show where a model would lie, by device and kind, to the byte; no weights are read.
 
-    Layers and experts are placed so that all devices have room, unless options say where they lie. The
-    status is 1 if it does not fit; what would fit is told then.
+    Layers and experts are placed so that all devices have room, unless options say where they lie. Where
+    there are several memories, the ways to use them are shown beside each other, with the time of a token
+    after a whole context, by measured rates; the fastest that fits is taken. The status is 1 if it does not
+    fit; what would fit is told then.
 
     Examples:
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192
       ggmlb fit model.gguf -d CUDA0,CPU --memory CUDA0=6GiB --json
     """
     from ggmlb.models.text.fit import Wishes, open_planner
+    from ggmlb.models.text.ways import Ways
 
     wishes = Wishes(
         layers_by_device(layers_on),
@@ -96,17 +110,18 @@ def fit(
     )
     names = None if devices is None else device_names(devices)
     with ExitStack() as resources:
-        planner = open_planner(resources, file, names, wishes, ctx, kv_type)
-        placement, table = planner.best()
-        short = planner.lacks(table)
-        costs = planner.costs(placement)
-        advice = list(_advice(planner)) if short else []
-        report = Report(planner, placement, table, costs, short, advice)
+        asked = open_planner(resources, file, names, wishes, ctx, kv_type)
+        ways = Ways(resources, asked, sizes_by_device(bandwidth, "--bandwidth"))
+        planned = ways.planned()
+        taken = ways.taken(way, planned)
+        assert taken.planner is not None and taken.fit is not None
+        advice = list(_advice(taken.planner)) if taken.short else []
+        report = Report(planned, taken, taken.planner, taken.fit, advice)
         if as_json:
             plain.echo(json.dumps(_as_json(report), indent=2))
         else:
             _print(report)
-    if short:
+    if taken.short:
         raise typer.Exit(1)
 
 
@@ -137,8 +152,10 @@ def _print(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    planner, placement, table, costs, short, advice = report
+    ways, way, planner, (placement, table), advice = report
     out = console()
+    if len(ways) > 1:
+        out.print(_table_of(ways, way, list(planner.free)))
     room, config = planner.room, planner.config
     kept = (
         f"{room.n_ctx} tokens"
@@ -156,17 +173,46 @@ def _print(report: Report) -> None:
         free = planner.free[device]
         told = "unknown" if free == float("inf") else f"{int(free):,}"
         shown.add_row(
-            device, "", "total", f"{table.total(device):,}", told, style="red" if device in short else "bold"
+            device,
+            "",
+            "total",
+            f"{table.total(device):,}",
+            told,
+            style="red" if device in way.short else "bold",
         )
     out.print(shown)
     for name, parts in _parts(planner, placement).items():
-        cost = costs[name]
+        cost = way.costs[name]
         moved = f", and {readable_size(cost.copied)} are copied to it" if cost.copied else ""
         plain.echo(f"{name}: {parts}; each token reads {readable_size(cost.read)} of weights{moved}")
-    if short:
-        for device, n in short.items():
+    if way.short:
+        for device, n in way.short.items():
             plain.echo(f"does not fit: {device} lacks {readable_size(n)} ({n:,} bytes)")
         plain.echo(f"would fit: {', or '.join(advice)}" if advice else "nothing fits: name further devices")
+    elif len(ways) > 1:
+        plain.echo(f"to load it so: --way {way.name}")
+
+
+def _table_of(ways: list[Way], taken: Way, devices: list[str]) -> Table:
+    """The ways, with the time of a token, and the memory of each device."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title="Ways, with the time of a token after a whole context", title_justify="left")
+    shown.add_column("Way", no_wrap=True)
+    for name in ("Token [ms]", *devices):
+        shown.add_column(Text(name), justify="right", no_wrap=True)
+    shown.add_column("")
+    for way in ways:
+        cells = [""] * (1 + len(devices))
+        told = way.why
+        if way.fit is not None:
+            totals = (way.fit.table.total(device) for device in devices)
+            cells = [f"{1000 * way.time:.1f}", *map(readable_size, totals)]
+            lacking = ", ".join(f"{device} lacks {readable_size(n)}" for device, n in way.short.items())
+            told = lacking or ("taken" if way is taken else "")
+        shown.add_row(way.name, *cells, Text(told), style="bold" if way is taken else "")
+    return shown
 
 
 def _parts(planner: Planner, placement: Placement) -> dict[str, str]:
@@ -198,23 +244,40 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    planner, placement, table, costs, short, advice = report
+    ways, way, planner, (placement, table), advice = report
     free = {device: None if n == float("inf") else int(n) for device, n in planner.free.items()}
     return {
-        "fits": not short,
+        "fits": not way.short,
+        "way": way.name,
+        "ways": [_way_as_json(each) for each in ways] if len(ways) > 1 else [],
         "n_ctx": planner.room.n_ctx,
         "kv_type": planner.room.kv_type.name.lower(),
         "memory": table.as_list(),
         "total": {device: table.total(device) for device in planner.free},
         "free": free,
-        "lacks": short,
+        "lacks": way.short,
         "layers": {name: _ranges(_layers_on(placement, name)) for name in planner.backends},
         "experts": {str(layer): home for layer, home in placement.experts.items()},
         "embeddings": placement.homes["embeddings"],
         "output": placement.homes["output"],
         "kv_on": placement.kv_on,
-        "per_token": {name: cost._asdict() for name, cost in costs.items()},
+        "per_token": {name: cost._asdict() for name, cost in way.costs.items()},
         "would_fit": advice,
+    }
+
+
+def _way_as_json(way: Way) -> dict[str, Any]:
+    if way.planner is None or way.fit is None:
+        return {"way": way.name, "why_not": way.why}
+    return {
+        "way": way.name,
+        "devices": list(way.planner.backends),
+        "seconds": way.time,
+        "lacks": way.short,
+        "total": {device: way.fit.table.total(device) for device in way.planner.free},
+        "layers": {name: _ranges(_layers_on(way.fit.placement, name)) for name in way.planner.backends},
+        "output": way.fit.placement.homes["output"],
+        "per_token": {name: cost._asdict() for name, cost in way.costs.items()},
     }
 
 

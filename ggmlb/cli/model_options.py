@@ -56,6 +56,14 @@ MemoryOption = Annotated[
         help="Most memory on a device, as OpenCL0=200MiB; by default what is free. Several.",
     ),
 ]
+WayOption = Annotated[
+    str,
+    typer.Option(
+        "--way",
+        help="How devices hold the model: layers, fastest (device first), shared (layers), rows, or best: "
+        "that which takes least time.",
+    ),
+]
 ExpertCacheOption = Annotated[
     str | None,
     typer.Option(
@@ -103,6 +111,7 @@ def open_model(
     expert_cache: ExpertCacheOption = None,
     kv_on: KvOnOption = None,
     memory: MemoryOption = None,
+    way: WayOption = "layers",
     fit: FitOption = True,
     lora: LoraOption = None,
     ubatch: UbatchOption = None,
@@ -131,6 +140,7 @@ def open_model(
         cpu_experts=cpu_experts,
         kv_on=kv_on,
         memory_limits=sizes_by_device(memory),
+        way=way,
         fit=fit,
     )
     try:

@@ -122,18 +122,18 @@ def size_of(text: str, option: str) -> int:
     return int(float(read[1]) * 1024**power)
 
 
-def sizes_by_device(options: list[str] | None) -> dict[str, int]:
-    """Parse `["OpenCL0=200MiB"]` into bytes by device.
+def sizes_by_device(options: list[str] | None, option: str = "--memory") -> dict[str, int]:
+    """Parse `["OpenCL0=200MiB"]` into bytes by device, given by an option.
 
     Raises:
         ArgumentError: An option is not `NAME=SIZE`.
     """
     found: dict[str, int] = {}
-    for option in options or ():
-        name, equals, size = option.partition("=")
+    for given in options or ():
+        name, equals, size = given.partition("=")
         if not (name and equals):
-            raise ArgumentError(f"--memory {option}: give NAME=SIZE, as OpenCL0=200MiB or CUDA0=6G")
-        found[name] = size_of(size, f"--memory {name}=")
+            raise ArgumentError(f"{option} {given}: give NAME=SIZE, as OpenCL0=200MiB or CUDA0=6G")
+        found[name] = size_of(size, f"{option} {name}=")
     return found
 
 

@@ -92,6 +92,10 @@ class Buffer(Freeable):
         """The buffers with memory of their own: itself, or those that it is made of."""
         return (self,)
 
+    def slices(self, root: Tensor) -> tuple[Tensor, ...]:
+        """Return what holds a tensor here that is no view, each in one memory: itself, or its parts."""
+        return (root,)
+
     @property
     def alignment(self) -> int:
         """Alignment of tensors [bytes] (ggml_backend_buffer_get_alignment)."""

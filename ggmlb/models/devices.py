@@ -11,6 +11,7 @@ from ggmlb import (
     BufferType,
     BufferUsage,
     Context,
+    Device,
     DeviceType,
     SplitState,
     Tensor,
@@ -135,17 +136,26 @@ def memory_overrides(
         elif where in backends:
             memory[pattern] = backends[where].default_buffer_type
         elif where.endswith(SPLIT) and where.removesuffix(SPLIT) in backends:
-            memory[pattern] = _split_rows(backends[where.removesuffix(SPLIT)], where)
+            memory[pattern] = split_rows(backends[where.removesuffix(SPLIT)].device)
         else:
             known = ", ".join(backends)
             raise ArgumentError(f"override_tensors: {pattern!r} is for {where!r}; the devices are {known}")
     return memory
 
 
-def _split_rows(backend: Backend, name: str) -> BufferType:
-    """Return the memory that spreads the rows of matrices over the devices of a registration."""
-    reg = backend.device.reg
-    split: Callable[[int], BufferType] | None = reg.get_proc_address("split_buffer_type")
+def split_rows(device: Device, shares: Mapping[str, float] | None = None) -> BufferType:
+    """Return the memory that spreads the rows of matrices over devices of a registration.
+
+    Args:
+        device: The device that multiplies with them.
+        shares: Of each device, by name, in any unit; by default their memory.
+
+    Raises:
+        ArgumentError: The registration has no such memory.
+    """
+    split: Callable[..., BufferType] | None = device.reg.get_proc_address("split_buffer_type")
     if split is None:
-        raise ArgumentError(f"override_tensors: {name} is no memory; {backend.name} does not spread rows")
-    return split(reg.devices.index(backend.device))
+        raise ArgumentError(f"{device.name}{SPLIT} is no memory: {device.reg.name} does not spread rows")
+    devices = device.reg.devices
+    given = None if shares is None else [shares.get(each.name, 0.0) for each in devices]
+    return split(devices.index(device), given)

@@ -194,11 +194,12 @@ def test_wrong_wishes(models: Callable[..., Path], wish: dict[str, Any], says: s
 
 def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) -> None:
     path = str(models("qwen3moe"))
-    assert run(["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--cpu-experts"]) == 0
+    asked = ["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--way", "layers"]
+    assert run([*asked, "--cpu-experts"]) == 0
     text = capsys.readouterr().out
     assert f"{CARD}: layers 0-4, the output; each token reads" in text
     assert "CPU: experts of layers 0-4, the embeddings; each token reads" in text
-    assert run(["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--json", "--kv-on", "CPU"]) == 0
+    assert run([*asked, "--json", "--kv-on", "CPU"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["layers"] == {CARD: "0-4", "CPU": ""} and found["kv_on"] == "CPU"
     with ExitStack() as resources:

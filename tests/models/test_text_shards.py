@@ -107,7 +107,7 @@ def test_rows_are_spread_over_devices_of_a_kind(tmp_path: Path) -> None:
         assert forecast == allocated
         of_rows = {u.device for u in allocated if u.kind == "weights" and u.device != "CPU"}
         assert of_rows == {name for name in NAMES if name.startswith("OpenCL")}
-    with pytest.raises(ArgumentError, match="CPU_Split is no memory; CPU does not spread rows"):
+    with pytest.raises(ArgumentError, match="CPU_Split is no memory: CPU does not spread rows"):
         TextModel(path, ["CPU"], override_tensors={"ffn": "CPU_Split"})
     with pytest.raises(ArgumentError, match="'ffn' is for 'CUDA9_Split'; the devices are CPU"):
         TextModel(path, ["CPU"], override_tensors={"ffn": "CUDA9_Split"})

@@ -10,11 +10,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, Buffer, MetaBuffer, Op, Scheduler, SplitAxis, Tensor
+from ggmlb import Backend, Buffer, Device, Scheduler, Tensor
+from ggmlb.models.rates import Rates
 from ggmlb.models.runs import Runs
 from ggmlb.models.text.attention import AttentionGraph
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.config import TextConfig
+from ggmlb.models.text.cost import Cost, TokenCosts
 from ggmlb.models.text.experts import ExpertCache
 from ggmlb.models.text.graph import TextGraph
 from ggmlb.models.text.memory import FREE, KvMemory
@@ -63,18 +65,6 @@ class Token(NamedTuple):
     sequence: int
     position: int
     wants_logits: bool = False
-
-
-class Cost(NamedTuple):
-    """What a token costs a device.
-
-    Attributes:
-        read: Bytes of the matrices that it multiplies by.
-        copied: Bytes that are copied to it from other memory, or between the devices that share it.
-    """
-
-    read: int
-    copied: int
 
 
 AnyMemory = TypeVar("AnyMemory")
@@ -143,22 +133,15 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
     def _token_graph(self) -> Step:
         """Return the graph of one token."""
 
-    def costs(self) -> list[Cost]:
-        """Return what one token costs each stream; its graph is split, and not computed."""
+    def costs(self, rates: Mapping[Device, Rates]) -> list[Cost]:
+        """Return what one token costs each stream; its graph is split, and not computed.
+
+        Args:
+            rates: Of the devices; empty for no times.
+        """
         scheduler = self._runs.scheduler
         scheduler.split_graph(self._token_graph().graph)
-        experts = self._config.experts
-        share = 1.0 if experts is None else experts.n_used / experts.n
-        found = [Cost(0, 0)] * scheduler.n_backends
-        for split in scheduler.splits:
-            read, copied = found[split.backend_id]
-            for item in split.inputs:
-                copied += round(item.nbytes * (share if item.has_experts else 1))
-            for node in split.nodes:
-                if node.op in (Op.MUL_MAT, Op.MUL_MAT_ID):
-                    read += round(node.operand(0).nbytes * (share if node.op is Op.MUL_MAT_ID else 1))
-                    copied += _summed(node)
-            found[split.backend_id] = Cost(read, copied)
+        found = TokenCosts(self._config, rates).of(scheduler)
         scheduler.reset()
         return found
 
@@ -418,14 +401,6 @@ def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArra
     found = np.full(n, value, np.int32)
     found[: len(values)] = values
     return found
-
-
-def _summed(product: Tensor) -> int:
-    """The bytes that devices which share a matrix by columns send each other, to sum their products."""
-    weight = product.operand(0)
-    if not isinstance(weight.buffer, MetaBuffer) or weight.buffer.state(weight).axis != SplitAxis.AXIS_0:
-        return 0
-    return 2 * (len(weight.buffer.parts) - 1) * product.nbytes
 
 
 def largest_batches(backends: Sequence[Backend], n_most: int) -> tuple[int, ...]:

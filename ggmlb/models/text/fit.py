@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb import Backend, BufferType, DType, planned_memory
@@ -16,7 +17,8 @@ from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers, assign_layers
 from ggmlb.models.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import N_BATCH, Cost
+from ggmlb.models.text.cost import Cost
+from ggmlb.models.text.decoder import N_BATCH
 from ggmlb.models.text.memory import KvMemory
 from ggmlb.models.text.parts import Parts, Placement, Room, is_expert, planned_parts
 from ggmlb.models.text.shards import Shards
@@ -26,6 +28,9 @@ from ggmlb.models.weights import Source, Weights
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from ggmlb import Device
+    from ggmlb.models.rates import Rates
 
 N_CTX = 4096
 """Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
@@ -49,6 +54,7 @@ class Wishes:
         override_tensors: Other memory for some weights, by regular expression.
         limits: Most bytes on a device.
         fits: Whether what is not said is chosen so that all devices have room.
+        order: Devices in the order in which they are filled, if not that of their priority.
     """
 
     layers_on: Mapping[str, Layers] | None = None
@@ -58,6 +64,12 @@ class Wishes:
     override_tensors: Mapping[str, str | BufferType] | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
     fits: bool = True
+    order: tuple[str, ...] = ()
+
+    @property
+    def are_of_layers(self) -> bool:
+        """Whether they say where layers lie."""
+        return self.layers_on is not None or self.gpu_layers is not None
 
 
 class Fit(NamedTuple):
@@ -88,6 +100,7 @@ class Planner:
         file, config, layout, backends, room, wishes: As given.
         free: Bytes that the model may take, by device; `HOST` for the machine's own memory.
         asked: The placement as asked for, with all layers on the first device where nothing is said.
+        order: One device for each memory, in the order in which they are filled.
 
     Raises:
         ArgumentError: A wish contradicts another, or names no device of the model.
@@ -113,7 +126,8 @@ class Planner:
         first: dict[tuple[str, ...], str] = {}
         for name, devices in self._devices.items():
             first.setdefault(devices, name)
-        self._order = list(first.values())  # one for each memory
+        named = {name: i for i, name in enumerate(wishes.order)}
+        self.order = sorted(first.values(), key=lambda name: named.get(name, len(named)))
         self._layers = range(config.n_layer)
         self._limited: set[str] = set()
         self.free = self._free()
@@ -142,6 +156,8 @@ class Planner:
         wishes, names, n_layer = self.wishes, list(self.backends), self.config.n_layer
         layers_on = _layers_on(n_layer, names, wishes.layers_on, wishes.gpu_layers)
         homes = assign_layers(layers_on, names, n_layer, (EMBEDDINGS, OUTPUT))
+        if layers_on is None:
+            homes |= dict.fromkeys((*self._layers, OUTPUT), self.order[0])
         if wishes.kv_on is not None and wishes.kv_on not in names:
             raise ArgumentError(f"kv_on: {wishes.kv_on!r} is no device of the model: {', '.join(names)}")
         experts = {}
@@ -151,14 +167,15 @@ class Planner:
                 raise ArgumentError(f"cpu_experts: {self.config.name} has no experts")
             if n < 0:
                 raise ArgumentError(f"cpu_experts is {n}; give True, or 0 or more layers")
-            host = self._host()
+            host = self.host
             if host is None:
                 raise ArgumentError(f"cpu_experts: none of {', '.join(names)} is a processor; add CPU")
             experts = dict.fromkeys(range(min(n, n_layer)), host)
         overrides = memory_overrides(wishes.override_tensors, self.backends)
         return Placement(homes, experts, wishes.kv_on, overrides)
 
-    def _host(self) -> str | None:
+    @property
+    def host(self) -> str | None:
         """The first device that computes in the machine's memory."""
         return next((name for name, devices in self._devices.items() if devices == (HOST,)), None)
 
@@ -166,8 +183,7 @@ class Planner:
     def is_open(self) -> bool:
         """Whether layers may be placed anywhere, and there is a choice or a limit."""
         wishes = self.wishes
-        is_said = wishes.layers_on is not None or wishes.gpu_layers is not None
-        return wishes.fits and not is_said and bool(wishes.limits or set(self.free) - {HOST})
+        return wishes.fits and not wishes.are_of_layers and bool(wishes.limits or set(self.free) - {HOST})
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -176,10 +192,12 @@ class Planner:
         with self._planned(placement) as parts:
             return parts.table
 
-    def costs(self, placement: Placement) -> dict[str, Cost]:
-        """Return what one token costs each device."""
+    def costs(
+        self, placement: Placement, rates: Mapping[Device, Rates] = MappingProxyType({})
+    ) -> dict[str, Cost]:
+        """Return what one token costs each device, with times if the rates of all devices are given."""
         with self._planned(placement) as parts:
-            return dict(zip(self.backends, parts.decoder.costs(), strict=True))
+            return dict(zip(self.backends, parts.decoder.costs(rates), strict=True))
 
     def _planned(self, placement: Placement) -> AbstractContextManager[Parts]:
         return planned_parts(self.file, self.config, self.layout, self.backends, placement, self.room)
@@ -188,6 +206,15 @@ class Planner:
         """Return a planner for another context length or type of keys and values."""
         room = replace(self.room, **changes)  # type: ignore[arg-type]
         return Planner(self.file, self.config, self.layout, self.backends, room, self.wishes)
+
+    def over(self, resources: ExitStack, names: Sequence[str], wishes: Wishes) -> Planner:
+        """Return a planner of the same model over other devices, which `resources` closes.
+
+        Raises:
+            ArgumentError: Devices that differ share layers with experts; or as `Planner`.
+            RegistryError: No device has one of the names.
+        """
+        return planner_over(resources, self.file, self.config, self.layout, names, self.room, wishes)
 
     def lacks(self, table: MemoryTable, is_strict: bool = True) -> dict[str, int]:
         """Return the bytes that devices lack.
@@ -268,7 +295,7 @@ class Planner:
         if not self.lacks(best.table):
             return best
         sizes = self._sizes()
-        return max((self._fit(sizes, output) for output in self._order), key=self._worth)
+        return max((self._fit(sizes, output) for output in self.order), key=self._worth)
 
     def _fit(self, sizes: _Sizes, output: str) -> Fit:
         """Return what fits best with the output on a device."""
@@ -283,14 +310,14 @@ class Planner:
             found = self._trial(self._fill(sizes, self._left(beside), output), tried)
             if found is not None and self._worth(found) > self._worth(best):
                 best = found
-        for name in self._order[:-1] if not self.lacks(best.table) else ():
+        for name in self.order[:-1] if not self.lacks(best.table) else ():
             while (more := self._grown(best, name, sizes, output, tried)) is not None:
                 best = more
         return best
 
     def _left(self, beside: Mapping[str, float]) -> dict[str, float]:
         """What each device has for layers."""
-        return {name: min(self.free[d] - beside[d] for d in self._devices[name]) for name in self._order}
+        return {name: min(self.free[d] - beside[d] for d in self._devices[name]) for name in self.order}
 
     def _trial(self, placement: Placement, tried: set[Hashable]) -> Fit | None:
         """Plan a placement, unless it was tried."""
@@ -303,7 +330,7 @@ class Planner:
     def _grown(self, fit: Fit, name: str, sizes: _Sizes, output: str, tried: set[Hashable]) -> Fit | None:
         """Return a placement that fits with one part more on a device; `None` if there is none."""
         used = sizes.by_name(fit.placement)
-        left: dict[str, float] = {n: used[n] for n in self._order}
+        left: dict[str, float] = {n: used[n] for n in self.order}
         steps = {sizes.base[i, name] + n * sizes.experts[i, name] for i in self._layers for n in (0, 1)}
         steps |= {sizes.experts[i, name] for i in self._layers}
         for step in sorted(steps - {0}):
@@ -316,7 +343,7 @@ class Planner:
     def _worth(self, fit: Fit) -> tuple[int, ...]:
         """How little is lacking, then how much lies on the first devices."""
         weights = (
-            sum(fit.table.total(device, "weights") for device in self._devices[name]) for name in self._order
+            sum(fit.table.total(device, "weights") for device in self._devices[name]) for name in self.order
         )
         return (-sum(self.lacks(fit.table).values()), *weights)
 
@@ -369,8 +396,8 @@ class Planner:
         """Fill devices in their order, given the room that each has for layers."""
         homes = self._spread(sizes, left, with_experts=True)
         experts = dict(self.asked.experts)
-        first, last, host = self._order[0], self._order[-1], self._host()
-        is_left_over = len(self._order) > 1 and last in homes.values()
+        first, last, host = self.order[0], self.order[-1], self.host
+        is_left_over = len(self.order) > 1 and last in homes.values()
         if (
             self.config.experts is not None
             and host is not None
@@ -399,10 +426,10 @@ class Planner:
         left, homes, at = dict(room), {}, 0
         for i in reversed(self._layers):
             while True:
-                name = self._order[at]
+                name = self.order[at]
                 counts_experts = with_experts and i not in self.asked.experts
                 size = sizes.base[i, name] + (sizes.experts[i, name] if counts_experts else 0)
-                if size <= left[name] or at == len(self._order) - 1:
+                if size <= left[name] or at == len(self.order) - 1:
                     break
                 at += 1
             left[name] -= size
@@ -444,6 +471,19 @@ def open_planner(
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
     room = Room(n, DType.parse(kv_type), n_ubatch or 0, expert_cache)
+    return planner_over(resources, file, config, layout, names, room, wishes)
+
+
+def planner_over(
+    resources: ExitStack,
+    file: GgufFile,
+    config: TextConfig,
+    layout: Layout,
+    names: Sequence[str],
+    room: Room,
+    wishes: Wishes,
+) -> Planner:
+    """Open devices, which `resources` closes, and return a planner over them; errors as `Planner.over`."""
     shards = Shards(file, config, layout)
     backends = {name: resources.enter_context(open_device(name, shards)) for name in names}
     for name, backend in backends.items() if config.experts else ():

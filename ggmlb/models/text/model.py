@@ -38,6 +38,7 @@ from ggmlb.models.text.parts import Parts
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.sampling import Options, changed
 from ggmlb.models.text.session import Session
+from ggmlb.models.text.ways import LAYERS, planner_in
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.chat import ChatTemplate
@@ -82,6 +83,10 @@ class TextModel(ModelOnDevices):
             are used as the other weights there.
         kv_on: The device that keeps all keys and values and computes attention; by default each layer's.
         memory_limits: Most bytes on a device, as `{"OpenCL0": 200 << 20}`; by default what is free.
+        way: How devices hold the model, where neither `layers_on` nor `gpu_layers` are given: `"layers"`
+            (whole ones, the devices being filled in their order), `"fastest"` (the fastest device first),
+            `"shared"` (each layer on several devices), `"rows"` (rows of matrices on several), or `"best"`:
+            that of them which takes least time by measured rates.
         fit: Whether layers and experts that do not fit a device with memory of its own lie on the next one,
             where neither `layers_on` nor `gpu_layers` are given.
 
@@ -117,14 +122,14 @@ class TextModel(ModelOnDevices):
         cpu_experts: bool | int = False,
         kv_on: str | None = None,
         memory_limits: Mapping[str, int] | None = None,
+        way: str = LAYERS,
         fit: bool = True,
     ) -> None:
         start = perf_counter()
         wishes = Wishes(layers_on, gpu_layers, cpu_experts, kv_on, override_tensors, memory_limits or {}, fit)
         with ExitStack() as resources:
-            self._planner = planner = open_planner(
-                resources, path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache
-            )
+            asked = open_planner(resources, path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache)
+            self._planner = planner = planner_in(resources, asked, way)
             self.file, self.config, self.n_ctx = planner.file, planner.config, planner.room.n_ctx
             self._backends = tuple(planner.backends.values())
             if threads is not None:

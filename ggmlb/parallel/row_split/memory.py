@@ -132,6 +132,10 @@ class SplitBuffer(PartedBuffer):
         self.parts += tuple(parts)
         self.pieces[tensor.offset] = pieces
 
+    def slices(self, root: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of a matrix, by devices."""
+        return tuple(piece.rows for piece in self.pieces[root.offset])
+
     def _within(self, tensor: Tensor, offset: int, nbytes: int) -> Iterator[tuple[Piece, int, int, int]]:
         """Yield the pieces that a byte range touches, with the offset in each and the part of the range."""
         root = tensor.view_src or tensor

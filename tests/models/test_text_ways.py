@@ -1,0 +1,172 @@
+"""Ways in which devices hold a text model: their costs beside each other, and the cheapest that fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ggmlb
+from ggmlb import ArgumentError, DType
+from ggmlb.cli.app import run
+from ggmlb.models import TextModel
+from ggmlb.models import rates as rates_module
+from ggmlb.models.rates import Rates, measured_rates
+from ggmlb.models.text.fit import Wishes, open_planner
+from ggmlb.models.text.ways import BEST, WAYS, Way, Ways
+from tests.support.processes import python
+
+CARD = "OpenCL0"
+NAMES = {d.name for d in ggmlb.devices()}
+pytestmark = pytest.mark.skipif(CARD not in NAMES, reason="there is no device with memory of its own")
+SLOW, FAST = Rates(1e9, 1e9, 1e-4, 1e-5), Rates(1e11, 1e10, 1e-5, 1e-6)
+
+
+@pytest.fixture
+def pose(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, Rates]], None]:
+    """Sets the rates of devices; without it they are measured."""
+
+    def pose(rates: Mapping[str, Rates]) -> None:
+        monkeypatch.setattr(rates_module, "measured_rates", lambda device, *_: rates[device.name])
+
+    return pose
+
+
+def planned(
+    path: Path, devices: list[str], limits: Mapping[str, int] | None = None, **wishes: Any
+) -> dict[str, Way]:
+    with ExitStack() as resources:
+        planner = open_planner(resources, path, devices, Wishes(limits=limits or {}, **wishes), 256)
+        ways = Ways(resources, planner)
+        found = ways.planned()
+        return {way.name: way for way in found} | {BEST: ways.taken(BEST, found)}
+
+
+def test_rates_are_measured(models: Callable[..., Path]) -> None:
+    for name in sorted(NAMES & {"CPU", "LLVM", CARD}):
+        device = ggmlb.device_by_name(name)
+        found = measured_rates(device, DType.Q8_0, (256, 256))
+        assert found.read > 1e6 and found.move > 1e6 and 0 < found.call < 1 and 0 <= found.launch < 1
+        assert measured_rates(device, DType.Q8_0, (256, 256)) is found
+
+
+def test_the_time_of_a_token_is_that_of_its_bytes_calls_and_nodes(
+    models: Callable[..., Path], pose: Callable[..., None]
+) -> None:
+    pose({CARD: SLOW, "CPU": FAST})
+    ways = planned(models("qwen3"), [CARD, "CPU"])
+    cost = ways["layers"].costs[CARD]
+    assert cost.read > 1e6 and cost.kept == 3 * 2 * 256 * 128 * 2 and cost.calls > 3 < cost.launches
+    assert cost.seconds == pytest.approx(
+        (cost.read + cost.kept + cost.copied) / 1e9 + 1e-4 * cost.calls + 1e-5 * cost.launches
+    )
+    host = ways["fastest"].costs["CPU"]
+    assert (host.read, host.kept, host.copied, host.calls) == (cost.read, cost.kept, 0, 0)
+    assert host.seconds == pytest.approx((host.read + host.kept) / 1e11 + 1e-6 * host.launches)
+    shared = ways["shared"].costs[f"{CARD}+CPU"]
+    assert shared.read == cost.read and shared.calls >= 3 * 2 * 2 + cost.calls
+    assert shared.seconds > cost.read / 2 / 1e9  # the slower half, not both
+
+
+def test_the_cheapest_that_fits_is_taken(models: Callable[..., Path], pose: Callable[..., None]) -> None:
+    path = models("llama", "q8_0", 5)
+    pose({CARD: SLOW, "CPU": FAST})
+    assert planned(path, [CARD, "CPU"])[BEST].name == "fastest"
+    pose({CARD: FAST, "CPU": SLOW})
+    ways = planned(path, [CARD, "CPU"])
+    assert ways[BEST].name == "layers" and ways["fastest"].why == "the devices are named in this order"
+    times = []
+    assert ways["layers"].fit is not None
+    whole = ways["layers"].fit.table.total(CARD)
+    for part in (4, 3, 2, 1):
+        way = planned(path, [CARD, "CPU"], {CARD: whole * part // 4})["layers"]
+        assert not way.short
+        times.append(way.time)
+    assert times == sorted(times) and len(set(times)) == 4, "what has less room takes longer"
+    pose({CARD: SLOW, "CPU": FAST})
+    ways = planned(path, [CARD, "CPU"], {"CPU": 1000})
+    assert set(ways["fastest"].short) == {"CPU"}, "the fastest does not fit"
+
+
+def test_rows_of_ways_that_are_none_say_why(models: Callable[..., Path], pose: Callable[..., None]) -> None:
+    pose({CARD: SLOW, "CPU": FAST, "LLVM": FAST})
+    ways = planned(models("qwen3moe"), [CARD, "CPU"])
+    assert ways["shared"].why.startswith(f"{CARD}+CPU: devices that differ cannot share layers with experts")
+    assert ways["rows"].why == f"rows go over several devices of OpenCL; there is {CARD} alone"
+    assert planned(models(), [f"{CARD}+CPU", "CPU"])["shared"].why == "devices share layers already"
+    assert [*planned(models(), ["CPU"])] == ["layers", BEST]
+    assert [*planned(models(), [CARD, "CPU"], gpu_layers=1)] == ["layers", BEST]
+    for way, says in (("rows", "it is said where layers lie, or there is one memory"), ("row", "'rows'")):
+        with pytest.raises(ArgumentError, match=says):
+            TextModel(models(), ["CPU"], way=way)
+
+
+def test_a_model_is_loaded_as_a_way_says(models: Callable[..., Path], pose: Callable[..., None]) -> None:
+    pose({CARD: SLOW, "CPU": FAST})
+    for way, home in (("layers", CARD), ("fastest", "CPU"), (BEST, "CPU"), ("shared", f"{CARD}+CPU")):
+        with TextModel(models(), [CARD, "CPU"], n_ctx=64, way=way) as model:
+            assert {model.homes[i] for i in range(3)} == {home} == {model.homes["output"]}
+            assert len(model.generate([5, 6], max_tokens=2, ignore_eos=True).tokens) == 2
+            forecast, allocated = model.memory
+            assert forecast == allocated
+
+
+def test_the_command_shows_the_ways(
+    models: Callable[..., Path], pose: Callable[..., None], capsys: Any
+) -> None:
+    pose({CARD: SLOW, "CPU": SLOW})
+    asked = ["fit", str(models()), "-d", f"{CARD},CPU", "--ctx", "256"]
+    assert run([*asked, "--bandwidth", "CPU=100G"]) == 0
+    text = capsys.readouterr().out
+    assert "Token [ms]" in text and "rows go over several devices" in text and "--way fastest" in text
+    assert f"{CARD}: nothing" in text
+    assert run([*asked, "--bandwidth", f"{CARD}=100G", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["way"] == "layers" and [way["way"] for way in found["ways"]] == list(WAYS)
+    assert found["ways"][0]["seconds"] < found["ways"][2]["seconds"] and "why_not" in found["ways"][3]
+    assert run([*asked, "--way", "rows"]) == 1
+    assert "way 'rows': rows go over several devices" in capsys.readouterr().err
+    assert run([*asked, "--bandwidth", "CUDA7=1G"]) == 1
+    assert "bandwidth: 'CUDA7' is none of the devices" in capsys.readouterr().err
+
+
+TWO = """
+import sys
+from contextlib import ExitStack
+import numpy as np
+from ggmlb.models import TextModel
+from ggmlb.models.text.fit import Wishes, open_planner
+from ggmlb.models.text.ways import Ways
+
+path, devices, prompt = sys.argv[1], ["OpenCL0", "OpenCL1", "CPU"], [5, 6, 7, 8]
+with TextModel(path, ["CPU"], n_ctx=64) as model:
+    expected = model.logits(prompt)
+limits = {}
+for _ in range(2):
+    with ExitStack() as resources:
+        ways = Ways(resources, open_planner(resources, path, devices, Wishes(limits=limits), 64)).planned()
+        assert [way.why for way in ways if way.name != "fastest"] == ["", "", ""], ways
+    tables = {way.name: way.fit.table for way in ways if way.fit}
+    for way in ("layers", "shared", "rows"):
+        with TextModel(path, devices, n_ctx=64, memory_limits=limits, way=way) as model:
+            forecast, allocated = model.memory
+            assert forecast == allocated == tables[way], (way, forecast, allocated)
+            assert np.abs(model.logits(prompt) - expected).max() < 2e-2, way
+            assert all(allocated.total(name) <= most for name, most in limits.items())
+            of_weights = [allocated.total(name, "weights") for name in devices]
+            assert way == "layers" or min(of_weights[:2]) > 0, (way, allocated)
+    whole = tables["layers"].total("OpenCL0")
+    limits = {"OpenCL0": whole * 2 // 3, "OpenCL1": whole // 3}
+print("done")
+"""
+
+
+def test_layers_and_rows_over_two_uneven_devices(models: Callable[..., Path]) -> None:
+    done = python("-c", TWO, str(models("llama", "f32")), POCL_DEVICES="pthread pthread")
+    if "RegistryError" in done.stderr and "OpenCL1" in done.stderr:
+        pytest.skip("the OpenCL runtime is not PoCL")
+    assert done.stdout.strip() == "done", done.stderr
