@@ -6,6 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,8 @@ STORE = 100 << 20
 
 
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
-    """Address of a cluster of two nodes: that of RAY_ADDRESS, or one that ends with the tests."""
-    if given := os.environ.get("RAY_ADDRESS"):
-        yield given
-        return
+def nodes() -> Iterator[Any]:
+    """A Ray cluster of two nodes on this machine, which ends with the tests."""
     # A short path, as sockets lie in it.
     temporary = tempfile.TemporaryDirectory(prefix="ggmlb", dir="/tmp", ignore_cleanup_errors=True)
     with temporary as folder, pytest.MonkeyPatch.context() as environment:
@@ -37,10 +35,16 @@ def address() -> Iterator[str]:
         try:
             cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
             cluster.add_node(num_cpus=1, object_store_memory=STORE)
-            yield cluster.address
+            yield cluster
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def address(request: pytest.FixtureRequest) -> str:
+    """Address of a cluster of two nodes: that of RAY_ADDRESS, or one of this machine."""
+    return os.environ.get("RAY_ADDRESS") or request.getfixturevalue("nodes").address
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import BackendError, Context, DeviceLostError, DType, Graph, Scheduler, Tensor
+from ggmlb import BackendError, Context, Device, DeviceLostError, DType, Graph, Scheduler, Tensor
 from ggmlb.backends.ray.cluster import Cluster
+from tests.remote.conftest import STORE
 from tests.support.processes import ROOT
 
 
@@ -65,23 +66,100 @@ def process(device: Any) -> int:
     return number
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_machine_is_named_and_others_go_on(cluster: Cluster, stop: signal.Signals) -> None:
-    chain = Chain(["node0/CPU", "node1/CPU", "CPU"])
-    right = chain.compute()
-    os.kill(process(cluster.devices[1]), stop)
-    start = time.monotonic()
-    with pytest.raises(DeviceLostError, match=r"node1 is lost, with \d+ buffers") as raised:
-        chain.compute()
-    assert time.monotonic() - start < 60  # it hangs otherwise; 10 s where the machine is quiet
-    assert raised.value.node == "node1"
-    assert raised.value.nbytes > 64 * 64 * 4
-    with pytest.raises(DeviceLostError):
-        chain.compute()
-    chain.free()
-    rest = Chain(["node0/CPU", "CPU"])
-    np.testing.assert_array_equal(rest.compute(), right)
-    rest.free()
+def kill(device: Any) -> None:
+    """The process of the devices is killed."""
+    os.kill(process(device), signal.SIGKILL)
+
+
+def stop(device: Any) -> None:
+    """The process of the devices stalls."""
+    os.kill(process(device), signal.SIGSTOP)
+
+
+def remove(device: Any) -> None:
+    """The machine is gone."""
+    number = process(device)
+    for of in (parent(number), number):  # in this order, or Ray's process tells of the other's end
+        os.kill(of, signal.SIGKILL)
+
+
+def stall(device: Any) -> None:
+    """The machine is there, and nothing on it answers: as when its network stalls."""
+    number = process(device)
+    for of in (parent(number), number):
+        os.kill(of, signal.SIGSTOP)
+
+
+def raylet(node: Any) -> int:
+    """Number of Ray's process on a node, the parent of the actors' processes."""
+    number: int = node.all_processes["raylet"][0].process.pid
+    return number
+
+
+def parent(number: int) -> int:
+    return int(Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+@pytest.fixture
+def third(nodes: Any) -> Iterator[Any]:
+    """A third machine, to be lost."""
+    node = nodes.add_node(num_cpus=1, object_store_memory=STORE)
+    yield node
+    nodes.remove_node(node, allow_graceful=False)
+    nodes.wait_for_nodes(timeout=600)  # till Ray knows
+
+
+@pytest.mark.parametrize("fault", [kill, stop])
+def test_a_lost_process_is_named_and_others_go_on(cluster: Cluster, fault: Callable[[Any], None]) -> None:
+    lose(cluster, cluster.devices[1], fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [remove, stall])
+def test_a_lost_machine_is_named_and_others_go_on(
+    nodes: Any, third: Any, fault: Callable[[Any], None]
+) -> None:
+    with ggmlb.connect(nodes.address, ["CPU"]) as cluster:
+        (lost,) = [device for device in cluster.devices if parent(process(device)) == raylet(third)]
+        lose(cluster, lost, fault)
+
+
+def lose(cluster: Cluster, lost: Device, fault: Callable[[Any], None]) -> None:
+    """Lose a device: what it held is placed on the others, with a new scheduler, for the same result."""
+    near = next(device for device in cluster.devices if device is not lost)
+    number = process(lost)
+    try:
+        chain = Chain([near.name, lost.name, "CPU"])
+        right = chain.compute()
+        fault(lost)
+        start = time.monotonic()
+        with pytest.raises(DeviceLostError, match=r"node\d is lost, with \d+ buffers") as raised:
+            chain.compute()
+        assert time.monotonic() - start < 60  # it hangs otherwise; 10 s where the machine is quiet
+        assert lost.name == f"{raised.value.node}/CPU"
+        assert raised.value.nbytes > 64 * 64 * 4
+        with pytest.raises(DeviceLostError):
+            chain.compute()
+        rest = [b.device.name for b in chain.backends if not b.name.startswith(f"{raised.value.node}/")]
+        chain.free()
+        assert len(rest) == 2
+        again = Chain(rest)
+        np.testing.assert_array_equal(again.compute(), right)
+        again.free()
+    finally:
+        end(number)
+
+
+def end(number: int) -> None:
+    """End a process that may be stopped, if it is there."""
+    if is_node(number):
+        os.kill(number, signal.SIGKILL)
+
+
+def test_waiting_ends_within_ten_seconds() -> None:
+    from ggmlb.backends.ray.link import ANSWER_S, LOOK_S
+
+    assert LOOK_S + ANSWER_S <= 8
 
 
 def test_every_call_to_a_lost_machine_tells_it(cluster: Cluster) -> None:
