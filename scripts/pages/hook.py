@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mkdocs.structure.files import File, Files
 
 from ggmlb import __version__
-from scripts.pages import commands, notebooks, ops, project
+from scripts.pages import commands, gallery, notebooks, ops, project
 from scripts.pages.page import Page
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MADE: list[Page] = []
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the pages, and put them into the navigation."""
-    MADE[:] = [page for kind in (commands, notebooks, ops, project) for page in kind.pages()]
+    MADE[:] = [page for kind in (commands, gallery, notebooks, ops, project) for page in kind.pages()]
     config.nav = [filled(item) for item in config.nav or []]
     config.copyright = f"ggmlb {__version__}"
     return config

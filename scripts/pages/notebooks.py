@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from nbconvert import MarkdownExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
-from scripts.pages.page import Page
+from scripts.pages.page import ROOT, Page
 
 TEMPLATE = """
 {%- extends "markdown/index.md.j2" -%}
 {%- block stream -%}
-```text
+``` { .text .output }
 {{ output.text | strip_ansi | trim }}
 ```
 {% endblock stream -%}
 {%- block data_text -%}
-```text
+``` { .text .output }
 {{ output.data["text/plain"] }}
 ```
 {% endblock data_text -%}
@@ -30,7 +30,8 @@ TEMPLATE = """
 def pages() -> Iterator[Page]:
     """A page for each notebook, its pictures, and the notebook itself."""
     exporter = MarkdownExporter(raw_template=TEMPLATE)
-    for path in sorted(Path("notebooks").glob("*.ipynb")):
+    exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         text, resources = exporter.from_filename(str(path), {"unique_key": path.stem})
         title = text.strip().partition("\n")[0].lstrip("# ")
         download = f"\n\n[Download this notebook]({path.name})\n"

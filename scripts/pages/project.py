@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-from scripts.pages.page import Page
+from scripts.pages.page import ROOT, Page
 
 FILES = {"CHANGELOG.md": "Changelog", "CONTRIBUTING.md": "Contributing", "SECURITY.md": "Security"}
 
@@ -14,7 +13,7 @@ FILES = {"CHANGELOG.md": "Changelog", "CONTRIBUTING.md": "Contributing", "SECURI
 def pages() -> Iterator[Page]:
     """A page for each file."""
     for name, title in FILES.items():
-        text = re.sub(r"\]\(docs/", "](../", Path(name).read_text())
+        text = re.sub(r"\]\(docs/", "](../", (ROOT / name).read_text())
         for other in FILES:
             text = text.replace(f"]({other})", f"]({other.lower()})")
         yield Page(f"project/{name.lower()}", title, text)
