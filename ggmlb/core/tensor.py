@@ -27,6 +27,48 @@ Ne = tuple[int, int, int, int]
 """Four extents or byte strides in ggml order, innermost first."""
 
 
+class Layout:
+    """Type, extents and strides of a tensor; tensors that have these in common share one object.
+
+    Attributes:
+        dtype, ne, nb, nbytes: As the tensor's.
+        is_plain: Whether the strides are those of a contiguous tensor.
+    """
+
+    __slots__ = ("dtype", "is_plain", "nb", "nbytes", "ne")
+
+    def __init__(self, dtype: DType, ne: Ne, nb: Ne | None) -> None:
+        self.dtype, self.ne = dtype, ne
+        self.nb: Ne = contiguous_nb(dtype, ne) if nb is None else nb
+        is_whole = ne[0] % dtype.block_size == 0
+        self.is_plain = nb is None or (is_whole and nb == contiguous_nb(dtype, ne))
+        self.nbytes = extent_nbytes(dtype, ne, self.nb)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return layout_of, (self.dtype, self.ne, self.nb)
+
+
+MAX_LAYOUTS = 1 << 16
+"""Most layouts that are remembered; beyond it, all are forgotten, and equal ones may be two objects."""
+
+_layouts: dict[tuple[Any, ...], Layout] = {}
+
+
+def layout_of(dtype: DType, ne: Ne, nb: Ne | None = None) -> Layout:
+    """Return the layout of these extents and strides; contiguous without strides.
+
+    Raises:
+        ShapeError: `ne[0]` of a contiguous layout is not a whole number of blocks.
+    """
+    if len(_layouts) >= MAX_LAYOUTS:
+        _layouts.clear()
+    made = Layout(dtype, ne, nb)
+    found = _layouts.setdefault((dtype, ne, made.nb), made)
+    if nb is None:
+        _layouts[dtype, ne] = found
+    return found
+
+
 class Tensor(Operators):
     """An array of up to four dimensions, or the op that will compute one (ggml_tensor).
 
@@ -37,6 +79,7 @@ class Tensor(Operators):
         dtype: The element or block type.
         ne: Elements per dimension in ggml order, innermost first; always four.
         nb: Byte strides per dimension, in the same order.
+        layout: The three together.
         op: The op that computes it; `Op.NONE` for a leaf.
         params: The op's parameters by name. Plans notice changes.
         src: The operands; `None` where an optional one is absent.
@@ -52,10 +95,10 @@ class Tensor(Operators):
 
     __slots__ = (
         "__weakref__",
-        "_contiguous",
         "buffer",
         "dtype",
         "flags",
+        "layout",
         "maker",
         "name",
         "nb",
@@ -86,15 +129,13 @@ class Tensor(Operators):
             dtype = DType.parse(dtype)
         if type(op) is not Op:
             op = as_enum("Tensor", Op, op)
+        key = (dtype, ne) if nb is None else (dtype, ne, nb)
+        layout = _layouts.get(key) or layout_of(dtype, ne, nb)
+        self.layout = layout
         self.dtype = dtype
         self.ne = ne
-        self._contiguous = nb is None
-        if nb is None:
-            self.nb = contiguous_nb(dtype, ne)
-            self.nbytes = self.nb[3] * ne[3]
-        else:
-            self.nb = nb
-            self.nbytes = extent_nbytes(dtype, ne, nb)
+        self.nb = layout.nb
+        self.nbytes = layout.nbytes
         self.op = op
         self.src = src
         self.params: dict[str, Any] = Params(params) if params else Params()
@@ -169,7 +210,7 @@ class Tensor(Operators):
 
         Source: ggml_is_contiguous_0, _1 and _2: with `from_dim=1` rows may have gaps between them, etc.
         """
-        if self._contiguous:
+        if self.layout.is_plain:
             return True
         expected = self.dtype.type_size
         if self.ne[0] != self.dtype.block_size and self.nb[0] != expected:
@@ -207,7 +248,7 @@ class Tensor(Operators):
         clone.ne = self.ne
         clone.nb = self.nb
         clone.nbytes = self.nbytes
-        clone._contiguous = self._contiguous
+        clone.layout = self.layout
         clone.op = self.op
         clone.src = src
         clone.params = self.params
@@ -522,7 +563,7 @@ def extent_nbytes(dtype: DType, ne: Ne, nb: Ne) -> int:
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Whether type, extents and strides are equal (ggml_are_same_layout)."""
-    return a.dtype == b.dtype and a.ne == b.ne and a.nb == b.nb
+    return a.layout is b.layout or (a.dtype == b.dtype and a.ne == b.ne and a.nb == b.nb)
 
 
 def can_repeat(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import FreedError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.placement import placement_clock
-from ggmlb.core.tensor import Tensor
+from ggmlb.core.tensor import Tensor, layout_of
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.testing.memory import TestBuffer
 from tests.support.alloc_support import f32, graph_of, memory, model, place
@@ -106,6 +106,7 @@ def test_a_plan_in_place_is_not_used_for_another_layout() -> None:
         b = ctx.scale(a, 2.0)
         if transposed:  # as a backend's own layout might be
             b.nb = (16, 4, 64, 64)
+            b.layout = layout_of(b.dtype, b.ne, b.nb)
         return graph_of(b), a, b
 
     with GraphAllocator(memory()) as allocator:

@@ -30,7 +30,7 @@ class Kinds:
 
     Attributes:
         lowered: Steps by kind.
-        forms: Numbers of forms: type, extents, strides, alignment and packing.
+        forms: Numbers of forms: layout, alignment and packing.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Table:
         base, packs = self._buffers.get(buffer) or self._memory(buffer)
         address = base + tensor.offset
         packing = buffer.packing(tensor) if packs else ""
-        form = (tensor.dtype, tensor.ne, tensor.nb, address & ALIGNED, packing)
+        form = (tensor.layout, address & ALIGNED, packing)
         forms = self._kinds.forms
         place = self._places[tensor] = Place(address, forms.setdefault(form, len(forms)))
         return place

@@ -121,7 +121,7 @@ class _Writer:
         buffer, name = tensor.buffer, "" if self._is_nameless else tensor.name
         handle = NONE if buffer is None or self._handle_of is None else self._handle_of(buffer)
         offset = 0 if handle == NONE else tensor.offset
-        nb = None if tensor._contiguous else list(tensor.nb)
+        nb = None if tensor.layout.is_plain else list(tensor.nb)
         self._numbers[tensor] = number = len(self.records)
         self.records.append(
             [op.value, int(tensor.dtype), list(tensor.ne), nb, src, viewed, tensor.view_offs, handle, offset,

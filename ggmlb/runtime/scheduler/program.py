@@ -37,7 +37,7 @@ class Signature(IndexedGraph):
     Reading a graph un-places its tensors in compute memory, which is reused for each graph.
 
     Attributes:
-        facts: Types, extents, strides, and offsets in viewed tensors, each by number.
+        facts: Layouts, and offsets in viewed tensors, by number.
         params: The op's parameters, by number.
         places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
         requests: Backend index of tensors with a request, by number.
@@ -52,12 +52,7 @@ class Signature(IndexedGraph):
                 if buffer is None:
                     tensor.buffer = None
             placement_clock.tick()
-        self.facts = (
-            [t.dtype for t in tensors],
-            [t.ne for t in tensors],
-            [t.nb for t in tensors],
-            [t.view_offs for t in tensors],
-        )
+        self.facts = [t.layout for t in tensors], [t.view_offs for t in tensors]
         self.params = [t.params for t in tensors]
         placed = [tensors[i] for i in self.outside]
         where = [self.buffers[i] for i in self.outside]

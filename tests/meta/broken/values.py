@@ -12,16 +12,16 @@ from ggmlb.backends.cpu.lowering import CpuLowering
 from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.core.enums import NO_OPS, Op, Status
 from ggmlb.core.errors import BackendError
-from ggmlb.core.tensor import Tensor, contiguous_nb
+from ggmlb.core.tensor import Tensor, contiguous_nb, layout_of
 from ggmlb.interface import Device
 
 
 def like(t: Tensor, **changes: Any) -> Tensor:
     """The same tensor, seen wrongly."""
     clone = t.reading(t.src, t.view_src)
-    clone._contiguous = False
     for name, value in changes.items():
         setattr(clone, name, value)
+    clone.layout = layout_of(clone.dtype, clone.ne, clone.nb)
     return clone
 
 
