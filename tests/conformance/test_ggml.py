@@ -196,3 +196,14 @@ def test_results_that_are_read_elsewhere_are_not_fused_away(stream: Any) -> None
         stream.graph_compute(Graph().build_forward_expand(y))
         np.testing.assert_allclose(norm.to_numpy(), 1, rtol=1e-4)
         np.testing.assert_allclose(y.to_numpy(), 2, rtol=1e-4)
+
+
+def test_leafs_among_the_nodes_are_no_work(stream: Any) -> None:
+    """Ggml counts parameters among a graph's nodes, and tensors that nothing computes among its leafs."""
+    ctx = Context()
+    x = ctx.set_param(ctx.new_tensor("f32", (8, 3)))
+    unread, y = ctx.new_tensor("f32", (4,)), ctx.sqr(x)
+    with ggmlb.alloc_ctx_tensors(ctx, stream):
+        x.set_array(np.full((3, 8), 3.0))
+        assert stream.graph_compute(Graph([unread, y], [x])) is Status.SUCCESS
+        assert (y.to_numpy() == 9).all()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.buffer import GgmlBuffer
 from ggmlb.backends.ggml.library import operands
-from ggmlb.core.enums import BufferUsage, TensorFlag
+from ggmlb.core.enums import BufferUsage, Op, TensorFlag
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import GraphPlan
@@ -33,7 +33,8 @@ class GgmlPlan(GraphPlan):
     def __init__(self, backend: GgmlBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         device, library = backend.device, backend.device.library
-        c, nodes = library.load(), graph.nodes
+        c = library.load()
+        nodes = [node for node in graph.nodes if node.op is not Op.NONE]  # which ggml counts among leafs
         inside = set(nodes)
         leafs = dict.fromkeys(
             s for n in nodes for s in (*n.src, n.view_src) if s is not None and s not in inside
@@ -52,7 +53,8 @@ class GgmlPlan(GraphPlan):
                 links = (where[t.view_src], t.view_offs, operands(t, where))
                 library.pack(memory, i, t, (buffer, address, extra or 0), links, flags)
             else:
-                library.pack(memory, i, t, (buffer, address, extra or 0), None, t.flags)
+                flags = t.flags & ~TensorFlag.PARAM  # ggml counts parameters among nodes
+                library.pack(memory, i, t, (buffer, address, extra or 0), None, flags)
             if extra is None:
                 c["backend_buffer_init_tensor"](buffer, where[t])
         n = len(tensors) + 8

@@ -126,7 +126,7 @@ class Ggml:
     """
 
     def __init__(self, folder: Path) -> None:
-        libraries = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in LIBRARIES]
+        libraries = [ctypes.CDLL(str(folder / name)) for name in LIBRARIES]
         self.c: dict[str, Callable[..., Any]] = {}
         for name, (result, arguments) in FUNCTIONS.items():
             function = next(getattr(lib, name) for lib in libraries if hasattr(lib, name))
