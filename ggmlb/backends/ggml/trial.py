@@ -17,7 +17,7 @@ from ggmlb.backends.ggml.library import Library, guard
 from ggmlb.backends.ggml.trust import Judge, Shape, Trial, last_words
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op
+from ggmlb.core.enums import Hint, Op
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
 from ggmlb.interface import Backend, BufferType, tensor_alloc
@@ -144,6 +144,8 @@ def _values(node: Tensor, index: int, t: Tensor, draw: int) -> npt.NDArray[np.ui
     if t.dtype in (DType.I8, DType.I16, DType.I32, DType.I64):
         i1, i0 = np.ogrid[: math.prod(t.ne[1:]), : t.ne[0]]
         numbers = ((i0 + i1 % t.ne[1]) % _n_indices(node, index)).reshape(t.ne[::-1])
+    elif node.params.get("hint") is Hint.SRC0_IS_HADAMARD and index == 0:
+        numbers = _hadamard(t.ne)
     else:
         numbers = random.uniform(0.1, 1.0, t.ne[::-1]).astype(np.float32)
         if node.op not in POSITIVE:
@@ -157,6 +159,15 @@ def _values(node: Tensor, index: int, t: Tensor, draw: int) -> npt.NDArray[np.ui
     else:
         np.ndarray(t.ne[::-1], t.dtype.numpy, raw.data, 0, t.nb[::-1])[...] = numbers.astype(t.dtype.numpy)
     return raw
+
+
+def _hadamard(ne: Ne) -> npt.NDArray[np.float32]:
+    """Return matrices of rows that are orthogonal, of length 1, and of equal numbers but for their signs."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < ne[0]:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    rows = matrix[np.arange(ne[1]) % len(matrix), : ne[0]] / math.sqrt(ne[0])
+    return np.broadcast_to(rows, (ne[3], ne[2], ne[1], ne[0])).astype(np.float32)
 
 
 def _n_indices(node: Tensor, index: int) -> int:
