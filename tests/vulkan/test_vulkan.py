@@ -14,7 +14,7 @@ import pytest
 
 import ggmlb
 from ggmlb import BackendUnavailable, Context, DeviceType, Graph, RegistryError, Scheduler
-from ggmlb.models import TextModel
+from ggmlb.models import BertEmbedder, TextModel, default_text_model
 from tests.support.golden import claimed, wrong
 from tests.support.kit import faults
 from tests.support.text_models import write_text_model
@@ -92,6 +92,33 @@ def test_experts_on_the_cpu_and_attention_on_vulkan(tmp_path: Path) -> None:
     assert np.abs(found - expected).max() < 0.1  # it multiplies in half precision
     assert "MUL_MAT" in ran_on(placement, NAME)
     assert "MUL_MAT_ID" in ran_on(placement, "CPU") - ran_on(placement, NAME)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_layers_of_smollm2_on_vulkan() -> None:
+    """A real model: its products are in Q4_1 and Q8_0, rounded differently by each device."""
+    path = default_text_model()
+    expected, _ = logits(path, ["CPU"])
+    found, placement = logits(path, [NAME, "LLVM", "CPU"], layers_on={NAME: "0-9"})
+    assert ((found - expected) ** 2).sum() < 1e-3 * (expected**2).sum()
+    assert np.array_equal(found.argmax(axis=-1), expected.argmax(axis=-1))
+    devices = [p.device for p in placement]
+    assert devices.count(NAME) > 150 and devices.count("LLVM") > 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_layers_of_minilm_on_vulkan() -> None:
+    texts = ["A man is playing a guitar."]
+    with BertEmbedder(devices=["CPU"]) as embedder:
+        expected = embedder.embed(texts)
+    with BertEmbedder(devices=[NAME, "LLVM", "CPU"], layers_on={NAME: "0-2"}) as embedder:
+        found = embedder.embed(texts)
+        assert embedder.scheduler is not None
+        placement = embedder.scheduler.placement
+    assert np.abs(found - expected).max() < 1e-3  # of vectors of length 1
+    assert "MUL_MAT" in ran_on(placement, NAME) & ran_on(placement, "LLVM")
 
 
 def test_two_libraries_in_one_graph() -> None:
