@@ -39,7 +39,6 @@ class LlvmPlan(GraphPlan):
             BackendError: A step found bad data; names the node.
         """
         table = self._table
-        table.errors[:] = 0
         if self.backend.abort_callback is None:
             self._pool.run(table.address, 0, table.n_steps, table.shares)
         else:
@@ -56,6 +55,7 @@ class LlvmPlan(GraphPlan):
 
     def _raise(self) -> None:
         row, limit, i = self._table.errors[:3].tolist()
+        self._table.errors[:] = 0
         item = next(n for n, end in zip(self._items, self._table.ends, strict=True) if end >= i)
         node = item.result if isinstance(item, Group) else item
         raise BackendError(

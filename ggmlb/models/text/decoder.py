@@ -118,8 +118,13 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         """
 
     @abstractmethod
-    def decode(self, batch: Sequence[Token]) -> Floats:
-        """Compute a batch; return the logits of the tokens that want them, shape `(n, n_vocab)`."""
+    def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
+        """Compute a batch; return the logits of the tokens that want them, shape `(n, n_vocab)`.
+
+        Args:
+            batch: Tokens.
+            is_lent: Whether the next batch may overwrite the result, so that it need not be copied.
+        """
 
     @abstractmethod
     def hidden(self, batch: Sequence[Token]) -> Floats:
@@ -159,7 +164,9 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
     def _trace(self, batch: Sequence[Token], traced: Traced) -> None:
         """Compute a batch, and add values of nodes."""
 
-    def _start(self, graph: Step, positions: npt.NDArray[np.int32], n: int, traced: Traced) -> None:
+    def _start(
+        self, graph: Step, positions: npt.NDArray[np.int32] | list[int], n: int, traced: Traced
+    ) -> None:
         """Queue a graph; where nodes are traced, compute it, and add their values.
 
         Args:
@@ -229,6 +236,7 @@ class Decoder(BaseDecoder[KvMemory]):
         super().__init__(config, weights, memory, backends, changes, n_ubatch)
         self._cache = cache
         self._kv_home = kv_home
+        self._windows = (0, config.window) if config.window else (0,)
 
     def reserve(self) -> None:
         """Allocate the memory that the largest batches need, so that none allocates any.
@@ -242,11 +250,12 @@ class Decoder(BaseDecoder[KvMemory]):
             for n_out in {min(n, N_OUT), max(1, min(n - 1, N_OUT))}  # of those chosen, or of all
         )
 
-    def decode(self, batch: Sequence[Token]) -> Floats:
+    def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
         """Compute a batch, and keep its keys and values.
 
         Args:
             batch: At most `N_BATCH` tokens, of which at most `N_OUT` want logits.
+            is_lent: Whether the next batch may overwrite the result.
 
         Returns:
             Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
@@ -254,11 +263,30 @@ class Decoder(BaseDecoder[KvMemory]):
         Raises:
             AllocationError: Too few cells are free.
         """
+        if is_lent and len(batch) == 1 and batch[0].wants_logits:
+            return self._next(batch[0])
         return self._each(batch, lambda graph: graph.logits, self._config.n_vocab)
 
     def hidden(self, batch: Sequence[Token]) -> Floats:
         """As `decode`, but return normalised hidden states, shape `(n, n_embd)`."""
         return self._each(batch, lambda graph: graph.hidden, self._config.n_embd)
+
+    def _next(self, token: Token) -> Floats:
+        """Compute one token, as most steps do, and return its logits, which the next batch overwrites."""
+        memory = self._memory
+        cell = memory.take(token.sequence, token.position)
+        try:
+            sizes = 1, 1, self._n_kv()
+            graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
+            rows = [memory.row(token.sequence, token.position, window) for window in self._windows]
+            masks = [row[: 2 * sizes[2]] for row in rows]
+            graph.set_token(token.id, token.position, cell, masks)
+            self._start(graph, [token.position], 1, NOTHING)
+            self._runs.wait()
+        except BaseException:
+            memory.release(np.array([cell]))
+            raise
+        return graph.lent(graph.logits).reshape(1, -1)
 
     def _each(
         self,
@@ -286,10 +314,10 @@ class Decoder(BaseDecoder[KvMemory]):
                 if chosen or not self._n_ubatch:
                     self._runs.wait()
                 if chosen:
-                    found.append(output(graph).to_numpy().reshape(-1, width)[: len(chosen)])
+                    found.append(graph.lent(output(graph)).reshape(-1, width)[: len(chosen)].copy())
                 start = end
         except BaseException:  # the cells have no keys and values, or but some layers'
-            memory.sequence[cells] = FREE
+            memory.release(cells)
             raise
         return found[1] if len(found) == 2 else np.concatenate(found)
 
@@ -324,13 +352,14 @@ class Decoder(BaseDecoder[KvMemory]):
         n_tokens = _padded(n)
         n_out = n_tokens if len(chosen) == n_tokens else min(_padded(max(len(chosen), 1)), n_tokens)
         filled = _filled(sequences, n_tokens, FREE), _filled(positions, n_tokens)
-        spare = memory.n_cells + np.arange(n_tokens - n)
+        if n_tokens > n:
+            cells = np.concatenate([cells, memory.n_cells + np.arange(n_tokens - n)])
         sizes = (n_tokens, n_out, n_kv)
         graph: TextGraph = self._runs.get((*sizes, self.changes.key), lambda: self._new_graph(*sizes))
         graph.set_inputs(
             _filled(ids, n_tokens),
             filled[1],
-            np.concatenate([cells, spare]),
+            cells,
             self._masks(*filled, n_kv),
             _filled(np.array(chosen, np.int32), n_out),
         )
@@ -391,13 +420,13 @@ class Decoder(BaseDecoder[KvMemory]):
     def _masks(
         self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32], n_kv: int
     ) -> list[npt.NDArray[np.float16]]:
-        window = self._config.window
-        windows = (0, window) if window else (0,)
-        return [self._memory.mask(sequences, positions, n_kv, window) for window in windows]
+        return [self._memory.mask(sequences, positions, n_kv, window) for window in self._windows]
 
 
 def _filled(values: npt.NDArray[np.int32], n: int, value: int = 0) -> npt.NDArray[np.int32]:
     """Return `n` values, of which those that are missing are `value`."""
+    if len(values) == n:
+        return values
     found = np.full(n, value, np.int32)
     found[: len(values)] = values
     return found

@@ -93,6 +93,7 @@ class Request:
         self._sampler = Sampler(options)
         self._ends = ends
         self._detokenizer = detokenizer
+        self._unread: list[int] = []
         self._held = ""
         self._n_taken = 0
         self._times = [0.0, 0.0]
@@ -131,12 +132,15 @@ class Request:
             result.logprobs.append(log_probabilities(logits, options.logprobs))
         self.tokens.append(token)
         result.tokens.append(token)
-        self._add_text(self._detokenizer.add(token))
+        self._unread.append(token)
+        if options.stop:
+            self._read()
         if not self.is_done and len(result.tokens) >= options.max_tokens:
             self._end("length")
 
     def take(self) -> str:
         """Return the new text since the last call, except a possible beginning of a stop text."""
+        self._read()
         end = len(self.result.text)
         piece = self.result.text[self._n_taken : end]
         self._n_taken = end
@@ -144,10 +148,17 @@ class Request:
 
     def _end(self, why: str) -> None:
         if why != "stop":
+            self._read()
             self._add_text(self._detokenizer.flush())
             self.result.text += self._held
         self.result.stopped_by = self.result.stopped_by or why
         self.result.seconds = perf_counter() - self._times[1]
+
+    def _read(self) -> None:
+        """Make text of the tokens that are not text yet: all at once where nobody asks before the end."""
+        tokens, self._unread = self._unread, []
+        for token in tokens:
+            self._add_text(self._detokenizer.add(token))
 
     def _add_text(self, piece: str) -> None:
         self._held += piece
@@ -259,7 +270,7 @@ class Engine:
             batch += tokens
             if tokens and tokens[-1].wants_logits:
                 asking.append(request)
-        for request, row in zip(asking, self.decoder.decode(batch), strict=True):
+        for request, row in zip(asking, self.decoder.decode(batch, is_lent=True), strict=True):
             request.accept(row)
         return asking
 

@@ -89,14 +89,24 @@ class TextGraph(Step):
     ) -> None:
         """Write the inputs; `masks` are that for all tokens and, if the model has windows, that for these."""
         if self.layers.start == 0:
-            self.ids.set(ids)
-        self.positions.set(positions)
-        self.cells.set(cells)
-        self.mask.set(masks[0])
+            self.write(self.ids, ids)
+        self.write(self.positions, positions)
+        self.write(self.cells, cells)
+        self.write(self.mask, masks[0])
         if self.window_mask is not None:
-            self.window_mask.set(masks[1])
+            self.write(self.window_mask, masks[1])
         if self.chosen is not None:
-            self.chosen.set(chosen)
+            self.write(self.chosen, chosen)
+
+    def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
+        """As `set_inputs`, of a graph for one token."""
+        if self.layers.start == 0:
+            self.write_one(self.ids, number)
+        self.write_one(self.positions, position)
+        self.write_one(self.cells, cell)
+        self.write(self.mask, masks[0])
+        if self.window_mask is not None:
+            self.write(self.window_mask, masks[1])
 
     # Hidden states after the attention of the last layer are `[n_embd, n_out]`.
 

@@ -73,10 +73,10 @@ class MambaGraph(Step):
     ) -> None:
         """Write the inputs."""
         if self.layers.start == 0:
-            self.ids.set(ids)
-        self.slots.set(slots)
+            self.write(self.ids, ids)
+        self.write(self.slots, slots)
         if self.chosen is not None:
-            self.chosen.set(chosen)
+            self.write(self.chosen, chosen)
 
     def _mix(self, layer: int, x: Tensor, memory: StateMemory) -> Tensor:
         """Mix each token with the earlier ones of its sequence, by way of the layer's states.

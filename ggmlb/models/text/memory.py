@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,9 @@ from ggmlb.models.text.config import TextConfig
 
 FREE = -1
 """The sequence number of a cell that holds nothing."""
+
+HIDDEN = 0xFC00
+"""-inf as f16: what a mask has for cells that are not seen."""
 
 SPARE = 128
 """Cells after the last, for tokens that fill up a batch; nothing reads them."""
@@ -62,6 +66,7 @@ class KvMemory:
         keys: For each layer, `[n_key * n_head_kv, n_cells + SPARE]`.
         values: For each layer, `[n_value * n_head_kv, n_cells + SPARE]`.
         n_cells: Tokens that fit.
+        n_used: Cells up to the last that holds a token.
         buffers: The memory.
 
     Raises:
@@ -77,8 +82,12 @@ class KvMemory:
                     f"model has {n}: take f16"
                 )
         self.n_cells = n_cells
+        self.n_used = 0
+        self._first_free = 0  # no cell before it is free
+        self._rows: dict[tuple[int, int], _Row] = {}
         self.sequence = np.full(n_cells, FREE, np.int32)
         self.position = np.zeros(n_cells, np.int32)
+        self._sequences, self._positions = self.sequence.data, self.position.data
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         contexts: dict[int, tuple[Context, Backend]] = {}
@@ -98,7 +107,10 @@ class KvMemory:
         Raises:
             AllocationError: There are not so many.
         """
-        free = np.flatnonzero(self.sequence == FREE)[:n]
+        first = self._first_free
+        free = np.flatnonzero(self.sequence[first : first + n] == FREE) + first
+        if free.size < n:
+            free = np.flatnonzero(self.sequence == FREE)[:n]
         if free.size < n:
             raise AllocationError(
                 f"{n} tokens need cells of the memory of keys and values, but {free.size} of {self.n_cells} "
@@ -109,9 +121,58 @@ class KvMemory:
     def occupy(
         self, cells: npt.NDArray[np.int64], sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> None:
-        """Give cells to tokens."""
-        self.sequence[cells] = sequences
-        self.position[cells] = positions
+        """Give tokens the cells that `find_cells` returned."""
+        if cells.size == 1:
+            self._hold(int(cells[0]), int(sequences[0]), int(positions[0]))
+        elif cells.size:
+            self.sequence[cells] = sequences
+            self.position[cells] = positions
+            self._first_free = int(cells[-1]) + 1
+            self.n_used = max(self.n_used, self._first_free)
+            self._rows.clear()
+
+    # A decode step takes the three methods below: in a small model, work on arrays, whose code no cache has
+    # after the kernels, would be a tenth of the step.
+
+    def take(self, sequence: int, position: int) -> int:
+        """Give a token the first free cell, and return that.
+
+        Raises:
+            AllocationError: There is none.
+        """
+        cell = self._first_free
+        if cell == self.n_cells or self._sequences[cell] != FREE:
+            cell = int(self.find_cells(1)[0])
+        self._hold(cell, sequence, position)
+        return cell
+
+    def _hold(self, cell: int, sequence: int, position: int) -> None:
+        self._sequences[cell] = sequence
+        self._positions[cell] = position
+        self._first_free = cell + 1
+        self.n_used = max(self.n_used, self._first_free)
+        for key, row in list(self._rows.items()):
+            if key[0] == sequence and not row.add(cell, position):
+                del self._rows[key]
+
+    def row(self, sequence: int, position: int, window: int) -> memoryview:
+        """Return the bytes of the mask of a sequence's last token over all cells; see `mask`."""
+        row = self._rows.get((sequence, window))
+        if row is None or row.position != position:
+            token = np.array([sequence], np.int32), np.array([position], np.int32)
+            mask = self.mask(*token, self.n_cells, window)[0]
+            seen = np.flatnonzero(mask == 0)
+            row = _Row(mask, seen[np.argsort(self.position[seen])], position, window)
+            self._rows[sequence, window] = row
+        return row.raw
+
+    def release(self, cells: npt.NDArray[Any]) -> None:
+        """Free cells, given by numbers or a mask."""
+        self.sequence[cells] = FREE
+        held = np.flatnonzero(self.sequence != FREE)
+        self.n_used = int(held[-1]) + 1 if held.size else 0
+        self._first_free = int((self.sequence == FREE).argmax())
+        self._rows.clear()
 
     def remove(self, sequence: int, start: int = 0) -> int:
         """Free the cells of a sequence from a position on.
@@ -119,7 +180,7 @@ class KvMemory:
         Returns:
             The number of tokens that stay.
         """
-        self.sequence[(self.sequence == sequence) & (self.position >= start)] = FREE
+        self.release((self.sequence == sequence) & (self.position >= start))
         return int(np.count_nonzero(self.sequence == sequence))
 
     def fits(self, needs: Mapping[int, int]) -> bool:
@@ -130,12 +191,6 @@ class KvMemory:
         """
         held = (self.sequence != FREE) & ~np.isin(self.sequence, list(needs))
         return sum(needs.values()) + int(np.count_nonzero(held)) <= self.n_cells
-
-    @property
-    def n_used(self) -> int:
-        """Number of cells up to the last that holds a token."""
-        held = np.flatnonzero(self.sequence != FREE)
-        return int(held[-1]) + 1 if held.size else 0
 
     def mask(
         self,
@@ -199,3 +254,39 @@ class KvMemory:
         """Free the memory."""
         for buffer in self.buffers:
             buffer.free()
+
+
+class _Row:
+    """The mask of the last token of a sequence; the next token changes two cells of it at most.
+
+    Args:
+        mask: Of all cells.
+        seen: The cells that are seen, in the order of positions.
+        position: The token's.
+        window: Tokens that are seen; 0: all earlier ones.
+
+    Attributes:
+        position: The token's.
+        raw: The bytes of the mask.
+    """
+
+    def __init__(
+        self, mask: npt.NDArray[np.float16], seen: npt.NDArray[np.int64], position: int, window: int
+    ) -> None:
+        self.position = position
+        self.raw = mask.view(np.uint8).data
+        self._cells = mask.view(np.uint16).data
+        self._seen = deque(seen.tolist(), window)
+        self._window = window
+
+    def add(self, cell: int, position: int) -> bool:
+        """Go on to the next token; return `False` where another one was added."""
+        if position != self.position + 1:
+            return False
+        self.position = position
+        if self._window:
+            if len(self._seen) == self._window:
+                self._cells[self._seen[0]] = HIDDEN
+            self._seen.append(cell)
+        self._cells[cell] = 0
+        return True

@@ -51,11 +51,12 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
             for n_tokens in (min(n // n_sequences, self._n_ubatch or n),)
         )
 
-    def decode(self, batch: Sequence[Token]) -> Floats:
+    def decode(self, batch: Sequence[Token], is_lent: bool = False) -> Floats:
         """Compute a batch, and keep the states after it.
 
         Args:
             batch: At most `N_BATCH` tokens; those of a sequence in their order, each after the last.
+            is_lent: Whether the next batch may overwrite the result; it never does.
 
         Returns:
             Logits of the tokens that want them, in their order, shape `(n, n_vocab)`.
@@ -154,6 +155,6 @@ class RecurrentDecoder(BaseDecoder[StateMemory]):
         found = output(graph)
         if found is None:
             return {}
-        table = found.to_numpy().reshape(n_out, -1)
+        table = graph.lent(found).reshape(n_out, -1)
         at = wanted if n_out == n else range(len(wanted))
         return {places[j]: table[row].copy() for j, row in zip(wanted, at, strict=True)}

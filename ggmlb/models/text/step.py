@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Context, DType, Graph, Tensor
+from ggmlb import Buffer, Context, DType, Graph, Tensor
 
 if TYPE_CHECKING:
     from ggmlb.models.text.adapter import Adapter
@@ -63,8 +63,49 @@ class Step:
         self.layers = range(start, config.n_layer)
         self._adapters = changes.active if changes else ()
         self._multipliers: dict[tuple[Adapter, int], Tensor] = {}
+        self._views: dict[Tensor, tuple[Buffer, int, npt.NDArray[Any], memoryview]] = {}
 
-    def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32]) -> None:
+    # Inputs and outputs in host memory are reached by views, made once: in a step of a small model, the
+    # checks of `Tensor.set` and a copy of the logits take longer than some layers.
+
+    def write(self, tensor: Tensor, values: npt.NDArray[Any] | memoryview) -> None:
+        """Write all bytes of an input; an array may be of another type, and is converted."""
+        kept = self._view(tensor)
+        if isinstance(values, memoryview):
+            if kept is None:
+                tensor.set(values)
+            else:
+                kept[3][:] = values
+        elif kept is None:
+            tensor.set(values.astype(tensor.dtype.numpy, copy=False))
+        else:
+            kept[2][:] = values.reshape(-1)
+
+    def write_one(self, tensor: Tensor, value: int) -> None:
+        """Write the only element of an input."""
+        kept = self._view(tensor)
+        if kept is None:
+            tensor.set(np.array([value], tensor.dtype.numpy))
+        else:
+            kept[2][0] = value
+
+    def lent(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """Return all elements of an output, flat: memory that the next computation may overwrite."""
+        kept = self._view(tensor)
+        return tensor.to_numpy().reshape(-1) if kept is None else kept[2]
+
+    def _view(self, tensor: Tensor) -> tuple[Buffer, int, npt.NDArray[Any], memoryview] | None:
+        """Return the place of a tensor in host memory, its elements and its bytes; `None` if not there."""
+        buffer, offset = tensor.buffer, tensor.offset
+        if buffer is None or not buffer.is_host:
+            return None
+        kept = self._views.get(tensor)
+        if kept is None or kept[0] is not buffer or kept[1] != offset:
+            array = np.asarray(tensor).reshape(-1)
+            kept = self._views[tensor] = buffer, offset, array, array.view(np.uint8).data
+        return kept
+
+    def set_changes(self, changes: Changes, positions: npt.NDArray[np.int32] | list[int]) -> None:
         """Write what is added, of the layers and adapters that the graph was built for.
 
         Args:
