@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from typing import Annotated, Any, Final
 
@@ -18,6 +19,14 @@ COMMANDS: Final = (
     "quantize", "embed", "demo",
 )  # fmt: skip
 """Each is a function in the module of its name."""
+
+KEPT: Final = {
+    "bench": "devices not measured to the end are left out",
+    "generate": "the text so far is above; with --json, nothing is printed",
+    "quantize": "the new file was not written, and the old one is as it was",
+    "embed": "no file was written",
+}
+"""What Ctrl-C leaves, for commands that print or write before their end."""
 
 
 def _version(asked: bool) -> None:
@@ -34,6 +43,9 @@ def ggmlb(
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error; allowed anywhere on the line.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show no progress and notes; allowed anywhere on the line.")
     ] = False,
 ) -> None:
     """One compute graph over many devices: ggml's backend layer for Python.
@@ -58,13 +70,30 @@ def _app(args: Sequence[str]) -> typer.Typer:
     app.callback()(ggmlb)
     asked = next((arg for arg in args if not arg.startswith("-")), "")
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        app.command()(getattr(import_module(f"ggmlb.cli.{name}"), name))
+        app.command()(_stoppable(getattr(import_module(f"ggmlb.cli.{name}"), name)))
     return app
+
+
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command say at Ctrl-C what it leaves, and exit with the status that shells give to that."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:
+            left = KEPT.get(command.__name__, "nothing was written")
+            plain.echo(f"\nggmlb: stopped by Ctrl-C: {left}", sys.stderr)
+            raise typer.Exit(130) from None
+
+    return run
 
 
 def run(args: Sequence[str]) -> int:
     """Run one command and return the exit status; ggmlb's errors become one line on stderr."""
     debug = "--debug" in args
+    if "--quiet" in args:
+        plain.be_quiet()
     command: Any = typer.main.get_command(_app(args))
     try:
         try:
@@ -72,7 +101,7 @@ def run(args: Sequence[str]) -> int:
                 text = arg.encode(errors="replace").decode()  # names of files need not be UTF-8
                 if shown(text) != text:  # it would stand in the messages of typer, which sends it as it is
                     raise ArgumentError(f"the argument {arg} holds a control character; leave it out")
-            command.main([arg for arg in args if arg != "--debug"], prog_name="ggmlb")
+            command.main([arg for arg in args if arg not in ("--debug", "--quiet")], prog_name="ggmlb")
         finally:
             sys.stdout.flush()
     except Error as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console, progress_bar
+from ggmlb.cli.frame import Column, console, print_table, progress_bar
 from ggmlb.cli.options import HtmlOption, JsonOption, SomeDevicesOption, device_names
 
 if TYPE_CHECKING:
@@ -35,22 +35,28 @@ def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False, html: 
 
     found = ggmlb.devices() if devices is None else [ggmlb.device_by_name(n) for n in device_names(devices)]
     measured: list[tuple[Device, list[Figure]]] = []
+    is_stopped = False
     with progress_bar("measuring", len(found) * N_FIGURES) as progress:
         for device in found:
             of: list[Figure] = []
+            try:
+                for figure in figures(device):
+                    of.append(figure)
+                    progress(len(measured) * N_FIGURES + len(of), len(found) * N_FIGURES)
+            except KeyboardInterrupt:
+                is_stopped = True
+                break
             measured.append((device, of))
-            for figure in figures(device):
-                of.append(figure)
-                if progress is not None:
-                    progress(sum(len(f) for _, f in measured), len(found) * N_FIGURES)
     run = About.here(found).as_dict()
     data = json.dumps({"run": run, "devices": [_as_data(device, of) for device, of in measured]}, indent=1)
     if html is not None:
         write_page(html, "ggmlb bench", data)
     if as_json:
         plain.echo(data)
-    else:
+    elif measured:
         _print_table(measured)
+    if is_stopped:
+        raise KeyboardInterrupt
 
 
 N_FIGURES = 16
@@ -63,20 +69,17 @@ def _as_data(device: Device, figures: Sequence[Figure]) -> dict[str, Any]:
 
 
 def _print_table(measured: Sequence[tuple[Device, Sequence[Figure]]]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from ggmlb.cli.tables import three_digits
 
-    table = Table(title="Measured speed of devices", title_justify="left")
-    table.add_column("Measured", no_wrap=True)
-    table.add_column("Unit", no_wrap=True)
-    for device, _ in measured:
-        table.add_column(Text(device.name, style="bold"), justify="right", no_wrap=True)
-    for row in zip(*(figures for _, figures in measured), strict=True):
-        cells = [three_digits(f.value) if f.value is not None else "-" for f in row]
-        table.add_row(row[0].name, row[0].unit, *cells)
+    columns = [Column("Measured", wraps=True), Column("Unit")]
+    columns += [Column(device.name, right=True, drop=i) for i, (device, _) in enumerate(measured)]
+    rows = (
+        (of[0].name, of[0].unit, *(three_digits(f.value) if f.value is not None else "-" for f in of))
+        for of in zip(*(figures for _, figures in measured), strict=True)
+    )
     out = console()
-    out.print(table)
+    print_table(out, "Measured speed of devices", columns, rows)
     for device, _ in measured:
         out.print(Text.assemble((device.name, "bold"), f": {device.description}"), soft_wrap=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console, progress_bar
+from ggmlb.cli.frame import Column, console, print_table, progress_bar
 from ggmlb.cli.model_options import ThreadsOption, open_model
 from ggmlb.cli.options import DevicesOption, JsonOption
 from ggmlb.cli.passages import PASSAGES
-from ggmlb.core.errors import ArgumentError, shown
+from ggmlb.core.errors import ArgumentError
 
 if TYPE_CHECKING:
     from ggmlb.models import Comparison, TextModel
@@ -89,17 +89,10 @@ def _as_data(found: Comparison, reference: Path, other: Path) -> dict[str, objec
 
 
 def _print(found: Comparison, reference: Path, other: Path) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    title = f"{shown(other.name)} against {shown(reference.name)}, {found.n_tokens} tokens"
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("After layer", justify="right")
-    table.add_column("NMSE", justify="right")
-    for layer, nmse in enumerate(found.layers):
-        table.add_row(str(layer), f"{nmse:.2e}")
+    title = f"{other.name} against {reference.name}, {found.n_tokens} tokens"
+    columns = (Column("After layer", right=True), Column("NMSE", right=True))
     out = console()
-    out.print(table)
+    print_table(out, title, columns, ((str(i), f"{nmse:.2e}") for i, nmse in enumerate(found.layers)))
     told = [f"mean {found.divergences.mean():.4g}"]
     told += [f"{name} {found.divergence(share):.4g}" for name, share in SHARES.items()]
     out.print(f"divergence of the predictions in nats: {', '.join(told)}", soft_wrap=True)

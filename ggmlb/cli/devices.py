@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import Column, console, print_table
 from ggmlb.cli.options import AddressOption, JsonOption
 
 if TYPE_CHECKING:
     from ggmlb.cli.plain import Found
     from ggmlb.interface.registry import Unavailable
+
+COLUMNS = (
+    Column("Name", style="bold"), Column("Type"), Column("Memory free / total", right=True, drop=1),
+    Column("Capabilities", wraps=True, drop=2), Column("Description", wraps=True),
+)  # fmt: skip
 
 
 def devices(
@@ -33,21 +38,20 @@ def devices(
 
 
 def _print_table(found: Sequence[Found], missing: Sequence[Unavailable]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Devices", title_justify="left")
-    table.add_column("Name", style="bold", no_wrap=True)
-    table.add_column("Type", no_wrap=True)
-    table.add_column("Memory free / total", justify="right", no_wrap=True)
-    table.add_column("Capabilities", overflow="fold")
-    table.add_column("Description", overflow="fold")
-    for _, props in found:
-        caps = ", ".join(name for name, has in props.caps.as_dict().items() if has)
-        cells = (props.name, props.type.value, plain.memory(props), caps or "-", props.description)
-        table.add_row(*map(Text, cells))  # as they are: a name may hold what rich takes for markup
+    rows = (
+        (
+            props.name,
+            props.type.value,
+            plain.memory(props),
+            ", ".join(name for name, has in props.caps.as_dict().items() if has) or "-",
+            props.description,
+        )
+        for _, props in found
+    )
     out = console()
-    out.print(table)
+    print_table(out, "Devices", COLUMNS, rows)
     for m in missing:
         out.print(Text.assemble((m.name, "bold yellow"), plain.reason(m)), soft_wrap=True)
     for note in plain.notes():

@@ -16,7 +16,7 @@ import numpy as np
 import typer
 
 from ggmlb.cli import diff_models, plain
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import Column, Row, console, print_table
 from ggmlb.cli.options import JsonOption, complete_devices, device_names
 from ggmlb.core.errors import ArgumentError, Error
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 LIMIT = 1e-5
 """NMSE above which a node differs, far above rounding errors; a golden program may allow more."""
-
-RIGHT = ("#", "NMSE", "Max error", "Nodes", "Worst NMSE")
-"""Columns of numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,30 +258,24 @@ def _as_data(comparison: Comparison) -> dict[str, Any]:
 
 
 def _print_nodes(comparison: Comparison, names: list[str]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{comparison.program}: {names[1]} against {names[0]}", title_justify="left")
-    for header in ("#", "Node", "Computes", "NMSE", "Max error", ""):
-        table.add_column(header, justify="right" if header in RIGHT else "left", no_wrap=True)
     first = comparison.first
-    for d in comparison.nodes:
-        differs = not d.nmse <= comparison.limit
-        mark = "<- first difference" if d is first else "differs" if differs else ""
-        style = "bold red" if d is first else "red" if differs else None
-        row = (str(d.index), d.node, d.op, f"{d.nmse:.1e}", f"{d.max_error:.1e}", mark)
-        table.add_row(*(_plain(cell) for cell in row), style=style)
+    columns = (
+        Column("#", right=True), Column("Node"), Column("Computes", drop=2), Column("NMSE", right=True),
+        Column("Max error", right=True, drop=1), Column("", wraps=True),
+    )  # fmt: skip
+    rows = (
+        Row((str(d.index), d.node, d.op, f"{d.nmse:.1e}", f"{d.max_error:.1e}", mark), style)
+        for d in comparison.nodes
+        for mark, style in [diff_models.marked(d is first, not d.nmse <= comparison.limit)]
+    )
     out = console()
-    out.print(table)
+    print_table(out, f"{comparison.program}: {names[1]} against {names[0]}", columns, rows)
     n = sum(not d.nmse <= comparison.limit for d in comparison.nodes)
     out.print(f"{n} of {len(comparison.nodes)} nodes differ by an NMSE above {comparison.limit:g}")
 
 
 def _print_programs(done: list[Comparison], names: list[str]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{names[1]} against {names[0]}", title_justify="left")
-    for header in ("Program", "Nodes", "Worst NMSE", "First difference"):
-        table.add_column(header, justify="right" if header in RIGHT else "left")
+    rows = []
     for c in done:
         first = c.first
         worst = max((d.nmse for d in c.nodes), default=0.0)
@@ -292,16 +283,13 @@ def _print_programs(done: list[Comparison], names: list[str]) -> None:
         if first is not None:
             told = f"node {first.index}: {first.op} {first.node}, NMSE {first.nmse:.1e}"
         cells = (c.program, str(len(c.nodes)), "-" if c.skipped else f"{worst:.1e}", told)
-        style = "dim" if c.skipped else "red" if first else None
-        table.add_row(*(_plain(cell) for cell in cells), style=style)
+        rows.append(Row(cells, "dim" if c.skipped else "red" if first else ""))
+    columns = (
+        Column("Program", wraps=True), Column("Nodes", right=True, drop=1), Column("Worst NMSE", right=True),
+        Column("First difference", wraps=True),
+    )  # fmt: skip
     out = console()
-    out.print(table)
+    print_table(out, f"{names[1]} against {names[0]}", columns, rows)
     n_skipped = sum(bool(c.skipped) for c in done)
     n = sum(c.first is not None for c in done)
     out.print(f"{n} of {len(done) - n_skipped} programs differ; {n_skipped} not computed")
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import Column, Row, console, print_table
 from ggmlb.cli.passages import PASSAGES
 from ggmlb.core.errors import shown
 
@@ -58,23 +58,21 @@ def _as_data(found: Differences, path: Path, devices: Sequence[str]) -> dict[str
 
 def _print(found: Differences, path: Path, devices: Sequence[str], max_tokens: int) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     a, b = devices
-    title = escape(f"{shown(path.name)}: {b} against {a}")
-    table = Table(title=title, title_justify="left")
-    for header in ("Node", "NMSE", "Max error", "Token", "Element", a, b, ""):
-        table.add_column(header, justify="left" if header in ("Node", "") else "right", no_wrap=True)
     first = found.first
+    columns = (
+        Column("Node"), Column("NMSE", right=True), Column("Max error", right=True, drop=1),
+        Column("Token", right=True), Column("Element", right=True), Column(a, right=True, drop=2),
+        Column(b, right=True, drop=3), Column("", wraps=True),
+    )  # fmt: skip
+    rows = []
     for d in _shown(found):
-        differs = not d.nmse <= found.limit
-        mark = "<- first difference" if d is first else "differs" if differs else ""
-        style = "bold red" if d is first else "red" if differs else None
+        mark, style = marked(d is first, not d.nmse <= found.limit)
         numbers = (f"{d.nmse:.1e}", f"{d.max_error:.1e}", str(d.token), str(d.element))
-        values = (f"{value:.5g}" for value in d.values)
-        table.add_row(d.name, *numbers, *values, mark, style=style)
+        rows.append(Row((d.name, *numbers, *(f"{value:.5g}" for value in d.values), mark), style))
     out = console()
-    out.print(table)
+    print_table(out, f"{path.name}: {b} against {a}", columns, rows)
     if first is None:
         out.print(f"no node differs by an NMSE above {found.limit:g}; of each layer, the worst is shown")
     if not max_tokens:
@@ -101,3 +99,9 @@ def _shown(found: Differences) -> list[NodeDifference]:
         if found.first in nodes:
             break
     return rows
+
+
+def marked(is_first: bool, differs: bool) -> tuple[str, str]:
+    """Return the mark and the style of a node's row."""
+    mark = "<- first difference" if is_first else "differs" if differs else ""
+    return mark, "bold red" if is_first else "red" if differs else ""

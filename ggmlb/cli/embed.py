@@ -61,10 +61,8 @@ def embed(
         plain.echo(json.dumps(told))
     else:
         rows, columns = embeddings.shape
-        plain.echo(
-            f"{output_file}: {rows:,} x {columns} float32, computed in {took:.2f} s on {', '.join(used)}",
-            sys.stderr,
-        )
+        of = f"{rows:,} x {columns} float32"
+        plain.note(f"{output_file}: {of}, computed in {took:.2f} s on {', '.join(used)}")
 
 
 def read_texts(source: str) -> list[str]:

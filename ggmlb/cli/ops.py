@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import Column, console, print_table
 from ggmlb.cli.options import JsonOption, SomeDevicesOption, device_names
 
 if TYPE_CHECKING:
@@ -55,15 +55,10 @@ def _names(types: Sequence[object]) -> list[str]:
 
 
 def _print_table(devices: Sequence[Device]) -> None:
-    from rich.table import Table
-
-    table = Table(title="Supported types of the main operand", title_justify="left")
-    table.add_column("Op", style="bold", no_wrap=True)
-    for device in devices:
-        table.add_column(device.name)
-    for op, cells in _rows(devices):
-        table.add_row(op, *cells)
-    console().print(table)
+    columns = [Column("Op", style="bold")]
+    columns += [Column(device.name, wraps=True, drop=i) for i, device in enumerate(devices)]
+    rows = ((op, *cells) for op, cells in _rows(devices))
+    print_table(console(), "Supported types of the main operand", columns, rows)
 
 
 def _rows(devices: Sequence[Device]) -> list[tuple[str, list[str]]]:

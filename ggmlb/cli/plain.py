@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ggmlb.core.errors import readable_size, shown
+from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.interface import DeviceProps
@@ -23,6 +24,22 @@ Found = tuple[str, "DeviceProps"]
 def echo(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
     """Print lines with escaped control characters, by default on standard output; at once without `end`."""
     print(shown(text), file=stream, end=end, flush=not end)
+
+
+def note(text: str) -> None:
+    """Print a line that is no result on standard error, unless `--quiet` is given."""
+    if not is_quiet():
+        echo(text, sys.stderr)
+
+
+def be_quiet() -> None:
+    """Show neither progress nor notes from now on."""
+    env.put("GGMLB_PROGRESS", "0")
+
+
+def is_quiet() -> bool:
+    """Whether neither progress nor notes are wanted."""
+    return not env.flag("GGMLB_PROGRESS", default=True)
 
 
 def drop_output() -> None:

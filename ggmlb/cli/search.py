@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.cli.frame import Column, print_table
 from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
@@ -83,17 +84,12 @@ def _model_name(embedder: BertEmbedder) -> str:
 
 def print_devices(out: Console, backends: Sequence[Backend], homes: Mapping[int | str, str]) -> None:
     """Print which device holds what."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title="Who holds what", title_justify="left")
-    table.add_column("Device", style="bold", no_wrap=True)
-    table.add_column("Weights it holds", no_wrap=True)
-    table.add_column("Description")
-    for backend in backends:
-        held = [str(part) for part, home in homes.items() if home == backend.name]
-        table.add_row(backend.name, _held(held), Text(backend.device.description))
-    out.print(table)
+    columns = (Column("Device", style="bold"), Column("Weights it holds"), Column("Description", wraps=True))
+    rows = (
+        (b.name, _held([str(part) for part, home in homes.items() if home == b.name]), b.device.description)
+        for b in backends
+    )
+    print_table(out, "Who holds what", columns, rows)
 
 
 def _held(parts: list[str]) -> str:
@@ -106,22 +102,20 @@ def _held(parts: list[str]) -> str:
 
 
 def _print_splits(out: Console, embedder: BertEmbedder) -> None:
-    from rich.table import Table
-
     from ggmlb.core.enums import NO_OPS
 
     scheduler = embedder.scheduler
     assert scheduler is not None  # a batch was embedded
-    table = Table(title="How the graph was cut", title_justify="left")
-    table.add_column("Split", justify="right")
-    table.add_column("Runs on", style="bold", no_wrap=True)
-    table.add_column("Ops", justify="right")
-    table.add_column("Copied to it first")
+    rows = []
     for i, split in enumerate(scheduler.splits):
         n_ops = sum(node.op not in NO_OPS for node in split.nodes)
         copies = ", ".join(f"{item.tensor.name} ({readable_size(item.nbytes)})" for item in split.inputs)
-        table.add_row(str(i), split.backend.name, str(n_ops), copies or "-")
-    out.print(table)
+        rows.append((str(i), split.backend.name, str(n_ops), copies or "-"))
+    columns = (
+        Column("Split", right=True), Column("Runs on", style="bold"), Column("Ops", right=True),
+        Column("Copied to it first", wraps=True),
+    )  # fmt: skip
+    print_table(out, "How the graph was cut", columns, rows)
 
 
 def _converse(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import Column, console, print_table
 from ggmlb.cli.options import JsonOption
-from ggmlb.core.errors import readable_size, shown
+from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf import GgufFile
@@ -41,7 +41,6 @@ def show(
 
 
 def _print(file: GgufFile) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from ggmlb.models.gguf import summary
@@ -50,22 +49,17 @@ def _print(file: GgufFile) -> None:
     for name, fact in summary.facts(file).items():
         if fact:
             out.print(Text(f"{name}: {fact}"))
-    values = Table(title="Metadata", title_justify="left")
-    values.add_column("Key", style="bold", overflow="fold")
-    values.add_column("Type", no_wrap=True)
-    values.add_column("Value", overflow="fold")
-    for row in summary.rows(file.metadata):
-        values.add_row(*(Text(shown(cell)) for cell in (row.key, row.kind, row.text())))
-    tensors = Table(title="Tensors", title_justify="left")
-    tensors.add_column("Name", style="bold", overflow="fold")
-    tensors.add_column("Type", no_wrap=True)
-    tensors.add_column("ne", overflow="fold")
-    for name in ("Size", "Offset"):
-        tensors.add_column(name, justify="right", no_wrap=True)
-    for name, tensor in file.items():
-        ne = ", ".join(map(str, tensor.ne))
-        size = readable_size(tensor.nbytes)
-        cells = (shown(name), tensor.dtype.name, ne, size, f"{tensor.offset:,}")
-        tensors.add_row(*map(Text, cells))
-    out.print(values)
-    out.print(tensors)
+    columns = (Column("Key", style="bold"), Column("Type", drop=1), Column("Value", wraps=True))
+    rows = ((row.key, row.kind, row.text()) for row in summary.rows(file.metadata))
+    print_table(out, "Metadata", columns, rows)
+    tensors = (
+        (name, t.dtype.name, ", ".join(map(str, t.ne)), readable_size(t.nbytes), f"{t.offset:,}")
+        for name, t in file.items()
+    )
+    print_table(out, "Tensors", TENSOR, tensors)
+
+
+TENSOR = (
+    Column("Name", style="bold"), Column("Type"), Column("ne", wraps=True),
+    Column("Size", right=True, drop=1), Column("Offset", right=True, drop=2),
+)  # fmt: skip

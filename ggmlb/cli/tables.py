@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ggmlb.cli.frame import Column, Row, print_table
 from ggmlb.testing.results import Outcome, Result, counts
 
 if TYPE_CHECKING:
@@ -19,8 +20,11 @@ STYLES = {
     Outcome.XFAILED: "yellow",
     Outcome.XPASSED: "bold red",
 }
-WIDE = 120
-"""Least columns of a terminal to show operands."""
+PERF = (
+    Column("Op", style="bold"), Column("Time", right=True), Column("GB/s", right=True),
+    Column("GFLOP/s", right=True, drop=2), Column("Of its limit", right=True, drop=1),
+    Column("Operands", wraps=True, drop=3),
+)  # fmt: skip
 N_REASONS = 8
 """Most reasons for skipping shown."""
 
@@ -43,13 +47,9 @@ def print_results(out: Console, results: Sequence[Result], verbose: bool = False
 
 
 def _print_families(out: Console, device: str, mode: str, cases: Sequence[Result]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{device}, mode {mode}", title_justify="left")
-    table.add_column("Op", style="bold", no_wrap=True)
-    for name in ("Passed", "Failed", "Skipped"):
-        table.add_column(name, justify="right")
-    table.add_column("Supported" if mode == "support" else "Largest NMSE", justify="right", no_wrap=True)
+    figures = ("Passed", "Failed", "Skipped", "Supported" if mode == "support" else "Largest NMSE")
+    columns = (Column("Op", style="bold"), *(Column(name, right=True) for name in figures))
+    rows = []
     for family, group in groupby(cases, lambda r: r.family):
         of = list(group)
         n = counts(of)
@@ -60,10 +60,10 @@ def _print_families(out: Console, device: str, mode: str, cases: Sequence[Result
         else:
             errors = [r.nmse for r in of if r.nmse is not None]
             last = f"{max(errors):.1e}" if errors else "-"
-        style = "red" if bad else "dim" if skipped == len(of) else None
+        style = "red" if bad else "dim" if skipped == len(of) else ""
         numbers = [str(x) if x else "-" for x in (n[Outcome.PASSED], bad, skipped)]
-        table.add_row(family, *numbers, last, style=style)
-    out.print(table)
+        rows.append(Row((family, *numbers, last), style))
+    print_table(out, f"{device}, mode {mode}", columns, rows)
 
 
 def _print_cases(out: Console, cases: Sequence[Result]) -> None:
@@ -79,32 +79,14 @@ def _print_cases(out: Console, cases: Sequence[Result]) -> None:
 
 
 def _print_perf(out: Console, device: str, cases: Sequence[Result]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    is_wide = out.width >= WIDE
-    # 80 columns have no room for lines between cells; names may wrap, figures may not.
-    table = Table(
-        title=f"{device}, mode perf",
-        title_justify="left",
-        box=box.HEAVY_HEAD if is_wide else box.SIMPLE_HEAD,
-        padding=(0, 1) if is_wide else 0,
-        show_edge=is_wide,
-    )
-    table.add_column("Op", style="bold", overflow="fold")
-    for name in ("Time", "GB/s", "GFLOP/s", "Of its limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if is_wide:
-        table.add_column("Operands")
     measured = [r for r in cases if r.outcome is Outcome.PASSED and r.time_s is not None]
+    rows = []
     for memory, group in groupby(measured, lambda r: str(r.facts["memory"])):
         if memory:
-            table.add_row(f"weights in {memory}:", style="dim")
-        for r in group:
-            cells = _perf_cells(r, memory)
-            table.add_row(*(cells if is_wide else cells[:-1]))
-    if measured:
-        out.print(table)
+            rows.append(Row((f"weights in {memory}:",), "dim"))
+        rows += [Row(_perf_cells(r, memory)) for r in group]
+    if rows:
+        print_table(out, f"{device}, mode perf", PERF, rows)
     for limits in dict.fromkeys(_limits(r) for r in measured):
         out.print(limits, style="dim", markup=False, soft_wrap=True)
 

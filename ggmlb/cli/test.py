@@ -79,11 +79,14 @@ def test(
     mode: Annotated[
         Mode,
         typer.Option(
+            metavar="MODE",
             help="test: values and memory; support: supports_op lies neither way; perf: speed; "
-            "behaviour: order, copies, buffers, plans; all: these four; it says how long they will take."
+            "behaviour: order, copies, buffers, plans; all: these four; it says how long they will take.",
         ),
     ] = Mode.test,
-    format: Annotated[Format, typer.Option("--format", help="Format of the results.")] = Format.table,
+    format: Annotated[
+        Format, typer.Option("--format", metavar="FORMAT", help="table, json, csv or junit.")
+    ] = Format.table,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write the results to a file.")
@@ -205,7 +208,7 @@ def _tell_time(work: Sequence[Task], names: Sequence[str], jobs: int) -> None:
     if work:
         each = ", ".join(f"{of:,} of mode {mode}" for mode, of in n.items())
         took = forecast(work, jobs)
-        plain.echo(f"ggmlb: {n.total():,} cases on {', '.join(names)} ({each}): {took}", sys.stderr)
+        plain.note(f"ggmlb: {n.total():,} cases on {', '.join(names)} ({each}): {took}")
 
 
 def _run(
@@ -236,8 +239,7 @@ def _run(
                     found.append((i, known[result.device].judge(result)))
                     if report is not None:
                         report.add(found[-1][1])
-                if progress is not None:
-                    progress(len(found), total)
+                progress(len(found), total)
             if report is not None:
                 with stops.held(), _writing():
                     report.close()

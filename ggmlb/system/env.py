@@ -22,6 +22,11 @@ def paths(name: str) -> list[str]:
     return [path for path in (text(name) or "").split(os.pathsep) if path]
 
 
+def put(name: str, value: str) -> None:
+    """Set a variable, for this process and those that it starts."""
+    os.environ[name] = value
+
+
 def extended(more: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with more variables, for a process."""
     return {**os.environ, **more}
