@@ -15,7 +15,6 @@ from ggmlb import ArgumentError, FreedError, ModelError
 from ggmlb.cli import main
 from ggmlb.models import TextModel
 from tests.models.test_inside import PLACES, on_places
-from tests.models.test_inside import models as models
 from tests.support.adapters import adapted, write_adapter, write_merged
 from tests.support.gguf_files import write_gguf
 from tests.support.text_models import KINDS

@@ -15,7 +15,6 @@ from ggmlb import ArgumentError
 from ggmlb.cli import main
 from ggmlb.models import TextModel
 from tests.models.test_inside import PLACES, places_of
-from tests.models.test_inside import models as models
 from tests.support.llama_cpp import log_probs
 from tests.support.text_models import KINDS, write_text_model
 
