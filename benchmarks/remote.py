@@ -1,14 +1,17 @@
 """Devices of other machines, beside Ray itself, pyzmq and a memcpy; and what a network makes of a 70B model.
 
-One machine, two processes: the driver, and Ray's actor with the machine's devices. `null call` is an empty
-message, beside an empty call of a plain Ray actor. Transfers are `set_tensor` and `get_tensor`, beside a copy
-in this process and a request to a process over pyzmq (TCP). A `decode step` has half of the model's layers
-there; its floor is the step with all layers here, and one call of a plain actor that takes and returns an
-array as large as what the split takes. All take turns; medians, and least and most.
+One machine poses as two: two nodes of Ray, each with an actor that has the machine's devices, and the driver.
+A `null call` is an empty message, beside an empty call of a plain Ray actor. Transfers are `set_tensor` and
+`get_tensor`, beside a plain actor that takes or returns an array, a request to a process over pyzmq (TCP),
+and a copy in this process. A `decode step` has half of the model's layers on one node, or a third on each;
+beside it are the step with all layers here, and Ray's floor: a call of a plain actor that takes and returns
+an array as large as what a split takes. `over the kernels` is what the step takes beyond the one here, in
+such calls. All take turns; medians, and least and most. `lost` is how long a call takes to tell that an actor
+was killed (SIGKILL), or does not answer (SIGSTOP).
 
 The simulation adds up, for one sequence on N machines in a row: each machine's weights by its memory's rate,
-and for each hop a call and the activations by the network's rate. Before it is the same sum for the step that
-was measured. With more sequences at once than machines, a pipeline hides all but the slowest machine.
+and for each hop a call and the activations by the network's rate. Before it is the same sum for the steps
+that were measured. With more sequences at once than machines, a pipeline hides all but the slowest machine.
 
     python benchmarks/remote.py [--rounds 9] [--model FILE] [--simulate] [--save]
 """
@@ -16,9 +19,12 @@ was measured. With more sequences at once than machines, a pipeline hides all bu
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -31,6 +37,9 @@ from ggmlb.models import TextModel
 
 N_TOKENS = 24
 SIZES = (1 << 12, 1 << 20, 1 << 24)
+STORE = 256 << 20
+"""Bytes of a node's object store."""
+
 PROMPT = "Once upon a time there was"
 
 
@@ -67,6 +76,12 @@ class Plain:
 
     def call(self, *data: Any) -> Any:
         return data[0] if data else None
+
+    def take(self, data: Any) -> None:
+        pass
+
+    def give(self, n: int) -> Any:
+        return np.empty(n, np.uint8)
 
 
 def answer(port: Any) -> None:
@@ -127,6 +142,7 @@ def transfers(device: Any, actor: Any, rounds: int) -> Table:
             ways = {
                 "in": {
                     "ggmlb": timed(write, 3),
+                    "Ray": timed(lambda data=data: ray.get(actor.take.remote(data)), 3),
                     "pyzmq": timed(lambda data=data: zmq.request(0, data), 3),
                     "memcpy": timed(lambda out=out, data=data: np.copyto(out, data), 3),
                 },
@@ -134,6 +150,7 @@ def transfers(device: Any, actor: Any, rounds: int) -> Table:
                     "ggmlb": timed(
                         lambda tensor=tensor, out=out: tensor.buffer.get_tensor(tensor, out=out), 3
                     ),
+                    "Ray": timed(lambda n=n, out=out: np.copyto(out, ray.get(actor.give.remote(n))), 3),
                     "pyzmq": timed(lambda n=n: zmq.request(n), 3),
                 },
             }
@@ -145,27 +162,28 @@ def transfers(device: Any, actor: Any, rounds: int) -> Table:
     return table
 
 
-class Step(NamedTuple):
-    """Median seconds of a decode step: here, half there, an actor's call; and calls for each token."""
-
-    local_s: float
-    remote_s: float
-    call_s: float
-    n_calls: float
-
-
-def decode(path: str | None, device: Any, actor: Any, rounds: int) -> tuple[Table, Step]:
+def decode(path: str | None, devices: Sequence[Any], actor: Any, rounds: int) -> tuple[Table, Table, float]:
+    """The table of steps, the table of the simulation's sums beside them, and seconds of a call."""
     import ray
 
-    table = Table("decode step", "time [ms]", "least and most", "over the floor", "calls", "bytes sent")
-    name, link = device.name, device.link
-    here = device.far_name
+    table = Table(
+        "decode step", "time [ms]", "least and most", "over the kernels [calls]", "calls", "bytes sent"
+    )
+    links = [device.link for device in devices]
+    here = devices[0].far_name
     options: dict[str, Any] = {"n_ctx": 256}
     with TextModel(path, [here, "CPU"], **options) as model:
-        n_layer = model.config.n_layer
-        n_embd = model.config.n_embd
-    layers = {name: f"0-{n_layer // 2 - 1}", here: f"{n_layer // 2}-{n_layer - 1}"}
+        n_layer, n_embd = model.config.n_layer, model.config.n_embd
     data = np.zeros(2 * n_embd, np.float32)
+    tokens: dict[tuple[int, ...], None] = {}
+
+    def spread(stack: ExitStack, remote: Sequence[Any]) -> TextModel:
+        """The model with its first layers on other machines, as many on each as here."""
+        names = [device.name for device in remote]
+        each = n_layer // (len(names) + 1)
+        layers = {name: f"{i * each}-{(i + 1) * each - 1}" for i, name in enumerate(names)}
+        layers[here] = f"{len(names) * each}-{n_layer - 1}"
+        return stack.enter_context(TextModel(path, [*names, here, "CPU"], layers, **options))
 
     def step(model: TextModel) -> Callable[[], float]:
         def run() -> float:
@@ -175,31 +193,50 @@ def decode(path: str | None, device: Any, actor: Any, rounds: int) -> tuple[Tabl
 
         return run
 
-    tokens: dict[tuple[int, ...], None] = {}
-    with (
-        TextModel(path, [here, "CPU"], **options) as local,
-        TextModel(path, [name, here, "CPU"], layers, **options) as remote,
-    ):
+    with ExitStack() as stack:
         runs = {
-            "all here": step(local),
-            "half there": step(remote),
-            "a plain actor's call": timed(lambda: ray.get(actor.call.remote(data)), N_TOKENS),
+            "all here": step(spread(stack, ())),
+            "half on one machine": step(spread(stack, devices[:1])),
+            "thirds on two machines": step(spread(stack, devices[:2])),
         }
-        seconds = by_turns(runs, rounds)
-        before = link.n_calls, link.n_sent
-        runs["half there"]()
-        n_calls, n_sent = (
-            (b - a) / N_TOKENS for a, b in zip(before, (link.n_calls, link.n_sent), strict=True)
-        )
+        calls = {"a plain actor's call": timed(lambda: ray.get(actor.call.remote(data)), N_TOKENS)}
+        seconds = by_turns({**runs, **calls}, rounds)
+        sent = {}
+        for name, run in runs.items():
+            before = [(link.n_calls, link.n_sent) for link in links]
+            run()
+            after = [(link.n_calls, link.n_sent) for link in links]
+            sent[name] = (np.array(after) - before).sum(axis=0) / N_TOKENS
     if len(tokens) != 1:
         raise SystemExit(f"{len(tokens)} different texts, and they should be the same")
-    floor = [a + b for a, b in zip(seconds["all here"], seconds["a plain actor's call"], strict=True)]
-    ratio = statistics.median(a / b for a, b in zip(seconds["half there"], floor, strict=True))
-    table.row("all here", *told(seconds["all here"]), "-", 0, 0)
-    table.row("a plain actor's call", *told(seconds["a plain actor's call"]), "-", 1, data.nbytes)
-    table.row("half there", *told(seconds["half there"]), f"{ratio:.2f}", f"{n_calls:.1f}", f"{n_sent:.0f}")
-    medians = [statistics.median(of) for of in seconds.values()]
-    return table, Step(*medians, n_calls)
+    local, call = seconds["all here"], seconds["a plain actor's call"]
+    table.row("a plain actor's call", *told(call), "1", 1, data.nbytes)
+    sums = Table("decode step", "measured [ms]", "by the simulation's sum [ms]")
+    for name in runs:
+        n_calls, n_sent = sent[name]
+        over = statistics.median((a - b) / c for a, b, c in zip(seconds[name], local, call, strict=True))
+        table.row(name, *told(seconds[name]), f"{over:.2f}", f"{n_calls:.2f}", f"{n_sent:.0f}")
+        sum_s = statistics.median(local) + n_calls * statistics.median(call)
+        sums.row(name, told(seconds[name])[0], f"{1e3 * sum_s:.3f}")
+    return table, sums, statistics.median(call)
+
+
+def losses(devices: Sequence[Any]) -> Table:
+    """Seconds till a call tells that its machine is lost; the devices are lost."""
+    import ray
+
+    table = Table("lost", "told after [s]")
+    for device, fault in zip(devices, (signal.SIGKILL, signal.SIGSTOP), strict=False):
+        number = ray.get(device.link._actor.ping.remote())
+        os.kill(number, fault)
+        start = time.perf_counter()
+        try:
+            device.link.ask("memory", device.far_name)
+        except ggmlb.DeviceLostError:
+            table.row(fault.name, f"{time.perf_counter() - start:.3f}")
+        if fault is signal.SIGSTOP:
+            os.kill(number, signal.SIGKILL)
+    return table
 
 
 class Network(NamedTuple):
@@ -268,8 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--model", help="GGUF file; the installed SmolLM2 by default")
-    parser.add_argument("--address", default="local", help="of a cluster")
-    parser.add_argument("--device", default="LLVM", help="which is there and here")
+    parser.add_argument("--device", default="LLVM", help="that is there and here")
     parser.add_argument("--simulate", action="store_true", help="the simulation alone, with a call of 1 ms")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
@@ -277,20 +313,26 @@ def main() -> None:
         simulation(1e-3)
         return
     import ray
+    from ray.cluster_utils import Cluster
 
     from ggmlb.models.folder import default_text_model
 
-    with ggmlb.connect(args.address, [args.device]) as cluster:
-        device: Any = cluster.devices[0]
-        actor = ray.remote(num_cpus=0)(Plain).remote()
-        table = transfers(device, actor, args.rounds)
-        steps, step = decode(args.model or str(default_text_model()), device, actor, args.rounds)
-    model = Table("a decode step, half there", "time [ms]")
-    model.row("measured", f"{step.remote_s * 1e3:.3f}")
-    model.row("by the simulation's sum", f"{(step.local_s + step.n_calls * step.call_s) * 1e3:.3f}")
-    simulated = simulation(step.call_s)
+    nodes = Cluster()
+    try:
+        nodes.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
+        nodes.add_node(num_cpus=1, object_store_memory=STORE)
+        with ggmlb.connect(nodes.address, [args.device]) as cluster:
+            actor = ray.remote(num_cpus=0)(Plain).remote()
+            table = transfers(cluster.devices[0], actor, args.rounds)
+            model = args.model or str(default_text_model())
+            steps, sums, call_s = decode(model, cluster.devices, actor, args.rounds)
+            lost = losses(cluster.devices)
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+    simulated = simulation(call_s)
     if args.save:
-        save("remote", __doc__, table, steps, model, simulated, packages=("numpy", "ray", "pyzmq"))
+        save("remote", __doc__, table, steps, sums, lost, simulated, packages=("numpy", "ray", "pyzmq"))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,14 @@ from hypothesis import strategies as st
 from ggmlb import BackendBroken, BackendError, Context, DType, Error, FreedError, Graph, RopeType
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import Node, versions
-from ggmlb.backends.ray.wire import ForgedError, graph_record, node_record, unsendable
+from ggmlb.backends.ray.wire import ForgedError, graph_record, node_record, packed, unpacked, unsendable
 
 SIZE = 4096
 X = np.arange(16, dtype=np.float32)
+
+
+def message(*commands: Any, blob: bytes = b"") -> bytes:
+    return packed(json.dumps(commands).encode(), [np.frombuffer(blob, np.uint8)])
 
 
 class Session:
@@ -46,8 +50,8 @@ class Session:
         self.y_offset = self.record[0][-1][8]
 
     def run(self, *commands: Any, blob: bytes = b"") -> tuple[list[Any], bytes]:
-        told, data = self.node.run(json.dumps(commands).encode(), blob)
-        return json.loads(told or b"[]"), data
+        told, data = unpacked(self.node.run(message(*commands, blob=blob)))
+        return told, data.tobytes()
 
     def ask(self, *command: Any) -> Any:
         told, _ = self.run(command)
@@ -159,7 +163,7 @@ def test_data_have_the_size_that_was_told(session: Session) -> None:
         session.run(("write", session.buffer, 0, 16, False), blob=bytes(4))
     for data in ((), (b"x" * 16,), (np.zeros(4, np.float32),), (np.zeros(8, np.uint8),)):
         with pytest.raises(ForgedError):
-            session.node.run(json.dumps([("write", session.buffer, 0, 16, True)]).encode(), b"", *data)
+            session.node.run(message(("write", session.buffer, 0, 16, True)), *data)
 
 
 @pytest.mark.parametrize("counts", [(0, 2), (1, 1), (2, 0)])
@@ -168,8 +172,7 @@ def test_sums_are_in_order(session: Session, counts: tuple[int, int]) -> None:
     here = numbers.pop(counts[0])
     session.run(("write", session.buffer, 64, 4, False), blob=here.tobytes())
     others = [number.view(np.uint8) for number in numbers]
-    message = json.dumps([("add", session.buffer, 64, 4, *counts)]).encode()
-    session.node.run(message, b"", *others)
+    session.node.run(message(("add", session.buffer, 64, 4, *counts)), *others)
     got = np.frombuffer(session.run(("read", session.buffer, 64, 4, False))[1], np.float32)
     assert got == (np.float32(1e8) + np.float32(1)) - np.float32(1e8)
 
@@ -179,9 +182,16 @@ def test_sums_are_in_order(session: Session, counts: tuple[int, int]) -> None:
     [(4, (0, 3)), (4, (-1, 1)), (4, (1 << 40, 0)), (4, (None, 1)), (6, (0, 1)), (8, (1, 0))],
 )
 def test_forged_sums_are_refused(session: Session, nbytes: int, counts: tuple[Any, Any]) -> None:
-    message = json.dumps([("add", session.buffer, 0, nbytes, *counts)]).encode()
     with pytest.raises(ForgedError):
-        session.node.run(message, b"", np.zeros(4, np.uint8))
+        session.node.run(message(("add", session.buffer, 0, nbytes, *counts)), np.zeros(4, np.uint8))
+
+
+@pytest.mark.parametrize(
+    "data", [b"abc", None, "[]", [1], b"\xff\xff\xff\xff[", b"\2\0\0\0[[", b"\1\0\0\0005"]
+)
+def test_what_is_no_message_is_an_error(session: Session, data: Any) -> None:
+    with pytest.raises(ForgedError):
+        session.node.run(data)
 
 
 FORGED_TENSORS = {
@@ -302,6 +312,13 @@ def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
 def test_other_messages_are_errors_of_ours(session: Session, commands: Any) -> None:
     with pytest.raises(Error):
         session.run(*commands)
+
+
+def test_what_was_read_is_of_its_time(session: Session) -> None:
+    """Though what follows in the message changes or frees it."""
+    read = ("read", session.other, 0, 8, False)
+    commands = (read, ("clear", session.other, 9), read, ("free", session.other))
+    assert session.run(*commands)[1] == bytes([7] * 8 + [9] * 8)
 
 
 def test_only_shared_files_are_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ray
 
@@ -12,8 +13,22 @@ WATCH = "watch"
 """Concurrency group, a thread of its own, in which a busy actor answers that it is alive."""
 
 
-class NodeActor(Node):
-    """A node as an actor: `run` in the order of the calls, `ping` at any time."""
+class NodeActor:
+    """A node as an actor: `run` in the order of the calls, `ping` at any time.
+
+    The node is a part of it, as Ray puts a call of its own around each method of an actor's class.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self._node = Node(*args)
+
+    def facts(self) -> str:
+        """See `Node.facts`."""
+        return self._node.facts()
+
+    def run(self, message: bytes, *apart: Any) -> Any:
+        """See `Node.run`."""
+        return self._node.run(message, *apart)
 
     @ray.method(concurrency_group=WATCH)  # type: ignore[untyped-decorator]
     def ping(self) -> int:

@@ -21,22 +21,22 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import ray
 from ray import exceptions
 
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import APART, Message
+from ggmlb.backends.ray.wire import Bytes, packed, unpacked
 from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, readable_size
 
-Bytes = npt.NDArray[np.uint8]
-
-CHUNK: Final = 1 << 23
+CHUNK: Final = 1 << 24
 """Bytes after which collected commands are sent, and of the pieces of larger transfers."""
 
 MAX_CALLS: Final = 16
-"""Most calls in progress; the next waits for the oldest, so that the object store does not fill up."""
+"""Most calls in progress; the next waits for the oldest."""
+
+MAX_NBYTES: Final = 4 * CHUNK
+"""Most bytes that calls in progress carry, so that the object store does not fill up."""
 
 MAX_AHEAD: Final = 1 << 24
 """Most bytes of a result that is sent before it is asked for."""
@@ -82,16 +82,19 @@ class Call:
         refs: The object with results and small data, and each array that is apart.
         reads: What it reads.
         sources: Links to the nodes whose data it waits for.
+        nbytes: Bytes of the data that it carries there and back.
+        first: The commands' results and the small data; `None` until it is known to be done.
     """
 
     def __init__(
-        self, link: Link, refs: Sequence[Any], reads: Sequence[Read], sources: Sequence[Link]
+        self, link: Link, refs: Sequence[Any], reads: Sequence[Read], sources: Sequence[Link], nbytes: int
     ) -> None:
         self.link = link
         self.refs = refs
         self.reads = reads
         self.sources = sources
-        self.first: tuple[bytes, bytes] | None = None
+        self.nbytes = nbytes
+        self.first: tuple[list[Any], Bytes] | None = None
 
     def wait(self) -> None:
         """Wait for it and for all calls before it.
@@ -137,7 +140,7 @@ class Read:
         if self.is_apart:
             data = self.call.link.fetch(self.ref)
         else:
-            data = np.frombuffer(self.call.first[1], np.uint8)[self._at : self._at + self.nbytes]
+            data = self.call.first[1][self._at : self._at + self.nbytes]
         for out in self._outs:
             out[:] = data
         self._outs.clear()
@@ -167,6 +170,7 @@ class Link:
         self._lost: str | None = None
         self._failure: Error | None = None
         self._calls: deque[Call] = deque()
+        self._in_flight = 0
         self._garbage: deque[list[Any]] = deque()
         self._run = {1: actor.run}
         self._ahead: dict[tuple[Span, bool], Read] = {}
@@ -300,7 +304,7 @@ class Link:
             assert call is not None
             call.wait()
             assert call.first is not None
-            results = json.loads(call.first[0]) if call.first[0] else []
+            results, _ = call.first
             return results[-1] if results else None
 
     def flush(self) -> Call | None:
@@ -331,12 +335,12 @@ class Link:
         n_returns = 1 + self._n_apart_read
         if n_returns not in self._run:
             self._run[n_returns] = self._actor.run.options(num_returns=n_returns)
-        while len(self._calls) >= MAX_CALLS:
+        nbytes = self._nbytes + sum(read.nbytes for read in self._reads)
+        while self._calls and (len(self._calls) >= MAX_CALLS or self._in_flight + nbytes > MAX_NBYTES):
             self.settle(self._calls[0])
-        refs = self._run[n_returns].remote(
-            message, b"".join(data.data for data in self._small), *self._apart, *self._waits
-        )
-        call = Call(self, [refs] if n_returns == 1 else refs, self._reads, self._sources)
+        refs = self._run[n_returns].remote(packed(message, self._small), *self._apart, *self._waits)
+        call = Call(self, [refs] if n_returns == 1 else refs, self._reads, self._sources, nbytes)
+        self._in_flight += nbytes
         for read in self._reads:
             read.call = call
         self._calls.append(call)
@@ -367,8 +371,9 @@ class Link:
 
     def _finish(self, call: Call) -> None:
         """Wait for a call, and keep its failure."""
+        self._in_flight -= call.nbytes
         try:
-            call.first = self._get(call)
+            call.first = unpacked(self._get(call))
             for read in call.reads:
                 read.deliver()
         except Error as failure:

@@ -16,25 +16,32 @@ import json
 import platform
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ggmlb.backends.ray.files import SharedFiles
-from ggmlb.backends.ray.wire import MAX_EXTENT, forged, number_below, read_graph, read_node
+from ggmlb.backends.ray.wire import (
+    MAX_EXTENT,
+    Bytes,
+    forged,
+    number_below,
+    packed,
+    read_graph,
+    read_node,
+    unpacked,
+)
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
 from ggmlb.core.errors import BackendBroken, BackendError, Error, RegistryError, did_you_mean, one_line
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, registry, tensor_copy
 
-Bytes = npt.NDArray[np.uint8]
 Message = Sequence[Sequence[Any]]
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the messages."""
 
 APART: Final = 1 << 16
@@ -42,6 +49,8 @@ APART: Final = 1 << 16
 
 MAX_NODES: Final = 1 << 12
 """Most arrays that are summed."""
+
+NOTHING: Final = np.empty(0, np.uint8)
 
 RELEASES: Final = ("free", "drop", "close", "wait")
 """Commands that are done after a failure too."""
@@ -86,36 +95,40 @@ class Node:
         self._streams: dict[int, Backend] = {}
         self._plans: dict[int, GraphPlan] = {}
         self._busy: dict[int, Backend] = {}
-        self._inbox, self._outbox = _Inbox(b"", ()), _Outbox()
+        self._inbox, self._outbox = _Inbox(NOTHING, ()), _Outbox()
         methods = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
-        self._commands = {name: (method, inspect.signature(method)) for name, method in methods.items()}
+        self._commands = {name: (method, _counts(method)) for name, method in methods.items()}
 
     def facts(self) -> str:
         """Return the devices as JSON."""
         return json.dumps([_facts_of(device) for device in self._devices.values()])
 
-    def run(self, message: bytes, blob: bytes = b"", *apart: Any) -> Any:
+    def run(self, message: bytes, *apart: Any) -> Any:
         """Do the commands of a message.
 
         Args:
-            message: The commands as JSON.
-            blob: Data to write, one after another.
+            message: The commands as JSON, and small data to write, one after another (`packed`).
             *apart: Data to write that are objects of their own, and objects only to be waited for.
 
         Returns:
-            The commands' results as JSON and the small data read, one after another, as one object; then
-            each array of at least `APART` bytes, and each that another node asked for, as its own.
+            The commands' results as JSON and the small data read, one after another (`packed`), as one
+            object; then each array of at least `APART` bytes, and each that another node asked for, as its
+            own.
 
         Raises:
             Error: Of the first command that failed.
         """
-        commands: Message = json.loads(message)
+        commands, blob = unpacked(message)
+        if not isinstance(commands, list):
+            forged("a message is a list of commands")
         self._inbox = _Inbox(blob, apart)
         self._outbox = _Outbox()
         results: list[Any] = []
         failure: Error | None = None
         for command in (*commands, ["wait"]):
             try:
+                if command[:1] not in (["read"], ["wait"]):
+                    self._outbox.copy()
                 if failure is None or command[0] in RELEASES:
                     result = self._do(command)
                     if result is not None:
@@ -125,12 +138,11 @@ class Node:
             except Exception as error:
                 name = str(command)[:40]
                 failure = failure or BackendError(f"{name} failed on {platform.node()}: {one_line(error)}")
-        self._inbox, outbox, self._outbox = _Inbox(b"", ()), self._outbox, _Outbox()
+        self._inbox, outbox, self._outbox = _Inbox(NOTHING, ()), self._outbox, _Outbox()
         if failure is not None:
             failure.__traceback__ = None  # its frames would keep buffers
             raise failure
-        told = json.dumps(results).encode() if results else b""
-        first = (told, b"".join(data.data for data in outbox.small))
+        first = packed(json.dumps(results).encode() if results else b"", outbox.small)
         return (first, *outbox.apart) if outbox.apart else first
 
     # -- look-ups ------------------------------------------------------------------------------
@@ -141,11 +153,9 @@ class Node:
         name, *arguments = command
         if name not in self._commands:
             forged(f"there is no command {name!r}")
-        do, signature = self._commands[name]
-        try:
-            signature.bind(*arguments)
-        except TypeError as error:
-            forged(f"{name}: {one_line(error)}")
+        do, counts = self._commands[name]
+        if len(arguments) not in counts:
+            forged(f"{name} with {len(arguments)} arguments")
         return do(*arguments)
 
     def _of(self, table: Mapping[int, T], handle: Any, kind: str) -> T:
@@ -270,7 +280,11 @@ class Node:
     def _do_read(self, place: Any, offset: Any, nbytes: Any, is_apart: Any) -> None:
         tensor, start, n = self._span(place, offset, nbytes)
         self._do_wait()
-        self._outbox.add(tensor.get(start, n), bool(is_apart))
+        buffer = tensor.buffer
+        if isinstance(place, int) and buffer is not None and buffer.is_host:
+            self._outbox.add(buffer.base[tensor.offset : tensor.offset + n], bool(is_apart))
+        else:
+            self._outbox.add(tensor.get(start, n), bool(is_apart))
 
     def _do_copy(self, src: Any, src_offset: Any, dst: Any, dst_offset: Any, nbytes: Any) -> None:
         (source, *_), (target, *_) = self._span(src, src_offset, nbytes), self._span(dst, dst_offset, nbytes)
@@ -317,8 +331,8 @@ class Node:
 class _Inbox:
     """Data that came with a message."""
 
-    def __init__(self, blob: bytes, apart: Sequence[Any]) -> None:
-        self._blob, self._at = np.frombuffer(blob, np.uint8), 0
+    def __init__(self, blob: Bytes, apart: Sequence[Any]) -> None:
+        self._blob, self._at = blob, 0
         self._apart = iter(apart)
 
     def take(self, nbytes: int, is_apart: bool) -> Bytes:
@@ -335,14 +349,28 @@ class _Inbox:
 
 
 class _Outbox:
-    """Data read for the driver or another node."""
+    """Data read for the driver or another node: views of memory, copied if other commands follow."""
 
     def __init__(self) -> None:
         self.small: list[Bytes] = []
         self.apart: list[Bytes] = []
+        self._n_copied = 0
 
     def add(self, data: Bytes, is_apart: bool) -> None:
         (self.apart if is_apart else self.small).append(data)
+
+    def copy(self) -> None:
+        """Let the data stay as they are."""
+        if self._n_copied < len(self.small) + len(self.apart):
+            self.small, self.apart = ([data.copy() for data in part] for part in (self.small, self.apart))
+            self._n_copied = len(self.small) + len(self.apart)
+
+
+def _counts(method: Callable[..., Any]) -> range:
+    """Return the numbers of arguments that a method takes."""
+    kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
+    n = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return range(n, 100 if inspect.Parameter.VAR_POSITIONAL in kinds else n + 1)
 
 
 def _memories(device: Device) -> list[BufferType]:

@@ -1,9 +1,11 @@
-"""Graphs as typed data: lists of numbers and names, written by the driver and checked by the node.
+"""What goes between driver and node: messages, and graphs as typed data, which the node checks.
 
-A tensor is a record of twelve fields: op, type, extents, strides (`None` if contiguous), numbers of the
-operands (-1 for an absent one), number of the viewed tensor (-1 for none), byte offset in it, handle of the
-buffer (-1 if unplaced), byte offset in the buffer, flags, parameters by name, and name. A graph is a list of
-records, each after those it refers to, and the numbers of its nodes.
+A message, or an answer, is one run of bytes (each object costs Ray a tenth of a millisecond): JSON, and data.
+
+A graph is a list of records, each after those it refers to, and the numbers of its nodes. A tensor is a
+record of twelve fields: op, type, extents, strides (`None` if contiguous), numbers of the operands (-1 for an
+absent one), number of the viewed tensor (-1 for none), byte offset in it, handle of the buffer (-1 if
+unplaced), byte offset in the buffer, flags, parameters by name, and name.
 
 Nothing in it is an address, a class or a function. Reading it creates tensors of this process, in buffers
 that the node looks up by their handles.
@@ -18,6 +20,7 @@ from enum import IntEnum
 from typing import Any, Final, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from ggmlb.core import enums
 from ggmlb.core.dtypes import DType
@@ -27,6 +30,8 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Buffer
+
+Bytes = npt.NDArray[np.uint8]
 
 Record = list[Any]
 """A tensor as data."""
@@ -54,6 +59,26 @@ class ForgedError(BackendError):
 def forged(what: str) -> NoReturn:
     """Raise a ForgedError."""
     raise ForgedError(f"refused: {what}; nothing was done")
+
+
+# -- messages --------------------------------------------------------------------------------------------
+
+
+def packed(text: bytes, data: Iterable[Bytes]) -> bytes:
+    """Return JSON (nothing for an empty list) and arrays as one run of bytes."""
+    return b"".join((len(text).to_bytes(4, "little"), text, *(part.data for part in data)))
+
+
+def unpacked(message: Any) -> tuple[Any, Bytes]:
+    """Return what the JSON of a run of bytes says, and the rest of it; empty lists for none."""
+    if not isinstance(message, bytes):
+        forged("a message is bytes")
+    end = 4 + int.from_bytes(message[:4], "little")
+    try:
+        told = json.loads(message[4:end]) if end > 4 else []
+    except (ValueError, RecursionError) as error:
+        forged(f"a message begins with JSON: {one_line(error)}")
+    return told, np.frombuffer(message, np.uint8)[end:]
 
 
 # -- writing ---------------------------------------------------------------------------------------------
