@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import cast
 
 from ggmlb.core import arguments
 from ggmlb.core.enums import Op, TensorFlag
@@ -108,7 +110,9 @@ class Graph:
     def use_counts(self) -> Counter[Tensor]:
         """Return how often the nodes of the whole graph read each tensor (use_counts of ggml_cgraph)."""
         nodes = self.nodes if self.whole is None else self.whole.nodes
-        return Counter(s for node in nodes for s in node.src if s is not None)
+        counts = Counter(chain.from_iterable([node.src for node in nodes]))
+        del counts[None]
+        return cast("Counter[Tensor]", counts)
 
     def node(self, name: str) -> Tensor:
         """Return the node or leaf of that name (ggml_graph_get_tensor).

@@ -62,7 +62,7 @@ def test_a_sum_that_is_needed_is_kept(ctx: Maker) -> None:
     graph.build_forward_expand(ctx.silu(total))
     (group,) = groups(graph)
     assert group.kept == (total,)
-    assert group.outside("add") == total.src
+    assert group.outside["add"] == total.src
     assert group.other("mul") is group["mul"].src[1]
 
 
@@ -206,6 +206,24 @@ def test_results_may_not_overlap(ctx: Maker) -> None:
     (group,) = groups(graph)
     result.offset = group["norm"].offset = total.offset
     assert [tuple(g.parts) for g in groups(graph)] == [("norm", "mul")]
+
+
+@pytest.mark.parametrize("later", ["gate", "up"])
+def test_an_operand_of_either_product_that_is_overwritten_forbids_it(ctx: Maker, later: str) -> None:
+    """Whichever product comes first, what is added to it is written before the unit."""
+
+    def graph(*, is_written: bool) -> Graph:
+        x, bias = ctx.f32(64, 3), ctx.f32(64)
+        first = ctx.add(ctx.mul_mat(ctx.f32(64, 64), x), bias)
+        graph = Graph().build_forward_expand(first)
+        if is_written:
+            graph.build_forward_expand(ctx.scale_inplace(bias, 2.0))
+        second = ctx.add(ctx.mul_mat(ctx.f32(64, 64), x), ctx.f32(64))
+        gate, up = (second, first) if later == "gate" else (first, second)
+        return graph.build_forward_expand(ctx.swiglu_split(gate, up))
+
+    assert [group.pattern for group in groups(graph(is_written=False))] == ["glu"]
+    assert "glu" not in [group.pattern for group in groups(graph(is_written=True))]
 
 
 def test_an_operand_that_is_overwritten_in_between_forbids_it(ctx: Maker) -> None:

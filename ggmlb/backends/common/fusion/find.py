@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 
 from ggmlb.backends.common.fusion.group import IN_PLACE, PATTERNS, Group, Part, Pattern
 from ggmlb.core.dtypes import DType
@@ -18,10 +18,7 @@ CanFuse = Callable[["Group"], bool]
 """Whether a backend has a kernel for a group."""
 
 _NEEDED = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS
-_BY_OP: dict[Op, list[Pattern]] = {}
-for _pattern in PATTERNS:
-    for _op in _pattern.last.ops:
-        _BY_OP.setdefault(_op, []).append(_pattern)
+_LAST = frozenset(op for pattern in PATTERNS for op in pattern.last.ops)
 
 
 def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
@@ -74,7 +71,7 @@ def gather(graph: Graph, can_fuse: CanFuse) -> None:
 
 def _to_be_placed(group: Group) -> list[Tensor]:
     """Return the unplaced operands that no result may overlap."""
-    operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside(part)]
+    operands = [t for part in group.parts if part not in IN_PLACE for t in group.outside[part]]
     return [t for t in dict.fromkeys(operands) if t.buffer is None]
 
 
@@ -100,7 +97,9 @@ class _Finder:
     def groups(self) -> list[Group]:
         found: list[Group] = []
         for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
-            for pattern in _BY_OP.get(node.op, ()):
+            if node.op not in _LAST:
+                continue
+            for pattern in _patterns(node.op, *[None if s is None else s.op for s in node.src]):
                 group = self._match(pattern, node)
                 if (
                     group is not None
@@ -120,21 +119,18 @@ class _Finder:
         views: list[Tensor] = []
         if not self._find(pattern.last, node, parts, views):
             return None
-        kept = tuple(t for t in parts.values() if t is not node and not self._may_drop(t))
-        return Group(pattern.name, parts, tuple(views), kept)
+        kept = [t for t in parts.values() if t is not node and not self._may_drop(t)]
+        return Group(pattern.name, parts, tuple(views), tuple(kept))
 
     def _find(self, part: Part, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
         """Add a part and its inputs in computing order; return whether they match (or `parts` is invalid)."""
-        if (
-            node.op not in part.ops
-            or node not in self._places
-            or node in self._taken
-            or node.is_empty
-            or node in parts.values()
-        ):
+        if node not in self._places or node in self._taken or 0 in node.ne or node in parts.values():
             return False
         for inner, operands in part.inputs:
-            if not any(self._find_input(part, inner, node, i, parts, views) for i in operands):
+            for i in operands:
+                if self._find_input(part, inner, node, i, parts, views):
+                    break
+            else:
                 return False
         parts[part.name] = node
         return True
@@ -168,26 +164,48 @@ class _Finder:
 
     def _is_safe(self, group: Group) -> bool:
         """Whether one kernel at the last node's position reads and writes the same values as the nodes."""
-        written = [*group.kept, group.result]
-        operands = [(part, s) for part in group.parts for s in group.outside(part)]
+        written = (*group.kept, group.result)
         for i, result in enumerate(written):
-            if any(overlap(result, other) for other in written[:i]):
-                return False
-            for part, operand in operands:
-                if overlap(result, operand) and not (part in IN_PLACE and same_place(result, operand)):
+            for other in written[:i]:
+                if overlap(result, other):
                     return False
-        return all(self._may_wait(node, group) for node in group.nodes[:-1])
+            for part, operands in group.outside.items():
+                for operand in operands:
+                    if overlap(result, operand) and not (part in IN_PLACE and same_place(result, operand)):
+                        return False
+        return self._may_wait(group)
 
-    def _may_wait(self, node: Tensor, group: Group) -> bool:
-        """Whether a node can be computed as late as the group's last node."""
-        kept = node in group.kept
+    def _may_wait(self, group: Group) -> bool:
+        """Whether all nodes can be computed as late as the group's last node."""
+        nodes, places = self._nodes, self._places
         inside = {*group.nodes, *group.views}
-        reads = [s for s in node.src if s is not None and s not in inside]
-        for other in self._nodes[self._places[node] + 1 : self._places[group.result]]:
-            if other in inside or other.op in NO_OPS:
-                continue
-            if any(overlap(other, s) for s in reads):
-                return False
-            if kept and any(overlap(t, node) for t in (other, *other.src) if t is not None):
-                return False
+        start, end = min([places[node] for node in group.nodes]), places[group.result]
+        between = [i for i in range(start + 1, end) if nodes[i].op not in NO_OPS and nodes[i] not in inside]
+        for part, node in group.parts.items() if between else ():
+            kept = node in group.kept
+            for i in between:
+                other = nodes[i]
+                if i < places[node] or node is group.result:
+                    continue
+                for operand in group.outside[part]:
+                    if overlap(other, operand):
+                        return False
+                if kept and any(overlap(t, node) for t in (other, *other.src) if t is not None):
+                    return False
         return True
+
+
+@cache
+def _patterns(op: Op, *sources: Op | None) -> tuple[Pattern, ...]:
+    """Return the patterns that may end at a node, by its op and those of its sources."""
+
+    def may_read(part: Part, inner: Part, i: int) -> bool:
+        source = sources[i] if i < len(sources) else None
+        return source in inner.ops or (part.by_views and source in NO_OPS)
+
+    return tuple(
+        pattern
+        for pattern in PATTERNS
+        if op in pattern.last.ops
+        and all(any(may_read(pattern.last, inner, i) for i in read) for inner, read in pattern.last.inputs)
+    )

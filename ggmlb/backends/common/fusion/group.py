@@ -57,40 +57,43 @@ class Product(NamedTuple):
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """A group of nodes that one kernel may compute.
 
     Attributes:
         pattern: The pattern's name.
-        parts: The nodes by the names of their parts.
+        parts: The nodes by the names of their parts, in topological order.
         views: Views between them, without other readers.
         kept: Results that must be written in addition to the last.
+        nodes: The nodes in that order.
+        result: The last node.
+        outside: For each part, its operands that no node of the group computes.
     """
 
-    pattern: Name
-    parts: dict[str, Tensor]
-    views: tuple[Tensor, ...] = ()
-    kept: tuple[Tensor, ...] = ()
+    __slots__ = ("kept", "nodes", "outside", "parts", "pattern", "result", "views")
 
-    @property
-    def result(self) -> Tensor:
-        """The last node."""
-        return self.parts[next(reversed(self.parts))]
-
-    @property
-    def nodes(self) -> tuple[Tensor, ...]:
-        """The nodes in topological order."""
-        return tuple(self.parts.values())
-
-    def outside(self, part: str) -> tuple[Tensor, ...]:
-        """Return the operands of a part that no node of the group computes."""
-        inside = {*self.parts.values(), *self.views}
-        return tuple(s for s in self.parts[part].src if s is not None and s not in inside)
+    def __init__(
+        self,
+        pattern: Name,
+        parts: dict[str, Tensor],
+        views: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
+    ) -> None:
+        self.pattern: Name = pattern
+        self.parts = parts
+        self.views = views
+        self.kept = kept
+        self.nodes = nodes = tuple(parts.values())
+        self.result = nodes[-1]
+        inside = {None, *nodes, *views}
+        self.outside: dict[str, tuple[Tensor, ...]] = {
+            part: tuple([s for s in node.src if s is not None and s not in inside])
+            for part, node in parts.items()
+        }
 
     def other(self, part: str) -> Tensor:
         """Return the one operand of a part that no node of the group computes."""
-        (tensor,) = self.outside(part)
+        (tensor,) = self.outside[part]
         return tensor
 
     @property
@@ -121,23 +124,25 @@ def _tiles(part: str) -> Callable[[Group], bool]:
     """Return the condition that a part's other operand has its extents, or 1."""
 
     def tiles(group: Group) -> bool:
-        if part not in group:
+        node = group.parts.get(part)
+        if node is None:
             return True
-        node = group[part]
-        inner = next((s for s in node.src if s in group.parts.values()), node.src[0])
-        others = group.outside(part)
-        return (
-            inner is not None
-            and inner.ne == node.ne
-            and (len(others) == 1 or inner in others)
-            and all(a == b or a == 1 for s in others for a, b in zip(s.ne, node.ne, strict=True))
-        )
+        ne, others = node.ne, group.outside[part]
+        inner = next((s for s in node.src if s in group.nodes), node.src[0])
+        if inner is None or inner.ne != ne or not (len(others) == 1 or inner in others):
+            return False
+        for other in others:
+            if other.ne != ne:
+                for n, m in zip(other.ne, ne, strict=True):
+                    if n != m and n != 1:
+                        return False
+        return True
 
     return tiles
 
 
 def _all(*conditions: Callable[[Group], bool]) -> Callable[[Group], bool]:
-    return lambda group: all(condition(group) for condition in conditions)
+    return lambda group: all([condition(group) for condition in conditions])
 
 
 def _same_operand(group: Group) -> bool:

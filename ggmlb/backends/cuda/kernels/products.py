@@ -187,7 +187,7 @@ def glu(lw: Lowering, group: Group) -> list[Step] | None:
     if not lw.blas or not {"gate_add", "up_add"} <= set(group.parts):
         return None
     # The products go where the sums would, which are left out.
-    read = [t for part in ("gate", "gate_add", "up", "up_add") for t in group.outside(part)]
+    read = [t for part in ("gate", "gate_add", "up", "up_add") for t in group.outside[part]]
     if any(overlap(group[part], t) for part in ("gate_add", "up_add") for t in read):
         return None
     steps: list[Step] = []
