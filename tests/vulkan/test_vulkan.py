@@ -15,6 +15,7 @@ import pytest
 import ggmlb
 from ggmlb import BackendUnavailable, Context, DeviceType, Graph, RegistryError, Scheduler
 from ggmlb.models import BertEmbedder, TextModel, default_text_model
+from tests.support.ggml_faults import REPORTS, what_it_lacks
 from tests.support.golden import claimed, wrong
 from tests.support.kit import faults
 from tests.support.text_models import write_text_model
@@ -48,6 +49,11 @@ def test_it_is_a_gpu_with_memory_of_its_own(device: Any) -> None:
 
 def test_it_behaves(device: Any) -> None:
     assert faults(device, "behaviour", 0) == []
+
+
+@pytest.mark.parametrize("name", [name for name in REPORTS if name.startswith("vulkan-")])
+def test_faults_that_are_reported_are_there(device: Any, name: str, tmp_path: Path) -> None:
+    assert not (why := what_it_lacks(name, device.library.found, tmp_path)), why
 
 
 OPS = ("add", "mul", "scale", "rms_norm", "silu", "soft_max_ext", "cpy")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _USAGES: Final = {BufferUsage.ANY: 0, BufferUsage.WEIGHTS: 1, BufferUsage.COMPUTE: 2}
 
 WORD: Final = 4
-"""Bytes that ggml's Vulkan fills at a time: it writes beyond a memset of fewer."""
+"""Bytes that ggml's Vulkan fills at a time: a memset leaves what is over."""
 
 
 class GgmlBufferType(BufferType):
