@@ -62,21 +62,40 @@ def test_products_of_each_type(widest: LlvmBackend, dtype: DType, n: int) -> Non
     same_products(widest, dtype, n)
 
 
+@pytest.mark.skipif("avx2" not in LEVELS, reason="sums of 16 bits are of x86 without VNNI")
+@pytest.mark.parametrize("dtype", [DType[name.upper()] for name in FORMS])
+def test_sums_of_16_bits_hold_the_greatest_products(dtype: DType) -> None:
+    signs = np.random.default_rng(2).choice(np.float32([-1, 1]), (M, K))
+    signs[:4] = np.float32([1, 1, -1, -1])[:, None]
+    x = np.ones((1, K), np.float32)
+    found = []
+    with DEVICE.init_backend({"n_threads": 1, "simd": "avx2"}) as avx2:
+        for repacked in (True, False):
+            w = weight(dtype, K, M, repacked=repacked)
+            w.set_array(signs)
+            found.append(product(avx2, w, np.concatenate([x, -x])))
+    assert abs(found[0] - found[1]).max() < 1e-5 * K
+
+
+def product(stream: LlvmBackend, w: Tensor, values: Any) -> Any:
+    ctx = Context()
+    x = ctx.new_tensor(DType.F32, values.shape[::-1])
+    y = ctx.mul_mat(w, x)
+    with alloc_ctx_tensors(ctx, stream):
+        x.set_array(values)
+        stream.graph_compute(Graph().build_forward_expand(y))
+        return y.to_numpy().copy()
+
+
 def same_products(stream: LlvmBackend, dtype: DType, n: int) -> None:
     """Compare products with those of plain memory."""
     found: list[Any] = []
     for repacked in (True, False):
         w = weight(dtype, K, M, 2, repacked=repacked)
         assert bool(w.buffer and w.buffer.packing(w)) is repacked
-        ctx = Context()
-        x = ctx.new_tensor(DType.F32, (K, n, 4))
-        y = ctx.mul_mat(w, x)
-        with alloc_ctx_tensors(ctx, stream):
-            values = np.random.default_rng(1).standard_normal((4, n, K), np.float32)
-            values[:, ::2, 40:200:37] *= 50  # they stand out from some of the blocks
-            x.set_array(values)
-            stream.graph_compute(Graph().build_forward_expand(y))
-            found.append(y.to_numpy().copy())
+        values = np.random.default_rng(1).standard_normal((4, n, K), np.float32)
+        values[:, ::2, 40:200:37] *= 50  # they stand out from some of the blocks
+        found.append(product(stream, w, values))
     assert ((found[0] - found[1]) ** 2).sum() < 1e-11 * (found[1] ** 2).sum()
 
 

@@ -27,6 +27,7 @@ from ggmlb.backends.llvm.kernels import (
     convert,
     driver,
     float_tiles,
+    interleaved_products,
     matvec,
     tiles,
 )
@@ -257,6 +258,7 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
     [
         (matvec.quantized, ("q4_k", 4, 1), "sdot"),
         (matvec.quantized, ("iq4_nl", 4, 1), "tbl"),
+        (interleaved_products.quantized, ("q2_k", 1), "sdot"),
         (byte_tiles.quantized, ("q6_k", False, 3, tiles.Epilogue()), "sdot"),
         (float_tiles.floats, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),
         (activations.quantize, ("f32", True), "frintx"),

@@ -61,6 +61,33 @@ class Dot:
             return self._unsigned(sums, codes, x)
         return self._signed(sums, codes, x)
 
+    def group(
+        self,
+        offset: int | None,
+        most: int,
+        scale: Value | None = None,
+        counts: Sequence[Value] = (),
+        start: Value | None = None,
+    ) -> Group:
+        """A sum of products that is to be added up; see `Group`."""
+        return Group(self, offset, most, scale, counts, start)
+
+    def pairs(self, a: Value, b: Value) -> Value:
+        """The sums of products of two neighbouring 16-bit numbers, as 32-bit lanes."""
+        k, n = self.k, self.lanes
+        if k.level.dot in ("vnni", "maddubs"):
+            name = "avx2.pmadd.wd" if n == 8 else "avx512.pmaddw.d.512"
+            return k.call(f"llvm.x86.{name}", vec(I32, n), a, b)
+        products = [
+            a.shuffle(range(i, 2 * n, 2)).sext(I32) * b.shuffle(range(i, 2 * n, 2)).sext(I32) for i in (0, 1)
+        ]
+        return products[0] + products[1]
+
+    def twice(self, x: Value) -> Value:
+        """The lower half of 32-bit lanes, in both of their halves."""
+        n = 2 * self.lanes
+        return x.bits(vec(I16, n)).shuffle([i // 2 * 2 for i in range(n)])
+
     def packed(self, sums: Value, codes: Value, x: Value, unsigned: bool) -> Value:
         """The product of codes of a tile: small unsigned ones; else signed, with VNNI 128 above that."""
         if self.k.level.dot == "vnni":
@@ -104,6 +131,76 @@ class Dot:
         parts = zip(*(v.split() for v in operands), strict=True)
         values: list[Value] = [getattr(half, product.__name__)(*part) for part in parts]
         return values[0].join(values[1])
+
+
+class Group:
+    """A sum of byte products that is being added up, times a factor.
+
+    Args:
+        dot: The method.
+        offset: Of the codes; see `Dot`.
+        most: The greatest magnitude of what they stand for.
+        scale: 32-bit lanes, of 16 bits, that the sum is multiplied by; `None` for 1.
+        counts: Sums of the signed bytes in each lane, of 16 bits each: of the first two of each four, and of
+            the others. With more than one vector, of both together.
+        start: What the sum begins at, where there are no counts.
+    """
+
+    def __init__(
+        self,
+        dot: Dot,
+        offset: int | None,
+        most: int,
+        scale: Value | None,
+        counts: Sequence[Value],
+        start: Value | None,
+    ) -> None:
+        self._dot, self._offset, self._scale = dot, offset, scale
+        self._sums = start
+        self._pairs = self._begin(counts) if counts else None
+        self._free = self._most = 32767 // (2 * 127 * most)
+        """Products of pairs that can be added, and at most at once, in 16 bits."""
+
+    def _begin(self, counts: Sequence[Value]) -> Value | None:
+        """Begin at what the offset takes away; sums of 16 bits end right though they overflow on the way."""
+        dot, (pairs, *more) = self._dot, counts
+        for count in more:
+            pairs = pairs + count
+        shift = dot._shift(self._offset)
+        if shift:
+            self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
+        return pairs * -self._offset if dot.k.level.dot == "maddubs" and self._offset else None
+
+    def add(self, codes: Value, x: Value) -> None:
+        """Add products of four neighbours each."""
+        dot, k = self._dot, self._dot.k
+        if k.level.dot != "maddubs":
+            zero = k.const(vec(I32, dot.lanes), 0)
+            self._sums = dot(zero if self._sums is None else self._sums, codes, x, self._offset)
+            return
+        if not self._free:
+            self._sums, self._pairs, self._free = self._whole(), None, self._most
+        if self._offset is None:
+            codes, x = dot._magnitudes(codes, x)
+        pairs = k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), codes, x)
+        self._pairs = pairs if self._pairs is None else self._pairs + pairs
+        self._free -= 1
+
+    def _whole(self) -> Value:
+        """The sum so far, of what has been multiplied pairwise."""
+        assert self._pairs is not None
+        times = (
+            self._dot.k.const(self._pairs.type, 1) if self._scale is None else self._dot.twice(self._scale)
+        )
+        found = self._dot.pairs(self._pairs, times)
+        return found if self._sums is None else self._sums + found
+
+    def total(self) -> Value:
+        """The sum."""
+        if self._pairs is not None:
+            return self._whole()
+        assert self._sums is not None
+        return self._sums if self._scale is None else self._sums * self._scale
 
 
 def look_up(k: Kernel, table: Sequence[int], index: Value) -> Value:

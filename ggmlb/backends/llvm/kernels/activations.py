@@ -1,12 +1,13 @@
 """Quantisation of activations to bytes, in blocks of 32, once for all products that read them.
 
 A row of `k` elements becomes, one part after the other: `k` codes (int8), `k / 32` scales (float32),
-`k / 32` sums of the values as quantised (float32), and `k / 16` sums of codes (int32).
+`k / 32` sums of the values as quantised (float32), and `k / 16` sums of codes, each in two parts of 16 bits:
+of the first two of each four neighbours, and of the others.
 
 Weights of 8 bits need more precision: some channels of a model's hidden states are many times as large as
 their neighbours, which lose precision with a common scale of 8 bits. For such weights, a block with an
 outlier has codes `128 high + low`; `k` high parts (int8) follow, and `k / 32` flags of blocks with high
-parts, so that products can skip the others.
+parts, so that products can skip the others. Sums of codes are then whole (int32).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, folds, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, like, vec
+from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, lanes_of, like, vec
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -41,7 +42,7 @@ class Parts(NamedTuple):
         codes: The codes, or their low parts.
         scales: Of 32 each.
         sums: Of 32 values each.
-        counts: Sums of 16 codes each.
+        counts: Sums of 16 codes each, in two parts if no row is to have high parts.
         high: The high parts of codes, if a row is to have them.
         flags: Whether a block has high parts.
     """
@@ -120,14 +121,29 @@ def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Pa
             low = codes - upper * HIGH
             k.store(upper.trunc(I8), to.high + at)
         k.store(low.trunc(I8), to.codes + at)
-        halves += codes.split()
-    counts = folds(halves, operator.add)
-    both = counts.shuffle(range(0, 2 * n, 2)) + counts.shuffle(range(1, 2 * n, 2))
+        halves += (codes if to.high is not None else codes << k.table(codes.type, [0, 0, 16, 16] * 8)).split()
+    counts = sums = folds(halves, operator.add)
+    if to.high is None:
+        counts = counts + ((counts & 0x8000) << 1)  # what a negative lower half took from the upper one
+        sums = both_parts(counts)
+    both = sums.shuffle(range(0, 2 * n, 2)) + sums.shuffle(range(1, 2 * n, 2))
     k.store(scales, to.scales + block * 4)
     k.store(both.to_float() * scales, to.sums + block * 4)
     k.store(counts, to.counts + block * 8)
     if stands_out is not None and to.flags is not None:
         k.store(stands_out.zext(I8), to.flags + block)
+
+
+def both_parts(counts: Value) -> Value:
+    """The sums of sums of codes in two parts."""
+    parts_, n = counts.bits(vec(I16, 2 * lanes_of(counts.type))), 2 * lanes_of(counts.type)
+    return parts_.shuffle(range(0, n, 2)).sext(I32) + parts_.shuffle(range(1, n, 2)).sext(I32)
+
+
+def sum_of_codes(k: Kernel, x: Parts, i: Value) -> Value:
+    """The sum of the codes of 16 elements, by their number."""
+    found = k.load(vec(I32, 1), x.counts + i * 4)
+    return (found if x.high is not None else both_parts(found))[0]
 
 
 def _both(fn: Callable[[Value, Value], Value], x: Value) -> Value:

@@ -34,23 +34,27 @@ class Form:
         nbytes: Of a block.
         group: Elements that share a scale.
         offset: What is taken from the codes; `None` if they are signed; 0 where there are minimums.
+        most: The greatest magnitude of what codes stand for, without the scale and the minimum.
         has_min: Whether there are minimums.
         codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of an `Interleaved`:
             `Words`.
         scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
         pairs: As `codes`, two runs in a vector of 64 bytes, where that takes fewer instructions.
         wide: Whether activations have codes of two bytes; see `activations`.
+        together: Runs whose codes have bits in the same bytes.
     """
 
     block: int
     nbytes: int
     group: int
     offset: int | None
+    most: int
     has_min: bool
     codes: Callable[[Kernel, Any], list[Any]]
     scales: Callable[[Kernel, Value], tuple[Value, Value | None]]
     pairs: Callable[[Kernel, Value], list[Value]] | None = None
     wide: bool = False
+    together: int = 1
 
 
 def _half(k: Kernel, address: Value) -> Value:
@@ -292,31 +296,33 @@ def _mxfp4_scale(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
 
 
 def _form(
-    name: str, group: int, offset: int | None, codes: Any, scales: Any, pairs: Any = None, wide: bool = False
-) -> tuple[str, Form]:
+    name: str, group: int, offset: int | None, most: int, codes: Any, scales: Any, pairs: Any = None,
+    **more: Any,
+) -> tuple[str, Form]:  # fmt: skip
     dtype = DType.parse(name)
     at = dtype.codec.offsets
     has_min = "m" in at or "dmin" in at
-    pairs = partial(pairs, at) if pairs else None
     sizes = dtype.block_size, dtype.type_size, group
-    return name, Form(*sizes, offset, has_min, partial(codes, at), partial(scales, at), pairs, wide)
+    if pairs:
+        more["pairs"] = partial(pairs, at)
+    return name, Form(*sizes, offset, most, has_min, partial(codes, at), partial(scales, at), **more)
 
 
 FORMS: dict[str, Form] = dict(
     [
-        _form("q4_0", 32, 8, _few_bits, _d),
-        _form("q4_1", 32, 0, _few_bits, _dm),
-        _form("q5_0", 32, 16, _few_bits, _d),
-        _form("q5_1", 32, 0, _few_bits, _dm),
-        _form("q8_0", 32, None, _eight_bits, _d, wide=True),
-        _form("q2_k", 16, 0, _q2_k, _q2_k_scales, _q2_k_pairs),
-        _form("q3_k", 16, 4, _q3_k, _q3_k_scales, _q3_k_pairs),
-        _form("q4_k", 32, 0, _q4_k, _six_bit_pairs, _q4_k_pairs),
-        _form("q5_k", 32, 0, _q5_k, _six_bit_pairs, _q5_k_pairs),
-        _form("q6_k", 16, 32, _q6_k, _q6_k_scales, _q6_k_pairs),
-        _form("iq4_nl", 32, None, partial(_uneven, IQ4), _d),
-        _form("iq4_xs", 32, None, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
-        _form("mxfp4", 32, None, partial(_uneven, DType.MXFP4.codec.levels), _mxfp4_scale),
+        _form("q4_0", 32, 8, 8, _few_bits, _d),
+        _form("q4_1", 32, 0, 15, _few_bits, _dm),
+        _form("q5_0", 32, 16, 16, _few_bits, _d),
+        _form("q5_1", 32, 0, 31, _few_bits, _dm),
+        _form("q8_0", 32, None, 128, _eight_bits, _d, wide=True),
+        _form("q2_k", 16, 0, 3, _q2_k, _q2_k_scales, _q2_k_pairs, together=4),
+        _form("q3_k", 16, 4, 4, _q3_k, _q3_k_scales, _q3_k_pairs, together=8),
+        _form("q4_k", 32, 0, 15, _q4_k, _six_bit_pairs, _q4_k_pairs, together=2),
+        _form("q5_k", 32, 0, 31, _q5_k, _six_bit_pairs, _q5_k_pairs, together=8),
+        _form("q6_k", 16, 32, 32, _q6_k, _q6_k_scales, _q6_k_pairs, together=4),
+        _form("iq4_nl", 32, None, 127, partial(_uneven, IQ4), _d),
+        _form("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
+        _form("mxfp4", 32, None, 12, partial(_uneven, DType.MXFP4.codec.levels), _mxfp4_scale),
     ]
 )
 """By the type's name."""

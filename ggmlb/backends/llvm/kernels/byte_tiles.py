@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.llvm.codegen.simd import Dot
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels import amx
-from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts, sum_of_codes
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS, Interleaved, fields_of, lanes, prefetch
+from ggmlb.backends.llvm.kernels.interleaved import (
+    AHEAD,
+    ROWS,
+    Interleaved,
+    fields_of,
+    lanes,
+    prefetches,
+    spread,
+)
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
@@ -118,20 +126,22 @@ def _unpack_strip(
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
-    with k.loop(0, n_blocks) as block:
-        prefetch(k, dtype, (base, n_blocks, block), in_place)
-        for first in range(0, ROWS, lanes(k.level)):
-            at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
-            to = packed.codes + block * (form.block * ROWS) + 4 * first
-            words = [word for run in form.codes(k, at) for word in run.values] if in_place is None else []
-            for i, word in enumerate(words):
-                k.store(_centered(k, form, word, shifted), to + row * i)
-            scales, minimums = SCALES[dtype](at)
-            to = block * (form.block // form.group * row) + 4 * first
-            for g, scale in enumerate(scales):
-                k.store(scale, packed.scales + to + row * g)
-                if minimums is not None:
-                    k.store(minimums[g], packed.minimums + to + row * g)
+    with k.loop(0, n_blocks) as block, k.loop(0, ROWS, lanes(k.level)) as first:
+        ask = spread(prefetches(k, dtype, (base, n_blocks, block), first, in_place), 8)
+        at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
+        to = packed.codes + block * (form.block * ROWS) + first * 4
+        words = form.codes(k, at) if in_place is None else []
+        for w in range(8):
+            for i, run in enumerate(words):
+                k.store(_centered(k, form, run[w], shifted), to + row * (8 * i + w))
+            next(ask)
+        to = block * (form.block // form.group * row) + first * 4
+        scales = SCALES[dtype](at)
+        for g in range(form.block // form.group):
+            k.store(scales.scale(g), packed.scales + to + row * g)
+            minimum = scales.minimum(g)
+            if minimum is not None:
+                k.store(minimum, packed.minimums + to + row * g)
     return packed.codes if in_place is None else base + n_blocks * (ROWS * in_place)
 
 
@@ -252,11 +262,9 @@ def _multiply_bytes(
         for group in range(32 // form.group):
             per_group = form.group // 16
             at = (block * (32 // form.group) + group) * (4 * TILE_ROWS)
+            first_16 = block * 2 + group * per_group
             counts = [
-                sum(
-                    (k.load(I32, x.counts + block * 8 + (group + i) * 4) for i in range(1, per_group)),
-                    start=k.load(I32, x.counts + block * 8 + group * 4),
-                )
+                sum((sum_of_codes(k, x, first_16 + i) for i in range(per_group)), start=k.const(I32, 0))
                 for x in columns
             ]
             starts = [(count * -128).splat(n) if shifted else k.const(ints, 0) for count in counts]

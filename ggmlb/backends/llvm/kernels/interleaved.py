@@ -7,9 +7,9 @@ unit of the field, then by row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES
@@ -67,13 +67,19 @@ def lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def prefetch(k: Kernel, dtype: str, block: tuple[Value, Value, Value], but: int | None = None) -> None:
-    """Ask for what comes about `AHEAD` bytes after a block of a strip, perhaps in the next strip.
+def prefetches(
+    k: Kernel, dtype: str, block: tuple[Value, Value, Value], first: Value, but: int | None = None
+) -> list[Callable[[], None]]:
+    """What asks for the cache lines about `AHEAD` bytes after a block of a strip, perhaps in the next strip.
+
+    Calls of these belong between the instructions that use the block: asked for at once, the lines would
+    hold up later reads until the first of them has come.
 
     Args:
         k: The kernel.
         dtype: The type's name.
         block: The strip's address, its blocks, and which one.
+        first: The first row of a vector: each of a strip's has its part of the lines.
         but: Offset of a field that is left out.
     """
     base, n_blocks, number = block
@@ -83,26 +89,47 @@ def prefetch(k: Kernel, dtype: str, block: tuple[Value, Value, Value], but: int 
     is_next = later >= n_blocks
     later = later - k.select(is_next, n_blocks, 0)
     base = base + k.select(is_next, n_blocks * nbytes, 0)
+    found: list[Callable[[], None]] = []
     for field in fields:
         if field.offset != but:
             start = base + n_blocks * (ROWS * field.offset) + later * (ROWS * field.nbytes)
-            for at in range(0, ROWS * field.nbytes, 64):
-                k.prefetch(start + at)
+            part = lanes(k.level) * field.nbytes
+            found += [partial(_ask, k, start + first * field.nbytes, at) for at in range(0, part, 64)]
+    return found
+
+
+def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
+    """Make the calls in `n` turns, as evenly as possible."""
+    for i in range(n):
+        for call in calls[len(calls) * i // n : len(calls) * (i + 1) // n]:
+            call()
+        yield
+
+
+def _ask(k: Kernel, start: Value, at: int) -> None:
+    k.prefetch(start + at)
 
 
 class Words:
-    """Runs of elements of the rows of a strip: a vector for each four neighbours, four bytes a row."""
+    """A run of elements of the rows of a strip: a vector for each four neighbours, four bytes a row.
 
-    def __init__(self, values: list[Value]) -> None:
-        self.values = values
+    The vectors are made when they are first asked for, so that they need not all lie in registers at once.
+    """
+
+    def __init__(self, n: int, make: Callable[[int], Value]) -> None:
+        self._n = n
+        self._make = cache(make)
+
+    def __getitem__(self, i: int) -> Value:
+        return self._make(i)
 
     def map(self, fn: Callable[[Value], Value]) -> Words:
         """Apply a function to each vector."""
-        return Words([fn(v) for v in self.values])
+        return Words(self._n, lambda i: fn(self[i]))
 
     def join(self, other: Words) -> Words:
         """Return these words followed by others."""
-        return Words(self.values + other.values)
+        return Words(self._n + other._n, lambda i: self[i] if i < self._n else other[i - self._n])
 
     def __and__(self, mask: int) -> Words:
         return self.map(lambda v: v & mask)
@@ -114,7 +141,7 @@ class Words:
         return self.map(lambda v: v << n)
 
     def __or__(self, other: Words) -> Words:
-        return Words([a | b for a, b in zip(self.values, other.values, strict=True)])
+        return Words(self._n, lambda i: self[i] | other[i])
 
 
 @dataclass(frozen=True)
@@ -127,7 +154,7 @@ class Interleaved:
         base: Address of the strip.
         n_blocks: Of each row.
         block: Which one.
-        first: The first of the rows.
+        first: The first row of a vector.
         offset: Of the part, in a block as ggml has it [bytes].
     """
 
@@ -136,7 +163,7 @@ class Interleaved:
     base: Value
     n_blocks: Value
     block: Value
-    first: int
+    first: Value
     offset: int = 0
 
     def __add__(self, n: int) -> Interleaved:
@@ -150,7 +177,7 @@ class Interleaved:
         """Where the field has it, and the field's unit."""
         field = next(f for f in self.fields if 0 <= self.offset - f.offset < f.nbytes)
         start = self.base + self.n_blocks * (ROWS * field.offset) + self.block * (ROWS * field.nbytes)
-        return start + (ROWS * (self.offset - field.offset) + self.first * field.unit), field.unit
+        return start + ROWS * (self.offset - field.offset) + self.first * field.unit, field.unit
 
     def each(self) -> Value:
         """A unit of each row, as integers."""
@@ -161,16 +188,19 @@ class Interleaved:
         """The next `n` bytes of each row."""
         address, _ = self._address()
         type_ = vec(I8, 4 * lanes(self.k.level))
-        return Words([self.k.load(type_, address + 4 * ROWS * i) for i in range(n // 4)])
+        return Words(n // 4, lambda i: self.k.load(type_, address + 4 * ROWS * i))
 
     def bits(self, value: int) -> Words:
         """A value for each of the next 32 bits of each row that is set."""
         address, _ = self._address()
         n = 4 * lanes(self.k.level)
         whole = I64 if n == 64 else I32
-        at = [address + (ROWS // 2 * i + self.first // 2) for i in range(8)]
-        masks = [self.k.load(whole, a).bits(vec(I1, n)) for a in at]
-        return Words([self.k.select(mask, self.k.const(vec(I8, n), value), 0) for mask in masks])
+
+        def make(i: int) -> Value:
+            mask = self.k.load(whole, address + self.first // 2 + ROWS // 2 * i).bits(vec(I1, n))
+            return self.k.select(mask, self.k.const(vec(I8, n), value), 0)
+
+        return Words(8, make)
 
 
 _INTS = {1: I8, 2: I16, 4: I32}

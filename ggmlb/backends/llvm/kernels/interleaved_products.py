@@ -5,22 +5,30 @@ For few rows of activations; `tiles` has the products with more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, parts
-from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS, Interleaved, fields_of, lanes, prefetch
-from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
+from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, vec
+from ggmlb.backends.llvm.kernels.activations import HIGH, parts, sum_of_codes
+from ggmlb.backends.llvm.kernels.blocks import FORMS, Form
+from ggmlb.backends.llvm.kernels.interleaved import (
+    AHEAD,
+    ROWS,
+    Interleaved,
+    Words,
+    fields_of,
+    lanes,
+    prefetches,
+    spread,
+)
+from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES, Scales
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.simd import Group
     from ggmlb.backends.llvm.kernels.activations import Parts
-    from ggmlb.backends.llvm.kernels.blocks import Form
-    from ggmlb.backends.llvm.kernels.interleaved_scales import Scales
 
 Sums = list[list[Value]]
 """For each vector of a strip's rows, for each row of activations."""
@@ -70,59 +78,142 @@ def _store(k: Kernel, sums: Sums, place: Place, strip: Value, columns: Sequence[
 
 def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Value]) -> Sums:
     form, n = FORMS[dtype], lanes(k.level)
-    zero = k.const(vec(F32, n), 0)
-    sums = [[k.variable(zero) for _ in columns] for _ in vectors(k)]
+    floats, line = vec(F32, n), 4 * n * len(columns)
+    sums = k.local(len(vectors(k)) * line)
+    for at in range(0, len(vectors(k)) * line, 4 * n):
+        k.store(k.const(floats, 0), sums + at)
     n_blocks = place.k // form.block
     base = place.a + strip * (place.a_nb1 * ROWS)
-    activations = [parts(column, place.k, FORMS[dtype].wide) for column in columns]
-    with k.loop(0, n_blocks) as block:
-        prefetch(k, dtype, (base, n_blocks, block))
-        for first, line in zip(vectors(k), sums, strict=True):
-            at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
-            scales, minimums = SCALES[dtype](at)
-            for i, words in enumerate(form.codes(k, at)):
-                run = block * (form.block // 32) + i
-                for slot, parts_ in zip(line, activations, strict=True):
-                    _add_run(k, form, slot, words.values, (scales, minimums), i, run, parts_)
-    return [[slot.now for slot in line] for line in sums]
+    activations = [parts(column, place.k, form.wide) for column in columns]
+    # A loop over vectors keeps what both read of activations from being held in registers for the second.
+    with k.loop(0, n_blocks) as block, k.loop(0, ROWS, n) as first:
+        ask = spread(prefetches(k, dtype, (base, n_blocks, block), first), form.block // form.together // 4)
+        where = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
+        weights = _Weights(form, form.codes(k, where), SCALES[dtype](where))
+        to = [sums + first // n * line + 4 * n * c for c in range(len(columns))]
+        slots = [k.variable(k.load(floats, address, 4 * n)) for address in to]
+        _add_block(k, weights, block, activations, slots, ask)
+        for slot, address in zip(slots, to, strict=True):
+            k.store(slot.now, address, 4 * n)
+    return [
+        [k.load(floats, sums + first // n * line + 4 * n * c) for c in range(len(columns))]
+        for first in vectors(k)
+    ]
 
 
-def _add_run(
+class _Weights(NamedTuple):
+    """A block of each row of a vector: its format, the codes of each run, and scales."""
+
+    form: Form
+    codes: list[Words]
+    scales: Scales
+
+
+def _add_block(
     k: Kernel,
-    form: Form,
-    slot: Variable,
-    words: list[Value],
-    of_block: Scales,
-    i: int,
-    run: Value,
-    x: Parts,
+    weights: _Weights,
+    block: Value,
+    activations: list[Parts],
+    slots: list[Variable],
+    ask: Iterator[None],
 ) -> None:
-    """Add the products of run `i` of a block, the row's run number `run`, with a row of activations."""
-    n, per_run, per_group = lanes(k.level), 32 // form.group, form.group // 4
-    scales, minimums = of_block
-    factor = k.load(F32, x.scales + run * 4)
-    counts = [k.load(I32, x.counts + run * 8 + 4 * half) for half in range(2)]
-    if per_run == 1:
-        counts = [counts[0] + counts[1]]
-    dot = Dot(k, n)
-    for g in range(per_run):
-        group = i * per_run + g
-        scale = scales[group] * factor.splat(n)
-
-        def add(codes: Value, sums: Value, scale: Value, g: int = g) -> None:
-            for w in range(g * per_group, (g + 1) * per_group):
-                of = k.load(I32, codes + run * 32 + w * 4).splat(n).bits(vec(I8, 4 * n))
-                sums = dot(sums, words[w], of, form.offset)
-            slot.set(k.fma(sums.to_float(), scale, slot.now))
-
-        # What an offset takes away of whole codes is taken at once.
-        add(x.codes, dot.start_from(counts[g], form.offset), scale)
+    """Add the products of a block with rows of activations to their sums."""
+    form, _, scales = weights
+    n, n_runs = lanes(k.level), form.block // 32
+    products: dict[int, Value] = {}
+    minimums: dict[int, Value] = {}
+    for begin in range(0, n_runs, form.together):
+        runs = range(begin, begin + form.together)
+        totals = _totals(k, weights, block, activations, runs, ask)
+        for c, x in enumerate(activations):
+            for run, total in zip(runs, totals[c], strict=True):
+                number = block * n_runs + run
+                factor = k.load(F32, x.scales + number * 4).splat(n)
+                products[c] = _more(k, products.get(c), total.to_float(), factor)
+                if scales.m is not None:
+                    minimums[c] = _more(k, minimums.get(c), *_of_minimums(k, weights, run, number, x))
+    for c, (x, slot) in enumerate(zip(activations, slots, strict=True)):
+        slot.set(_more(k, slot.now, products[c], scales.d))
+        if scales.m is not None:
+            slot.set(_more(k, slot.now, minimums[c], scales.m))
         if x.high is not None and x.flags is not None:
-            with k.when(k.load(I8, x.flags + run).zext(I32) > 0):
-                add(x.high, k.const(vec(I32, n), 0), scale * float(HIGH))
-        if minimums is not None:
-            total = k.load(F32, x.sums + run * 4) if per_run == 1 else counts[g].to_float(F32) * factor
-            slot.set(k.fma(minimums[group], total.splat(n), slot.now))
+            with k.when(k.load(I8, x.flags + block).zext(I32) > 0):
+                high = Dot(k, n).group(form.offset, form.most)
+                for w in range(8):
+                    high.add(weights.codes[0][w], _four(k, x.high, block, w))
+                factor = (k.load(F32, x.scales + block * 4) * float(HIGH)).splat(n)
+                slot.set(_more(k, slot.now, high.total().to_float() * factor, scales.d))
+
+
+def _more(k: Kernel, sum_: Value | None, a: Value, b: Value) -> Value:
+    return a * b if sum_ is None else k.fma(a, b, sum_)
+
+
+def _four(k: Kernel, codes: Value, run: Value, word: int) -> Value:
+    """Four neighbouring codes of activations, for each row of a vector."""
+    n = lanes(k.level)
+    return k.load(I32, codes + run * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
+
+
+def _counts(k: Kernel, form: Form, group: Value, x: Parts) -> list[Value]:
+    """The sums of activations' codes that meet a group of weights, in two parts each, for each row."""
+    n, per_group = lanes(k.level), form.group // 16
+    at = [x.counts + (group * per_group + i) * 4 for i in range(per_group)]
+    return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
+
+
+def _of_minimums(k: Kernel, weights: _Weights, run: int, number: Value, x: Parts) -> tuple[Value, Value]:
+    """Two factors of what the minimums add to the products of a run, the row's run `number`."""
+    form, _, scales = weights
+    n = lanes(k.level)
+    total = k.load(F32, x.sums + number * 4).splat(n)
+    if scales.minimums is None:
+        return total, k.const(total.type, 1)
+    if form.group == 32:
+        return scales.minimums(run).to_float(), total
+    dot = Dot(k, n)
+    both = [
+        dot.pairs(dot.twice(scales.minimums(2 * run + g)), *_counts(k, form, number * 2 + g, x))
+        for g in (0, 1)
+    ]
+    return (both[0] + both[1]).to_float(), k.load(F32, x.scales + number * 4).splat(n)
+
+
+def _group(k: Kernel, weights: _Weights, block: Value, group: int, x: Parts) -> Group:
+    """An empty sum of the products of a group of a block with a row of activations."""
+    form, _, scales = weights
+    scale = None if scales.scales is None else scales.scales(group)
+    dot, number = Dot(k, lanes(k.level)), block * (form.block // form.group) + group
+    if x.high is None:
+        return dot.group(form.offset, form.most, scale, _counts(k, form, number, x))
+    # What an offset takes away of whole codes is taken at once.
+    whole = sum_of_codes(k, x, number * 2) + sum_of_codes(k, x, number * 2 + 1)
+    return dot.group(form.offset, form.most, scale, start=dot.start_from(whole, form.offset))
+
+
+def _totals(
+    k: Kernel, weights: _Weights, block: Value, activations: list[Parts], runs: range, ask: Iterator[None]
+) -> list[list[Value]]:
+    """The sums of products times integer scales, for each row of activations and each of the runs.
+
+    These runs have bits in the same bytes: what is read of them is used at once.
+    """
+    form, codes, _ = weights
+    per_run, n_runs = 32 // form.group, form.block // 32
+    totals: list[list[Value]] = []
+    for g in range(per_run):
+        sums = [[_group(k, weights, block, run * per_run + g, x) for run in runs] for x in activations]
+        for w in range(8 * g // per_run, 8 * (g + 1) // per_run):
+            for i, run in enumerate(runs):
+                for x, line in zip(activations, sums, strict=True):
+                    line[i].add(codes[run][w], _four(k, x.codes, block * n_runs + run, w))
+            next(ask)
+        found = [[group.total() for group in line] for line in sums]
+        if totals:
+            pairs = (zip(*lines, strict=True) for lines in zip(totals, found, strict=True))
+            found = [[a + b for a, b in line] for line in pairs]
+        totals = found
+    return totals
 
 
 def _floats(k: Kernel, dtype: str, b_dtype: str, place: Place, strip: Value, columns: list[Value]) -> Sums:

@@ -1,9 +1,10 @@
-"""Scales of strips: for each group of a block, a vector with one scale per row."""
+"""Scales of strips: for each group of a block, a vector with one number per row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import from_half
 from ggmlb.backends.llvm.codegen.value import I32
@@ -13,7 +14,34 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.value import Value
     from ggmlb.backends.llvm.kernels.interleaved import Interleaved
 
-Scales = tuple["list[Value]", "list[Value] | None"]
+Ints = Callable[[int], "Value"]
+"""Read those of a group."""
+
+
+class Scales(NamedTuple):
+    """Of a block of each row: what its codes are multiplied by, and what is then added.
+
+    Attributes:
+        d: Factor of the whole block.
+        scales: Integers that it is multiplied by; `None` if it is the scale of the only group.
+        m: Factor of the minimums, if there are any.
+        minimums: Integers that it is multiplied by; `None` as above.
+    """
+
+    d: Value
+    scales: Ints | None = None
+    m: Value | None = None
+    minimums: Ints | None = None
+
+    def scale(self, group: int) -> Value:
+        """The scale of a group."""
+        return self.d if self.scales is None else self.scales(group).to_float() * self.d
+
+    def minimum(self, group: int) -> Value | None:
+        """The minimum of a group, if there are any."""
+        if self.m is None or self.minimums is None:
+            return self.m
+        return self.minimums(group).to_float() * self.m
 
 
 def _half(p: Interleaved) -> Value:
@@ -24,52 +52,49 @@ def _words(field: Interleaved, n: int) -> list[Value]:
     return [(field + 4 * i).each() for i in range(n)]
 
 
-def _bytes(words: list[Value]) -> list[Value]:
-    """The bytes of 32-bit words, as integers."""
-    return [word >> 24 if i == 3 else (word >> 8 * i) & 255 for word in words for i in range(4)]
+def _byte(words: list[Value], i: int) -> Value:
+    """A byte of 32-bit words, as an integer."""
+    word = words[i // 4]
+    return word >> 24 if i % 4 == 3 else (word >> 8 * (i % 4)) & 255
 
 
 def _d(p: Interleaved) -> Scales:
-    return [_half(p["d"])], None
+    return Scales(_half(p["d"]))
 
 
 def _dm(p: Interleaved) -> Scales:
-    return [_half(p["d"])], [_half(p["m"])]
+    return Scales(_half(p["d"]), None, _half(p["m"]))
 
 
 def _six_bit_pairs(p: Interleaved) -> Scales:
     scales, minimums = six_bit_words(_words(p["scales"], 3))
-    d, less = _half(p["d"]), -_half(p["dmin"])
-    return [b.to_float() * d for b in _bytes(scales)], [b.to_float() * less for b in _bytes(minimums)]
+    return Scales(_half(p["d"]), partial(_byte, scales), -_half(p["dmin"]), partial(_byte, minimums))
 
 
 def _q2_k(p: Interleaved) -> Scales:
-    d, less = _half(p["d"]), -_half(p["dmin"])
-    packed = [(p["scales"] + i).each().zext(I32) for i in range(16)]
-    return [(x & 15).to_float() * d for x in packed], [(x >> 4).to_float() * less for x in packed]
+    @cache
+    def both(i: int) -> Value:
+        return (p["scales"] + i).each().zext(I32)
+
+    return Scales(_half(p["d"]), lambda i: both(i) & 15, -_half(p["dmin"]), lambda i: both(i) >> 4)
 
 
 def _q3_k(p: Interleaved) -> Scales:
-    words, d = q3_k_words(_words(p["scales"], 3)), _half(p["d"])
-    return [(x - 32).to_float() * d for x in _bytes(words)], None
+    words = q3_k_words(_words(p["scales"], 3))
+    return Scales(_half(p["d"]), lambda i: _byte(words, i) - 32)
 
 
 def _q6_k(p: Interleaved) -> Scales:
-    d = _half(p["d"])
-    return [(p["scales"] + i).each().sext(I32).to_float() * d for i in range(16)], None
+    return Scales(_half(p["d"]), lambda i: (p["scales"] + i).each().sext(I32))
 
 
 def _iq4_xs(p: Interleaved) -> Scales:
-    d, high, low = _half(p["d"]), p["scales_h"].each().zext(I32), p["scales_l"].each()
-    found = []
-    for i in range(8):
-        code = ((low >> 4 * i) & 15) | (((high >> 2 * i) & 3) << 4)
-        found.append((code - 32).to_float() * d)
-    return found, None
+    high, low = p["scales_h"].each().zext(I32), p["scales_l"].each()
+    return Scales(_half(p["d"]), lambda i: (((low >> 4 * i) & 15) | (((high >> 2 * i) & 3) << 4)) - 32)
 
 
 def _mxfp4(p: Interleaved) -> Scales:
-    return [mxfp4_scale(p.k, p["e"].each().zext(I32))], None
+    return Scales(mxfp4_scale(p.k, p["e"].each().zext(I32)))
 
 
 SCALES: dict[str, Callable[[Interleaved], Scales]] = {
@@ -87,4 +112,4 @@ SCALES: dict[str, Callable[[Interleaved], Scales]] = {
     "iq4_xs": _iq4_xs,
     "mxfp4": _mxfp4,
 }
-"""Read the scales, and the minimums or `None`, of a block of each row, by the type's name."""
+"""Read the scales and minimums of a block of each row, by the type's name."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_floats, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, I64, Value, lanes_of, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, parts
+from ggmlb.backends.llvm.kernels.activations import HIGH, both_parts, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 
 if TYPE_CHECKING:
@@ -262,7 +262,8 @@ def _group_sums(k: Kernel, form: Form, factors: Value, s: Value, counts: Value, 
     groups = form.block // form.group
     if form.group == 32:
         return k.load(vec(F32, groups), s + block * (4 * groups))
-    return k.load(vec(I32, groups), counts + block * (4 * groups)).to_float() * _per_group(factors, form)
+    found = both_parts(k.load(vec(I32, groups), counts + block * (4 * groups)))
+    return found.to_float() * _per_group(factors, form)
 
 
 def _floats(
