@@ -29,6 +29,9 @@ KEPT: Final = {
 """What Ctrl-C leaves, for commands that print or write before their end."""
 
 
+EXIT_STATUS: Final = "Exit status: 0 done; 1 failed; 2 wrong usage; 130 stopped by Ctrl-C."
+
+
 def _version(asked: bool) -> None:
     if asked:
         from ggmlb import __version__
@@ -70,7 +73,9 @@ def _app(args: Sequence[str]) -> typer.Typer:
     app.callback()(ggmlb)
     asked = next((arg for arg in args if not arg.startswith("-")), "")
     for name in [asked] if asked in COMMANDS else COMMANDS:
-        app.command()(_stoppable(getattr(import_module(f"ggmlb.cli.{name}"), name)))
+        command = getattr(import_module(f"ggmlb.cli.{name}"), name)
+        has_own = "Exit status:" in (command.__doc__ or "")
+        app.command(epilog=None if has_own else EXIT_STATUS)(_stoppable(command))
     return app
 
 
