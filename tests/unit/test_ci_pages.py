@@ -1,4 +1,4 @@
-"""The workflow files of docs/conformance.md: valid by their platforms' schemas, and their lines run."""
+"""Workflow files, ours and those of docs/conformance.md: valid by their schemas, and their lines run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("check_jsonschema", reason="needs check-jsonschema: pip install 'ggmlb[dev]'")
 
 from ruamel.yaml import YAML
+
+import ggmlb
 
 ROOT = Path(__file__).parents[2]
 GITHUB, GITLAB = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/conformance.md").read_text(), re.DOTALL)
@@ -126,3 +128,47 @@ def test_what_they_install_exists(place: Path) -> None:
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert len(wanted) == 3
     assert {extra for names in wanted for extra in names.split(",")} <= set(extras)
+
+
+# -- the project's own -----------------------------------------------------------------------------
+
+OWN = {
+    "vendor.github-workflows": [*(ROOT / ".github/workflows").glob("*.yml")],
+    "vendor.github-issue-forms": [
+        ROOT / f".github/ISSUE_TEMPLATE/{name}.yml" for name in ("fault", "device")
+    ],
+    "vendor.github-issue-config": [ROOT / ".github/ISSUE_TEMPLATE/config.yml"],
+    "vendor.citation-file-format": [ROOT / "CITATION.cff"],
+}
+
+
+@pytest.mark.parametrize("schema", OWN)
+def test_our_own_are_valid(schema: str) -> None:
+    command = ["-m", "check_jsonschema", "--builtin-schema", schema, *map(str, OWN[schema])]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert OWN[schema] and done.returncode == 0, done.stdout
+
+
+def test_our_workflows_call_what_there_is() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = [
+        step["run"]
+        for path in OWN["vendor.github-workflows"]
+        for job in YAML(typ="safe").load(path)["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert ".ci/run" in lines
+    assert {line.split()[1] for line in lines if line.startswith("make ")} <= {*targets}
+
+
+def test_versions_and_requirements_are_those_of_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    recipe = (ROOT / "conda/meta.yaml").read_text()
+    (block,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    needed = {line.replace("-", "_") for line in re.findall(r'"(.*?)"', block)}
+    (run,) = re.findall(r"^  run:\n(.*?)^  run_constrained", recipe, re.MULTILINE | re.DOTALL)
+    told = {line.replace(" ", "") for line in re.findall(r"- (.*)", run)}
+    assert told == {*needed, *(f"python{v}" for v in re.findall(r'requires-python = "(.*)"', project))}
+    assert f'set version = "{ggmlb.__version__}"' in recipe
+    assert f"\nversion: {ggmlb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
