@@ -4,9 +4,10 @@ Two processes take turns with the same file, the same prompts and as many thread
 `prefill` is a prompt of 512 tokens, `decode` 32 tokens after 32 and after 512. A ratio is our tokens per
 second by llama.cpp's: the median of the rounds, with the least and the greatest. `bound` is what share of the
 read bandwidth decoding at depth 32 uses: bytes of weights and cached keys and values that a token needs, by
-what two threads read per second in the same run. `first` is the time of a new process to its first token,
-after a prompt of 32, ours by llama.cpp's, from installed bytecode and cached kernels; `peak` the same of
-resident memory after all rounds.
+what two threads read per second in the same run. `python` is the share of decoding at depth 32 spent
+outside of kernels: the time of the steps less that of their calls of machine code. `first` is the time of a
+new process to its first token, after a prompt of 32, ours by llama.cpp's, from installed bytecode and cached
+kernels; `peak` the same of resident memory after all rounds.
 
     python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,random:q4_K_M,...] [--device D]
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -22,10 +24,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import Table, save
 
@@ -41,6 +44,14 @@ def prompt_of(n: int) -> list[int]:
     return [300 + (i * 37) % 1000 for i in range(n)]
 
 
+class Speed(NamedTuple):
+    """Tokens per second of a prompt and of what follows it, and the share of Python in the latter."""
+
+    prefill: float
+    decode: float
+    python: float = math.nan
+
+
 class Ours:
     """ggmlb on a device."""
 
@@ -48,11 +59,28 @@ class Ours:
         from ggmlb.models import TextModel
 
         self._model = TextModel(path, [device, "CPU"], n_ctx=N_CTX, threads=threads)
+        self._in_kernels: list[float] = []
+        for backend in self._model.backends:
+            if hasattr(backend, "pool"):  # LLVM's, of which each step is one call
+                backend.pool._run = self._timed(backend.pool._run)
 
-    def run(self, n_prompt: int, n_tokens: int) -> tuple[float, float]:
-        """Tokens per second of the prompt and of what follows it."""
+    def _timed(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Keep the times of calls [s]."""
+
+        def timed(*args: int) -> None:
+            start = time.perf_counter()
+            call(*args)
+            self._in_kernels.append(time.perf_counter() - start)
+
+        return timed
+
+    def run(self, n_prompt: int, n_tokens: int) -> Speed:
+        """Return the speed of a prompt and of what follows it."""
+        self._in_kernels.clear()
         found = self._model.generate(prompt_of(n_prompt), max_tokens=n_tokens, temperature=0, ignore_eos=True)
-        return found.prompt_tokens_per_second, found.tokens_per_second
+        steps = self._in_kernels[1 - n_tokens :] if n_tokens > 1 else []
+        python = 1 - sum(steps) / found.seconds if steps else math.nan
+        return Speed(found.prompt_tokens_per_second, found.tokens_per_second, python)
 
 
 class LlamaCpp:
@@ -71,27 +99,26 @@ class LlamaCpp:
         params.n_parallel = 1
         self._server = xllamacpp.Server(params)
 
-    def run(self, n_prompt: int, n_tokens: int) -> tuple[float, float]:
-        """Tokens per second of the prompt and of what follows it."""
+    def run(self, n_prompt: int, n_tokens: int) -> Speed:
+        """Return the speed of a prompt and of what follows it."""
         asked = {
             "prompt": prompt_of(n_prompt), "n_predict": n_tokens, "temperature": 0, "ignore_eos": True,
             "cache_prompt": False,
         }  # fmt: skip
         found: Any = self._server.handle_completions(asked)
         timings = (json.loads(found) if isinstance(found, str) else found)["timings"]
-        return timings["prompt_per_second"], timings["predicted_per_second"]
+        return Speed(timings["prompt_per_second"], timings["predicted_per_second"])
 
 
 LIBRARIES = {"ours": Ours, "llama.cpp": LlamaCpp}
 
 
 def play(name: str, path: str, threads: int, device: str, pipe: Connection) -> None:
-    """Answer `(n_prompt, n_tokens)` with tokens per second and the peak of memory [bytes]."""
+    """Answer `(n_prompt, n_tokens)` with the speed and the peak of memory [bytes]."""
     model = LIBRARIES[name](path, threads, device)
     pipe.send(None)
     while (task := pipe.recv()) is not None:
-        found = model.run(*task)
-        pipe.send((*found, peak_nbytes()))
+        pipe.send((model.run(*task), peak_nbytes()))
     os._exit(0)  # llama.cpp may wait for its threads
 
 
@@ -172,9 +199,10 @@ def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict
             for name in list(LIBRARIES)[:: 1 if i % 2 else -1]:
                 time.sleep(0.02)
                 pipes[name].send(sizes)
-                prefill, decode, peak = pipes[name].recv()
+                speed, peak = pipes[name].recv()
                 if i:  # the first round makes graphs and kernels
-                    found[name][task].append(prefill if task == "prefill" else decode)
+                    found[name][task].append(speed.prefill if task == "prefill" else speed.decode)
+                    found[name].setdefault(f"python in {task}", []).append(speed.python)
                 found[name]["peak"] = [peak]
     for name, process in zip(LIBRARIES, processes, strict=True):
         pipes[name].send(None)
@@ -203,6 +231,12 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
     return f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
+def share(found: list[float]) -> str:
+    """The median of shares; a dash where none was measured."""
+    median = statistics.median(found)
+    return "-" if math.isnan(median) else f"{median:.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -220,7 +254,7 @@ def main() -> None:
     table = Table(
         "model", "SIMD", "prefill [tokens/s]", "decode at 32 [tokens/s]", "decode at 512 [tokens/s]",
         "prefill",
-        "decode at 32", "decode at 512", "bound", "first", "peak",
+        "decode at 32", "decode at 512", "bound", "python", "first", "peak",
     )  # fmt: skip
     if not args.models:
         from ggmlb.models import default_text_model
@@ -235,7 +269,8 @@ def main() -> None:
         first = statistics.median(ours["first"]) / statistics.median(theirs["first"])
         table.row(
             Path(path).stem, os.environ.get("GGMLB_SIMD", "best"), *speeds,
-            *(ratio(ours[t], theirs[t]) for t in tasks), f"{used:.0%}", f"{first:.2f}",
+            *(ratio(ours[t], theirs[t]) for t in tasks), f"{used:.0%}", share(ours[f"python in {tasks[1]}"]),
+            f"{first:.2f}",
             f"{ours['peak'][0] / theirs['peak'][0]:.2f}",
         )  # fmt: skip
     if args.save:

@@ -265,7 +265,7 @@ class Engine:
         """Compute one batch; return those that have one more token, or are done."""
         batch: list[Token] = []
         asking = []
-        for request in sorted(active, key=lambda r: len(r.tokens) - r.n_done):  # those that generate first
+        for request in sorted(active, key=_n_left):  # those that generate first
             tokens = request.next_tokens(N_BATCH - len(batch))
             batch += tokens
             if tokens and tokens[-1].wants_logits:
@@ -304,6 +304,11 @@ class Engine:
             ArgumentError: The prompt does not fit.
         """
         return np.concatenate(list(self.parts(tokens, compute)))
+
+
+def _n_left(request: Request) -> int:
+    """Tokens that are not computed yet."""
+    return len(request.tokens) - request.n_done
 
 
 def _n_most(request: Request) -> int:

@@ -97,10 +97,10 @@ class Step:
     def _view(self, tensor: Tensor) -> tuple[Buffer, int, npt.NDArray[Any], memoryview] | None:
         """Return the place of a tensor in host memory, its elements and its bytes; `None` if not there."""
         buffer, offset = tensor.buffer, tensor.offset
-        if buffer is None or not buffer.is_host:
-            return None
         kept = self._views.get(tensor)
         if kept is None or kept[0] is not buffer or kept[1] != offset:
+            if buffer is None or not buffer.is_host:
+                return None
             array = np.asarray(tensor).reshape(-1)
             kept = self._views[tensor] = buffer, offset, array, array.view(np.uint8).data
         return kept

@@ -88,7 +88,7 @@ class Executor:
 
     def _queue(self, program: Program, callback: EvalCallback | None) -> Status:
         c = self.copy
-        experts = ExpertCopies(program.splits, c)
+        experts: ExpertCopies | None = None
         waits: dict[int, None] = {}
         last_sent: dict[int, None] = {}
         for index, split in enumerate(program.splits):
@@ -96,6 +96,7 @@ class Executor:
             for other in split.after:
                 self._order(other, b)
             if split.inputs:
+                experts = experts or ExpertCopies(program.splits, c)
                 self._copy_in(split, c, experts, waits, last_sent)
             if callback is None:
                 status = split.backend.graph_plan_compute(program.plan(index, c))
