@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import ggmlb
 from ggmlb import BackendUnavailable, Context, Graph, Op, Scheduler, Status, Tensor
-from ggmlb.backends.ggml import GgmlReg, abi, find
+from ggmlb.backends.ggml import GgmlReg, abi, find, library
 from ggmlb.backends.ggml.library import probe
 from ggmlb.backends.ggml.trust import Judge, kind, trial_of
 
@@ -181,6 +182,31 @@ def test_an_error_of_an_abort_callback_is_raised(stream: Any) -> None:
             stream.graph_compute(graph)
         stream.abort_callback = None
         assert stream.graph_compute(graph) is Status.SUCCESS
+
+
+def test_threads_are_set(device: Any, stream: Any) -> None:
+    assert stream.n_threads == 1
+    device.reg.get_proc_address("set_n_threads")(stream, 2)
+    assert stream.n_threads == 2
+    ctx = Context()
+    y = ctx.mul_mat(w := ctx.new_tensor("f32", (64, 96)), x := ctx.new_tensor("f32", (64, 33)))
+    with ggmlb.alloc_ctx_tensors(ctx, stream):
+        w.set_array(np.full((96, 64), 0.5))
+        x.set_array(np.full((33, 64), 2.0))
+        stream.graph_compute(Graph().build_forward_expand(y))
+        assert (y.to_numpy() == 64).all()
+
+
+def test_its_log_goes_to_logging(device: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """In lines with levels, of which ggml gives pieces."""
+    device.library.load()
+    with caplog.at_level(logging.DEBUG, "ggmlb.ggml"):
+        for level, text in ((3, b"one "), (5, b"line\n"), (4, b"another\n")):
+            library._forward_log(level, text, None)
+    assert caplog.record_tuples == [
+        ("ggmlb.ggml", logging.WARNING, "one line"),
+        ("ggmlb.ggml", logging.ERROR, "another"),
+    ]
 
 
 def test_results_that_are_read_elsewhere_are_not_fused_away(stream: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,12 @@ def test_products_with_chosen_matrices(device: Any, stream: Any) -> None:
             stream.graph_compute(Graph().build_forward_expand(y))
             found.append(y.to_numpy().copy())
     assert ((found[0] - found[1]) ** 2).sum() < 1e-8 * (found[1] ** 2).sum()
+
+
+def test_ggml_tells_the_log_how_it_packs(device: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "ggmlb.ggml"):
+        placed(device, DType.Q4_0, 64, 16)
+    assert any("q4_0" in line.lower() for line in caplog.messages)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

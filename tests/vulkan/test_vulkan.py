@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import BackendUnavailable, Context, DeviceType, Graph, RegistryError, Scheduler
+from ggmlb import BackendError, BackendUnavailable, Context, DeviceType, Graph, RegistryError, Scheduler
 from ggmlb.models import BertEmbedder, TextModel, default_text_model
 from tests.support.ggml_faults import REPORTS, what_it_lacks
 from tests.support.golden import claimed, wrong
@@ -45,6 +45,23 @@ def test_it_is_a_gpu_with_memory_of_its_own(device: Any) -> None:
     assert device.type is DeviceType.GPU and not device.buffer_type.is_host
     assert device.caps.async_ and device.caps.events
     assert device.host_buffer_type.is_host and device.host_buffer_type.name != device.buffer_type.name
+
+
+def test_it_is_the_best_device(device: Any) -> None:
+    with ggmlb.init_best() as stream:
+        assert stream.device is device
+
+
+def test_it_asks_for_products_of_many_columns(device: Any) -> None:
+    ctx = Context()
+    w = ctx.new_tensor("f32", (64, 64))
+    products = [ctx.mul_mat(w, ctx.new_tensor("f32", (64, n))) for n in (1, 512)]
+    assert [device.offload_op(product) for product in products] == [False, True]
+
+
+def test_it_has_no_threads_to_set(stream: Any) -> None:
+    with pytest.raises(BackendError, match="no threads to set"):
+        stream.set_n_threads(2)
 
 
 def test_it_behaves(device: Any) -> None:
