@@ -15,12 +15,16 @@ from ggmlb.cli.frame import console
 from ggmlb.cli.model_options import (
     ContextOption,
     CpuExpertsOption,
+    ExpertCacheOption,
     GpuLayersOption,
     KvOnOption,
     KvOption,
+    LoraOption,
     MemoryOption,
     OverrideOption,
+    UbatchOption,
     WayOption,
+    file_and_scale,
     overrides_of,
 )
 from ggmlb.cli.options import (
@@ -29,6 +33,7 @@ from ggmlb.cli.options import (
     LayersOption,
     device_names,
     layers_by_device,
+    size_of,
     sizes_by_device,
 )
 from ggmlb.core.errors import readable_size
@@ -61,6 +66,7 @@ class Report(NamedTuple):
         way: That which is taken.
         planner: Its planner.
         fit: Its placement and memory.
+        process: Bytes of this process, and of what loading and computing add beside the buffers.
         advice: Options with which it would fit.
     """
 
@@ -68,6 +74,7 @@ class Report(NamedTuple):
     way: Way
     planner: Planner
     fit: Fit
+    process: dict[str, int]
     advice: list[str]
 
 
@@ -82,6 +89,9 @@ def fit(
     cpu_experts: CpuExpertsOption = False,
     kv_on: KvOnOption = None,
     override: OverrideOption = None,
+    expert_cache: ExpertCacheOption = None,
+    lora: LoraOption = None,
+    ubatch: UbatchOption = None,
     way: WayOption = "best",
     bandwidth: BandwidthOption = None,
     as_json: JsonOption = False,
@@ -97,8 +107,10 @@ def fit(
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192
       ggmlb fit model.gguf -d CUDA0,CPU --memory CUDA0=6GiB --json
     """
+    from ggmlb.models.text.beside import beside
     from ggmlb.models.text.fit import Wishes, open_planner
     from ggmlb.models.text.ways import Ways
+    from ggmlb.system.process import n_cpus, resident_nbytes
 
     wishes = Wishes(
         layers_by_device(layers_on),
@@ -107,16 +119,20 @@ def fit(
         kv_on,
         overrides_of(override),
         sizes_by_device(memory),
+        adapters=tuple(Path(file_and_scale(option)[0]) for option in lora or ()),
     )
+    cache = None if expert_cache is None else size_of(expert_cache, "--expert-cache")
     names = None if devices is None else device_names(devices)
     with ExitStack() as resources:
-        asked = open_planner(resources, file, names, wishes, ctx, kv_type)
+        asked = open_planner(resources, file, names, wishes, ctx, kv_type, ubatch, cache)
         ways = Ways(resources, asked, sizes_by_device(bandwidth, "--bandwidth"))
         planned = ways.planned()
         taken = ways.taken(way, planned)
         assert taken.planner is not None and taken.fit is not None
         advice = list(_advice(taken.planner)) if taken.short else []
-        report = Report(planned, taken, taken.planner, taken.fit, advice)
+        process = {"resident": resident_nbytes() or 0}
+        process |= beside(taken.planner, taken.fit, n_cpus())._asdict()
+        report = Report(planned, taken, taken.planner, taken.fit, process, advice)
         if as_json:
             plain.echo(json.dumps(_as_json(report), indent=2))
         else:
@@ -152,7 +168,7 @@ def _print(report: Report) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    ways, way, planner, (placement, table), advice = report
+    ways, way, planner, (placement, table), process, advice = report
     out = console()
     if len(ways) > 1:
         out.print(_table_of(ways, way, list(planner.free)))
@@ -181,6 +197,8 @@ def _print(report: Report) -> None:
             style="red" if device in way.short else "bold",
         )
     out.print(shown)
+    told = ", ".join(f"{name} {readable_size(n)}" for name, n in process.items() if n)
+    plain.echo(f"beside these, the process: about {readable_size(sum(process.values()))} ({told})")
     for name, parts in _parts(planner, placement).items():
         cost = way.costs[name]
         moved = f", and {readable_size(cost.copied)} are copied to it" if cost.copied else ""
@@ -244,7 +262,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _as_json(report: Report) -> dict[str, Any]:
-    ways, way, planner, (placement, table), advice = report
+    ways, way, planner, (placement, table), process, advice = report
     free = {device: None if n == float("inf") else int(n) for device, n in planner.free.items()}
     return {
         "fits": not way.short,
@@ -256,6 +274,7 @@ def _as_json(report: Report) -> dict[str, Any]:
         "total": {device: table.total(device) for device in planner.free},
         "free": free,
         "lacks": way.short,
+        "process": process,
         "layers": {name: _ranges(_layers_on(placement, name)) for name in planner.backends},
         "experts": {str(layer): home for layer, home in placement.experts.items()},
         "embeddings": placement.homes["embeddings"],

@@ -126,7 +126,7 @@ def open_model(
     """
     from ggmlb.models import TextModel
 
-    opened = TextModel(
+    return TextModel(
         model,
         None if devices is None else device_names(devices),
         layers_by_device(layers_on),
@@ -139,17 +139,11 @@ def open_model(
         n_ubatch=ubatch,
         cpu_experts=cpu_experts,
         kv_on=kv_on,
+        adapters=[file_and_scale(option) for option in lora or ()],
         memory_limits=sizes_by_device(memory),
         way=way,
         fit=fit,
     )
-    try:
-        for option in lora or ():
-            opened.load_adapter(*_file_and_scale(option))
-    except BaseException:
-        opened.close()
-        raise
-    return opened
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
@@ -196,7 +190,7 @@ def overrides_of(options: list[str] | None) -> dict[str, str | BufferType]:
     return overrides
 
 
-def _file_and_scale(option: str) -> tuple[str, float]:
+def file_and_scale(option: str) -> tuple[str, float]:
     """Parse `FILE[=SCALE]`; what no number follows is a file's name with `=` in it."""
     file, equals, scale = option.rpartition("=")
     try:

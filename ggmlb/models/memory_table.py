@@ -11,8 +11,8 @@ from ggmlb.inspect.html import card, table
 HOST = "CPU"
 """Device of all memory of the machine itself, in which LLVM computes, too."""
 
-KINDS = ("weights", "experts", "kv", "compute")
-"""Contents: weights, cached experts, what is kept of earlier tokens, and results of nodes."""
+KINDS = ("weights", "adapters", "experts", "kv", "compute")
+"""Contents: weights, LoRA adapters, cached experts, what is kept of earlier tokens, and results of nodes."""
 
 Space = tuple[BufferType, int]
 """A part of a memory: its kind, and bytes."""

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from operator import index
+from pathlib import Path
 from threading import Thread, get_ident
 from time import monotonic, sleep
 from typing import Any, Final
@@ -26,6 +27,15 @@ def n_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def resident_nbytes() -> int | None:
+    """Return the memory of this process that is resident [bytes]; `None` where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def checked_n_threads(n: int) -> int:

@@ -20,6 +20,7 @@ from ggmlb.models import TextModel
 from ggmlb.models.mapped_file import Extent
 from ggmlb.models.text.fit import Planner, Wishes, open_planner
 from tests.models.test_text_model import PROMPT, log_probs
+from tests.support.adapters import adapted, write_adapter
 
 CARD, OTHER = "OpenCL0", "OpenCL1"
 NAMES = {d.name for d in ggmlb.devices()}
@@ -133,6 +134,63 @@ def test_what_is_loaded_is_missing_in_the_next_forecast(models: Callable[..., Pa
         taken = model.memory.allocated.total(CARD)
         during, _ = planned(path, {})
     assert before.free[CARD] - during.free[CARD] == taken > 0
+
+
+def test_adapters_and_caches_are_foretold(
+    models: Callable[..., Path], tmp_path: Path, request: Any, capsys: Any
+) -> None:
+    request.getfixturevalue("monkeypatch").undo()  # adapters are written, and the model is loaded
+    path = models("qwen3moe")
+    names = adapted(path)[::4]
+    files = [write_adapter(tmp_path / f"{i}.gguf", path, names, seed=i) for i in range(2)]
+    options: dict[str, Any] = {"n_ctx": 256, "expert_cache": 3 << 20, "n_ubatch": 64, "gpu_layers": 3}
+    asked = ["fit", str(path), "-d", f"{CARD},CPU", "--ctx", "256", "--expert-cache", "3MiB"]
+    asked += ["--ubatch", "64", "--gpu-layers", "3", "--json"]
+    assert run(asked) == 0
+    plain = json.loads(capsys.readouterr().out)["memory"]
+    assert run([*asked, "--lora", f"{files[0]}=0.5", "--lora", str(files[1])]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]
+    before = ggmlb.device_by_name(CARD).memory[0]
+    with TextModel(path, [CARD, "CPU"], **options, adapters=[(files[0], 0.5), (files[1], 1)]) as model:
+        forecast, allocated = model.memory
+        assert forecast == allocated and forecast.as_list() == found != plain
+        assert before - ggmlb.device_by_name(CARD).memory[0] == allocated.total(CARD)
+        assert {"adapters", "experts"} <= {use.kind for use in allocated if use.device == CARD}
+        model.generate(PROMPT, max_tokens=2, ignore_eos=True)
+        assert model.memory.allocated == allocated, "graphs with adapters have the memory that was reserved"
+    with TextModel(path, [CARD, "CPU"], **options) as model:
+        assert model.memory.allocated.as_list() == plain
+        first = model.load_adapter(files[0], scale=0)
+        model.load_adapter(files[1])
+        assert model.memory.forecast == model.memory.allocated == forecast
+        model.generate(PROMPT, max_tokens=2, ignore_eos=True)
+        first.close()
+        assert model.memory.forecast == model.memory.allocated
+        assert model.memory.allocated.total(kind="adapters") < forecast.total(kind="adapters")
+
+
+def test_a_plan_that_stops_fitting_is_told_by_the_figures(models: Callable[..., Path], request: Any) -> None:
+    request.getfixturevalue("monkeypatch").undo()
+    path = models()
+    _, found = planned(path, {}, gpu_layers=5)
+    _, longer = planned(path, {}, n_ctx=512, gpu_layers=5)
+    limit = {CARD: found.table.total(CARD)}
+    planner, found = planned(path, limit, gpu_layers=5)
+    assert not planner.lacks(found.table)
+    planner, found = planned(path, limit, n_ctx=512, gpu_layers=5)
+    assert planner.lacks(found.table) == {CARD: longer.table.total(CARD) - limit[CARD]}, "another context"
+    n_ctx = 1 << 20
+    for _ in range(2):  # as many tokens as the device has room for
+        planner, most = planned(path, {}, n_ctx=n_ctx, gpu_layers=5)
+        for_a_token = (most.table.total(CARD) - longer.table.total(CARD)) / (n_ctx - 512)
+        n_ctx += int((planner.free[CARD] - (4 << 20) - most.table.total(CARD)) / for_a_token)
+    planner, most = planned(path, {}, n_ctx=n_ctx, gpu_layers=5)
+    assert not planner.lacks(most.table, is_strict=False)
+    with TextModel(path, [CARD, "CPU"], n_ctx=256) as model:
+        taken = model.memory.allocated.total(CARD)
+        planner, second = planned(path, {}, n_ctx=n_ctx, gpu_layers=5)
+        short = planner.lacks(second.table, is_strict=False)
+    assert second.table == most.table and 0 < short[CARD] <= taken, "a second model"
 
 
 def test_what_fits_computes_the_same(models: Callable[..., Path]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean, shown
 from ggmlb.core.lifetime import Closeable
 from ggmlb.models.filling import slices, values_of
 from ggmlb.models.gguf import GgufFile
+from ggmlb.models.memory_table import Space
 from ggmlb.models.weights import Source, Weights
 
 EMBEDDINGS = "token_embd.weight"
@@ -82,11 +83,18 @@ class Adapter(Closeable):
             placed: dict[str, Tensor] = {}
             for home, some in sources.items():
                 placed |= self._weights.place(some, home)
+            if not any(tensor.placed("load").is_planned for tensor in placed.values()):
+                self._check_finite(sources.values())
         except BaseException:
             self._weights.free()
             raise
         self.factors = {name: Factors(placed[name + ".lora_a"], placed[name + ".lora_b"]) for name in names}
         self.nbytes = sum(tensor.nbytes for tensor in placed.values())
+
+    @property
+    def spaces(self) -> Sequence[Space]:
+        """Memories that hold its factors, with the bytes in each."""
+        return self._weights.spaces
 
     @property
     def scale(self) -> float:
@@ -152,13 +160,17 @@ class Adapter(Closeable):
                     f"it has shape {list(found)}; {name!r} of the model, and rank {rank}, ask for "
                     f"{list(shape)}",
                 )
-            extent = self._file.weight(tensor, shape)
-            if not all(np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)):
-                raise self._error(tensor, "it has NaN or infinity")
+            self._file.weight(tensor, shape)
         return {
             tensor: Source((tensor,), shape, is_matrix=True, is_multiplied=(name, tensor) != (EMBEDDINGS, a))
             for tensor, shape in shapes.items()
         }
+
+    def _check_finite(self, sources: Iterable[Mapping[str, Source]]) -> None:
+        for tensor, source in (item for some in sources for item in some.items()):
+            extent = self._file.weight(tensor, source.shape)
+            if not all(np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)):
+                raise self._error(tensor, "it has NaN or infinity")
 
     def _error(self, tensor: str, found: str) -> ModelError:
         return ModelError(

@@ -38,6 +38,7 @@ class Changes:
         self.steered: dict[int, npt.NDArray[np.float32]] = {}
         self.adapters: list[Adapter] = []
         self.resumed: tuple[int, npt.NDArray[np.float32]] | None = None
+        self._are_all_on = False
 
     @property
     def key(self) -> Hashable:
@@ -56,7 +57,16 @@ class Changes:
     @property
     def active(self) -> tuple[Adapter, ...]:
         """The adapters that are on."""
-        return tuple(adapter for adapter in self.adapters if adapter.scale)
+        return tuple(adapter for adapter in self.adapters if adapter.scale or self._are_all_on)
+
+    @contextmanager
+    def with_all_adapters(self) -> Iterator[None]:
+        """Take all adapters to be on, whatever their scales."""
+        self._are_all_on = True
+        try:
+            yield
+        finally:
+            self._are_all_on = False
 
     @contextmanager
     def steering(self, vectors: Mapping[int, npt.ArrayLike], scale: float) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +56,7 @@ class Wishes:
         limits: Most bytes on a device.
         fits: Whether what is not said is chosen so that all devices have room.
         order: Devices in the order in which they are filled, if not that of their priority.
+        adapters: LoRA adapters for which there is to be room.
     """
 
     layers_on: Mapping[str, Layers] | None = None
@@ -65,6 +67,7 @@ class Wishes:
     limits: Mapping[str, int] = field(default_factory=dict)
     fits: bool = True
     order: tuple[str, ...] = ()
+    adapters: tuple[Path, ...] = ()
 
     @property
     def are_of_layers(self) -> bool:
@@ -187,9 +190,23 @@ class Planner:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def forecast(self, placement: Placement) -> MemoryTable:
-        """Return the bytes that a placement takes."""
+    def forecast(
+        self, placement: Placement, adapters: Iterable[tuple[Path, bool]] | None = None
+    ) -> MemoryTable:
+        """Return the bytes that a placement takes.
+
+        Args:
+            placement: Where everything lies.
+            adapters: Those that were loaded (True) or closed (False), in order; by default, those wished for
+                are loaded.
+        """
+        events = [(path, True) for path in self.wishes.adapters] if adapters is None else adapters
         with self._planned(placement) as parts:
+            for path, is_loaded in events:
+                if is_loaded:
+                    parts.load_adapter(path)
+                else:
+                    next(a for a in parts.changes.adapters if a.path == path).close()
             return parts.table
 
     def costs(

@@ -17,7 +17,7 @@ from ggmlb import Backend, BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
 from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.vocabulary import Vocabulary
-from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers
+from ggmlb.models.layers import Layers
 from ggmlb.models.memory_table import ModelMemory
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
@@ -82,6 +82,7 @@ class TextModel(ModelOnDevices):
         cpu_experts: Experts are on the processor, those of all layers or of so many of the first, where they
             are used as the other weights there.
         kv_on: The device that keeps all keys and values and computes attention; by default each layer's.
+        adapters: LoRA adapters that are loaded at once, with their scales, as by `load_adapter`.
         memory_limits: Most bytes on a device, as `{"OpenCL0": 200 << 20}`; by default what is free.
         way: How devices hold the model, where neither `layers_on` nor `gpu_layers` are given: `"layers"`
             (whole ones, the devices being filled in their order), `"fastest"` (the fastest device first),
@@ -121,12 +122,22 @@ class TextModel(ModelOnDevices):
         *,
         cpu_experts: bool | int = False,
         kv_on: str | None = None,
+        adapters: Sequence[tuple[str | PathLike[str], float]] = (),
         memory_limits: Mapping[str, int] | None = None,
         way: str = LAYERS,
         fit: bool = True,
     ) -> None:
         start = perf_counter()
-        wishes = Wishes(layers_on, gpu_layers, cpu_experts, kv_on, override_tensors, memory_limits or {}, fit)
+        wishes = Wishes(
+            layers_on,
+            gpu_layers,
+            cpu_experts,
+            kv_on,
+            override_tensors,
+            memory_limits or {},
+            fit,
+            adapters=tuple(Path(path) for path, _ in adapters),
+        )
         with ExitStack() as resources:
             asked = open_planner(resources, path, devices, wishes, n_ctx, kv_type, n_ubatch, expert_cache)
             self._planner = planner = planner_in(resources, asked, way)
@@ -146,6 +157,8 @@ class TextModel(ModelOnDevices):
                 self._changes,
             )
             resources.callback(self._parts.free)
+            for adapter, scale in adapters:
+                self._parts.load_adapter(Path(adapter), scale)
             self._engine = Engine(self._parts.decoder, self._parts.memory)
             self._resources = resources.pop_all()
         self.experts = self._parts.experts
@@ -171,7 +184,8 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("memory")
-        return ModelMemory(self._planner.forecast(self.placement), self._parts.table)
+        events = self._parts.adapter_events
+        return ModelMemory(self._planner.forecast(self.placement, events), self._parts.table)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -335,25 +349,7 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("load_adapter")
-        layout = self._planner.layout
-        places = [(self.homes[EMBEDDINGS], layout.embeddings), (self.homes[OUTPUT], layout.output)]
-        places += [(self.homes[i], found) for i, found in enumerate(layout.layers)]
-        weights = {
-            name: (source, self._planner.backends[device])
-            for device, sources in places
-            for name, source in sources.items()
-            if source.is_matrix
-        }
-        adapters = self._changes.adapters
-
-        def remove(adapter: Adapter) -> None:
-            if adapter in adapters:
-                adapters.remove(adapter)
-
-        adapter = Adapter(Path(path), self.config.name, weights, scale, remove)
-        self._resources.callback(adapter.close)
-        adapters.append(adapter)
-        return adapter
+        return self._parts.load_adapter(Path(path), scale)
 
     def compare(
         self,

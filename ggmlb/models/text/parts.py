@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ggmlb import Backend, BufferType, DType, Tensor, planned_memory
 from ggmlb.core.errors import ArgumentError
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT
 from ggmlb.models.memory_table import MemoryTable
+from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.decoder import BaseDecoder, Decoder
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
@@ -78,6 +80,8 @@ class Parts:
         memory: What is kept of earlier tokens.
         decoder: Computes batches.
         experts: The cache of experts; `None` where there is none.
+        changes: As given.
+        adapter_events: The files of adapters that were loaded (True) or closed (False), in order.
 
     Raises:
         ArgumentError, AllocationError, ModelError: As `TextModel`.
@@ -100,6 +104,15 @@ class Parts:
         homes = [backends[placement.homes[i]] for i in range(config.n_layer)]
         kv_home = None if placement.kv_on is None else backends[placement.kv_on]
         kv_homes = homes if kv_home is None else [kv_home] * config.n_layer
+        self.changes = changes
+        self.adapter_events: list[tuple[Path, bool]] = []
+        self._name = config.name
+        self._homes = {
+            name: (source, backends[device])
+            for device in backends
+            for name, source in sources_on(device, layout, placement).items()
+            if source.is_matrix
+        }
         self.experts: ExpertCache | None = None
         self.memory: Memory
         self.decoder: BaseDecoder[Any]
@@ -128,6 +141,7 @@ class Parts:
     @property
     def table(self) -> MemoryTable:
         """The bytes that everything takes now."""
+        adapters = [space for adapter in self.changes.adapters for space in adapter.spaces]
         buffers = {"kv": self.memory.buffers, "compute": self.decoder.buffers}
         if self.experts is not None:
             buffers["experts"] = self.experts.buffers
@@ -135,7 +149,30 @@ class Parts:
             kind: [(inner.buft, inner.size) for buffer in found for inner in buffer.allocations]
             for kind, found in buffers.items()
         }
-        return MemoryTable({"weights": self.weights.spaces, **spaces})
+        return MemoryTable({"weights": self.weights.spaces, "adapters": adapters, **spaces})
+
+    def load_adapter(self, path: Path, scale: float = 1.0) -> Adapter:
+        """Load an adapter, and reserve the memory of graphs with all that are loaded.
+
+        Raises:
+            Error: As `TextModel.load_adapter`; it is not loaded then.
+        """
+        adapter = Adapter(path, self._name, self._homes, scale, self._forget)
+        self.changes.adapters.append(adapter)
+        self.adapter_events.append((path, True))
+        try:
+            with self.changes.with_all_adapters():
+                self.decoder.reserve()
+        except BaseException:
+            adapter.close()
+            raise
+        self._resources.callback(adapter.close)
+        return adapter
+
+    def _forget(self, adapter: Adapter) -> None:
+        if adapter in self.changes.adapters:
+            self.changes.adapters.remove(adapter)
+            self.adapter_events.append((adapter.path, False))
 
     def free(self) -> None:
         """Free the memory."""

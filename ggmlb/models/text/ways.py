@@ -135,9 +135,9 @@ class Ways:
             planner = self._planner if name == LAYERS else self._other(name)
             fit = planner.best()
             costs = planner.costs(fit.placement, self._rates if self.are_several else {})
-        except AllocationError:
-            raise
         except Error as error:
+            if name == LAYERS or isinstance(error, AllocationError):
+                raise
             return Way(name, why=str(error))
         return Way(name, planner, fit, costs, planner.lacks(fit.table))
 
