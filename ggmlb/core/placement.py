@@ -78,8 +78,9 @@ def frozen(params: Mapping[str, Any]) -> tuple[Any, ...]:
     if not params:
         return ()
     values = params.values()
-    signs = [copysign(1.0, v) if type(v) is float else 0.0 for v in values] if 0.0 in values else ()
-    return (*params, *values, *map(type, values), *signs)
+    types = tuple(map(type, values))
+    signs = zeros_of([params]) if float in types and 0.0 in values else ()
+    return (*params, *values, types, *signs)
 
 
 Zeros = list[tuple[int, str, float]]

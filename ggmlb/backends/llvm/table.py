@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.llvm.lowering import lower
-from ggmlb.backends.llvm.lowering.steps import ALIGNED, OPERANDS, Lowered, Steps, symbol
+from ggmlb.backends.llvm.lowering.steps import ALIGNED, NUMBER, OPERANDS, Lowered, Steps, symbol
 from ggmlb.core.enums import NO_OPS
 from ggmlb.core.placement import frozen
 from ggmlb.core.tensor import Tensor
@@ -17,9 +18,13 @@ from ggmlb.interface import BufferType
 from ggmlb.system.progress import Task
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from ggmlb.backends.common.workspace import Workspace
     from ggmlb.backends.llvm.backend import LlvmBackend
-    from ggmlb.interface import Buffer
+
+ABSENT = -1
+"""Form of an absent operand."""
 
 MAX_KINDS = 4096
 """Most kinds of items, and forms of operands, that are kept."""
@@ -44,11 +49,19 @@ class Kinds:
             self.forms.clear()
 
 
-class Place(NamedTuple):
-    """Where an operand is, and the number of its form."""
+class Made(NamedTuple):
+    """An operand whose values lie in memory as bytes.
+
+    Attributes:
+        address, form: Of the operand.
+        nbytes: How many bytes they are.
+        end: Where the operand ends.
+    """
 
     address: int
     form: int
+    nbytes: int
+    end: int
 
 
 class Table:
@@ -70,110 +83,119 @@ class Table:
     def __init__(self, backend: LlvmBackend, items: Sequence[Tensor | Group], task: Task) -> None:
         self._backend, self._task, self._kinds = backend, task, backend.kinds
         self._kinds.make_room()
-        self._buffers: dict[Buffer, tuple[int, bool]] = {}
-        self._places: dict[Tensor | None, Place] = {None: Place(0, -1)}
         self._kept: list[Any] = []
-        # The operand whose values lie in memory as bytes, how many, and the end of the operand.
-        self._made: tuple[Place, int, int] | None = None
+        self._made: Made | None = None
         self.errors = np.zeros(8, np.int64)
         self.ends: list[int] = []
+        operands = [_operands(item) for item in items]
+        self._read({*chain.from_iterable(operands)} - {None})
         found: list[Lowered] = []
-        places: list[list[Place]] = []
+        numbers: list[list[int]] = []
         self.n_steps = 0
-        for item in items:
-            if isinstance(item, Group) or (item.op not in NO_OPS and not item.is_empty):
-                lowered, at = self._lowered(item)
+        for item, tensors in zip(items, operands, strict=True):
+            if tensors:
+                of_item = list(map(self._numbers.__getitem__, tensors))
+                lowered = self._lowered(item, tensors, of_item)
                 found.append(lowered)
-                places.append(at)
+                numbers.append(of_item)
                 self.n_steps += lowered.n_steps
             self.ends.append(self.n_steps)
         self.shares = any([lowered.shares for lowered in found])
-        self._bind(found, places)
+        self._bind(found, numbers)
 
-    def _lowered(self, item: Tensor | Group) -> tuple[Lowered, list[Place]]:
-        """Return the steps of an item, and the places of its operands."""
-        kind: tuple[Hashable, ...]
+    def _read(self, tensors: Collection[Tensor | None]) -> None:
+        """Number operands, and look up where each is, and its form; an absent one is the last."""
+        placed = [t for t in tensors if t is not None and t.buffer is not None]
+        buffers = [t.buffer for t in placed]
+        memories = {b: b.base for b in {*buffers} if b is not None}
+        self._kept += memories.values()
+        bases = {b: int(memory.ctypes.data) for b, memory in memories.items()}
+        self._addresses = [bases[b] + t.offset for t, b in zip(placed, buffers, strict=True) if b is not None]
+        packs = {b for b in bases if type(b.buft).packing is not BufferType.packing}
+        packings = [b.packing(t) if b in packs else "" for t, b in zip(placed, buffers, strict=True)]
+        layouts = [t.layout for t in placed]
+        keys = zip(layouts, [a & ALIGNED for a in self._addresses], packings, strict=True)
+        forms = self._kinds.forms
+        self._forms = list(map(forms.setdefault, keys, count(len(forms))))
+        self._numbers: dict[Tensor | None, int] = dict(zip(placed, count()))
+        self._numbers[None] = len(placed)
+        self._forms.append(ABSENT)
+        self._addresses.append(0)
+
+    def _lowered(
+        self, item: Tensor | Group, operands: Sequence[Tensor | None], numbers: Sequence[int]
+    ) -> Lowered:
+        """Return the steps of an item."""
         if isinstance(item, Group):
             nodes = item.nodes
-            operands = [t for node in nodes for t in (node, *node.src)]
-            kind = (
+            what: tuple[Hashable, ...] = (
                 item.pattern, *item.parts, *[node in item.kept for node in nodes],
                 *[(node.op, len(node.src), frozen(node.params)) for node in nodes],
             )  # fmt: skip
         else:
             nodes = (item,)
-            operands = [item, *item.src]
-            kind = (item.op, frozen(item.params))
-        same: dict[Tensor | None, int] = {}
-        kind += tuple(map(same.setdefault, operands, range(OPERANDS, OPERANDS + len(operands))))
-        known = self._places
-        places = [known.get(t) or self._place(t) for t in operands]
-        made = None
-        if self._made is not None:
-            place, nbytes, end = self._made
-            if any([known[t].address < end and place.address < known[t].address + t.nbytes for t in nodes]):
-                self._made = None  # what they were made from is written
-            elif place in places:
-                made = OPERANDS + places.index(place), nbytes
-        kind = (*kind, made, *[form for _, form in places])
+            what = (item.op, frozen(item.params))
+        same: dict[int, int] = {}
+        if len({*numbers}) < len(numbers):
+            what += tuple(map(same.setdefault, numbers, count()))
+        forms = self._forms
+        made = self._made and self._still_made(nodes, numbers)
+        kind = (what, made, *[forms[i] for i in numbers])
         lowered = self._kinds.lowered.get(kind)
         if lowered is None:
-            symbols = {t: symbol(i, known[t].address & ALIGNED) for t, i in same.items() if t is not None}
+            first = {t: i for i, t in reversed([*enumerate(operands)]) if t is not None}
+            symbols = {
+                t: symbol(OPERANDS + i, self._addresses[numbers[i]] & ALIGNED) for t, i in first.items()
+            }
             steps = Steps(self._backend, self._task, symbols, made)
             lower(item, steps)
             lowered = self._kinds.lowered[kind] = steps.lowered()
         if lowered.made is not None:
             slot, nbytes = lowered.made
-            place, tensor = places[slot - OPERANDS], operands[slot - OPERANDS]
+            i, tensor = numbers[slot - OPERANDS], operands[slot - OPERANDS]
             assert tensor is not None
-            self._made = place, nbytes, place.address + tensor.nbytes
-        return lowered, places
+            address = self._addresses[i]
+            self._made = Made(address, forms[i], nbytes, address + tensor.nbytes)
+        return lowered
 
-    def _place(self, tensor: Tensor | None) -> Place:
-        assert tensor is not None
-        buffer = tensor.buffer
-        assert buffer is not None
-        base, packs = self._buffers.get(buffer) or self._memory(buffer)
-        address = base + tensor.offset
-        packing = buffer.packing(tensor) if packs else ""
-        form = (tensor.layout, address & ALIGNED, packing)
-        forms = self._kinds.forms
-        place = self._places[tensor] = Place(address, forms.setdefault(form, len(forms)))
-        return place
+    def _still_made(self, nodes: Sequence[Tensor], numbers: Sequence[int]) -> tuple[int, int] | None:
+        """Return the slot of an item's operand whose values lie in memory as bytes, and their number."""
+        made, addresses, forms = self._made, self._addresses, self._forms
+        assert made is not None
+        for node in nodes:
+            start = addresses[self._numbers[node]]
+            if start < made.end and made.address < start + node.nbytes:
+                self._made = None  # what they were made from is written
+                return None
+        for slot, i in enumerate(numbers, OPERANDS):
+            if addresses[i] == made.address and forms[i] == made.form:
+                return slot, made.nbytes
+        return None
 
-    def _memory(self, buffer: Buffer) -> tuple[int, bool]:
-        """Return the address of a buffer, and whether it may store tensors in another order."""
-        memory = buffer.base
-        self._kept.append(memory)
-        packs = type(buffer.buft).packing is not BufferType.packing
-        found = self._buffers[buffer] = int(memory.ctypes.data), packs
-        return found
-
-    def _bind(self, found: Sequence[Lowered], places: Sequence[Sequence[Place]]) -> None:
-        backend = self._backend
-        scratch = self._take(backend.scratch, max([x.n_scratch for x in found], default=0))
-        activations = self._take(backend.activations, max([x.n_activations for x in found], default=0))
-        errors = int(self.errors.ctypes.data)
-        bases: list[int] = []
-        first_bases: list[int] = []
-        n = 0
-        for lowered, at in zip(found, places, strict=True):
-            first_bases.append(len(bases))
-            bases += (scratch, activations, errors, n)
-            bases += [address & ~ALIGNED for address, _ in at]
-            n += lowered.n_steps
+    def _bind(self, found: Sequence[Lowered], numbers: Sequence[Sequence[int]]) -> None:
+        """Write the table."""
         if not found:
-            self._words = self._args = np.zeros(1, np.int64)
             self.address = 0
             return
+        backend = self._backend
+        scratch = self._take(backend.scratch, max([x.n_scratch for x in found]))
+        activations = self._take(backend.activations, max([x.n_activations for x in found]))
+        slots = np.array([*self._addresses, 0, 0, 0, 0], np.int64)
+        slots &= ~ALIGNED
+        n = len(self._addresses)
+        slots[n:] = scratch, activations, self.errors.ctypes.data, 0
+        of_items = [x for of_item in numbers for x in (n, n + 1, n + 2, n + 3, *of_item)]
+        bases = slots[of_items]
+        firsts = _starts([OPERANDS + len(of_item) for of_item in numbers])
+        n_steps = [x.n_steps for x in found]
+        bases[firsts + NUMBER] = _starts(n_steps)
         self._args = args = np.concatenate([x.args for x in found])
         self._words = words = np.concatenate([x.words for x in found])
-        starts = np.cumsum([0, *[x.args.size for x in found[:-1]]])
+        starts = _starts([x.args.size for x in found])
         n_symbols = [x.slots.size for x in found]
         symbols = np.concatenate([x.places for x in found]) + np.repeat(starts, n_symbols)
-        slots = np.concatenate([x.slots for x in found]) + np.repeat(first_bases, n_symbols)
-        args[symbols] += np.array(bases, np.int64)[slots]
-        words[:, 1] += np.repeat(8 * starts, [x.n_steps for x in found]) + args.ctypes.data
+        args[symbols] += bases[np.concatenate([x.slots for x in found]) + np.repeat(firsts, n_symbols)]
+        words[:, 1] += np.repeat(8 * starts, n_steps) + args.ctypes.data
         self.address = int(words.ctypes.data)
         self._kept.append([x.kept for x in found])
 
@@ -183,3 +205,15 @@ class Table:
         memory = workspace.take((nbytes,), np.uint8)
         self._kept.append(memory)
         return int(memory.ctypes.data)
+
+
+def _operands(item: Tensor | Group) -> Sequence[Tensor | None]:
+    """Return the nodes of an item, each followed by its operands; nothing if it has nothing to compute."""
+    if isinstance(item, Group):
+        return [t for node in item.nodes for t in (node, *node.src)]
+    return () if item.op in NO_OPS or item.is_empty else (item, *item.src)
+
+
+def _starts(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return where each of some parts begins that lie one after the other."""
+    return np.cumsum(np.array([0, *sizes[:-1]], np.int64))
