@@ -24,15 +24,18 @@ class Graph:
             for a whole graph.
         owner_checks: Whether the owner of the graph (a scheduler) checks for changed tensors and replans.
             Otherwise its plans check.
+        marks: What a backend noted of nodes when it ordered them (`Backend.graph_optimize`), for its plans.
+            An owner who changes the nodes clears them.
     """
 
-    __slots__ = ("__weakref__", "_seen", "leafs", "nodes", "owner_checks", "whole")
+    __slots__ = ("__weakref__", "_seen", "leafs", "marks", "nodes", "owner_checks", "whole")
 
     def __init__(self, nodes: Iterable[Tensor] = (), leafs: Iterable[Tensor] = ()) -> None:
         self.nodes: list[Tensor] = list(nodes)
         self.leafs: list[Tensor] = list(leafs)
         self.whole: Graph | None = None
         self.owner_checks = False
+        self.marks: dict[Tensor, object] = {}
         self._seen: set[Tensor] = {*self.nodes, *self.leafs}
 
     def build_forward_expand(self, *results: Tensor) -> Graph:

@@ -281,3 +281,27 @@ def test_a_view_stays_behind_what_it_views(ctx: Maker) -> None:
     gather(graph, lambda _: True)
     assert graph.nodes[:6] == [far, total, normed, view, result, late]
     assert len(graph) == n
+
+
+def test_an_owner_s_plan_asks_marked_groups_whether_they_still_fit(ctx: Maker) -> None:
+    asked = []
+
+    def can_fuse(group: Group) -> bool:
+        asked.append(group)
+        return True
+
+    x = ctx.normed(ctx.normed(ctx.f32(64, 3)))
+    graph = Graph().build_forward_expand(x)
+    gather(graph, can_fuse)
+    graph.owner_checks = True
+    assert len(graph.marks) == len(asked) == 2
+    placed(graph)
+    assert fuse(graph, can_fuse, by_place=False)[-1] is graph.marks[x]
+    assert len(asked) == 2, "where tensors lie does not matter"
+    fuse(graph, can_fuse)
+    assert len(asked) == 4
+    inner = x.src[0]
+    assert inner is not None
+    part = Graph(graph.nodes)
+    part.whole, part.marks, part.owner_checks = Graph([*graph.nodes, ctx.silu(inner)]), graph.marks, True
+    assert len([item for item in fuse(part, can_fuse, by_place=False) if isinstance(item, Group)]) == 1

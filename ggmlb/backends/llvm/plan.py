@@ -22,7 +22,7 @@ class LlvmPlan(GraphPlan):
     def __init__(self, backend: LlvmBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self._pool = backend.pool
-        self._items = fuse(graph, backend.can_fuse)
+        self._items = fuse(graph, backend.can_fuse, by_place=False)
         with progress.task(f"{backend.name}: compiling kernels") as task:
             self._table = Table(backend, self._items, task)
         self._faults = self._table.errors.data  # after a step, NumPy's code is in no cache any more

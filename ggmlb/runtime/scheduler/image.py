@@ -117,6 +117,7 @@ class Image(IndexedGraph):
         graph = Graph()
         graph.nodes = self._made(split.numbers)
         split.backend.graph_optimize(graph)
+        split.marks = graph.marks
         numbers = {clone: i for i, clone in self._clones.items()}
         for node in graph.nodes:
             if node not in numbers:  # a mark of the backend's own
@@ -189,7 +190,7 @@ class Image(IndexedGraph):
         """Return the graph that a split's backend computes."""
         whole = self.graph
         graph = Graph(self._made(split.order))
-        graph.whole = whole
+        graph.whole, graph.marks = whole, split.marks
         graph.owner_checks = True  # `Program.check` does; nobody else has the image's tensors
         return graph
 

@@ -247,6 +247,8 @@ class Program:
             signature.params = params
             signature.keep()
             self.image.set_params(signature.params)
+            for split in self.splits:
+                split.marks.clear()
             self.forget_plans()
         self._checked_at = placement_clock.now
 

@@ -107,6 +107,7 @@ class Split:
         ordered: The same in the backend's preferred order.
         order: The computed ones, in that order.
         inputs: The tensors copied to it first.
+        marks: The backend's notes of the clones (`Graph.marks`).
         plans: The graph lowered, for each of the copies; `None` until first computed.
         after: Indices of backends with shared memory whose earlier work must be finished first.
         reads_user_input: Whether it reads an input of the graph in place.
@@ -120,6 +121,7 @@ class Split:
         "backend_id",
         "image",
         "inputs",
+        "marks",
         "numbers",
         "order",
         "ordered",
@@ -138,6 +140,7 @@ class Split:
         self.ordered: list[int] = []
         self.order: list[int] = []
         self.inputs: list[SplitInput] = []
+        self.marks: dict[Tensor, object] = {}
         self.plans: list[GraphPlan | None] = [None]
         self.after: tuple[int, ...] = ()
         self.reads_user_input = False

@@ -21,7 +21,7 @@ _NEEDED = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.L
 _LAST = frozenset(op for pattern in PATTERNS for op in pattern.last.ops)
 
 
-def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
+def fuse(graph: Graph, can_fuse: CanFuse, *, by_place: bool = True) -> list[Tensor | Group]:
     """Return the nodes and groups of a graph in a computable order.
 
     A group has the position of its last node. A node is in at most one group.
@@ -29,10 +29,11 @@ def fuse(graph: Graph, can_fuse: CanFuse) -> list[Tensor | Group]:
     Args:
         graph: A graph, or a view of one (`Graph.view`).
         can_fuse: Whether the backend has a kernel for a fusable group.
+        by_place: Whether `can_fuse` asks where tensors lie.
     """
     if len(graph) < 2 or not env.flag("GGMLB_FUSE", default=True):
         return list(graph.nodes)
-    groups = _Finder(graph, can_fuse).groups()
+    groups = _Finder(graph, can_fuse, by_place).groups()
     ends = {group.result: group for group in groups}
     inner = {node for group in groups for node in group.nodes}
     return [ends.get(node, node) for node in graph.nodes if node in ends or node not in inner]
@@ -42,13 +43,15 @@ def gather(graph: Graph, can_fuse: CanFuse) -> None:
     """Move the nodes of each group found by `fuse` to its last node; for `Backend.graph_optimize`.
 
     Views without an op are inserted after a group, so that the allocator keeps its operands until its
-    result is placed.
+    result is placed. The groups are marks of the graph, by their results: an owner's plan only asks whether
+    they still fit.
     """
     owners: dict[Tensor, Group] = {}
     waiting: dict[Tensor, list[Tensor]] = {}
     needed: dict[Tensor, list[Tensor]] = {}
     for item in fuse(graph, can_fuse):
         if isinstance(item, Group):
+            graph.marks[item.result] = item
             waiting[item.result] = []
             needed[item.result] = [_view_of(t) for t in _to_be_placed(item)]
             owners.update(dict.fromkeys(item.nodes[:-1], item))
@@ -83,11 +86,13 @@ def _view_of(tensor: Tensor) -> Tensor:
 class _Finder:
     """Finds the groups of one graph."""
 
-    def __init__(self, graph: Graph, can_fuse: CanFuse) -> None:
+    def __init__(self, graph: Graph, can_fuse: CanFuse, by_place: bool) -> None:
         self._graph = graph
         self._nodes = graph.nodes
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         self._can_fuse = can_fuse
+        self._by_place = by_place
+        self._marks = graph.marks if graph.owner_checks else {}
         self._taken: set[Tensor] = set()
 
     @cached_property
@@ -98,6 +103,11 @@ class _Finder:
         found: list[Group] = []
         for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
             if node.op not in _LAST:
+                continue
+            known = self._marks.get(node)
+            if isinstance(known, Group) and self._still_fits(known):
+                self._taken.update(known.nodes)
+                found.append(known)
                 continue
             for pattern in _patterns(node.op, *[None if s is None else s.op for s in node.src]):
                 group = self._match(pattern, node)
@@ -121,6 +131,16 @@ class _Finder:
             return None
         kept = [t for t in parts.values() if t is not node and not self._may_drop(t)]
         return Group(pattern.name, parts, tuple(views), tuple(kept))
+
+    def _still_fits(self, group: Group) -> bool:
+        """Whether a group that was found before the nodes had a place is one still."""
+        if any([node in self._taken or node not in self._places for node in group.nodes]):
+            return False
+        kept = [node for node in group.nodes[:-1] if not self._may_drop(node)]
+        is_seen = any([self._uses[view] != 1 for view in group.views])
+        if is_seen or kept != [*group.kept] or not self._is_safe(group):
+            return False
+        return not self._by_place or self._can_fuse(group)
 
     def _find(self, part: Part, node: Tensor, parts: dict[str, Tensor], views: list[Tensor]) -> bool:
         """Add a part and its inputs in computing order; return whether they match (or `parts` is invalid)."""
