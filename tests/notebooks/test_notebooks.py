@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -23,7 +25,15 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(path.parents[1]))
-    ran, committed = run(path), nbformat.read(path, 4)
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)  # a short path, as sockets lie in it
+        ran, committed = run(path), nbformat.read(path, 4)
+    if find_spec("ray") is None:
+        for ours, theirs in zip(ran.cells, committed.cells, strict=True):
+            if "ggmlb.connect" in ours.source:
+                (output,) = ours.outputs
+                assert "pip install 'ggmlb[ray]'" in output.text
+                ours.outputs = theirs.outputs
     assert said(ran) == said(committed)
     assert shown(ran) == shown(committed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -62,8 +63,12 @@ class Cluster(Closeable):
 
 def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) -> Cluster:
     """Start an actor on each machine, and register its devices; see `ggmlb.connect`."""
+    # In a notebook both ask for ipywidgets, for pictures that are not shown.
+    logging.getLogger("ray.widgets").setLevel(logging.ERROR)
     try:
-        import ray
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import ray
     except ImportError as error:
         raise BackendUnavailable(f"Ray cannot be imported ({error}): pip install 'ggmlb[ray]'") from error
     from ggmlb.backends.ray.device import RayDevice
@@ -75,7 +80,7 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
     if is_ours:
         try:
             ray.init(
-                address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+                address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
             )
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
             raise BackendUnavailable(
