@@ -11,15 +11,7 @@ from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels import amx
 from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts, sum_of_codes
 from ggmlb.backends.llvm.kernels.blocks import FORMS
-from ggmlb.backends.llvm.kernels.interleaved import (
-    AHEAD,
-    ROWS,
-    Interleaved,
-    fields_of,
-    lanes,
-    prefetches,
-    spread,
-)
+from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
@@ -113,24 +105,15 @@ def _pack_bytes(
         _transpose(k, local, DEPTH, to, TILE_ROWS, k.i64(DEPTH // 4))
 
 
-def _codes_in_place(dtype: str) -> int | None:
-    """Return the offset of a strip's codes, if they have the layout of a tile of signed bytes."""
-    fields = (f.offset for f in fields_of(dtype) if f.nbytes == FORMS[dtype].block)
-    return next(fields, None) if FORMS[dtype].offset is None else None
-
-
-def _unpack_strip(
-    k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool, in_place: int | None
-) -> Value:
-    """Unpack a strip; return the address of its codes, which may be in the strip itself."""
+def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool) -> None:
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, lanes(k.level)) as first:
-        ask = spread(prefetches(k, dtype, (base, n_blocks, block), first, in_place), 8)
-        at = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
+        ask = spread(prefetches(k, dtype, base, block, first), 8)
+        at = Interleaved(k, fields_of(dtype), base, block, first)
         to = packed.codes + block * (form.block * ROWS) + first * 4
-        words = form.codes(k, at) if in_place is None else []
+        words = form.codes(k, at)
         for w in range(8):
             for i, run in enumerate(words):
                 k.store(_centered(k, form, run[w], shifted), to + row * (8 * i + w))
@@ -142,7 +125,6 @@ def _unpack_strip(
             minimum = scales.minimum(g)
             if minimum is not None:
                 k.store(minimum, packed.minimums + to + row * g)
-    return packed.codes if in_place is None else base + n_blocks * (ROWS * in_place)
 
 
 def quantized(k: Kernel, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
@@ -164,21 +146,18 @@ def _quantized(
     packed = _Packed(form, place.k, scratch + k.thread * stride)
     on_tiles = _in_registers(k.level, dtype) and place.step is not None
     shifted = k.level.dot == "vnni" and not on_tiles
-    in_place = _codes_in_place(dtype) if on_tiles and is_interleaved else None
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
     with registers, k.loop(place.first, place.last) as tile:
         first = tile * TILE_ROWS
-        codes = packed.codes
         if is_interleaved:
-            codes = _unpack_strip(k, dtype, packed, place, tile, shifted, in_place)
+            _unpack_strip(k, dtype, packed, place, tile, shifted)
         else:
             _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, shifted)
         with k.loop(0, place.n, n_columns) as start:
             column = start
             if on_tiles:
                 column = k.least(start, place.n - n_columns)  # the last ones may be multiplied again
-                ask = start.equals(0) if in_place is not None else None
-                sums = _multiply_tiles(k, form, packed, codes, (place, column, n_columns), ask)
+                sums = _multiply_tiles(k, form, packed, place, column, n_columns)
             else:
                 # Beyond the last row of activations the last one is read again.
                 rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
@@ -187,19 +166,9 @@ def _quantized(
 
 
 def _multiply_tiles(
-    k: Kernel, form: Form, packed: _Packed, codes: Value, rows: tuple[Place, Value, int], ask: Value | None
+    k: Kernel, form: Form, packed: _Packed, place: Place, column: Value, n_columns: int
 ) -> list[list[Value]]:
-    """Return the sums for each vector of rows and each column.
-
-    Args:
-        k: The emitted kernel.
-        form: Of the weight.
-        packed: Its unpacked rows.
-        codes: Address of their codes.
-        rows: The product, the first row of activations, and how many.
-        ask: Whether to prefetch later codes.
-    """
-    place, column, n_columns = rows
+    """Return the sums for each vector of rows and each row of activations, from `column` on."""
     step, n = place.step, k.level.lanes
     assert step is not None
     floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, place.k >> 5
@@ -220,14 +189,10 @@ def _multiply_tiles(
 
     def multiply(block: Value) -> None:
         for of, to, _ in each(block):
-            amx.product(k, of + block * 32, step, codes + block * (32 * TILE_ROWS), form.has_min, to)
+            amx.product(k, of + block * 32, step, packed.codes + block * (32 * TILE_ROWS), form.has_min, to)
 
     multiply(k.i64(0))
     with k.loop(0, n_blocks) as block:
-        if ask is not None:
-            with k.when(ask):
-                for at in range(0, 32 * TILE_ROWS, 64):
-                    k.prefetch(codes + block * (32 * TILE_ROWS) + (AHEAD + at))
         with k.when(block + 1 < n_blocks):
             multiply(block + 1)  # a block ahead: what was just written from tiles takes long to be read
         for _, found, times in each(block):

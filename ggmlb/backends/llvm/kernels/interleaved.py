@@ -1,8 +1,8 @@
 """Strips: 16 rows of a weight, interleaved field by field.
 
 A vector has a scale, or four neighbouring codes, of each of 16 rows, and each lane sums the product of
-one row. A strip has the bytes of its rows in another order: by field of the type, then by block, then by
-unit of the field, then by row.
+one row. A strip has the bytes of its rows in another order: by block, then by field of the type, then by
+unit of the field, then by row. It is thus read from its first byte to its last, in one stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 ROWS = 16
 """Rows of a strip."""
 
-AHEAD = 8192
-"""Prefetch distance [bytes]; short, because each field of a strip is a sequential stream."""
+AHEAD = 6144
+"""Prefetch distance [bytes]; short, because strips are one sequential stream."""
 
 BITS = 0
 """As a field's unit: bits of 32 elements, of which those of four neighbours stay together."""
@@ -67,10 +67,8 @@ def lanes(level: Level) -> int:
     return max(8, level.lanes)
 
 
-def prefetches(
-    k: Kernel, dtype: str, block: tuple[Value, Value, Value], first: Value, but: int | None = None
-) -> list[Callable[[], None]]:
-    """What asks for the cache lines about `AHEAD` bytes after a block of a strip, perhaps in the next strip.
+def prefetches(k: Kernel, dtype: str, strip: Value, block: Value, first: Value) -> list[Callable[[], None]]:
+    """What asks for the cache lines `AHEAD` bytes after a block.
 
     Calls of these belong between the instructions that use the block: asked for at once, the lines would
     hold up later reads until the first of them has come.
@@ -78,24 +76,18 @@ def prefetches(
     Args:
         k: The kernel.
         dtype: The type's name.
-        block: The strip's address, its blocks, and which one.
+        strip: The strip's address.
+        block: Which one.
         first: The first row of a vector: each of a strip's has its part of the lines.
-        but: Offset of a field that is left out.
     """
-    base, n_blocks, number = block
-    fields = fields_of(dtype)
-    nbytes = ROWS * sum(field.nbytes for field in fields)
-    later = number + k.least(n_blocks, -(-AHEAD // nbytes))
-    is_next = later >= n_blocks
-    later = later - k.select(is_next, n_blocks, 0)
-    base = base + k.select(is_next, n_blocks * nbytes, 0)
-    found: list[Callable[[], None]] = []
-    for field in fields:
-        if field.offset != but:
-            start = base + n_blocks * (ROWS * field.offset) + later * (ROWS * field.nbytes)
-            part = lanes(k.level) * field.nbytes
-            found += [partial(_ask, k, start + first * field.nbytes, at) for at in range(0, part, 64)]
-    return found
+    size = _size(fields_of(dtype))
+    start = strip + block * (ROWS * size) + first * size + AHEAD
+    return [partial(_ask, k, start, at) for at in range(0, lanes(k.level) * size, 64)]
+
+
+def _size(fields: Sequence[Field]) -> int:
+    """Bytes of a block."""
+    return sum(field.nbytes for field in fields)
 
 
 def spread(calls: Sequence[Callable[[], None]], n: int) -> Iterator[None]:
@@ -152,7 +144,6 @@ class Interleaved:
         k: The kernel.
         fields: The type's.
         base: Address of the strip.
-        n_blocks: Of each row.
         block: Which one.
         first: The first row of a vector.
         offset: Of the part, in a block as ggml has it [bytes].
@@ -161,7 +152,6 @@ class Interleaved:
     k: Kernel
     fields: tuple[Field, ...]
     base: Value
-    n_blocks: Value
     block: Value
     first: Value
     offset: int = 0
@@ -176,8 +166,8 @@ class Interleaved:
     def _address(self) -> tuple[Value, int]:
         """Where the field has it, and the field's unit."""
         field = next(f for f in self.fields if 0 <= self.offset - f.offset < f.nbytes)
-        start = self.base + self.n_blocks * (ROWS * field.offset) + self.block * (ROWS * field.nbytes)
-        return start + ROWS * (self.offset - field.offset) + self.first * field.unit, field.unit
+        start = self.base + self.block * (ROWS * _size(self.fields))
+        return start + ROWS * self.offset + self.first * field.unit, field.unit
 
     def each(self) -> Value:
         """A unit of each row, as integers."""

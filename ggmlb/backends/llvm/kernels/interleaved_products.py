@@ -87,8 +87,8 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
     activations = [parts(column, place.k, form.wide) for column in columns]
     # A loop over vectors keeps what both read of activations from being held in registers for the second.
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, n) as first:
-        ask = spread(prefetches(k, dtype, (base, n_blocks, block), first), form.block // form.together // 4)
-        where = Interleaved(k, fields_of(dtype), base, n_blocks, block, first)
+        ask = spread(prefetches(k, dtype, base, block, first), form.block // form.together // 4)
+        where = Interleaved(k, fields_of(dtype), base, block, first)
         weights = _Weights(form, form.codes(k, where), SCALES[dtype](where))
         to = [sums + first // n * line + 4 * n * c for c in range(len(columns))]
         slots = [k.variable(k.load(floats, address, 4 * n)) for address in to]

@@ -37,7 +37,7 @@ def _move(k: Kernel, dtype: str, size: int, to_rows: bool) -> None:
             """Move `n` blocks at a time; more than one of floats only."""
             with k.loop(first, stop, n) as block:
                 for field in fields_of(dtype):
-                    at = strip + n_blocks * (ROWS * field.offset) + block * (ROWS * field.nbytes)
+                    at = strip + block * (ROWS * size) + ROWS * field.offset
                     by_row = [row + n_blocks * (r * size) + block * size + field.offset for r in range(ROWS)]
                     if field.unit == BITS:
                         _turn_bits(k, by_row, at, to_rows)
