@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, folds, greatest, load_float, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, Value, vec
+from ggmlb.backends.llvm.codegen.value import F32, I64, Value, vec
 from ggmlb.backends.llvm.kernels.attention_units import (
     BLOCK_ROWS,
     MANY_ROWS,
@@ -29,6 +29,7 @@ from ggmlb.backends.llvm.kernels.attention_units import (
     width_for,
 )
 from ggmlb.backends.llvm.kernels.tiles import transposed
+from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
@@ -54,7 +55,9 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
             _scaled_query(k, shape, unit.query(r), queries + r * d_k * 4, scale, width)
         with k.loop(part.first, part.stop, TILE) as begin:
             count = k.least(p["n_kv"] - begin, TILE)
-            with k.when(_any_seen(k, unit, begin, count, k.i64(n_rows)) if shape.mask else count > 0):
+            if shape.mask:
+                count = _n_seen(k, unit, begin, count, k.i64(n_rows))
+            with k.when(count > 0):
                 _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
                 for r, row in enumerate(rows):
                     _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
@@ -98,7 +101,10 @@ def _few_products(
     together = 1 << (together.bit_length() - 1)
     zero = k.const(vec(F32, width), 0)
     with k.loop(0, count, together) as j:
-        keys = [unit.keys + k.least(begin + j + i, begin + count - 1) * unit.p["k1"] for i in range(together)]
+        places = [k.least(begin + j + i, begin + count - 1) for i in range(together)]
+        keys = [unit.keys + place * unit.p["k1"] for place in places]
+        for place in places:
+            _prefetch(k, unit.values + place * unit.p["v1"], shape.v, shape.d_v)
         sums = [[k.variable(zero) for _ in range(together)] for _ in range(n_rows)]
         with k.loop(0, shape.d_k, width) as i:
             x = [load_cached(k, shape.k, key, i, width) for key in keys]
@@ -108,6 +114,12 @@ def _few_products(
                     slot.set(k.fma(of, q, slot.now))
         for r in range(n_rows):
             k.store(folds([slot.now for slot in sums[r]], operator.add), logits + r * TILE * 4 + j * 4)
+
+
+def _prefetch(k: Kernel, row: Value, dtype: str, n: int) -> None:
+    """Ask for a row: the cache lies where no stride of the processor's own prefetching finds it in time."""
+    for at in range(0, DType.parse(dtype).row_size(n), 64):
+        k.prefetch(row + at)
 
 
 def _finish_logits(
@@ -144,6 +156,8 @@ def _few_values(
         slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
         with k.loop(0, count) as j:
             cached = unit.values + (begin + j) * unit.p["v1"]
+            if not first:
+                _prefetch(k, unit.keys + (begin + j + TILE) * unit.p["k1"], shape.k, shape.d_k)
             x = [load_cached(k, shape.v, cached, k.i64(c), width) for c in columns]
             for r in range(n_rows):
                 weight = k.load(F32, weights + r * TILE * 4 + j * 4).splat(width)
@@ -181,7 +195,9 @@ def many(k: Kernel, shape: Shape, split: bool) -> None:
             _scaled_query(k, shape, unit.query(r), queries + r * (d_k * 4), scale, width)
         with k.loop(part.first, part.stop, TILE) as begin:
             count = k.least(p["n_kv"] - begin, TILE)
-            with k.when(_any_seen(k, unit, begin, count, n_rows) if shape.mask else count > 0):
+            if shape.mask:
+                count = _n_seen(k, unit, begin, count, n_rows)
+            with k.when(count > 0):
                 _load_tile(k, shape, unit, begin, count, keys, cached)
                 _blocks(k, queries, d_k, keys, TILE, logits, TILE, padded, k.i64(d_k), TILE, False)
                 with k.loop(0, n_rows) as r:
@@ -195,17 +211,20 @@ def many(k: Kernel, shape: Shape, split: bool) -> None:
                 softmax(r).end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
-def _any_seen(k: Kernel, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
-    """Whether the mask lets any of the queries see any key of the tile."""
+def _n_seen(k: Kernel, unit: Unit, begin: Value, count: Value, n_rows: Value) -> Value:
+    """The keys of the tile up to the last that the mask lets any of the queries see; 0 if there is none."""
     lanes = k.level.lanes
-    top = k.variable(k.const(vec(F32, lanes), float("-inf")))
+    ends = k.table(vec(F32, lanes), range(1, lanes + 1))
+    last = k.variable(k.const(ends.type, 0))
     with k.loop(0, n_rows) as r:
         row, _ = unit.mask(r)
         with k.loop(0, count, lanes) as j:
             inside = k.first_lanes(lanes, count - j)
             bias = load_floats(k, "f16", row + (begin + j) * 2, lanes, inside)
-            top.set(k.maximum(top.now, k.select(inside, bias, float("-inf"))))
-    return greatest(k, top.now) > float("-inf")
+            end = ends + j.to_float(F32).splat(lanes)
+            is_seen = Value(k, k.build.and_(inside.raw, (bias > float("-inf")).raw))
+            last.set(k.maximum(last.now, k.select(is_seen, end, 0.0)))
+    return greatest(k, last.now).to_int(I64)
 
 
 def _load_tile(

@@ -9,6 +9,7 @@ from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import attention
 from ggmlb.backends.llvm.kernels.attention_units import MANY_ROWS, Shape, record_nbytes, scratch_nbytes
 from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.tiles import columns
 from ggmlb.backends.llvm.lowering.rules import READ, RULES, name
 from ggmlb.backends.llvm.lowering.steps import LEAST_WORK
 from ggmlb.core.enums import Op
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 FEW = 8
 """Queries of a head of keys up to which keys and values are read as they lie."""
+
+FEW_ROWS = 4
+"""Queries of a unit at most, with few."""
 
 MAX_HEAD_SIZE = 1024
 
@@ -61,7 +65,7 @@ def _flash_attn(node: Tensor, steps: Steps) -> None:
     )
     group = q.ne[2] // k.ne[2]
     n_queries = q.ne[1] * group
-    rows = next(r for r in (1, 2, 4) if r >= n_queries or r == 4) if n_queries <= FEW else MANY_ROWS
+    rows = columns(n_queries, FEW_ROWS) if n_queries <= FEW else MANY_ROWS
     n_units = -(-n_queries // rows) * k.ne[2] * q.ne[3]
     work = k.ne[1] * (k.ne[0] + v.ne[0]) * q.ne[1] * q.ne[2] * q.ne[3] * 0.05
     n_parts = _parts(steps, work, n_units, k.ne[1])
