@@ -253,6 +253,13 @@ def test_kinds_tell_operands_and_places_apart(llvm: LlvmBackend) -> None:
     check(windows, llvm)
 
 
+def test_no_two_forms_of_operands_have_one_number(llvm: LlvmBackend) -> None:
+    for n in (5, 6, 7, 5, 8):
+        check(lambda c, leaf, n=n: c.add(c.silu(leaf(F32, n, n)), c.scale(leaf(F32, n), 2.0)), llvm)
+    numbers = [*llvm.kinds.forms.values()]
+    assert len({*numbers}) == len(numbers) == 8
+
+
 def test_backends_of_several_python_threads() -> None:
     def work(_: int) -> Any:
         with DEVICE.init_backend({"n_threads": 2}) as backend:

@@ -36,11 +36,13 @@ class Kinds:
     Attributes:
         lowered: Steps by kind.
         forms: Numbers of forms: layout, alignment and packing.
+        numbers: Of the forms to come; none is given twice.
     """
 
     def __init__(self) -> None:
         self.lowered: dict[Hashable, Lowered] = {}
         self.forms: dict[Hashable, int] = {}
+        self.numbers = count()
 
     def make_room(self) -> None:
         """Forget all if there are many."""
@@ -115,8 +117,7 @@ class Table:
         packings = [b.packing(t) if b in packs else "" for t, b in zip(placed, buffers, strict=True)]
         layouts = [t.layout for t in placed]
         keys = zip(layouts, [a & ALIGNED for a in self._addresses], packings, strict=True)
-        forms = self._kinds.forms
-        self._forms = list(map(forms.setdefault, keys, count(len(forms))))
+        self._forms = list(map(self._kinds.forms.setdefault, keys, self._kinds.numbers))
         self._numbers: dict[Tensor | None, int] = dict(zip(placed, count()))
         self._numbers[None] = len(placed)
         self._forms.append(ABSENT)
