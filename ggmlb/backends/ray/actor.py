@@ -16,14 +16,13 @@ WATCH = "watch"
 class NodeActor:
     """A node as an actor: `run` in the order of the calls, `ping` at any time.
 
-    The node is a part of it, as Ray puts a call of its own around each method of an actor's class.
+    The node is a part of it, as Ray puts a call of its own around each method of an actor's class. `start`
+    makes it, as Ray tells of an error in a constructor in words only.
     """
 
-    def __init__(self, *args: Any) -> None:
+    def start(self, *args: Any) -> str:
+        """Make the node; see `Node`. Return its facts."""
         self._node = Node(*args)
-
-    def facts(self) -> str:
-        """See `Node.facts`."""
         return self._node.facts()
 
     def run(self, message: bytes, *apart: Any) -> Any:

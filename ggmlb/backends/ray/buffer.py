@@ -126,12 +126,13 @@ class RayBuffer(Buffer):
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if data.nbytes < APART:
             self.queue_write(tensor, data.copy(), offset)
-        elif (part := self.link.files.part_of(data)) is not None:
+            return
+        self.link.tell(data.nbytes)
+        if (part := self.link.files.part_of(data)) is not None:
             self.link.queue("load", *self.span(tensor, offset, data.nbytes), *part)
-            self.link.settle()
         else:
             self.queue_write(tensor, data, offset)
-            self.link.settle()
+        self.link.settle()
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         self.queue_read(tensor, out, offset)

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ggmlb.backends.ray import RayReg, backend_reg
 from ggmlb.backends.ray.files import SharedFiles
@@ -15,6 +15,9 @@ from ggmlb.backends.ray.node import versions
 from ggmlb.core.errors import BackendUnavailable, Error, RegistryError, one_line
 from ggmlb.core.lifetime import Closeable
 from ggmlb.interface import Device, registry
+
+if TYPE_CHECKING:
+    from ggmlb.backends.ray.link import Link
 
 START_S: Final = 120.0
 """How long a machine may take to start an actor [s]."""
@@ -29,9 +32,10 @@ class Cluster(Closeable):
         reg: The registration of its devices.
     """
 
-    def __init__(self, reg: RayReg, actors: Mapping[str, Any], is_ours: bool) -> None:
+    def __init__(self, reg: RayReg, actors: Mapping[str, Any], links: Sequence[Link], is_ours: bool) -> None:
         self.reg = reg
         self._actors = dict(actors)
+        self._links = tuple(links)
         self._is_ours = is_ours
         self._is_open = True
 
@@ -48,6 +52,8 @@ class Cluster(Closeable):
             return
         self._is_open = False
         _open.remove(self)
+        for link in self._links:
+            link.end_telling()
         with suppress(RegistryError):  # if the user has unloaded it
             registry.unload(self.reg)
         self.reg.found.clear()
@@ -84,18 +90,20 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
             )
         except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
             raise BackendUnavailable(
-                f"there is no Ray cluster at {address!r}: {one_line(error)}; start one with "
-                "'ray start --head', or give connect('local')"
+                f"there is no Ray cluster at {address!r}, or its token is another (RAY_AUTH_TOKEN): "
+                f"{one_line(error)}; start one with 'ray start --head', or give connect('local')"
             ) from error
     actors: dict[str, Any] = {}
+    links: list[Link] = []
     reg, files = backend_reg(), SharedFiles(shared)
     reg.found.clear()
     try:
         for i, machine in enumerate(_machines()):
-            actors[f"node{i}"] = _start(machine, names, files)
-        for node, actor in actors.items():
-            link = Link(actor, node, files)
-            for facts in _facts(node, actor):
+            actors[f"node{i}"] = _start(machine, names)
+        started = [actor.start.remote(versions(), names, files.folders) for actor in actors.values()]
+        for (node, actor), answer in zip(actors.items(), started, strict=True):
+            links.append(link := Link(actor, node, files))
+            for facts in _facts(node, answer):
                 reg.found.append(RayDevice(reg, link, node, facts))
         registry.load(f"{backend_reg.__module__}:{backend_reg.__name__}")
     except BaseException:
@@ -105,7 +113,7 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
         if is_ours:
             ray.shutdown()
         raise
-    cluster = Cluster(reg, actors, is_ours)
+    cluster = Cluster(reg, actors, links, is_ours)
     _open.append(cluster)
     return cluster
 
@@ -119,7 +127,7 @@ def _machines() -> list[Mapping[str, Any]]:
     return sorted(alive, key=lambda m: (m["NodeID"] != own, m["NodeManagerAddress"], m["NodeID"]))
 
 
-def _start(machine: Mapping[str, Any], names: Sequence[str] | None, files: SharedFiles) -> Any:
+def _start(machine: Mapping[str, Any], names: Sequence[str] | None) -> Any:
     """Start the actor of a machine, with all its GPUs unless no device is to be one."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -133,11 +141,11 @@ def _start(machine: Mapping[str, Any], names: Sequence[str] | None, files: Share
         num_gpus=machine["Resources"].get("GPU", 0) if wants_gpus else 0,
         max_restarts=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(machine["NodeID"], soft=False),
-    ).remote(versions(), None if names is None else list(names), list(files.folders))
+    ).remote()
 
 
-def _facts(node: str, actor: Any) -> list[Mapping[str, Any]]:
-    """Return the facts of an actor's devices.
+def _facts(node: str, answer: Any) -> list[Mapping[str, Any]]:
+    """Return the facts of an actor's devices, from its answer.
 
     Raises:
         BackendUnavailable: It does not start.
@@ -147,7 +155,7 @@ def _facts(node: str, actor: Any) -> list[Mapping[str, Any]]:
     from ray import exceptions
 
     try:
-        facts: list[Mapping[str, Any]] = json.loads(ray.get(actor.facts.remote(), timeout=START_S))
+        facts: list[Mapping[str, Any]] = json.loads(ray.get(answer, timeout=START_S))
         return facts
     except exceptions.GetTimeoutError:
         raise BackendUnavailable(

@@ -28,6 +28,7 @@ from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import APART, Message
 from ggmlb.backends.ray.wire import Bytes, packed, unpacked
 from ggmlb.core.errors import BackendError, DeviceLostError, Error, one_line, readable_size
+from ggmlb.system.progress import Task
 
 CHUNK: Final = 1 << 24
 """Bytes after which collected commands are sent, and of the pieces of larger transfers."""
@@ -171,6 +172,8 @@ class Link:
         self._failure: Error | None = None
         self._calls: deque[Call] = deque()
         self._in_flight = 0
+        self._taking: Task | None = None
+        self._n_taken = 0
         self._garbage: deque[list[Any]] = deque()
         self._run = {1: actor.run}
         self._ahead: dict[tuple[Span, bool], Read] = {}
@@ -276,11 +279,28 @@ class Link:
         self._reads.append(read)
         return read
 
+    def tell(self, nbytes: int) -> None:
+        """Show how much the node has taken since it last computed, if that takes long."""
+        with self._lock:
+            if self._taking is None:
+                self._taking = Task(f"{self.title}: taking weights", None)
+                self._n_taken = 0
+            self._n_taken += nbytes
+            self._taking.step(readable_size(self._n_taken))
+
+    def end_telling(self) -> None:
+        """What was taken is all, for now."""
+        with self._lock:
+            if self._taking is not None:
+                self._taking.end()
+                self._taking = None
+
     # -- sending -------------------------------------------------------------------------------
 
     def compute(self, plan: Planned) -> None:
         """Send a computation, with all that was collected, and the reads that will follow."""
         with self._lock:
+            self.end_telling()
             self.queue("compute", plan.handle)
             wanted, plan.was_read = plan.was_read, {}
             self._ahead = {
