@@ -39,9 +39,15 @@ def described(command: Any, context: Any) -> str:
     text = f"# {context.command_path}\n\n```text\n{usage}\n```\n\n{escaped(SECTION.sub('', told)).strip()}\n"
     options = [record for p in command.get_params(context) if (record := p.get_help_record(context))]
     text += "\n## Options\n" + "".join(f"\n`{names}`\n:   {escaped(does)}\n" for names, does in options)
-    for title, lines in SECTION.findall(told):
+    for title, lines in SECTION.findall(told + spread(command.epilog or "")):
         text += f"\n## {title}\n\n{section(cleandoc(lines))}\n"
     return text
+
+
+def spread(epilog: str) -> str:
+    """The line below a command's help, `Title: one; two.`, as a section of it."""
+    title, _, items = epilog.rstrip(".").partition(": ")
+    return f"\n\n{title}:\n  " + items.replace("; ", "\n  ") if items else ""
 
 
 def section(lines: str) -> str:

@@ -118,3 +118,4 @@ def test_each_command_has_a_page_with_its_options_and_statuses() -> None:
     )
     assert "`--mode MODE`" in pages["test"]
     assert "| `130, 143` | stopped" in pages["test"]
+    assert all("## Exit status\n\n| status" in page for name, page in pages.items() if name != "ggmlb")
