@@ -19,7 +19,9 @@ HELP = "An empty line or Ctrl-D ends the chat; Ctrl-C ends an answer; /clear beg
 def chat(
     open_model: OpenModel,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.")] = 512,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Most tokens of an answer.", min=1)
+    ] = 512,
     temperature: TemperatureOption = 0.8,
     seed: SeedOption = 0,
 ) -> None:

@@ -32,6 +32,8 @@ def perplexity(
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"cannot read {file}: {error}; give a text file in UTF-8") from None
+    if not text:
+        raise ArgumentError(f"{file} is empty; give a text")
     with open_model(ctx=ctx) as opened, progress_bar("perplexity", 1) as progress:
         found = opened.perplexity(text, ctx, chunks, progress)
     if as_json:

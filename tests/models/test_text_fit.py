@@ -288,6 +288,11 @@ def test_the_command_tells_what_would_fit(models: Callable[..., Path], capsys: A
     assert any(a.startswith("--ctx") for a in told)
 
 
+def test_a_pattern_that_is_none(models: Callable[..., Path], capsys: Any) -> None:
+    assert run(["fit", str(models()), "-d", "OpenCL0,CPU", "--override", "(=CPU"]) == 1
+    assert "override '(' is not a regular expression" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["OpenCL0", "=1MiB", "OpenCL0=much", "OpenCL0=1XiB", "OpenCL0=-1"])
 def test_sizes_that_are_none(models: Callable[..., Path], capsys: Any, size: str) -> None:
     assert run(["fit", str(models()), "--memory", size]) == 1

@@ -109,14 +109,15 @@ def notebooks(session: Session) -> None:
 
 
 def seen(cell: nbformat.NotebookNode) -> list[str]:
-    """A cell's outputs: text without its numbers, and the kinds of the others."""
-    found = []
+    """A cell's outputs: text without numbers, spaces and names of processors; the kinds of the others."""
+    printed, found = "", []
     for output in cell.get("outputs", []):
-        text = output.get("text") or output.get("data", {}).get("text/plain", "")
-        kinds = sorted(output.get("data", {}))
-        text = re.sub(r"[-+.,e\d]*\d", "0", text)
-        found.append(f"{output.output_type} {kinds} {text}")
-    return found
+        if output.output_type == "stream":
+            printed += output.text
+        else:
+            found.append(f"{sorted(output.data)} {output.data.get('text/plain', '')}")
+    anywhere = [re.sub(r"(<Device \w+ \w+): [^>]*>", r"\1>", text) for text in (printed, *found)]
+    return [re.sub(r"[-+.e\d]*\d[.\d]*|\s+", "", text) for text in anywhere]
 
 
 def bad(session: Session) -> None:

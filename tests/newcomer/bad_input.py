@@ -49,6 +49,7 @@ BAD = {
     "TYPE": ["q9_9"],
     "int": ["x", "-7"],
     "float": ["x"],
+    "--file": ["missing.x", "folder", "empty.x"],
     "--kv-type": ["q9_9"],
     "--way": ["nope"],
     "what": ["nope"],
@@ -76,7 +77,7 @@ def try_all(session: Session) -> None:
             wrong = [f"it says: {said}" for said in SAID_BY_NOBODY if said in done.stderr + done.stdout]
             if done.returncode not in (told or {1, 2}) - {0}:
                 wrong.append(f"status {done.returncode}, of which the page does not tell")
-            if not any(word in done.stderr for word in (value, option, "pip install")):
+            if not any(word in done.stderr for word in (option, "pip install", *re.split("[=,]", value))):
                 wrong.append(f"neither {option} nor {value} is named: {done.stderr.strip()[-300:]}")
             if done.returncode == 1 and done.stderr.strip().count("\n") > 4:
                 wrong.append(f"{done.stderr.count(chr(10))} lines of errors")
