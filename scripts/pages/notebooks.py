@@ -31,7 +31,8 @@ def pages() -> Iterator[Page]:
     """A page for each notebook, its pictures, and the notebook itself."""
     exporter = MarkdownExporter(raw_template=TEMPLATE)
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: (path.stem != "quickstart", path)):
+    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    for path in sorted(paths, key=lambda path: path.stem != "quickstart"):  # the others by name
         text, resources = exporter.from_filename(str(path), {"unique_key": path.stem})
         title = text.strip().partition("\n")[0].lstrip("# ")
         download = f"\n\n[Download this notebook]({path.name})\n"
