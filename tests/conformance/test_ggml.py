@@ -72,6 +72,27 @@ def test_a_folder_of_parts_is_a_library(tmp_path: Path) -> None:
     assert find.at(tmp_path / "libllama.so") is None
 
 
+def test_a_backend_that_cannot_be_loaded_is_told(device: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """As ggml's for CUDA where there is no driver, or its libraries are missing."""
+    (tmp_path / "libggml-cuda.so").write_text("no library")
+    (tmp_path / "libggml-vulkan.so").touch()
+    found = abi.left_out(str(tmp_path), ["CPU", "Vulkan"])
+    assert list(found) == ["libggml-cuda.so"] and "libggml-cuda.so" in found["libggml-cuda.so"]
+    facts = {**device.library.facts, "left_out": found}
+    monkeypatch.setattr("ggmlb.backends.ggml.library.probe", lambda _: facts)
+    reg = GgmlReg()
+    assert [d.name for d in reg.devices] == ["ggml:CPU"]
+    [(name, why)] = reg.unusable
+    assert name.startswith("libggml-cuda.so of ") and why == found["libggml-cuda.so"]
+
+
+def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("libggml-base.so.0", "libggml.so.0"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("DYLD_LIBRARY_PATH" if sys.platform == "darwin" else "LD_LIBRARY_PATH", str(tmp_path))
+    assert f"the system's {tmp_path}" in [found.origin for found in find.libraries()]
+
+
 def test_another_layout_is_refused_with_the_version(device: Any, monkeypatch: Any) -> None:
     facts = {**device.library.facts, "tensor": {**device.library.facts["tensor"], "view_src": 240}}
 

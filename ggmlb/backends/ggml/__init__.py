@@ -51,7 +51,7 @@ class GgmlReg(BackendReg):
 
     @property
     def unusable(self) -> Sequence[tuple[str, str]]:
-        """Libraries that cannot be used, with reasons."""
+        """Libraries, and loadable backends of theirs, that cannot be used, with reasons."""
         return self._unfit
 
     def _find(self) -> tuple[Device, ...]:
@@ -74,6 +74,8 @@ class GgmlReg(BackendReg):
                 self._unfit.append((f"ggml of {each.origin}", str(why)))
                 continue
             devices += (GgmlDevice(self, library, i, Judge()) for i in range(len(library.facts["devices"])))
+            left_out = library.facts.get("left_out", {})
+            self._unfit += ((f"{file} of {each.origin}", why) for file, why in left_out.items())
         if not devices:
             raise BackendUnavailable("; ".join(f"{name}: {why}" for name, why in self._unfit) or NO_LIBRARY)
         return tuple(devices)

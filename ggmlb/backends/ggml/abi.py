@@ -304,6 +304,29 @@ def _props_size(ggml: Ggml) -> int:
     return size
 
 
+_LOADABLE = re.compile(r"(?:lib)?ggml-(?!base|cpu)(\w+)(?:\.so|\.dylib|\.dll)")
+
+
+def left_out(folder: str, backends: Sequence[str]) -> dict[str, str]:
+    """Return why loadable backends in a folder have no device here, by file.
+
+    Args:
+        folder: The folder.
+        backends: Names of the backends that have devices.
+    """
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        kind = _LOADABLE.fullmatch(name)
+        if kind is None or kind[1].lower() in map(str.lower, backends):
+            continue
+        try:
+            ctypes.CDLL(os.path.join(folder, name))
+            found[name] = "it finds no device here"
+        except OSError as error:
+            found[name] = str(error)
+    return found
+
+
 def memory_of(c: Functions, device: int) -> tuple[int, int]:
     """Return free and total memory of a device [bytes]."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -339,6 +362,8 @@ def main(arguments: Sequence[str]) -> None:
         parts.remove("--load")
     try:
         answer = probe(load(parts, folder))
+        if folder:
+            answer["left_out"] = left_out(folder, [device["backend"] for device in answer["devices"]])
     except (OSError, Unfit) as error:
         answer = {"unfit": str(error)}
     print("\n" + json.dumps(answer), flush=True)
