@@ -4,12 +4,13 @@ Two processes take turns with the same file, the same prompts and as many thread
 `prefill` is a prompt of 512 tokens, `decode` 32 tokens after 32 and after 512. A ratio is our tokens per
 second by llama.cpp's: the median of the rounds, with the least and the greatest. `bound` is what share of the
 read bandwidth decoding at depth 32 uses: bytes of weights and cached keys and values that a token needs, by
-what two threads read per second in the same run. `python` is the share of decoding at depth 32 spent
-outside of kernels: the time of the steps less that of their calls of machine code. `first` is the time of a
-new process to its first token, after a prompt of 32, ours by llama.cpp's, from installed bytecode and cached
-kernels; `peak` the same of resident memory after all rounds.
+what two threads read per second in the same run, from a float32 matrix. `python` is the share of decoding at
+depth 32 spent outside of kernels: the time of the steps less that of their calls of machine code. `first` is
+the time of a new process to its first token, after a prompt of 32, ours by llama.cpp's, from installed
+bytecode and cached kernels; `peak` the same of resident memory after all rounds.
 
-    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,random:q4_K_M,...] [--device D]
+    python benchmarks/generate.py [--rounds 5] [--threads 2] [--models FILE,FILE@avx2,random:q4_K_M,...]
+        [--device D] [--save]
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,21 +128,24 @@ def peak_nbytes() -> float:
     return 1024.0 * int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0])
 
 
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second that threads read together from memory."""
-    import numpy as np
+def read_bandwidth(device: str, threads: int) -> float:
+    """Bytes per second that a device's threads read from memory: the best product with a float32 matrix."""
+    from ggmlb import Context, Graph, alloc_ctx_tensors, init_by_name
 
-    data = [np.ones(1 << 25, np.float64) for _ in range(threads)]
-
-    def read(i: int) -> float:
-        return float(data[i].sum())
-
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(6):
-            start = time.perf_counter()
-            list(pool.map(read, range(threads)))
-            best = max(best, threads * data[0].nbytes / (time.perf_counter() - start))
+    with init_by_name(device) as backend:
+        if (set_n_threads := backend.device.reg.get_proc_address("set_n_threads")) is not None:
+            set_n_threads(backend, threads)
+        ctx = Context()
+        matrix, vector = ctx.new_tensor("f32", (1024, 1 << 17)), ctx.new_tensor("f32", (1024,))
+        product = ctx.mul_mat(matrix, vector)
+        with alloc_ctx_tensors(ctx, backend) as memory:
+            memory.clear(0)
+            graph = Graph().build_forward_expand(product)
+            best = 0.0
+            for _ in range(12):
+                start = time.perf_counter()
+                backend.graph_compute(graph)
+                best = max(best, matrix.nbytes / (time.perf_counter() - start))
     return best
 
 
@@ -186,13 +189,26 @@ def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict
     """Return figures of each library, by rounds."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}
-    processes = []
-    for name in LIBRARIES:
+    processes = {}
+
+    def start(name: str) -> None:
         pipes[name], other = context.Pipe()
-        processes.append(context.Process(target=play, args=(name, path, threads, device, other), daemon=True))
-        processes[-1].start()
+        processes[name] = context.Process(target=play, args=(name, path, threads, device, other), daemon=True)
+        processes[name].start()
         pipes[name].recv()
+
+    def end(name: str) -> None:
+        pipes[name].send(None)
+        processes[name].join()
+
     tasks = {"prefill": (N_PROMPT, 1)} | {f"decode {depth}": (depth, N_TOKENS) for depth in DEPTHS}
+    start("ours")  # compiles kernels, in memory that is not to count
+    for sizes in tasks.values():
+        pipes["ours"].send(sizes)
+        pipes["ours"].recv()
+    end("ours")
+    for name in LIBRARIES:
+        start(name)
     found: dict[str, dict[str, list[float]]] = {name: {task: [] for task in tasks} for name in LIBRARIES}
     for i in range(rounds + 1):
         for task, sizes in tasks.items():
@@ -200,13 +216,12 @@ def measure(path: str, rounds: int, threads: int, device: str) -> dict[str, dict
                 time.sleep(0.02)
                 pipes[name].send(sizes)
                 speed, peak = pipes[name].recv()
-                if i:  # the first round makes graphs and kernels
+                if i:  # the first round makes graphs
                     found[name][task].append(speed.prefill if task == "prefill" else speed.decode)
                     found[name].setdefault(f"python in {task}", []).append(speed.python)
                 found[name]["peak"] = [peak]
-    for name, process in zip(LIBRARIES, processes, strict=True):
-        pipes[name].send(None)
-        process.join()
+    for name in LIBRARIES:
+        end(name)
     for i in range(rounds + 1):
         for name in LIBRARIES:
             first_s = first_token_s(name, path, threads, device)
@@ -242,14 +257,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--models", default="", help="GGUF files, random:TYPE; the installed SmolLM2 by default"
+        "--models",
+        default="",
+        help="GGUF files, random:TYPE, either with @SIMD for other kernels; the installed SmolLM2 by default",
     )
     parser.add_argument("--device", default="LLVM", help="ours")
     parser.add_argument(
         "--save", action="store_true", help="write results/generate.md, or generate_DEVICE.md"
     )
     args = parser.parse_args()
-    bandwidth = read_bandwidth(args.threads)
+    bandwidth = read_bandwidth(args.device, args.threads)
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
     table = Table(
         "model", "SIMD", "prefill [tokens/s]", "decode at 32 [tokens/s]", "decode at 512 [tokens/s]",
@@ -260,15 +277,21 @@ def main() -> None:
         from ggmlb.models import default_text_model
 
         args.models = str(default_text_model())
-    for path in map(file_of, args.models.split(",")):
+    default = os.environ.pop("GGMLB_SIMD", "")
+    for asked in args.models.split(","):
+        model, _, simd = asked.partition("@")
+        path = file_of(model)
+        if level := simd or default:
+            os.environ["GGMLB_SIMD"] = level
         found = measure(path, args.rounds, args.threads, args.device)
+        os.environ.pop("GGMLB_SIMD", None)
         ours, theirs = found["ours"], found["llama.cpp"]
         tasks = ["prefill", *(f"decode {depth}" for depth in DEPTHS)]
         speeds = [f"{statistics.median(ours[t]):.0f}, {statistics.median(theirs[t]):.0f}" for t in tasks]
         used = token_nbytes(path, DEPTHS[0]) * statistics.median(ours[tasks[1]]) / bandwidth
         first = statistics.median(ours["first"]) / statistics.median(theirs["first"])
         table.row(
-            Path(path).stem, os.environ.get("GGMLB_SIMD", "best"), *speeds,
+            Path(path).stem, level or "best", *speeds,
             *(ratio(ours[t], theirs[t]) for t in tasks), f"{used:.0%}", share(ours[f"python in {tasks[1]}"]),
             f"{first:.2f}",
             f"{ours['peak'][0] / theirs['peak'][0]:.2f}",
