@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import cache
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -24,8 +25,11 @@ N_CALL = 4096
 N_NODES = 64
 """Small nodes of a graph, to measure one more."""
 
-ROUNDS = 5
-"""Runs of which the fastest counts."""
+LEAST_ROUNDS = 5
+"""Least runs of which the median counts."""
+
+BUDGET = 0.1
+"""Time for more of them [s], as others may load the machine."""
 
 
 class Rates(NamedTuple):
@@ -126,11 +130,11 @@ def _plan_seconds(stream: Backend, nodes: Iterable[Tensor]) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The least time of a call [s], after one that warms up: others may load the machine."""
+    """The median time of a call [s], after one that warms up."""
     run()
-    took = []
-    for _ in range(ROUNDS):
+    took: list[float] = []
+    while len(took) < LEAST_ROUNDS or sum(took) < BUDGET:
         start = perf_counter()
         run()
         took.append(perf_counter() - start)
-    return min(took)
+    return median(took)

@@ -21,6 +21,7 @@ from ggmlb.models.mapped_file import Extent
 from ggmlb.models.text.fit import Planner, Wishes, open_planner
 from tests.models.test_text_model import PROMPT, log_probs
 from tests.support.adapters import adapted, write_adapter
+from tests.support.text_models import N_VOCAB
 
 CARD, OTHER = "OpenCL0", "OpenCL1"
 NAMES = {d.name for d in ggmlb.devices()}
@@ -255,10 +256,12 @@ def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) 
     asked = ["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--way", "layers"]
     assert run([*asked, "--cpu-experts"]) == 0
     text = capsys.readouterr().out
+    assert re.search("beside these, the process: about .* MiB .resident .*, vocabulary .*, scratch ", text)
     assert f"{CARD}: layers 0-4, the output; each token reads" in text
     assert "CPU: experts of layers 0-4, the embeddings; each token reads" in text
     assert run([*asked, "--json", "--kv-on", "CPU"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["process"]["resident"] > 16 << 20 and found["process"]["logits"] == 16 * N_VOCAB * 4
     assert found["fits"] and found["layers"] == {CARD: "0-4", "CPU": ""} and found["kv_on"] == "CPU"
     with ExitStack() as resources:
         planner = open_planner(resources, path, [CARD, "CPU"], Wishes(kv_on="CPU"), 256)

@@ -1,0 +1,84 @@
+"""Ways to use several devices for a text model: the estimated time of a token beside the measured one.
+
+Every way that `ggmlb fit` plans is loaded, and all of them decode by turns, so that the load of the machine
+meets them alike.
+
+    python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from contextlib import ExitStack
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+
+from generate import prompt_of
+from report import Table, save
+
+N_CTX = 128
+N_TOKENS = 32
+
+
+def main() -> None:
+    """Measure all ways."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--devices", default="OpenCL0,OpenCL1,CPU")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true")
+    asked = parser.parse_args()
+    os.environ.setdefault("POCL_DEVICES", "pthread pthread")  # two devices, before any is asked for
+
+    from ggmlb.models import TextModel, default_text_model
+    from ggmlb.models.text.fit import Wishes, open_planner
+    from ggmlb.models.text.ways import WAYS, Ways
+
+    path, devices = asked.model or default_text_model(), asked.devices.split(",")
+    with ExitStack() as resources:
+        ways = Ways(resources, open_planner(resources, path, devices, Wishes(), N_CTX))
+        planned = [way for way in ways.planned() if way.fit is not None]
+    took: dict[str, list[float]] = {way.name: [] for way in planned}
+    with ExitStack() as resources:
+        models = {
+            name: resources.enter_context(TextModel(path, devices, n_ctx=N_CTX, way=name)) for name in took
+        }
+        for i in range(asked.rounds + 1):
+            for name, model in models.items():
+                times: list[float] = []
+                model.generate(
+                    prompt_of(8),
+                    on_token=lambda _: times.append(perf_counter()),  # noqa: B023 - called at once
+                    max_tokens=N_TOKENS,
+                    temperature=0,
+                    ignore_eos=True,
+                )
+                if i:  # the first round plans graphs
+                    took[name] += [after - before for before, after in pairwise(times)]
+    table = Table("way", "", "estimate [ms]", "least [ms]", "median [ms]", "median / estimate")
+    for way in planned:
+        found = median(took[way.name])
+        cells = (f"{1e3 * t:.1f}" for t in (way.time, min(took[way.name]), found))
+        table.row(way.name, WAYS[way.name], *cells, f"{found / way.time:.2f}")
+    if asked.save:
+        conditions = (
+            f"Here: {os.path.basename(path)}, devices {asked.devices}, load {os.getloadavg()[0]:.1f}."
+        )
+        save("ways", f"{ABOUT}\n{conditions}\n", table, packages=("numpy", "pyopencl"))
+
+
+ABOUT = """
+Ways to use several devices for a text model: estimate and measurement
+`estimate` is the time of a token that `ggmlb fit` shows, by rates that it measures on the spot: weights read
+at each device's bandwidth, transfers, launches. `least` and `median` are those of the tokens of generations,
+the ways taking turns, while others loaded the machine as they did when the rates were measured.
+PoCL's two devices and the CPU are one processor: devices that work at the same time get in each other's way,
+which the estimate does not know.
+
+    python benchmarks/ways.py [MODEL] [--devices OpenCL0,OpenCL1,CPU] [--rounds 3] [--save]
+"""
+
+if __name__ == "__main__":
+    main()
