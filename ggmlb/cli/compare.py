@@ -11,7 +11,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import Column, console, print_table, progress_bar
 from ggmlb.cli.model_options import ThreadsOption, open_model
-from ggmlb.cli.options import DevicesOption, JsonOption
+from ggmlb.cli.options import DevicesOption, JsonOption, text_of
 from ggmlb.cli.passages import PASSAGES
 from ggmlb.core.errors import ArgumentError
 
@@ -54,10 +54,7 @@ def compare(
         raise ArgumentError(
             f"compare {reference}: give two GGUF files; for one file on two devices, use ggmlb diff"
         )
-    try:
-        text = "\n".join(PASSAGES) if file is None else file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"cannot read {file}: {error}; give a text file in UTF-8") from None
+    text = "\n".join(PASSAGES) if file is None else text_of(file)
 
     def opened(model: Path) -> TextModel:
         return open_model(model, devices, ctx=ctx, threads=threads)

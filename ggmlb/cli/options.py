@@ -105,6 +105,21 @@ ModelOption = Annotated[
 ]
 
 
+def text_of(file: Path) -> str:
+    """Read a text.
+
+    Raises:
+        ArgumentError: The file cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"cannot read {file}: {error}; give a text file in UTF-8") from None
+    if not text:
+        raise ArgumentError(f"{file} is empty; give a text")
+    return text
+
+
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 """A size in bytes with a unit, as 200MiB, 1.5G (which is 1.5GiB) or 1000000."""
 

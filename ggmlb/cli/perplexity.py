@@ -11,8 +11,7 @@ import typer
 from ggmlb.cli import plain
 from ggmlb.cli.frame import progress_bar
 from ggmlb.cli.model_options import OpenModel, takes_model
-from ggmlb.cli.options import JsonOption
-from ggmlb.core.errors import ArgumentError
+from ggmlb.cli.options import JsonOption, text_of
 
 
 @takes_model
@@ -28,12 +27,7 @@ def perplexity(
     Examples:
       ggmlb perplexity -m model.gguf -f wiki.test.raw
     """
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"cannot read {file}: {error}; give a text file in UTF-8") from None
-    if not text:
-        raise ArgumentError(f"{file} is empty; give a text")
+    text = text_of(file)
     with open_model(ctx=ctx) as opened, progress_bar("perplexity", 1) as progress:
         found = opened.perplexity(text, ctx, chunks, progress)
     if as_json:

@@ -61,8 +61,9 @@ def _read(file: Path) -> list[tuple[str, str]]:
     """Read a list: in each line a pattern, ` # ` and the reason, or a comment that begins with #."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ArgumentError(f"cannot read the list of expected failures {file}: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ArgumentError(f"cannot read the list of expected failures {file}: {why}") from error
     entries = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -106,6 +106,13 @@ def test_perplexity(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert f"perplexity {told['value']:.4f}" in capfd.readouterr().out
 
 
+def test_a_text_that_is_empty(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (text := tmp_path / "text").write_text("")
+    for args in (["perplexity", "-m", model], ["compare", model, model]):
+        assert main([*args, "-f", str(text), "-d", "CPU"]) == 1
+        assert f"{text} is empty; give a text" in capfd.readouterr().err
+
+
 def test_demo_answers_on_one_device_and_on_two(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pyopencl")
     assert main(["demo"]) == 0

@@ -49,6 +49,7 @@ BAD = {
     "TYPE": ["q9_9"],
     "int": ["x", "-7"],
     "float": ["x"],
+    "--xfail": ["missing.x", "folder", "text.txt", "cut.gguf"],
     "--file": ["missing.x", "folder", "empty.x"],
     "--kv-type": ["q9_9"],
     "--way": ["nope"],

@@ -22,6 +22,7 @@ from ggmlb.testing.results import Outcome, Result
 from tests.support.processes import ROOT, python
 from tests.support.processes import ggmlb_command as run
 
+NO_TEXT = str(ROOT / "docs/images/split.png")
 BROKEN = """
 import os
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg
@@ -135,6 +136,7 @@ def test_a_crash_that_does_not_come_again_is_a_failure_too(broken: dict[str, str
         (["-d", "Meta(CPU,GPU9)"], 4, "ggmlb: there is no device 'GPU9'"),
         (["-d", "CPU", "--mode", "fast"], 2, "'fast' is not one of"),
         (["-d", "CPU", "--xfail", "/nowhere/list"], 1, "ggmlb: cannot read the list of expected failures"),
+        (["-d", "CPU", "--xfail", NO_TEXT], 1, f"expected failures {NO_TEXT}: it is not UTF-8"),
     ],
 )
 def test_other_ends(args: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
