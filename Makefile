@@ -81,6 +81,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/fit.py
 	$(BIN)/python benchmarks/ways.py --save
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/planning.py --save
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/crossing.py
 	$(BIN)/python benchmarks/quants.py

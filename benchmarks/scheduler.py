@@ -22,9 +22,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
-import ggml
 import numpy as np
-from libraries import GgmlContext
 from report import Table, save
 
 import ggmlb
@@ -179,6 +177,9 @@ def in_ms(times: list[float]) -> str:
 
 def measure_ggml(rounds: int, table: Table) -> None:
     """The same graph with ggml's own scheduler on its CPU backend."""
+    import ggml
+    from libraries import GgmlContext
+
     backend = ggml.ggml_backend_cpu_init()
     ggml.ggml_backend_cpu_set_n_threads(backend, 1)
     held = GgmlContext(4 << 20)
