@@ -2,9 +2,10 @@
 
 Prompts are filled up to few sizes; the first of each size builds a graph, plans it and binds its steps, and
 later ones compute it. `new size` is what the first takes more than the second, the median of several sizes;
-kernels are on disk, and their own time is not counted. `first` is a graph of 1024 nodes (as in `scheduler.py`) given to a new scheduler and
-computed once; the stream has computed one like it before. All times are the processor time of the thread
-that plans, in milliseconds, with the least in brackets: other work on the machine counts less so.
+kernels are on disk, and their own time is not counted. `first` is a graph of 1024 nodes (as in
+`scheduler.py`) given to a new scheduler and computed once; the stream has computed one like it before. All
+times are the processor time of the thread that plans, in milliseconds, with the least in brackets: other
+work on the machine counts less so.
 
     python benchmarks/planning.py [--rounds 5] [--model FILE] [--save]
 """
