@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -168,11 +168,9 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     """Return the parameters with their annotations as typer reads them, each to be given by name."""
-    hints = get_type_hints(function, localns={"TextModel": Any}, include_extras=True)
-    return [
-        parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
-        for name, parameter in signature(function).parameters.items()
-    ]
+    # Not by get_type_hints: before Python 3.11 it hides annotations of options that are None by default.
+    found = signature(function, eval_str=True, locals={"TextModel": Any})
+    return [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in found.parameters.values()]
 
 
 def overrides_of(options: list[str] | None) -> dict[str, str | BufferType]:

@@ -21,7 +21,7 @@ from ggmlb.inspect import draw
 from ggmlb.inspect.html import Picture, bar, card, escape, pre, table
 from ggmlb.inspect.sanitizer import start_sanitizer
 from ggmlb.inspect.trace import Trace
-from ggmlb.interface import Buffer, Device, DeviceProps, GraphPlan
+from ggmlb.interface import Backend, Buffer, Device, DeviceProps, GraphPlan
 from ggmlb.interface.registry.catalogue import DeviceList
 from ggmlb.runtime.scheduler import Scheduler
 
@@ -113,6 +113,21 @@ def _device(device: Device) -> str:
     return card(f"{props.name}: {props.description}", facts)
 
 
+def _backend(stream: Backend) -> str:
+    """Facts of a stream and of its device."""
+    if stream.is_freed:
+        return card(f"Stream on {stream.name} (freed)", {})
+    props = stream.device.props
+    facts = {
+        "device": f"{props.name}: {props.description}, {props.type.value}",
+        "memory": _memory_bar(props),
+        "places tensors in": stream.default_buffer_type.name,
+        "can do": _abilities(props),
+        "backend": stream.device.reg.name,
+    }
+    return card(f"Stream on {stream.name}", facts)
+
+
 def _device_list(devices: DeviceList) -> str:
     """Table of devices and unavailable backends."""
     rows: list[tuple[str, ...]] = [
@@ -168,6 +183,7 @@ def _picture(scheduler: Scheduler, graph: Graph) -> Picture:
 
 
 PICTURES: Final[dict[type, Callable[[Any], str]]] = {
+    Backend: _backend,
     Buffer: _buffer,
     Context: _context,
     Device: _device,
