@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ggmlb.models import Generation
 
-QUESTION = "Why is the sky blue?"
+QUESTION = "What do plants need to grow?"
 MAX_TOKENS = 24
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ggmlb.cli import plain
-from ggmlb.cli.frame import console
+from ggmlb.cli.frame import Column, Row, console, print_table
 from ggmlb.cli.model_options import (
     ContextOption,
     CpuExpertsOption,
@@ -39,7 +39,7 @@ from ggmlb.cli.options import (
 from ggmlb.core.errors import readable_size
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from ggmlb.models.text.fit import Fit, Planner
     from ggmlb.models.text.parts import Placement
@@ -53,6 +53,11 @@ BandwidthOption = Annotated[
         help="Weights that a device reads in a second, as CUDA0=900G; by default measured. Several.",
     ),
 ]
+
+COLUMNS = (
+    Column("Device"), Column("Memory", drop=1), Column("Contents"), Column("Bytes", right=True),
+    Column("Free", right=True),
+)  # fmt: skip
 
 OTHER_TYPES = ("q8_0", "q4_0")
 """Types of keys and values that take less room than f16, best first."""
@@ -165,38 +170,25 @@ def _advice(planner: Planner) -> Iterator[str]:
 
 
 def _print(report: Report) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     ways, way, planner, (placement, table), process, advice = report
     out = console()
     if len(ways) > 1:
-        out.print(_table_of(ways, way, list(planner.free)))
+        _print_ways(out, ways, way, list(planner.free))
     room, config = planner.room, planner.config
     kept = (
         f"{room.n_ctx} tokens"
         if config.state
         else f"{room.n_ctx} tokens of {room.kv_type.name.lower()} keys and values"
     )
-    shown = Table(title=f"{planner.file.path.name}: {config.n_layer} layers, {kept}", title_justify="left")
-    for name in ("Device", "Memory", "Contents"):
-        shown.add_column(name, no_wrap=True)
-    for name in ("Bytes", "Free"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    rows: list[Row] = []
     for device in planner.free:
-        for use in (u for u in table if u.device == device):
-            shown.add_row(*map(Text, (device, use.memory, use.kind, f"{use.nbytes:,}", "")))
+        uses = [use for use in table if use.device == device]
+        rows += [Row((device, use.memory, use.kind, f"{use.nbytes:,}")) for use in uses]
         free = planner.free[device]
         told = "unknown" if free == float("inf") else f"{int(free):,}"
-        shown.add_row(
-            device,
-            "",
-            "total",
-            f"{table.total(device):,}",
-            told,
-            style="red" if device in way.short else "bold",
-        )
-    out.print(shown)
+        cells = (device, "", "total", f"{table.total(device):,}", told)
+        rows.append(Row(cells, "red" if device in way.short else "bold"))
+    print_table(out, f"{planner.file.path.name}: {config.n_layer} layers, {kept}", COLUMNS, rows)
     told = ", ".join(f"{name} {readable_size(n)}" for name, n in process.items() if n)
     plain.echo(f"beside these, the process: about {readable_size(sum(process.values()))} ({told})")
     for name, parts in _parts(planner, placement).items():
@@ -211,16 +203,9 @@ def _print(report: Report) -> None:
         plain.echo(f"to load it so: --way {way.name}")
 
 
-def _table_of(ways: list[Way], taken: Way, devices: list[str]) -> Table:
-    """The ways, with the time of a token, and the memory of each device."""
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(title="Ways, with the time of a token after a whole context", title_justify="left")
-    shown.add_column("Way", no_wrap=True)
-    for name in ("Token [ms]", *devices):
-        shown.add_column(Text(name), justify="right", no_wrap=True)
-    shown.add_column("")
+def _print_ways(out: Console, ways: list[Way], taken: Way, devices: list[str]) -> None:
+    """Print the ways, with the time of a token, and the memory of each device."""
+    rows = []
     for way in ways:
         cells = [""] * (1 + len(devices))
         told = way.why
@@ -229,36 +214,25 @@ def _table_of(ways: list[Way], taken: Way, devices: list[str]) -> Table:
             cells = [f"{1000 * way.time:.1f}", *map(readable_size, totals)]
             lacking = ", ".join(f"{device} lacks {readable_size(n)}" for device, n in way.short.items())
             told = lacking or ("taken" if way is taken else "")
-        shown.add_row(way.name, *cells, Text(told), style="bold" if way is taken else "")
-    return shown
+        rows.append(Row((way.name, *cells, told), "bold" if way is taken else ""))
+    columns = [Column("Way"), Column("Token [ms]", right=True)]
+    columns += [Column(device, right=True, drop=i + 1) for i, device in enumerate(devices)]
+    title = "Ways, with the time of a token after a whole context"
+    print_table(out, title, [*columns, Column("", wraps=True)], rows)
 
 
 def _parts(planner: Planner, placement: Placement) -> dict[str, str]:
     """What lies on each device, in words."""
-    from ggmlb.models.layers import EMBEDDINGS, OUTPUT
+    from ggmlb.models.layers import held, ranges
 
-    found = {}
+    found = held(placement.homes, list(planner.backends))
     for name in planner.backends:
-        layers = _layers_on(placement, name)
-        experts = [i for i, home in placement.experts.items() if home == name]
-        parts = [f"layers {_ranges(layers)}"] if layers else []
-        parts += [f"experts of layers {_ranges(experts)}"] if experts else []
-        parts += ["the output"] if placement.homes[OUTPUT] == name else []
-        parts += ["the embeddings"] if placement.homes[EMBEDDINGS] == name else []
-        parts += ["keys and values"] if placement.kv_on == name else []
-        found[name] = ", ".join(parts) or "nothing"
+        experts = ranges(i for i, home in placement.experts.items() if home == name)
+        more = [f"experts of layers {experts}"] if experts else []
+        more += ["keys and values"] if placement.kv_on == name else []
+        if more:
+            found[name] = ", ".join([*([] if found[name] == "nothing" else [found[name]]), *more])
     return found
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`[0, 1, 2, 5]` as `"0-2,5"`."""
-    found: list[list[int]] = []
-    for n in sorted(numbers):
-        if found and n == found[-1][1] + 1:
-            found[-1][1] = n
-        else:
-            found.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def _as_json(report: Report) -> dict[str, Any]:
@@ -275,7 +249,7 @@ def _as_json(report: Report) -> dict[str, Any]:
         "free": free,
         "lacks": way.short,
         "process": process,
-        "layers": {name: _ranges(_layers_on(placement, name)) for name in planner.backends},
+        "layers": {name: _layers_on(placement, name) for name in planner.backends},
         "experts": {str(layer): home for layer, home in placement.experts.items()},
         "embeddings": placement.homes["embeddings"],
         "output": placement.homes["output"],
@@ -294,11 +268,13 @@ def _way_as_json(way: Way) -> dict[str, Any]:
         "seconds": way.time,
         "lacks": way.short,
         "total": {device: way.fit.table.total(device) for device in way.planner.free},
-        "layers": {name: _ranges(_layers_on(way.fit.placement, name)) for name in way.planner.backends},
+        "layers": {name: _layers_on(way.fit.placement, name) for name in way.planner.backends},
         "output": way.fit.placement.homes["output"],
         "per_token": {name: cost._asdict() for name, cost in way.costs.items()},
     }
 
 
-def _layers_on(placement: Placement, name: str) -> list[int]:
-    return [i for i, home in placement.homes.items() if home == name and isinstance(i, int)]
+def _layers_on(placement: Placement, name: str) -> str:
+    from ggmlb.models.layers import ranges
+
+    return ranges(i for i, home in placement.homes.items() if home == name and isinstance(i, int))

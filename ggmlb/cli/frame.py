@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _UNLIMITED = 10_000
 """Columns of a console that is not a terminal: lines to a pipe or file are not wrapped."""
 
+GOOD = 24
+"""Width from which on a column of text reads well; a frame is left out for it."""
+
 LINE_S = 30.0
 """Time between lines of progress [s]."""
 
@@ -98,7 +101,8 @@ def print_table(
     )
     widths = [max(map(len, of), default=0) for of in parts]  # the least, so that no word is cut
     kept = list(range(len(columns)))
-    is_framed = sum(widths) + 3 * len(kept) + 1 <= out.width
+    good = [max(width, min(m, GOOD)) for width, m in zip(widths, most, strict=True)]
+    is_framed = sum(good) + 3 * len(kept) + 1 <= out.width
     while not is_framed and sum(widths[i] + 1 for i in kept) - 1 > out.width:
         last = max(kept, key=lambda i: (columns[i].drop, i))
         if not columns[last].drop:

@@ -92,6 +92,7 @@ def _as_json(model: TextModel, result: Generation) -> dict[str, Any]:
         "text": result.text,
         "logprobs": [{"id": ids, "logprob": logs} for ids, logs in result.logprobs],
         "stopped_by": result.stopped_by,
+        "model": model.summary().as_dict(),
         "timings": {
             "load_s": model.load_seconds,
             "prompt_tokens_per_s": result.prompt_tokens_per_second,

@@ -84,21 +84,12 @@ def _model_name(embedder: BertEmbedder) -> str:
 
 def print_devices(out: Console, backends: Sequence[Backend], homes: Mapping[int | str, str]) -> None:
     """Print which device holds what."""
+    from ggmlb.models.layers import held
+
     columns = (Column("Device", style="bold"), Column("Weights it holds"), Column("Description", wraps=True))
-    rows = (
-        (b.name, _held([str(part) for part, home in homes.items() if home == b.name]), b.device.description)
-        for b in backends
-    )
+    parts = held(homes, [backend.name for backend in backends])
+    rows = ((b.name, parts[b.name], b.device.description) for b in backends)
     print_table(out, "Who holds what", columns, rows)
-
-
-def _held(parts: list[str]) -> str:
-    layers = [p for p in parts if p.isdigit()]
-    words = [p for p in parts if not p.isdigit()]
-    if layers:
-        whole = len(layers) > 1 and int(layers[-1]) - int(layers[0]) == len(layers) - 1
-        words.append("layers " + (f"{layers[0]}-{layers[-1]}" if whole else ", ".join(layers)))
-    return ", ".join(words) or "none"
 
 
 def _print_splits(out: Console, embedder: BertEmbedder) -> None:

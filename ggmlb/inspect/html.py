@@ -12,7 +12,10 @@ import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ggmlb.interface.memory_table import MemoryReport
 
 _LINE = "border-bottom:1px solid rgba(128,128,128,0.3)"
 _CELL = f"text-align:left;padding:.15em .8em .15em 0;vertical-align:top;{_LINE}"
@@ -62,6 +65,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], n_rows: int 
     rest = len(lines) - n_rows
     more = f'<div style="{_PALE}">and {rest} more</div>' if rest > 0 else ""
     return f'<table style="{_SHELL};border-collapse:collapse"><tr>{head}</tr>{body}</table>{more}'
+
+
+def memory_table(report: MemoryReport) -> str:
+    """Return a table of memory, planned and allocated [bytes]."""
+    rows = [(a.device, a.memory, a.kind, f"{a.nbytes:,}", f"{b.nbytes:,}") for a, b in report.rows()]
+    rows.append(("all", "", "", f"{report.forecast.total():,}", f"{report.allocated.total():,}"))
+    return table(("device", "memory", "contents", "forecast", "allocated"), rows)
 
 
 def bar(part: float, label: str) -> Raw:

@@ -18,10 +18,11 @@ from ggmlb.core.errors import readable_size
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.inspect import draw
-from ggmlb.inspect.html import Picture, bar, card, escape, pre, table
+from ggmlb.inspect.html import Picture, bar, card, escape, memory_table, pre, table
 from ggmlb.inspect.sanitizer import start_sanitizer
 from ggmlb.inspect.trace import Trace
 from ggmlb.interface import Backend, Buffer, Device, DeviceProps, GraphPlan
+from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.interface.registry.catalogue import DeviceList
 from ggmlb.runtime.scheduler import Scheduler
 
@@ -128,6 +129,16 @@ def _backend(stream: Backend) -> str:
     return card(f"Stream on {stream.name}", facts)
 
 
+def _memory_table(memory: MemoryTable) -> str:
+    rows = [(u.device, u.memory, u.kind, f"{u.nbytes:,}") for u in memory]
+    rows.append(("all", "", "", f"{memory.total():,}"))
+    return card("Memory", {}, table(("device", "memory", "contents", "bytes"), rows))
+
+
+def _memory_report(report: MemoryReport) -> str:
+    return card("Memory", {}, memory_table(report))
+
+
 def _device_list(devices: DeviceList) -> str:
     """Table of devices and unavailable backends."""
     rows: list[tuple[str, ...]] = [
@@ -189,6 +200,8 @@ PICTURES: Final[dict[type, Callable[[Any], str]]] = {
     Device: _device,
     DeviceList: _device_list,
     Graph: _graph,
+    MemoryReport: _memory_report,
+    MemoryTable: _memory_table,
     Scheduler: _scheduler,
     Tensor: _tensor,
 }

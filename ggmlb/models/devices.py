@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -24,6 +25,8 @@ from ggmlb import (
 from ggmlb import devices as all_devices
 from ggmlb.core.errors import ArgumentError
 from ggmlb.core.lifetime import Closeable
+from ggmlb.inspect.html import pre
+from ggmlb.models.summary import Summary
 
 
 class ModelOnDevices(Closeable):
@@ -41,6 +44,17 @@ class ModelOnDevices(Closeable):
     def backends(self) -> tuple[Backend, ...]:
         """The streams in use, highest priority first."""
         return self._backends
+
+    @abstractmethod
+    def summary(self) -> Summary:
+        """Return what the model is, which device holds what, and the memory of each.
+
+        Raises:
+            FreedError: The model was closed.
+        """
+
+    def _repr_html_(self) -> str:
+        return pre(repr(self)) if self.is_freed else self.summary()._repr_html_()
 
     def close(self) -> None:
         """Free all memory and streams; has no effect if already closed."""

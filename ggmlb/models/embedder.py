@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import BufferType, DType, Scheduler
+from ggmlb import BufferType, DType, MemoryReport, MemoryTable, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides, open_device
 from ggmlb.models.folder import ModelFolder
-from ggmlb.models.layers import Layers, assign_layers
+from ggmlb.models.layers import Layers, assign_layers, held
 from ggmlb.models.runs import Runs
+from ggmlb.models.summary import Summary
 from ggmlb.models.tokens import Shape, Tokenizer, plan_batches
 from ggmlb.models.weights import Source, Weights
 
@@ -68,7 +69,7 @@ class BertEmbedder(ModelOnDevices):
         weight_type: DType | str | None = None,
         override_tensors: Mapping[str, str | BufferType] | None = None,
     ) -> None:
-        folder = ModelFolder(model_dir)
+        self._folder = folder = ModelFolder(model_dir)
         self.config = BertConfig.from_folder(folder)
         self._tokenizer = Tokenizer(folder.file("tokenizer.json"), self.config.n_max, self.config.n_vocab)
         self._prefix = self.config.check_file(folder.tensors)
@@ -97,6 +98,28 @@ class BertEmbedder(ModelOnDevices):
         """The scheduler of the last batch, for its splits and placement; `None` before the first."""
         return None if self._runs.last is None else self._runs.scheduler
 
+    def summary(self) -> Summary:
+        """Return what the model is, which device holds what, and the memory of each.
+
+        Before the first batch, no memory of results is counted.
+
+        Raises:
+            FreedError: The embedder was closed.
+        """
+        self._check("summary")
+        c, weights = self.config, MemoryTable({"weights": self._placer.spaces})
+        memory = MemoryReport(weights, weights) if self.scheduler is None else self.scheduler.memory_report()
+        facts = {"architecture": f"bert, {c.n_layer} layers of {c.n_embd}", "texts": f"{c.n_max} tokens"}
+        parts = held(self.homes, [backend.name for backend in self.backends])
+        return Summary(f"BertEmbedder {self._folder.path}", facts, parts, memory)
+
+    def __repr__(self) -> str:
+        return f"<BertEmbedder {self._folder.path}: {self.config.n_layer} layers>"
+
+    def _check(self, call: str) -> None:
+        if self.is_freed:
+            raise FreedError(f"{call}: this embedder was closed")
+
     def embed(
         self, texts: Sequence[str], batch: int = 32, progress: Progress | None = None
     ) -> npt.NDArray[np.float32]:
@@ -116,8 +139,7 @@ class BertEmbedder(ModelOnDevices):
             ModelError: An embedding is not finite or 0 (for example, a weight is NaN), the tokenizer
                 fails on a text, or the mapped model file was changed.
         """
-        if self.is_freed:
-            raise FreedError("embed: this embedder was closed")
+        self._check("embed")
         _check_texts(texts)
         if batch < 1:
             raise ArgumentError(f"embed: batch is {batch}; give 1 or more")

@@ -52,6 +52,29 @@ def assign_layers(
     return {part: beside[part] for part in parts} | homes
 
 
+def held(homes: Mapping[int | str, str], devices: Sequence[str]) -> dict[str, str]:
+    """Return what each device holds, in words: `"layers 0-2,5, the output"`."""
+    found = {}
+    for device in devices:
+        parts = [part for part, home in homes.items() if home == device]
+        layers = [part for part in parts if isinstance(part, int)]
+        words = [f"layers {ranges(layers)}"] if layers else []
+        words += [f"the {part}" for part in parts if isinstance(part, str)]
+        found[device] = ", ".join(words) or "nothing"
+    return found
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as `assign_layers` reads them: `"0-2,5"`."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
 def _read(device: str, wanted: Layers, n_layer: int, parts: Sequence[str]) -> list[int | str]:
     texts = wanted.split(",") if isinstance(wanted, str) else [str(w) for w in wanted]
     found: list[int | str] = []

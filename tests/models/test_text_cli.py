@@ -117,7 +117,7 @@ def test_demo_answers_on_one_device_and_on_two(capfd: pytest.CaptureFixture[str]
     pytest.importorskip("pyopencl")
     assert main(["demo"]) == 0
     out, _ = capfd.readouterr()
-    assert out.count("dance of light and color") == 2
+    assert out.count("Plants need") == 2
     assert "OpenCL0" in out and "agree." in out
 
 

@@ -258,7 +258,7 @@ def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) 
     text = capsys.readouterr().out
     assert re.search("beside these, the process: about .* MiB .resident .*, vocabulary .*, scratch ", text)
     assert f"{CARD}: layers 0-4, the output; each token reads" in text
-    assert "CPU: experts of layers 0-4, the embeddings; each token reads" in text
+    assert "CPU: the embeddings, experts of layers 0-4; each token reads" in text
     assert run([*asked, "--json", "--kv-on", "CPU"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["process"]["resident"] > 16 << 20 and found["process"]["logits"] == 16 * N_VOCAB * 4

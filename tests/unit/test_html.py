@@ -18,9 +18,10 @@ from ggmlb import Context, Graph
 from ggmlb.inspect.html import Picture
 from ggmlb.inspect.notebook import PICTURES
 from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
-from ggmlb.models.memory_table import MemoryTable
+from ggmlb.models import TextModel
 from ggmlb.models.text.inside import LogitLens
 from tests.support.page_sanitizer import sanitized
+from tests.support.text_models import write_text_model
 
 VOID = {"br", "img"}
 IMAGE = "data:image/svg+xml;base64,"
@@ -160,12 +161,20 @@ def test_all_that_notebooks_show_passes_the_sanitizer(tmp_path: Path) -> None:
         scheduler.alloc_graph(graph)
         with scheduler.trace() as trace:
             scheduler.graph_compute(graph)
-        memory = MemoryTable({"weights": [(cpu.default_buffer_type, 64)]})
+        memory = ggmlb.MemoryTable({"weights": [(cpu.default_buffer_type, 64)]})
         lens = LogitLens([1, 2], [0], np.eye(2, 3, dtype=np.float32)[None], lambda token: f"<{token}>")
         devices = ggmlb.devices()
-        things = (ctx, x, graph, cpu.device, x.buffer, devices, scheduler, trace, file, memory, lens)
+        model = TextModel(write_text_model(tmp_path / "llama.gguf", "llama", "f32"), ["CPU"], n_ctx=32)
+        things = (
+            ctx, x, graph, cpu, cpu.device, x.buffer, devices, scheduler, trace, file, memory, lens,
+            scheduler.memory_report(), model, model.summary(),
+        )  # fmt: skip
         for thing in things:
             shown(thing)
+        assert "forecast" in shown(model) and "layers 0-2" in shown(model.summary())
+        model.close()
+        assert "TextModel" in shown(model)
+    shown(cpu)  # freed
     found = {t.__name__ for thing in things for t in type(thing).__mro__ if "_repr_html_" in vars(t)}
     assert found == classes | {shown.__name__ for shown in PICTURES}
 

@@ -58,8 +58,9 @@ ALLOWED = {
 
 BESIDE_PUBLIC_NAMES = (
     "ggmlb.core.errors", "ggmlb.core.lifetime", "ggmlb.inspect.compare", "ggmlb.inspect.html",
+    "ggmlb.interface.memory_table",
 )  # fmt: skip
-"""What models may import besides public names: errors with words and sizes, closing, tables for notebooks."""
+"""What models may import besides public names: words of errors, closing, sizes by device, tables."""
 
 Sources = Mapping[str, str]
 

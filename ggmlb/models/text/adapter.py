@@ -12,9 +12,9 @@ import numpy as np
 from ggmlb import Backend, Tensor
 from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean, shown
 from ggmlb.core.lifetime import Closeable
+from ggmlb.interface.memory_table import Space
 from ggmlb.models.filling import slices, values_of
 from ggmlb.models.gguf import GgufFile
-from ggmlb.models.memory_table import Space
 from ggmlb.models.weights import Source, Weights
 
 EMBEDDINGS = "token_embd.weight"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb import Backend, BufferType, DType, planned_memory
 from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.interface.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers, assign_layers
-from ggmlb.models.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, BufferType, DType, Scheduler
+from ggmlb import Backend, BufferType, DType, MemoryReport, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
 from ggmlb.models.devices import ModelOnDevices
+from ggmlb.models.gguf.summary import facts as gguf_facts
 from ggmlb.models.gguf.vocabulary import Vocabulary
-from ggmlb.models.layers import Layers
-from ggmlb.models.memory_table import ModelMemory
+from ggmlb.models.layers import Layers, held
+from ggmlb.models.summary import Summary
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.compare import (
@@ -177,7 +178,7 @@ class TextModel(ModelOnDevices):
         return self._engine.decoder.scheduler
 
     @property
-    def memory(self) -> ModelMemory:
+    def memory(self) -> MemoryReport:
         """The bytes that it takes on each device, beside those that were to be expected.
 
         Raises:
@@ -185,7 +186,27 @@ class TextModel(ModelOnDevices):
         """
         self._check("memory")
         events = self._parts.adapter_events
-        return ModelMemory(self._planner.forecast(self.placement, events), self._parts.table)
+        return MemoryReport(self._planner.forecast(self.placement, events), self._parts.table)
+
+    def summary(self) -> Summary:
+        """Return what the model is, which device holds what, and the memory of each.
+
+        Raises:
+            FreedError: The model was closed.
+        """
+        memory, facts = self.memory, gguf_facts(self.file)
+        kept = f"{self.n_ctx:,} tokens" + (
+            "" if self.config.state else f" in {self._planner.room.kv_type.name}"
+        )
+        about = {
+            "architecture": f"{self.config.name}, {self.config.n_layer} layers of {self.config.n_embd}",
+            "weights": facts["tensors"],
+            "types": facts["types"],
+            "kept": kept,
+            "loaded in": f"{self.load_seconds:.2f} s",
+        }
+        parts = held(self.homes, [backend.name for backend in self.backends])
+        return Summary(f"TextModel {self.file.path.name}", about, parts, memory)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ggmlb.core.enums import NO_OPS
+from ggmlb.core.enums import NO_OPS, BufferUsage
 from ggmlb.core.errors import readable_size
 from ggmlb.core.graph import Graph
+from ggmlb.interface import BufferType
+from ggmlb.interface.memory_table import MemoryReport, MemoryTable, Space
 from ggmlb.system import log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ggmlb.interface import Backend
+    from ggmlb.runtime.alloc import GraphAllocator
     from ggmlb.runtime.scheduler.assign import Cause
     from ggmlb.runtime.scheduler.program import Program
     from ggmlb.runtime.scheduler.split import Split
@@ -63,6 +67,33 @@ def placements(graph: Graph, program: Program) -> list[Placement]:
                 )
             )
     return records
+
+
+def memory_report(program: Program, allocator: GraphAllocator, backends: Sequence[Backend]) -> MemoryReport:
+    """Return the memory of a program, planned and allocated, in an allocator for these backends."""
+    placed: dict[str, list[Space]] = {"weights": [], "placed": []}
+    for buffer in dict.fromkeys(b for b in program.signature.places[1] if b is not None):
+        kind = "weights" if buffer.usage is BufferUsage.WEIGHTS else "placed"
+        placed[kind] += [(inner.buft, inner.size) for inner in buffer.allocations]
+    copied: Counter[BufferType] = Counter()
+    for split in program.splits:
+        buft = allocator.bufts[[*backends].index(split.backend)]
+        copied[buft] += sum(copy.nbytes for item in split.inputs for copy in item.copies)
+    image = program.image
+    planned: Counter[BufferType] = Counter()
+    for buft, nbytes in zip(allocator.bufts, allocator.indexed_size(image, image.ids), strict=True):
+        planned[buft] += nbytes
+    allocated: Counter[BufferType] = Counter()
+    for buffer in allocator.buffers:
+        for inner in buffer.allocations:
+            allocated[inner.buft] += inner.size
+
+    def table(compute: Counter[BufferType]) -> MemoryTable:
+        copies = {buft: min(copied[buft], compute[buft]) for buft in compute}
+        results = {buft: nbytes - copies[buft] for buft, nbytes in compute.items()}
+        return MemoryTable({**placed, "copies": copies.items(), "compute": results.items()})
+
+    return MemoryReport(table(planned), table(allocated))
 
 
 def record_fallbacks(graph: Graph, program: Program, backends: Sequence[Backend]) -> None:

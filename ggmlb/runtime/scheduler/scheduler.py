@@ -13,12 +13,13 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType
+from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.scheduler.assign import Rules
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
 from ggmlb.runtime.scheduler.program import Program, Programs, Signature
-from ggmlb.runtime.scheduler.report import Placement, placements, record_fallbacks, render
+from ggmlb.runtime.scheduler.report import Placement, memory_report, placements, record_fallbacks, render
 from ggmlb.system import log
 
 if TYPE_CHECKING:
@@ -187,6 +188,18 @@ class Scheduler(Freeable):
         if self._graph is None or self._program is None:
             return []
         return placements(self._graph, self._program)
+
+    def memory_report(self) -> MemoryReport:
+        """Return the memory of the last graph by device and contents, planned and allocated.
+
+        Weights and other tensors that were placed before are counted by their whole buffers. The memory of
+        results (`compute`) is as large as that of the largest graph that was allocated.
+
+        Raises:
+            GraphError: No graph was split.
+        """
+        self._need_graph("memory_report")
+        return memory_report(self._need_program(), self._allocator, self._backends)
 
     # -- pictures ------------------------------------------------------------------------------
 

@@ -1,18 +1,18 @@
-"""MemoryTable: the bytes of a model by device, memory and kind of contents."""
+"""MemoryTable: bytes by device, memory and contents; MemoryReport: those allocated, beside a forecast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ggmlb import BufferType
-from ggmlb.inspect.html import card, table
+from ggmlb.interface.buffer_type import BufferType
 
 HOST = "CPU"
 """Device of all memory of the machine itself, in which LLVM computes, too."""
 
-KINDS = ("weights", "adapters", "experts", "kv", "compute")
-"""Contents: weights, LoRA adapters, cached experts, what is kept of earlier tokens, and results of nodes."""
+KINDS = ("weights", "adapters", "experts", "kv", "placed", "copies", "compute")
+"""Contents: weights, LoRA adapters, cached experts, what is kept of earlier tokens, other tensors that were
+placed before, copies for other devices, and results of nodes."""
 
 Space = tuple[BufferType, int]
 """A part of a memory: its kind, and bytes."""
@@ -41,7 +41,7 @@ def device_of(buft: BufferType) -> str:
 
 
 class MemoryTable:
-    """The bytes of a model by device, memory and kind of contents, with a table as text and HTML.
+    """Bytes by device, memory and kind of contents; shown as a table, as text and in notebooks.
 
     Attributes:
         uses: In the order of devices, memories and kinds; none is of 0 bytes.
@@ -89,31 +89,39 @@ class MemoryTable:
         rows = [*self.uses, Use("all", "", "", self.total())]
         return "\n".join(f"{u.device:<10} {u.memory:<18} {u.kind:<8} {u.nbytes:>16,}" for u in rows)
 
-    def _repr_html_(self) -> str:
-        rows = [(u.device, u.memory, u.kind, f"{u.nbytes:,}") for u in self.uses]
-        rows.append(("all", "", "", f"{self.total():,}"))
-        return card("Memory", {}, table(("Device", "Memory", "Contents", "Bytes"), rows))
 
-
-class ModelMemory(NamedTuple):
-    """The memory of a loaded model beside its forecast.
+class MemoryReport(NamedTuple):
+    """Allocated memory beside its forecast; shown as a table, as text and in notebooks.
 
     Attributes:
-        forecast: Sizes planned from the file's metadata alone.
+        forecast: Planned sizes.
         allocated: Sizes of what is allocated now.
     """
 
     forecast: MemoryTable
     allocated: MemoryTable
 
-    def __str__(self) -> str:
-        def found(table: MemoryTable) -> dict[tuple[str, ...], int]:
-            return {use[:3]: use.nbytes for use in table}
+    def rows(self) -> list[tuple[Use, Use]]:
+        """Return each use as it was planned, and as it is."""
+        planned, real = ({use[:3]: use for use in table} for table in self)
+        keys = dict.fromkeys([*planned, *real])
+        return [(planned.get(key, Use(*key, 0)), real.get(key, Use(*key, 0))) for key in keys]
 
-        forecast, allocated = found(self.forecast), found(self.allocated)
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return the rows as dictionaries, for JSON."""
+        return [
+            {
+                "device": a.device,
+                "memory": a.memory,
+                "kind": a.kind,
+                "forecast": a.nbytes,
+                "allocated": b.nbytes,
+            }
+            for a, b in self.rows()
+        ]
+
+    def __str__(self) -> str:
         lines = [f"{'device':<10} {'memory':<18} {'kind':<8} {'forecast':>16} {'allocated':>16}"]
-        for key in dict.fromkeys([*forecast, *allocated]):
-            device, memory, kind = key
-            both = forecast.get(key, 0), allocated.get(key, 0)
-            lines.append(f"{device:<10} {memory:<18} {kind:<8} {both[0]:>16,} {both[1]:>16,}")
+        for a, b in self.rows():
+            lines.append(f"{a.device:<10} {a.memory:<18} {a.kind:<8} {a.nbytes:>16,} {b.nbytes:>16,}")
         return "\n".join(lines)

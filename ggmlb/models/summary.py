@@ -1,0 +1,36 @@
+"""Summary: what a model on devices is, which device holds what, and the memory of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ggmlb import MemoryReport
+from ggmlb.inspect.html import card, memory_table
+
+
+class Summary(NamedTuple):
+    """Facts of a model that lies on devices; shown as text and in notebooks.
+
+    Attributes:
+        name: Its class and file.
+        facts: What it is.
+        parts: What each device holds, in words, by name.
+        memory: The memory of each device, planned and allocated.
+    """
+
+    name: str
+    facts: Mapping[str, str]
+    parts: Mapping[str, str]
+    memory: MemoryReport
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it, for JSON."""
+        return {**self._asdict(), "memory": self.memory.as_list()}
+
+    def __str__(self) -> str:
+        facts = [f"{name}: {fact}" for name, fact in (*self.facts.items(), *self.parts.items())]
+        return "\n".join([self.name, *facts, str(self.memory)])
+
+    def _repr_html_(self) -> str:
+        return card(self.name, {**self.facts, **self.parts}, memory_table(self.memory))
