@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,7 @@ class RepackedBufferType(GgmlBufferType):
     def _nothing(self) -> GgmlBuffer:
         """A buffer that stands for all in questions to ggml."""
         if self._empty is None:
-            self._empty = GgmlBuffer(self, 0, self._c["backend_buft_alloc_buffer"](self.handle, ALIGNMENT))
+            self._empty = cast("GgmlBuffer", self._alloc_buffer(ALIGNMENT))
         return self._empty
 
     def _find_group(self, tensor: Tensor) -> int:
