@@ -138,6 +138,10 @@ logits, graphs and scratch memory. `allocated` is the sum of the buffers of the 
 greatest resident memory (VmHWM) of a process that loads the model, computes a prompt of {N_PROMPT} tokens and
 {N_SEQUENCES} sequences together, and reads the mapped embeddings, with kernels that were compiled before.
 
+The estimate's sizes were measured with this model. Of others, SmolLM2 in q8_0 had 1.02 times the forecast
+on LLVM and 1.00 on OpenCL, and Gemma 3 0.98 and 0.92: it reserves the logits of 64 tokens of 262,144 words,
+of which the run touched a part.
+
 Made by `python benchmarks/fit.py`.
 """
 
