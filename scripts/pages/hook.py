@@ -26,7 +26,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the pages, and put them into the navigation."""
     MADE[:] = [page for kind in (commands, gallery, notebooks, ops, project) for page in kind.pages()]
     config.nav = [filled(item) for item in config.nav or []]
-    config.copyright = f"ggmlb {__version__}"
+    config.copyright = f"Documentation of ggmlb {__version__}; of another version: its checkout, make docs"
     return config
 
 
