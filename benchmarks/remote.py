@@ -6,14 +6,14 @@ A `null call` is an empty message, beside an empty call of a plain Ray actor. Tr
 and a copy in this process. A `decode step` has half of the model's layers on one node, or a third on each;
 beside it are the step with all layers here, and Ray's floor: a call of a plain actor that takes and returns
 an array as large as what a split takes. `over the kernels` is what the step takes beyond the one here, in
-such calls. All take turns; medians, and least and most. `lost` is how long a call takes to tell that an actor
-was killed (SIGKILL), or does not answer (SIGSTOP).
+such calls: the median of the rounds, and by the least times. All take turns; medians, and least and most.
+`lost` is how long a call takes to tell that an actor was killed (SIGKILL), or does not answer (SIGSTOP).
 
 The simulation adds up, for one sequence on N machines in a row: each machine's weights by its memory's rate,
 and for each hop a call and the activations by the network's rate. Before it is the same sum for the steps
 that were measured. With more sequences at once than machines, a pipeline hides all but the slowest machine.
 
-    python benchmarks/remote.py [--rounds 9] [--model FILE] [--simulate] [--save]
+    python benchmarks/remote.py [--rounds 9] [--model FILE] [--threads N] [--simulate] [--save]
 """
 
 from __future__ import annotations
@@ -162,16 +162,24 @@ def transfers(device: Any, actor: Any, rounds: int) -> Table:
     return table
 
 
-def decode(path: str | None, devices: Sequence[Any], actor: Any, rounds: int) -> tuple[Table, Table, float]:
+def decode(
+    path: str | None, devices: Sequence[Any], actor: Any, rounds: int, n_threads: int | None
+) -> tuple[Table, Table, float]:
     """The table of steps, the table of the simulation's sums beside them, and seconds of a call."""
     import ray
 
     table = Table(
-        "decode step", "time [ms]", "least and most", "over the kernels [calls]", "calls", "bytes sent"
+        "decode step",
+        "time [ms]",
+        "least and most",
+        "over the kernels [calls]",
+        "by the least",
+        "calls",
+        "bytes sent",
     )
     links = [device.link for device in devices]
     here = devices[0].far_name
-    options: dict[str, Any] = {"n_ctx": 256}
+    options: dict[str, Any] = {"n_ctx": 256, "threads": n_threads}
     with TextModel(path, [here, "CPU"], **options) as model:
         n_layer, n_embd = model.config.n_layer, model.config.n_embd
     data = np.zeros(2 * n_embd, np.float32)
@@ -210,12 +218,15 @@ def decode(path: str | None, devices: Sequence[Any], actor: Any, rounds: int) ->
     if len(tokens) != 1:
         raise SystemExit(f"{len(tokens)} different texts, and they should be the same")
     local, call = seconds["all here"], seconds["a plain actor's call"]
-    table.row("a plain actor's call", *told(call), "1", 1, data.nbytes)
+    table.row("a plain actor's call", *told(call), 1, 1, 1, data.nbytes)
     sums = Table("decode step", "measured [ms]", "by the simulation's sum [ms]")
     for name in runs:
         n_calls, n_sent = sent[name]
         over = statistics.median((a - b) / c for a, b, c in zip(seconds[name], local, call, strict=True))
-        table.row(name, *told(seconds[name]), f"{over:.2f}", f"{n_calls:.2f}", f"{n_sent:.0f}")
+        least = (min(seconds[name]) - min(local)) / min(call)
+        table.row(
+            name, *told(seconds[name]), f"{over:.2f}", f"{least:.2f}", f"{n_calls:.2f}", f"{n_sent:.0f}"
+        )
         sum_s = statistics.median(local) + n_calls * statistics.median(call)
         sums.row(name, told(seconds[name])[0], f"{1e3 * sum_s:.3f}")
     return table, sums, statistics.median(call)
@@ -306,9 +317,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--model", help="GGUF file; the installed SmolLM2 by default")
     parser.add_argument("--device", default="LLVM", help="that is there and here")
+    parser.add_argument("--threads", type=int, help="of each device; by default as many as it takes itself")
     parser.add_argument("--simulate", action="store_true", help="the simulation alone, with a call of 1 ms")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    load = Table("load of the machine, of one minute", "")
+    load.row("before", f"{os.getloadavg()[0]:.1f}")
     if args.simulate:
         simulation(1e-3)
         return
@@ -325,14 +339,15 @@ def main() -> None:
             actor = ray.remote(num_cpus=0)(Plain).remote()
             table = transfers(cluster.devices[0], actor, args.rounds)
             model = args.model or str(default_text_model())
-            steps, sums, call_s = decode(model, cluster.devices, actor, args.rounds)
+            steps, sums, call_s = decode(model, cluster.devices, actor, args.rounds, args.threads)
             lost = losses(cluster.devices)
     finally:
         ray.shutdown()
         nodes.shutdown()
     simulated = simulation(call_s)
+    load.row("after", f"{os.getloadavg()[0]:.1f}")
     if args.save:
-        save("remote", __doc__, table, steps, sums, lost, simulated, packages=("numpy", "ray", "pyzmq"))
+        save("remote", __doc__, load, table, steps, sums, lost, simulated, packages=("numpy", "ray", "pyzmq"))
 
 
 if __name__ == "__main__":
