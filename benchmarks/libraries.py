@@ -10,7 +10,7 @@ import inspect
 import itertools
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache, partial
 from typing import Any
@@ -260,6 +260,14 @@ class Ggml(Library):
         self._ggml.ggml_backend_free(self._backend)
         self._ggml.ggml_free(self._ctx)
         self._ggml.ggml_free(self._weights)
+
+
+class OnGgml(Ggmlb):
+    """ggml by the device `ggml:CPU`, of any library that `ggmlb` finds; a graph crosses in microseconds."""
+
+    def __init__(self, case: Case, threads: int) -> None:
+        storage = "CPU" if case.peer == "CPU" else f"ggml:{case.peer}"
+        super().__init__(replace(case, device="ggml:CPU", storage=storage), threads)
 
 
 def extra_bufts(ggml: Any, backend: Any) -> dict[str, Any]:
