@@ -44,22 +44,18 @@ class Dot:
 
     def _shift(self, offset: int | None) -> int:
         """What codes are above the values that they are multiplied as."""
-        if self.k.level.dot != "vnni":
-            return 0
-        return 128 if offset is None else offset
+        if self.k.level.dot == "vnni":
+            return 128 if offset is None else offset
+        return offset or 0 if self.k.level.dot == "maddubs" else 0
 
     def __call__(self, sums: Value, codes: Value, x: Value, offset: int | None) -> Value:
         """`sums + codes . x`, where `sums` began at `start(x, offset)`."""
         k = self.k
         if k.level.dot == "vnni":
             return self._unsigned(sums, codes ^ -128 if offset is None else codes, x)
-        if offset:
-            codes = codes - offset
         if k.level.dot == "maddubs":
-            if offset is None or offset:
-                codes, x = self._magnitudes(codes, x)
-            return self._unsigned(sums, codes, x)
-        return self._signed(sums, codes, x)
+            return self._unsigned(sums, *(self._magnitudes(codes, x) if offset is None else (codes, x)))
+        return self._signed(sums, codes - offset if offset else codes, x)
 
     def group(
         self,
@@ -167,9 +163,11 @@ class Group:
         for count in more:
             pairs = pairs + count
         shift = dot._shift(self._offset)
+        if shift and dot.k.level.dot == "maddubs":
+            return pairs * -shift
         if shift:
             self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
-        return pairs * -self._offset if dot.k.level.dot == "maddubs" and self._offset else None
+        return None
 
     def add(self, codes: Value, x: Value) -> None:
         """Add products of four neighbours each."""

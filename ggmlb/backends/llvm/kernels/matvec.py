@@ -196,11 +196,16 @@ def _blocks(
     pairs = form.pairs if wide else None
     sums = [[k.variable(k.const(vec(F32, lanes), 0)) for _ in columns] for _ in weights]
     rest = [[k.variable(k.const(vec(F32, groups), 0)) for _ in columns] for _ in weights if form.has_min]
-    with k.loop(0, size // form.block) as block:
+    n_blocks = size // form.block
+    next_rows = n_blocks * (form.nbytes * len(weights))
+    with k.loop(0, n_blocks) as block:
         addresses = [row + block * form.nbytes for row in weights]
-        for address in addresses:
+        later = block + -(-AHEAD // form.nbytes)
+        to_later = k.select(later < n_blocks, later, later - n_blocks) * form.nbytes
+        to_later = to_later + k.select(later < n_blocks, k.i64(0), next_rows)
+        for row in weights:
             for ahead in range(0, form.nbytes, 64):
-                k.prefetch(address + (AHEAD + ahead))
+                k.prefetch(row + to_later + ahead)
         codes = [(pairs or form.codes)(k, address) for address in addresses]
         scales = [form.scales(k, address) for address in addresses]
         for c, column in enumerate(columns):
