@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ggmlb.models import Generation, TextModel
 
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of the random numbers.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of the random numbers.", min=0)]
 
 
 @takes_model
