@@ -62,7 +62,7 @@ def ggmlb(
     """
 
 
-def _app(args: Sequence[str]) -> typer.Typer:
+def application(args: Sequence[str]) -> typer.Typer:
     """Return the command line with the command that is asked for, or with all where none is."""
     app = typer.Typer(
         name="ggmlb",
@@ -99,7 +99,7 @@ def run(args: Sequence[str]) -> int:
     debug = "--debug" in args
     if "--quiet" in args:
         plain.be_quiet()
-    command: Any = typer.main.get_command(_app(args))
+    command: Any = typer.main.get_command(application(args))
     try:
         try:
             for arg in args:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from ggmlb.cli.app import _app
+from ggmlb.cli.app import application
 from scripts.pages.page import Page
 
 SECTION = re.compile(r"^([A-Z][\w ]+):\n((?: +.*(?:\n|$))+)", re.MULTILINE)
@@ -19,7 +19,7 @@ STATUS = re.compile(r"^(\d+(?:, \d+)*) +(.*)$")
 
 def pages() -> Iterator[Page]:
     """The page of `ggmlb`, then those of its commands in their order."""
-    group: Any = typer.main.get_command(_app([]))
+    group: Any = typer.main.get_command(application([]))
     root = group.context_class(group, info_name="ggmlb", **group.context_settings)
     table = ["| command | |", "|---|---|"]
     for name, command in group.commands.items():

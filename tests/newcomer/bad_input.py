@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from ggmlb.cli.app import _app
+from ggmlb.cli.app import application
 from scripts.pages import commands
 from tests.newcomer.session import Session
 
@@ -68,7 +68,7 @@ def try_all(session: Session) -> None:
         (session.home / name).write_text(content)
     (session.home / "cut.gguf").write_bytes((session.home / "model.gguf").read_bytes()[:5000])
     pages = {page.title: str(page.content) for page in commands.pages()}
-    for name, command in typer.main.get_command(_app([])).commands.items():
+    for name, command in typer.main.get_command(application([])).commands.items():
         codes = re.findall(r"^\| `([\d, ]+)` \|", pages[name], re.MULTILINE)
         told = {int(code) for row in codes for code in row.split(",")}
         for option, value, words in lines(name, command):
