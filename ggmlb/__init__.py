@@ -77,7 +77,6 @@ from ggmlb.interface import (
     view_init,
 )
 from ggmlb.interface.arrays import tensor_of as _tensor_of
-from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.interface.registry import (
     cpu_buffer_from_ptr,
     cpu_buffer_type,
@@ -227,8 +226,6 @@ __all__ = [
     "GraphError",
     "GraphPlan",
     "Hint",
-    "MemoryReport",
-    "MemoryTable",
     "MetaBackend",
     "MetaBuffer",
     "MetaBufferType",

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import BufferType, DType, MemoryReport, MemoryTable, Scheduler
+from ggmlb import BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError
+from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.models.bert import BertConfig, BertGraph
 from ggmlb.models.devices import ModelOnDevices, device_names, memory_overrides, open_device
 from ggmlb.models.folder import ModelFolder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ggmlb import MemoryReport
 from ggmlb.inspect.html import card, memory_table
+from ggmlb.interface.memory_table import MemoryReport
 
 
 class Summary(NamedTuple):

@@ -18,6 +18,7 @@ from ggmlb import Context, Graph
 from ggmlb.inspect.html import Picture
 from ggmlb.inspect.notebook import PICTURES
 from ggmlb.inspect.timeline import LABEL, WIDTH, timeline
+from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models import TextModel
 from ggmlb.models.text.inside import LogitLens
 from tests.support.page_sanitizer import sanitized
@@ -161,7 +162,7 @@ def test_all_that_notebooks_show_passes_the_sanitizer(tmp_path: Path) -> None:
         scheduler.alloc_graph(graph)
         with scheduler.trace() as trace:
             scheduler.graph_compute(graph)
-        memory = ggmlb.MemoryTable({"weights": [(cpu.default_buffer_type, 64)]})
+        memory = MemoryTable({"weights": [(cpu.default_buffer_type, 64)]})
         lens = LogitLens([1, 2], [0], np.eye(2, 3, dtype=np.float32)[None], lambda token: f"<{token}>")
         devices = ggmlb.devices()
         model = TextModel(write_text_model(tmp_path / "llama.gguf", "llama", "f32"), ["CPU"], n_ctx=32)

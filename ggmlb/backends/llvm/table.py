@@ -104,6 +104,8 @@ class Table:
             self.ends.append(self.n_steps)
         self.shares = any([lowered.shares for lowered in found])
         self._bind(found, numbers)
+        # Only what is run stays: the stream owns its plans, and must not be kept alive by them.
+        del self._backend, self._task, self._kinds, self._addresses, self._forms, self._numbers
 
     def _read(self, tensors: Collection[Tensor | None]) -> None:
         """Number operands, and look up where each is, and its form; an absent one is the last."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ggmlb.backends.ray import RayReg, backend_reg
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import versions
-from ggmlb.core.errors import BackendUnavailable, Error, RegistryError, one_line
+from ggmlb.core.errors import ArgumentError, BackendUnavailable, Error, RegistryError, one_line
 from ggmlb.core.lifetime import Closeable
 from ggmlb.interface import Device, registry
 
@@ -69,6 +69,13 @@ class Cluster(Closeable):
 
 def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) -> Cluster:
     """Start an actor on each machine, and register its devices; see `ggmlb.connect`."""
+    if not isinstance(address, str) or not address:
+        raise ArgumentError(f"connect: address is {address!r}; give a text, as 'auto' or '10.0.0.1:6379'")
+    for what, texts in (("devices", () if names is None else names), ("shared", shared)):
+        if isinstance(texts, str) or not (
+            isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+        ):
+            raise ArgumentError(f"connect: {what} is {texts!r}; give a list of texts")
     # In a notebook both ask for ipywidgets, for pictures that are not shown.
     logging.getLogger("ray.widgets").setLevel(logging.ERROR)
     try:
@@ -88,7 +95,7 @@ def connect(address: str, names: Sequence[str] | None, shared: Sequence[str]) ->
             ray.init(
                 address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
             )
-        except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise BackendUnavailable(
                 f"there is no Ray cluster at {address!r}, or its token is another (RAY_AUTH_TOKEN): "
                 f"{one_line(error)}; start one with 'ray start --head', or give connect('local')"

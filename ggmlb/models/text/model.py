@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb import Backend, BufferType, DType, MemoryReport, Scheduler
+from ggmlb import Backend, BufferType, DType, Scheduler
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
+from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.summary import facts as gguf_facts
 from ggmlb.models.gguf.vocabulary import Vocabulary

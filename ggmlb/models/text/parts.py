@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ggmlb import Backend, BufferType, DType, MemoryTable, Tensor, planned_memory
+from ggmlb import Backend, BufferType, DType, Tensor, planned_memory
 from ggmlb.core.errors import ArgumentError
+from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT
 from ggmlb.models.text.adapter import Adapter
 from ggmlb.models.text.changes import Changes
