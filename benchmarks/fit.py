@@ -56,8 +56,8 @@ CASES = (
 
 def planned(case: Case) -> dict[str, Any]:
     """Open and plan; return the forecast of buffers, and of the process."""
-    from ggmlb.models.text.beside import beside
     from ggmlb.models.text.fit import Wishes, open_planner
+    from ggmlb.models.text.process_memory import process_memory
     from ggmlb.system.process import n_cpus, resident_nbytes
 
     names = ("layers_on", "gpu_layers", "kv_on")
@@ -70,7 +70,7 @@ def planned(case: Case) -> dict[str, Any]:
         path, devices = file_of(case.model), case.options["devices"]
         planner = open_planner(resources, path, devices, wishes, *options)
         fit = planner.best()
-        process = (resident_nbytes() or 0) + sum(beside(planner, fit, n_cpus()))
+        process = (resident_nbytes() or 0) + sum(process_memory(planner, fit, n_cpus()))
         return {"buffers": fit.table.total(), "process": process}
 
 

@@ -112,8 +112,8 @@ def fit(
       ggmlb fit model.gguf -d OpenCL0,CPU --ctx 8192
       ggmlb fit model.gguf -d CUDA0,CPU --memory CUDA0=6GiB --json
     """
-    from ggmlb.models.text.beside import beside
     from ggmlb.models.text.fit import Wishes, open_planner
+    from ggmlb.models.text.process_memory import process_memory
     from ggmlb.models.text.ways import Ways
     from ggmlb.system.process import n_cpus, resident_nbytes
 
@@ -136,7 +136,7 @@ def fit(
         assert taken.planner is not None and taken.fit is not None
         advice = list(_advice(taken.planner)) if taken.short else []
         process = {"resident": resident_nbytes() or 0}
-        process |= beside(taken.planner, taken.fit, n_cpus())._asdict()
+        process |= process_memory(taken.planner, taken.fit, n_cpus())._asdict()
         report = Report(planned, taken, taken.planner, taken.fit, process, advice)
         if as_json:
             plain.echo(json.dumps(_as_json(report), indent=2))

@@ -5,8 +5,8 @@ shown unless the program configures logging, or `GGMLB_LOG` names a level (`GGML
 records on standard error. What needs the user's attention is a warning (`warnings`) instead, which
 `logging.captureWarnings(True)` turns into records too.
 
-`logging` takes 10 ms to import. As long as the program has not imported it, nobody can hear, and nothing is
-written.
+`logging` takes 10 ms to import. As long as the program has not imported it, there is no handler, and nothing
+is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DEBUG: Final = 10
 INFO: Final = 20
 
 
-def is_heard(area: str, level: int) -> bool:
-    """Return whether a record of that level would be shown anywhere; to skip the making of costly ones."""
+def is_enabled(area: str, level: int) -> bool:
+    """Return whether the logger takes records of that level: those that cost much are not made otherwise."""
     logging = sys.modules.get("logging")
     return logging is not None and logging.getLogger(f"ggmlb.{area}").isEnabledFor(level)
 
@@ -40,7 +40,7 @@ def record(area: str, level: int, message: str, *args: object) -> None:
         message: Text with `%` fields, filled in only if it is shown.
         args: Values of the fields; control characters of texts are escaped.
     """
-    if is_heard(area, level):
+    if is_enabled(area, level):
         told = tuple(shown(arg) if isinstance(arg, str) else arg for arg in args)
         sys.modules["logging"].getLogger(f"ggmlb.{area}").log(level, message, *told, stacklevel=2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from operator import add
 from typing import NamedTuple
 
 from ggmlb import Backend, Device, Op, Scheduler, Tensor
@@ -32,14 +33,7 @@ class Cost(NamedTuple):
 
     def plus(self, other: Cost) -> Cost:
         """Return the sum of two costs."""
-        return Cost(
-            self.read + other.read,
-            self.kept + other.kept,
-            self.copied + other.copied,
-            self.calls + other.calls,
-            self.launches + other.launches,
-            self.seconds + other.seconds,
-        )
+        return Cost._make(map(add, self, other))
 
 
 class TokenCosts:

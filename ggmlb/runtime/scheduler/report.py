@@ -98,7 +98,7 @@ def memory_report(program: Program, allocator: GraphAllocator, backends: Sequenc
 
 def record_fallbacks(graph: Graph, program: Program, backends: Sequence[Backend]) -> None:
     """Log the nodes that a backend of higher priority declines, once for each of its reasons."""
-    if not log.is_heard("scheduler", log.INFO):
+    if not log.is_enabled("scheduler", log.INFO):
         return
     rank = {backend.name: i for i, backend in enumerate(backends)}
     moved: dict[tuple[str, str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a process holds beside a model's buffers: an estimate, of sizes that were measured once."""
+"""ProcessMemory: what a process takes besides a model's buffers, estimated from measured sizes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ PER_THREAD = 24 << 20
 """Scratch memory of a thread of the CPU device: tiles of weights and of scores, as float32."""
 
 
-class Beside(NamedTuple):
-    """Bytes beside the buffers of a model; kernels that are compiled for the first time take more.
+class ProcessMemory(NamedTuple):
+    """Bytes besides the buffers of a model; kernels that are compiled for the first time take more.
 
     Attributes:
         vocabulary: Words, and what finds them.
@@ -42,8 +42,8 @@ class Beside(NamedTuple):
     scratch: int
 
 
-def beside(planner: Planner, fit: Fit, n_threads: int) -> Beside:
-    """Return an estimate of what a process with so many threads takes beside a placement's buffers."""
+def process_memory(planner: Planner, fit: Fit, n_threads: int) -> ProcessMemory:
+    """Return an estimate of what a process with so many threads takes besides a placement's buffers."""
     config, costs = planner.config, planner.costs(fit.placement)
     graphs = scratch = 0
     for name, backend in planner.backends.items():
@@ -52,4 +52,4 @@ def beside(planner: Planner, fit: Fit, n_threads: int) -> Beside:
         graphs += N_GRAPHS * cost.launches * (PER_NODE + (PER_KERNEL if has_kernels else 0))
         if (cost.read or cost.kept) and any(s.device.reg.name == "CPU" for s in backend.streams):
             scratch = PER_THREAD * n_threads
-    return Beside(PER_WORD * config.n_vocab, 4 * N_SEQUENCES * config.n_vocab, graphs, scratch)
+    return ProcessMemory(PER_WORD * config.n_vocab, 4 * N_SEQUENCES * config.n_vocab, graphs, scratch)
