@@ -6,7 +6,8 @@ Modules that `import ggmlb` does not need (entry points, packages) are imported 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 
 from ggmlb.core.errors import RegistryError
 from ggmlb.interface.registry.candidate import FACTORY, Candidate
@@ -30,15 +31,19 @@ def in_tree() -> Iterator[Candidate]:
             yield Candidate(info.name, f"ggmlb.backends.{info.name}:{FACTORY}", info.name, "ggmlb")
 
 
-def installed() -> Iterator[Candidate]:
-    """Return the backends with an entry point of an installed package."""
+def installed(known: Collection[str] = ()) -> Iterator[Candidate]:
+    """Return the backends with an entry point of an installed package, without known targets.
+
+    A package's name and version take long to read: they are in a file of their own.
+    """
     from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP):
-        origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
         module, _, factory = point.value.partition("[")[0].partition(":")  # as it stands: it may be malformed
         target = f"{module.strip()}:{factory.strip() or FACTORY}"
-        yield Candidate(point.name, target, point.name.casefold(), origin)
+        if target not in known:
+            origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
+            yield Candidate(point.name, target, point.name.casefold(), origin)
 
 
 def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
@@ -100,8 +105,8 @@ def from_environment() -> Iterator[Candidate]:
 
 def discover() -> list[Candidate]:
     """Return all candidates: ggmlb's own, installed, and of the environment; each target once."""
-    found: dict[str, Candidate] = {}
-    for candidate in (*in_tree(), *installed(), *from_environment()):
+    found = {candidate.target: candidate for candidate in in_tree()}
+    for candidate in chain(installed(frozenset(found)), from_environment()):
         found.setdefault(candidate.target, candidate)
     return list(found.values())
 
