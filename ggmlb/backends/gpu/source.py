@@ -104,13 +104,19 @@ def source(kernel: Kernel, language: Language) -> str:
 
 @cache
 def packed_args(kernel: Kernel) -> struct.Struct:
-    """Return the layout of a kernel's last argument in OpenCL: all that it takes, but the buffers."""
-    return struct.Struct("@" + "".join(_PACKED[param.kind][1] for param in kernel.params) + "0q")
+    """Return the layout of a kernel's last argument in OpenCL: all that it takes, but the buffers.
+
+    The padding at its end is a member: rusticl 22.3 does not count a struct's own in the argument's size.
+    """
+    layout = "@" + "".join(_PACKED[param.kind][1] for param in kernel.params)
+    return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
 def _with_packed_args(kernel: Kernel, text: str) -> str:
     """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
     members = " ".join(f"{_PACKED[p.kind][0]} {p.name};" for p in kernel.params)
+    if packed_args(kernel).format.endswith("4x"):  # all members are of 4 or 8 bytes
+        members += " int pad_;"
     unpack = " ".join(
         f"UNPACK({p.name})" if p.kind == "tensor" else f"const {p.kind} {p.name} = args_.{p.name};"
         for p in kernel.params

@@ -9,6 +9,7 @@ from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import BadIndex, Launch, lower, lower_group, packed_args
 from ggmlb.backends.gpu.bad_index import PlanSlots
+from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
@@ -62,8 +63,9 @@ class OpenClPlan(GraphPlan):
         self.slots = backend.bad_indices.take(launches, backend)
         buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
         for launch, (_, kernel) in zip(launches, loans, strict=True):
-            for buffer in _set_args(kernel, launch, self.slots):
-                buffers[id(buffer)] = buffer
+            with cl_errors(f"set the arguments of kernel {launch.kernel.name}"):
+                for buffer in _set_args(kernel, launch, self.slots):
+                    buffers[id(buffer)] = buffer
             x, y, z = launch.groups
             self.steps.append((kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)))
         self.buffers.extend(buffers.values())

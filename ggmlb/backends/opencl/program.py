@@ -50,7 +50,10 @@ class Programs:
                 return cl.Kernel(self._built[key], key[0].name)
 
     def _build_all(self, keys: Sequence[_Key]) -> None:
-        with self._building, progress.task(f"{self._name}: compiling kernels", len(keys)) as task:
+        about = f"{self._name}: compiling kernels"
+        with self._building, progress.task(about, len(keys)) as task, warnings.catch_warnings():
+            # What compilers say of programs that they built: PoCL and Intel's write a log of no messages.
+            warnings.simplefilter("ignore", cl.CompilerWarning)
             for key in keys:
                 if key not in self._built:
                     task.step(key[0].name)
@@ -66,9 +69,6 @@ class Programs:
         entry = Entry(self._device, text, options)
         program = entry.load(self._context, options)
         if program is None:
-            with warnings.catch_warnings():
-                # PoCL writes a log even without messages.
-                warnings.simplefilter("ignore", cl.CompilerWarning)
-                program = cl.Program(self._context, text).build(options, devices=[self._device])
+            program = cl.Program(self._context, text).build(options, devices=[self._device])
             entry.save(program)
         return program

@@ -34,7 +34,11 @@ DEVICE_FN float PRODUCT(float a, float b)     /* rounded by itself, before anyth
     return a*b;
 }
 
-#if defined(ON_CPU) && defined(__clang__)
+/* Clang's own builtins need its code generator for the processor, as PoCL has it; Intel's and Mesa's clang make SPIR. */
+#if defined(__clang__) && !defined(__SPIR__) && !defined(__SPIRV__)
+#define COMPILES_FOR_CPU_
+#endif
+#if defined(ON_CPU) && defined(COMPILES_FOR_CPU_)
 #define REASSOCIATE  _Pragma("clang fp reassociate(on)")   /* opens a block whose sums may be vectorised */
 #define VECTORIZE    _Pragma("clang loop vectorize(assume_safety)")   /* a loop of independent rounds, in place too */
 #define SQRT(x)      __builtin_sqrtf(x)
@@ -123,7 +127,7 @@ typedef uchar8 U8;
 #define MAKE_F8(E)   ((float8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 #define MAKE_U8(E)   ((uchar8)(E(0), E(1), E(2), E(3), E(4), E(5), E(6), E(7)))
 /* elements of a table of 16 signed bytes */
-#if defined(ON_CPU) && defined(__clang__) && defined(__SSSE3__)
+#if defined(ON_CPU) && defined(COMPILES_FOR_CPU_) && defined(__SSSE3__)
 DEVICE_FN F8 F8_LOOKUP(__constant char *table, U8 q)
 {
     const char16 t = *(__constant char16 *)table;

@@ -65,11 +65,12 @@ typedef struct { i64_t off; int ne[4]; i64_t nb[4]; } tensor_t_;
     UNROLL for (int piece = 0; piece < PER/VEC; piece++) \
         for (int i = first_ + (piece*LANES + LANE_)*VEC, once_ = condition; once_; once_ = 0)
 #if LANES == WG
-#define EACH_PIECE_(i, n) PIECES_(i, HAS_PIECE_(i, n))
+#define IS_MINE_(i, n) HAS_PIECE_(i, n)
 #else
-#define EACH_PIECE_(i, n) PIECES_(i, here_ && HAS_PIECE_(i, n))
+#define IS_MINE_(i, n) (here_ && HAS_PIECE_(i, n))
 #endif
-#define EACH_LANE(i, n) PIECES_(of_piece_, HAS_PIECE_(of_piece_, n)) \
+#define EACH_PIECE_(i, n) PIECES_(i, IS_MINE_(i, n))
+#define EACH_LANE(i, n) PIECES_(of_piece_, IS_MINE_(of_piece_, n)) \
     UNROLL for (int k_ = piece*VEC, i = of_piece_; k_ < (piece + 1)*VEC; k_++, i++)
 #define ROOM(x) CAT(value_, x##_T) x##_v[PER];
 #define TAKE_AT(x, row, i, n, place) ROOM(x) EACH_PIECE_(i, n) TAKE_PIECE(x, row, place)
