@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ggmlb.core import arguments
+from ggmlb.core.backward import append_gradients, check_accumulator, needing
+from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, GraphError, did_you_mean, kind_of
 from ggmlb.core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.core.context import Context
 
 
 @arguments.checked_methods
@@ -28,7 +33,9 @@ class Graph:
             An owner who changes the nodes clears them.
     """
 
-    __slots__ = ("__weakref__", "_seen", "leafs", "marks", "nodes", "owner_checks", "whole")
+    __slots__ = (
+        "__weakref__", "_accs", "_grads", "_seen", "leafs", "marks", "nodes", "owner_checks", "whole",
+    )  # fmt: skip
 
     def __init__(self, nodes: Iterable[Tensor] = (), leafs: Iterable[Tensor] = ()) -> None:
         self.nodes: list[Tensor] = list(nodes)
@@ -37,6 +44,8 @@ class Graph:
         self.owner_checks = False
         self.marks: dict[Tensor, object] = {}
         self._seen: set[Tensor] = {*self.nodes, *self.leafs}
+        self._grads: dict[Tensor, Tensor] = {}
+        self._accs: dict[Tensor, Tensor] = {}
 
     def build_forward_expand(self, *results: Tensor) -> Graph:
         """Append the nodes needed to compute `results`; return the graph itself.
@@ -96,6 +105,80 @@ class Graph:
         if tensor not in self._seen:
             self._seen.add(tensor)
             self._append(tensor)
+
+    # -- gradients -----------------------------------------------------------------------------
+
+    def build_backward_expand(self, ctx: Context, grad_accs: Mapping[Tensor, Tensor] | None = None) -> Graph:
+        """Append the nodes that compute the gradients of the losses; return the graph itself.
+
+        Losses and parameters are those of the graph's nodes marked by `set_loss` and `set_param`. Call
+        `reset` once the graph is allocated, and before each computation from which gradients are to start
+        at zero: it sets the gradients of the losses to 1. To read a gradient afterwards, mark it by
+        `set_output`.
+
+        Args:
+            ctx: The context that the new nodes belong to.
+            grad_accs: For some tensors an f32 tensor of the same shape, to which each computation adds the
+                gradient. Without one, a gradient is computed anew.
+
+        Source: ggml_build_backward_expand.
+
+        Raises:
+            GraphError: No node is a loss or a parameter, the graph has gradients already, or an op has no
+                gradient; nothing has been appended then.
+            ArgumentError: An accumulator does not fit, or its tensor is not in the graph.
+        """
+        losses = [t for t in self.nodes if t.flags & TensorFlag.LOSS]
+        params = [t for t in self.nodes if t.flags & TensorFlag.PARAM]
+        if not losses or not params:
+            what, how = ("loss", "set_loss") if not losses else ("parameter", "set_param")
+            raise GraphError(f"build_backward_expand: no node is a {what}; mark one by {how}, then build")
+        if self._grads:
+            raise GraphError("build_backward_expand: the graph has gradients already; build a new graph")
+        accs = dict(grad_accs or {})
+        for tensor, acc in accs.items():
+            if not isinstance(tensor, Tensor) or tensor not in self._seen:
+                raise ArgumentError(f"build_backward_expand: {tensor!r} is not in the graph")
+            check_accumulator(tensor, acc)
+        n_made = len(ctx.tensors)
+        for loss in losses:
+            if loss not in accs:
+                acc = accs[loss] = ctx.new_tensor(DType.F32, loss.ne, f"grad for {loss.name or 'loss'}")
+                ctx.set_output(ctx.set_input(acc))
+        grads = dict(accs)
+        try:
+            append_gradients(ctx, self.nodes, grads, accs, needing(self.nodes, losses, params))
+        except GraphError:
+            del ctx.tensors[n_made:]
+            raise
+        self._grads, self._accs = grads, accs
+        return self.build_forward_expand(*grads.values())
+
+    def grad(self, tensor: Tensor) -> Tensor | None:
+        """Return the gradient of a tensor: f32, of its shape; `None` if it has none (ggml_graph_get_grad)."""
+        return self._grads.get(tensor)
+
+    def grad_acc(self, tensor: Tensor) -> Tensor | None:
+        """Return what accumulates a tensor's gradient, or `None` (ggml_graph_get_grad_acc)."""
+        return self._accs.get(tensor)
+
+    def reset(self) -> None:
+        """Set the gradients of losses to 1, other accumulators and the moments of AdamW to 0.
+
+        Source: ggml_graph_reset.
+
+        Raises:
+            NotAllocatedError: One of them is in no buffer.
+        """
+        for node in self.nodes:
+            if node.op is Op.OPT_STEP_ADAMW:
+                node.operand(2).memset(0)
+                node.operand(3).memset(0)
+        for tensor, acc in self._accs.items():
+            if tensor.flags & TensorFlag.LOSS:
+                acc.set_array(1.0)
+            else:
+                acc.memset(0)
 
     def view(self, i0: int, i1: int) -> Graph:
         """Return a graph of the nodes `i0` to `i1`; the leafs and earlier nodes that they read are its leafs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
@@ -30,10 +30,13 @@ from ggmlb.core.ops.spec import (
     ROWS,
     OpSpec,
     Perf,
+    cut_out,
     f32,
     i32,
     main,
+    passed_on,
     rows,
+    summed,
     tolerance,
     window,
 )
@@ -41,6 +44,7 @@ from ggmlb.core.sharding import MIRRORED, Outcome, States, elementwise
 from ggmlb.core.tensor import Tensor, extent_nbytes
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 Binary = Callable[["BinaryOps", Tensor, Tensor], Tensor]
@@ -68,6 +72,14 @@ def _pair(op: Op, sign: str) -> tuple[Binary, Binary]:
 class BinaryOps(OpBase):
     """add, sub, mul, div and their in-place forms, add_cast, add_id, add1, acc."""
 
+    add: ClassVar[Binary]
+    add_inplace: ClassVar[Binary]
+    sub: ClassVar[Binary]
+    sub_inplace: ClassVar[Binary]
+    mul: ClassVar[Binary]
+    mul_inplace: ClassVar[Binary]
+    div: ClassVar[Binary]
+    div_inplace: ClassVar[Binary]
     add, add_inplace = _pair(Op.ADD, "+")
     sub, sub_inplace = _pair(Op.SUB, "-")
     mul, mul_inplace = _pair(Op.MUL, "*")
@@ -182,6 +194,41 @@ def _shard_add_id(node: Tensor, states: States) -> Outcome | None:
     return Outcome(state, (state, state, MIRRORED)) if state.is_cut and state.axis == 0 else None
 
 
+# -- gradients ---
+
+
+def _back_add_id(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    ids, b = node.operand(2), node.operand(1)
+    rows = c.reshape_2d(grad, grad.ne[0], grad.ne[1] * grad.ne[2])
+    return c.get_rows_back(rows, c.reshape_1d(c.cont(ids), ids.n_elements), b)
+
+
+def _back_window(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    p = node.params
+    return cut_out(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
+
+
+def _back_sub(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.neg(summed(c, grad, node.operand(1)))
+
+
+def _back_mul_a(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.mul(grad, node.operand(1))
+
+
+def _back_mul_b(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return summed(c, c.mul(grad, node.operand(0)), node.operand(1))
+
+
+def _back_div_a(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.div(grad, node.operand(1))
+
+
+def _back_div_b(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    b = node.operand(1)
+    return c.neg(summed(c, c.mul(grad, c.div(node, b)), b))
+
+
 # -- cases ---
 
 
@@ -239,6 +286,7 @@ def _draw_acc(p: Program) -> None:
 SPECS = (
     OpSpec(
         Op.ADD,
+        backward={0: passed_on, 1: lambda c, t, g: summed(c, g, t.operand(1))},
         inplace=2,
         shard=elementwise,
         samples={"add": lambda c, t: c.add(main(c, t), f32(c, ROW, 4))},
@@ -254,6 +302,7 @@ SPECS = (
     ),
     OpSpec(
         Op.ADD_ID,
+        backward={0: passed_on, 1: _back_add_id},
         inplace=1,
         shard=_shard_add_id,
         samples={"add_id": lambda c, t: c.add_id(main(c, t, ROW, 2, 3), f32(c, ROW, 4), i32(c, 2, 3))},
@@ -261,18 +310,21 @@ SPECS = (
     ),
     OpSpec(
         Op.ADD1,
+        backward={0: passed_on, 1: lambda c, t, g: c.sum(g)},
         inplace=1,
         samples={"add1": lambda c, t: c.add1(main(c, t), f32(c, 1))},
         cases={"add1": _draw_add1},
     ),
     OpSpec(
         Op.ACC,
+        backward={0: passed_on, 1: _back_window},
         params=("nb1", "nb2", "nb3", "offset", "inplace"),
         samples={"acc": lambda c, t: c.acc(main(c, t), f32(c, ROW, 2), 4 * ROW, 8 * ROW, 8 * ROW, 0)},
         cases={"acc": _draw_acc},
     ),
     OpSpec(
         Op.SUB,
+        backward={0: passed_on, 1: _back_sub},
         inplace=2,
         shard=elementwise,
         samples={"sub": lambda c, t: c.sub(main(c, t), f32(c, ROW, 4))},
@@ -280,6 +332,7 @@ SPECS = (
     ),
     OpSpec(
         Op.MUL,
+        backward={0: _back_mul_a, 1: _back_mul_b},
         inplace=2,
         shard=elementwise,
         samples={"mul": lambda c, t: c.mul(main(c, t), f32(c, ROW, 4))},
@@ -288,6 +341,7 @@ SPECS = (
     ),
     OpSpec(
         Op.DIV,
+        backward={0: _back_div_a, 1: _back_div_b},
         inplace=2,
         shard=elementwise,
         samples={"div": lambda c, t: c.div(main(c, t), f32(c, ROW, 4))},

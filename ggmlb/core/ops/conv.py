@@ -30,12 +30,14 @@ from ggmlb.core.ops.spec import (
     geometry,
     main,
     tolerance,
+    unchanged,
     window_places,
 )
 from ggmlb.core.ops.views import ViewOps
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 
@@ -318,6 +320,16 @@ def _patches(
     return (k[0] * k[1], width, n[2], 1), {**params, "s1": s[1], "p1": p[1], "d1": d[1], "is_2d": False}
 
 
+# -- gradients ---
+
+
+def _back_im2col(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    p = node.params
+    kernel, data = node.operand(0), node.operand(1)
+    s0, s1, p0, p1, d0, d1 = (p[name] for name in ("s0", "s1", "p0", "p1", "d0", "d1"))
+    return c.im2col_back(grad, kernel, data.ne, s0, s1, p0, p1, d0, d1, p["is_2d"])
+
+
 # -- cases ---
 
 
@@ -386,6 +398,7 @@ def _draw_conv_2d_dw(p: Program) -> None:
 SPECS = (
     OpSpec(
         Op.IM2COL,
+        backward={0: unchanged, 1: _back_im2col},
         params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d"),
         samples={
             "im2col": lambda c, t: c.im2col(main(c, t, 3, 3, 2, 4), f32(c, 16, 16, 2), 1, 1, 1, 1, 1, 1, True)
@@ -419,6 +432,7 @@ SPECS = (
     ),
     OpSpec(
         Op.IM2COL_BACK,
+        backward={1: unchanged},
         params=("s0", "s1", "p0", "p1", "d0", "d1", "is_2d"),
         samples={
             "im2col_back": lambda c, t: c.im2col_back(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
-from ggmlb.core.ops.base import OpBase, fail_dtype, fail_shape
+from ggmlb.core.ops.base import OpBase, fail_dtype, fail_shape, require_type
 from ggmlb.core.ops.binary import window_params
 from ggmlb.core.ops.spec import (
     ANY,
@@ -27,15 +27,19 @@ from ggmlb.core.ops.spec import (
     WEIGHTS,
     OpSpec,
     Perf,
+    cut_out,
     f32,
     main,
+    passed_on,
     rows,
+    unchanged,
     window,
 )
 from ggmlb.core.sharding import Outcome, States
 from ggmlb.core.tensor import Ne, Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 
@@ -156,6 +160,22 @@ def _shard_copy(node: Tensor, states: States) -> Outcome | None:
     return Outcome(state, (state,) * len(states))
 
 
+# -- gradients ---
+
+
+def _back_set(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    require_type("set", "a", node, DType.F32)
+    p = node.params
+    nb = (p["nb1"], p["nb2"], p["nb3"])
+    return c.acc(grad, c.neg(cut_out(c, grad, node.operand(1), p["offset"], nb)), *nb, p["offset"])
+
+
+def _back_set_window(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    require_type("set", "a", node, DType.F32)
+    p = node.params
+    return cut_out(c, grad, node.operand(1), p["offset"], (p["nb1"], p["nb2"], p["nb3"]))
+
+
 # -- cases ---
 
 
@@ -213,16 +233,22 @@ def _draw_cpy_from_blocks(p: Program) -> None:
 
 SPECS = (
     OpSpec(
-        Op.DUP, shard=_shard_copy, samples={"dup": lambda c, t: c.dup(main(c, t))}, cases={"dup": _draw_dup}
+        Op.DUP,
+        backward={0: passed_on},
+        shard=_shard_copy,
+        samples={"dup": lambda c, t: c.dup(main(c, t))},
+        cases={"dup": _draw_dup},
     ),
     OpSpec(
         Op.SET,
+        backward={0: _back_set, 1: _back_set_window},
         params=("nb1", "nb2", "nb3", "offset", "inplace"),
         samples={"set": lambda c, t: c.set_2d(main(c, t), main(c, t, ROW, 2), DType.row_size(t, ROW), 0)},
         cases={"set": _draw_set},
     ),
     OpSpec(
         Op.CPY,
+        backward={0: passed_on, 1: unchanged},
         shard=_shard_copy,
         samples={
             "cpy (from f32)": lambda c, t: c.cpy(f32(c, ROW, 4), main(c, t)),
@@ -243,6 +269,7 @@ SPECS = (
     ),
     OpSpec(
         Op.CONT,
+        backward={0: passed_on},
         shard=_shard_copy,
         samples={"cont": lambda c, t: c.cont(main(c, t))},
         cases={"cont": _draw_cont},

@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.core.enums import GluOp, Op, as_enum
-from ggmlb.core.ops.base import OpBase, fail_contiguous, fail_dtype, fail_shape, method
-from ggmlb.core.ops.spec import F16, F32, GAPS, PLAIN, OpSpec, Perf, Sample, main, tolerance
+from ggmlb.core.enums import GluOp, Op, UnaryOp, as_enum
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_dtype, fail_shape, method
+from ggmlb.core.ops.spec import F16, F32, GAPS, PLAIN, OpSpec, Perf, Sample, flat, main, tolerance
+from ggmlb.core.ops.unary import DERIVATIVES
 from ggmlb.core.sharding import Outcome, SplitState, States, elementwise, per_row
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 Glu = Callable[["GluOps", Tensor], Tensor]
@@ -110,6 +112,49 @@ def _shard_glu(node: Tensor, states: States) -> Outcome | None:
     return Outcome(SplitState(states[0].axis, segments[: len(segments) // 2]), tuple(states))
 
 
+# -- gradients ---
+
+
+ACTIVATIONS: Mapping[GluOp, UnaryOp] = {
+    GluOp.REGLU: UnaryOp.RELU,
+    GluOp.GEGLU: UnaryOp.GELU,
+    GluOp.SWIGLU: UnaryOp.SILU,
+    GluOp.GEGLU_ERF: UnaryOp.GELU_ERF,
+    GluOp.GEGLU_QUICK: UnaryOp.GELU_QUICK,
+}
+"""Of each unit but SWIGLU_OAI."""
+
+
+def _back_part(part: int, c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of the activated operand (0), or of the other (1)."""
+    a, b = node.src
+    if b is None:
+        return _back_halves(c, node, grad)
+    assert a is not None
+    return _part(c, node, flat(c, a), flat(c, b), grad, part)
+
+
+def _back_halves(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    a, n = node.operand(0), node.ne[0]
+    x, u = (c.cont(c.view_4d(a, *node.ne, *a.nb[1:], i * n * a.nb[0])) for i in (0, 1))
+    if node.params["swapped"]:
+        return c.concat(_part(c, node, u, x, grad, 1), _part(c, node, u, x, grad, 0))
+    return c.concat(_part(c, node, x, u, grad, 0), _part(c, node, x, u, grad, 1))
+
+
+def _part(c: Context, node: Tensor, x: Tensor, u: Tensor, grad: Tensor, part: int) -> Tensor:
+    op = node.params["op"]
+    if op not in ACTIVATIONS:
+        fail_arg("glu", f"{op.name} has no gradient")
+    act = ACTIVATIONS[op]
+    if part:
+        return c.mul(grad, c.unary(x, act))
+    y = c.unary(x, act) if act in (UnaryOp.GELU_ERF, UnaryOp.GELU_QUICK) else x  # others do not read it
+    slope = DERIVATIVES[act](c, x, y, c.mul(grad, u))
+    assert slope is not None
+    return slope
+
+
 # -- cases ---
 
 
@@ -140,6 +185,7 @@ def _sample(op: GluOp) -> Sample:
 SPECS = (
     OpSpec(
         Op.GLU,
+        backward={0: partial(_back_part, 0), 1: partial(_back_part, 1)},
         params=("op", "swapped"),
         more_params=("alpha", "limit"),  # SWIGLU_OAI's
         shard=_shard_glu,

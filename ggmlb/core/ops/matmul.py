@@ -27,6 +27,7 @@ from ggmlb.core.ops.spec import (
     OpSpec,
     Perf,
     f32,
+    flat,
     i32,
     main,
 )
@@ -206,6 +207,27 @@ def _shard_mul_mat_id(node: Tensor, states: States) -> Outcome | None:
     return None
 
 
+# -- gradients ---
+
+
+def _back_weight(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    a = node.operand(0)
+    whole = c.out_prod(flat(c, node.operand(1)), grad)
+    n, m, n2, n3 = whole.ne
+    if (n2, n3) == a.ne[2:]:
+        return whole
+    # `a` is repeated in place, matrix by matrix: the sum is over neighbours.
+    r2, r3 = n2 // a.ne[2], n3 // a.ne[3]
+    whole = c.repeat_back(c.reshape_4d(whole, n * m, r2, a.ne[2], n3), Tensor(F32, (n * m, 1, a.ne[2], n3)))
+    n *= m * a.ne[2]
+    whole = c.repeat_back(c.reshape_4d(whole, n, r3, a.ne[3], 1), Tensor(F32, (n, 1, a.ne[3], 1)))
+    return c.reshape(whole, a)
+
+
+def _back_columns(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.out_prod(node.operand(0), c.transpose(grad))
+
+
 # -- cases ---
 
 
@@ -274,6 +296,7 @@ _PERF_TYPES = (F32, F16, BF16, DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, D
 SPECS = (
     OpSpec(
         Op.MUL_MAT,
+        backward={0: _back_weight, 1: _back_columns},
         params=("prec", "hint"),
         shard=_shard_mul_mat,
         samples={"mul_mat": lambda c, t: c.mul_mat(main(c, t), f32(c, ROW, 8))},

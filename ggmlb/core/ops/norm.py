@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, require_same_shape
-from ggmlb.core.ops.spec import ANY, F16, F32, ROW, ROWS, OpSpec, Perf, main, rows
+from ggmlb.core.ops.spec import ANY, F16, F32, ROW, ROWS, OpSpec, Perf, flat, main, rows
 from ggmlb.core.sharding import per_row
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 
@@ -80,6 +82,41 @@ def _eps(fn: str, eps: float) -> dict[str, float]:
     return {"eps": eps}
 
 
+# -- gradients ---
+
+
+def _back_norm(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return _normalised(c, node.operand(0), node, grad, node.params["eps"])
+
+
+def _normalised(c: Context, x: Tensor, y: Tensor, grad: Tensor, eps: float) -> Tensor:
+    """Return the gradient of the rows `x`, whose normalised values are `y`."""
+    deviation = c.sqrt(c.scale_bias(c.mean(c.sqr(c.sub(x, c.mean(x)))), 1, eps))
+    along = c.add(c.mul(y, c.mean(c.mul(grad, y))), c.mean(grad))
+    return c.div(c.sub(grad, along), deviation)
+
+
+def _back_group_norm(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    width, height, channels, batch = node.ne
+    groups = node.params["n_groups"]
+    if channels % groups:
+        fail_arg("group_norm", f"{groups} groups do not divide the {channels} channels")
+    rows = (width * height * (channels // groups), groups, batch)
+    x, y, g = (c.reshape_3d(flat(c, t), *rows) for t in (node.operand(0), node, grad))
+    return c.reshape(_normalised(c, x, y, g, node.params["eps"]), node)
+
+
+def _back_l2_norm(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    eps = node.params["eps"]
+    length = c.sqrt(c.sum_rows(c.sqr(node.operand(0))))
+    along = c.mul(c.sum_rows(c.mul(grad, node)), c.step(c.scale_bias(length, 1, -eps)))
+    return c.div(c.sub(grad, c.mul(node, along)), c.clamp(length, eps, inf))
+
+
+def _back_rms_norm(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.rms_norm_back(grad, node.operand(0), node.params["eps"])
+
+
 # -- cases ---
 
 
@@ -108,6 +145,7 @@ def _draw_rms_norm_back(p: Program) -> None:
 SPECS = (
     OpSpec(
         Op.NORM,
+        backward={0: _back_norm},
         params=("eps",),
         shard=per_row,
         samples={"norm": lambda c, t: c.norm(main(c, t), 1e-5)},
@@ -116,6 +154,7 @@ SPECS = (
     ),
     OpSpec(
         Op.RMS_NORM,
+        backward={0: _back_rms_norm},
         params=("eps",),
         inplace=1,
         shard=per_row,
@@ -132,12 +171,14 @@ SPECS = (
     ),
     OpSpec(
         Op.GROUP_NORM,
+        backward={0: _back_group_norm},
         params=("n_groups", "eps"),
         samples={"group_norm": lambda c, t: c.group_norm(main(c, t, ROW, 4, 8), 2, 1e-5)},
         cases={"group_norm": _draw_group_norm},
     ),
     OpSpec(
         Op.L2_NORM,
+        backward={0: _back_l2_norm},
         params=("eps",),
         shard=per_row,
         samples={"l2_norm": lambda c, t: c.l2_norm(main(c, t), 1e-5)},

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, OpPool, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_int32
-from ggmlb.core.ops.spec import F16, F32, Extents, OpSpec, Perf, f32, main, window_places
+from ggmlb.core.ops.spec import F16, F32, Extents, OpSpec, Perf, f32, flat, main, window_places
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 
@@ -101,6 +102,13 @@ def _params(
     return {"op": pool, "k0": k0, "k1": k1, "s0": s0, "s1": s1, "p0": int(p0), "p1": int(p1)}
 
 
+# -- gradients ---
+
+
+def _back_pool_2d(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.pool_2d_back(grad, flat(c, node.operand(0)), **node.params)
+
+
 # -- cases ---
 
 
@@ -145,6 +153,7 @@ SPECS = (
     ),  # op: OpPool
     OpSpec(
         Op.POOL_2D,
+        backward={0: _back_pool_2d},
         params=("op", "k0", "k1", "s0", "s1", "p0", "p1"),
         samples={"pool_2d": lambda c, t: c.pool_2d(main(c, t, 16, 16, 2), OpPool.AVG, 2, 2, 2, 2)},
         cases={"pool_2d": _draw_pool_2d},

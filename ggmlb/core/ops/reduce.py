@@ -74,9 +74,15 @@ def _draw_count_equal(p: Program) -> None:
 
 
 SPECS = (
-    OpSpec(Op.SUM, samples={"sum": lambda c, t: c.sum(main(c, t))}, cases={"sum": _draw_sum_all}),
+    OpSpec(
+        Op.SUM,
+        backward={0: lambda c, t, g: c.repeat(g, t.operand(0))},
+        samples={"sum": lambda c, t: c.sum(main(c, t))},
+        cases={"sum": _draw_sum_all},
+    ),
     OpSpec(
         Op.SUM_ROWS,
+        backward={0: lambda c, t, g: c.repeat(g, t.operand(0))},
         shard=per_row,
         samples={"sum_rows": lambda c, t: c.sum_rows(main(c, t))},
         cases={"sum_rows": partial(_draw_reduce, "sum_rows")},
@@ -91,6 +97,7 @@ SPECS = (
     ),
     OpSpec(
         Op.MEAN,
+        backward={0: lambda c, t, g: c.repeat(c.scale(g, 1 / t.operand(0).ne[0]), t.operand(0))},
         shard=per_row,
         samples={"mean": lambda c, t: c.mean(main(c, t))},
         cases={"mean": partial(_draw_reduce, "mean")},

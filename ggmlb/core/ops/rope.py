@@ -20,6 +20,7 @@ from ggmlb.core.sharding import MIRRORED, Outcome, States
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 NO_SECTIONS = (0, 0, 0, 0)
@@ -213,6 +214,16 @@ def _shard_rope(node: Tensor, states: States) -> Outcome | None:
     return Outcome(state, (state, positions, *states[2:]))
 
 
+# -- gradients ---
+
+
+def _back_rope(c: Context, node: Tensor, grad: Tensor, back: bool = True) -> Tensor:
+    numbers = dict(node.params)
+    offset = numbers.pop("offset")
+    rotate = c.rope_multi_back if back else c.rope_multi
+    return c.rope_set_offset(rotate(grad, node.operand(1), node.src[2], **numbers), offset)
+
+
 # -- cases ---
 
 
@@ -252,6 +263,7 @@ _PARAMS = (
 SPECS = (
     OpSpec(
         Op.ROPE,
+        backward={0: _back_rope},
         params=_PARAMS,
         inplace=1,
         shard=_shard_rope,
@@ -267,6 +279,7 @@ SPECS = (
     ),
     OpSpec(
         Op.ROPE_BACK,
+        backward={0: partial(_back_rope, back=False)},
         params=_PARAMS,
         inplace=1,
         samples={"rope_back": lambda c, t: c.rope_ext_back(main(c, t, 64, 2, 3), i32(c, 3), None, 64)},

@@ -178,6 +178,7 @@ def _perf(dtype: DType) -> Perf:
 SPECS = (
     OpSpec(
         Op.GET_ROWS,
+        backward={0: lambda c, t, g: c.get_rows_back(g, t.operand(1), t.operand(0))},
         shard=_shard_get_rows,
         samples={"get_rows": lambda c, t: c.get_rows(main(c, t), i32(c, 3))},
         cases={"get_rows": _draw_get_rows},
@@ -185,6 +186,7 @@ SPECS = (
     ),
     OpSpec(
         Op.GET_ROWS_BACK,
+        backward={0: lambda c, t, g: c.get_rows(g, t.operand(1))},
         samples={
             "get_rows_back": lambda c, t: c.get_rows_back(main(c, t, ROW, 3), i32(c, 3), f32(c, ROW, 8))
         },

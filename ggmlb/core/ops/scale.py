@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from ggmlb.core.enums import Op
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous
 from ggmlb.core.ops.binary import is_padded_1d
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PLAIN, OpSpec, Perf, main, rows, tolerance
+from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PLAIN, OpSpec, Perf, flat, main, rows, tolerance
 from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 
@@ -69,6 +70,19 @@ def _bounds(fn: str, low: float, high: float) -> dict[str, float]:
     return {"min": low, "max": high}
 
 
+# -- gradients ---
+
+
+def _back_scale(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.scale(grad, node.params["scale"])
+
+
+def _back_clamp(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    a, p = flat(c, node.operand(0)), node.params
+    inside = c.mul(c.step(c.scale_bias(a, 1, -p["min"])), c.step(c.scale_bias(a, -1, p["max"])))
+    return c.mul(grad, inside)
+
+
 # -- cases ---
 
 
@@ -89,6 +103,7 @@ def _draw_clamp(p: Program) -> None:
 SPECS = (
     OpSpec(
         Op.SCALE,
+        backward={0: _back_scale},
         params=("scale", "bias"),
         inplace=1,
         shard=elementwise,
@@ -98,6 +113,7 @@ SPECS = (
     ),
     OpSpec(
         Op.CLAMP,
+        backward={0: _back_clamp},
         params=("min", "max"),
         shard=elementwise,
         samples={"clamp": lambda c, t: c.clamp(main(c, t), -1.0, 1.0)},

@@ -21,11 +21,27 @@ from ggmlb.core.ops.base import (
     full_ne,
     require_repeat,
 )
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, I32, I64, ROW, ROWS, OpSpec, Perf, f32, main, rows
+from ggmlb.core.ops.spec import (
+    ANY,
+    BF16,
+    F16,
+    F32,
+    I32,
+    I64,
+    ROW,
+    ROWS,
+    OpSpec,
+    Perf,
+    cut_out,
+    f32,
+    main,
+    rows,
+)
 from ggmlb.core.sharding import Outcome, States, first_cut
 from ggmlb.core.tensor import Ne, Tensor, can_repeat
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 Padding = tuple[Tensor, Ne, Ne]
@@ -182,6 +198,26 @@ def _shard_concat(node: Tensor, states: States) -> Outcome | None:
     return Outcome(state, (state, state)) if state.axis != node.params["dim"] else None
 
 
+# -- gradients ---
+
+
+def _back_concat(second: bool, c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    dim = node.params["dim"]
+    offset = node.operand(0).ne[dim] * grad.nb[dim] if second else 0
+    return cut_out(c, grad, node.operand(int(second)), offset, (grad.nb[1], grad.nb[2], grad.nb[3]))
+
+
+def _back_pad(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    if node.params["circular"]:
+        fail_arg("pad_circular", "circular padding has no gradient; use concat")
+    offset = sum(n * b for n, b in zip(node.params["left"], grad.nb, strict=True))
+    return cut_out(c, grad, node.operand(0), offset, (grad.nb[1], grad.nb[2], grad.nb[3]))
+
+
+def _back_roll(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.roll(grad, *(-s for s in node.params["shifts"]))
+
+
 # -- cases ---
 
 
@@ -243,17 +279,20 @@ def _draw_roll(p: Program) -> None:
 SPECS = (
     OpSpec(
         Op.REPEAT,
+        backward={0: lambda c, t, g: c.repeat_back(g, t.operand(0))},
         samples={"repeat": lambda c, t: c.repeat_4d(main(c, t), 2 * ROW, 4, 2, 1)},
         cases={"repeat": _draw_repeat},
         perf=(Perf("repeat", "f32;one row", lambda c, s: c.repeat(rows(c, s, n=1), rows(c, s))),),
     ),
     OpSpec(
         Op.REPEAT_BACK,
+        backward={0: lambda c, t, g: c.repeat(g, t.operand(0))},
         samples={"repeat_back": lambda c, t: c.repeat_back(main(c, t, ROW, 4), f32(c, ROW, 2))},
         cases={"repeat_back": _draw_repeat_back},
     ),
     OpSpec(
         Op.CONCAT,
+        backward={0: partial(_back_concat, False), 1: partial(_back_concat, True)},
         params=("dim",),
         shard=_shard_concat,
         samples={"concat": lambda c, t: c.concat(main(c, t), main(c, t), 1)},
@@ -262,6 +301,7 @@ SPECS = (
     ),
     OpSpec(
         Op.PAD,
+        backward={0: _back_pad},
         params=("left", "right", "circular"),
         samples={"pad": lambda c, t: c.pad(main(c, t), 1, 1)},
         cases={
@@ -279,6 +319,7 @@ SPECS = (
     ),
     OpSpec(
         Op.ROLL,
+        backward={0: _back_roll},
         params=("shifts",),
         samples={"roll": lambda c, t: c.roll(main(c, t), 1, 2)},
         cases={"roll": _draw_roll},

@@ -28,6 +28,7 @@ from ggmlb.core.sharding import MIRRORED, Outcome, States, has_operand, like_cut
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 _PLAIN: Mapping[str, Any] = {"scale": 1.0, "max_bias": 0.0}
@@ -192,6 +193,17 @@ def _shard_soft_max(node: Tensor, states: States) -> Outcome | None:
     return None if mask is None else Outcome(state, (state, mask, sinks)[: len(states)])
 
 
+# -- gradients ---
+
+
+def _back_diag_mask(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.diag_mask_zero(grad, node.params["n_past"])
+
+
+def _back_soft_max(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.soft_max_ext_back(grad, node, node.params["scale"])  # ALiBi's slopes act on the mask alone
+
+
 # -- cases ---
 
 
@@ -224,6 +236,7 @@ def _draw_diag_mask(name: str, p: Program) -> None:
 SPECS = (
     OpSpec(
         Op.DIAG_MASK_INF,
+        backward={0: _back_diag_mask},
         params=("n_past",),
         inplace=1,
         samples={"diag_mask_inf": lambda c, t: c.diag_mask_inf(main(c, t), 1)},
@@ -231,6 +244,7 @@ SPECS = (
     ),
     OpSpec(
         Op.DIAG_MASK_ZERO,
+        backward={0: _back_diag_mask},
         params=("n_past",),
         inplace=1,
         samples={"diag_mask_zero": lambda c, t: c.diag_mask_zero(main(c, t), 1)},
@@ -238,6 +252,7 @@ SPECS = (
     ),
     OpSpec(
         Op.SOFT_MAX,
+        backward={0: _back_soft_max},
         params=("scale", "max_bias"),
         inplace=1,
         shard=_shard_soft_max,

@@ -28,6 +28,12 @@ Users choose the type of the main operand: the weight of a product, the tensor t
 the KV cache of attention. The others have the types usual in models.
 """
 
+Backward = Callable[["Context", Tensor, Tensor], "Tensor | None"]
+"""Returns the gradient of an operand, given a node and its gradient, both f32 and contiguous.
+
+`None`: the node does not change with the operand, or only in steps.
+"""
+
 Family = Callable[["Program"], None]
 """Draws the tensors and nodes of a program."""
 
@@ -64,6 +70,8 @@ class OpSpec:
             work in place. The ops are those of ggml_op_can_inplace. ggml allows any operand of the same
             layout; here only those read element by element or row by row: not a mask, a bias or a table.
         also_written: Indices of operands that it writes besides its result.
+        backward: Rule for the gradient of each operand, by its place in `src`; where there is none, training
+            through that operand is an error. Gradients are not asked of integers.
         shard: Rule that gives the sharding of the result from that of the operands.
         samples: A small node for each type of its main operand, by the name that `ggmlb ops` shows.
         cases: Functions that draw programs of it, by the name of the family.
@@ -76,6 +84,7 @@ class OpSpec:
     more_params: tuple[str, ...] = ()
     inplace: int = 0
     also_written: tuple[int, ...] = ()
+    backward: Mapping[int, Backward] = field(default_factory=dict)
     shard: ShardRule | None = None
     samples: Mapping[str, Sample] = field(default_factory=dict)
     cases: Mapping[str, Family] = field(default_factory=dict)
@@ -193,3 +202,31 @@ def rows(c: Context, scale: int, dtype: DType = F32, n: int = 512) -> Tensor:
 def no_such_node(dtype: DType) -> Tensor:
     """Raise the error of an op that does not take the type as main operand."""
     raise DTypeError(f"the op takes no main operand of type {dtype.name}")
+
+
+# -- gradients ---
+
+
+def flat(c: Context, t: Tensor) -> Tensor:
+    """Return `t`, or a contiguous copy."""
+    return t if t.is_contiguous() else c.cont(t)
+
+
+def passed_on(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    """Backward rule: the gradient itself, in the shape of the first operand."""
+    a = node.operand(0)
+    return grad if grad.ne == a.ne else c.reshape(grad, a)
+
+
+def unchanged(c: Context, node: Tensor, grad: Tensor) -> None:
+    """Backward rule of an operand that the node does not depend on, or only in steps."""
+
+
+def summed(c: Context, grad: Tensor, to: Tensor) -> Tensor:
+    """Return the gradient of an operand that was broadcast to the shape of `grad`."""
+    return grad if grad.ne == to.ne else c.repeat_back(grad, to)
+
+
+def cut_out(c: Context, grad: Tensor, like: Tensor, offset: int, nb: tuple[int, int, int]) -> Tensor:
+    """Return a copy of a window of `grad`, of the shape of `like`, with strides in bytes."""
+    return c.cont(c.view_4d(grad, *like.ne, *nb, offset))

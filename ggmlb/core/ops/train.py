@@ -120,6 +120,13 @@ def _shard_optimizer_step(node: Tensor, states: States) -> Outcome | None:
     return Outcome(state, (*states[:-1], MIRRORED)) if is_alike else None
 
 
+# -- gradients ---
+
+
+def _back_cross_entropy(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    return c.cross_entropy_loss_back(grad, node.operand(0), node.operand(1))
+
+
 # -- cases ---
 
 
@@ -163,6 +170,7 @@ def _sample_opt_step_adamw(c: Context, t: DType) -> Tensor:
 SPECS = (
     OpSpec(
         Op.CROSS_ENTROPY_LOSS,
+        backward={0: _back_cross_entropy},
         samples={"cross_entropy_loss": lambda c, t: c.cross_entropy_loss(main(c, t), f32(c, ROW, 4))},
         cases={"cross_entropy_loss": _draw_cross_entropy_loss},
     ),

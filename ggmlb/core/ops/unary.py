@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import Op, UnaryOp, as_enum
-from ggmlb.core.ops.base import OpBase, fail_contiguous, method, require_same_shape
+from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, method, require_same_shape
 from ggmlb.core.ops.spec import (
     ANY,
     BF16,
@@ -22,9 +22,11 @@ from ggmlb.core.ops.spec import (
     GAPS,
     PLAIN,
     ROWS,
+    Backward,
     OpSpec,
     Perf,
     Sample,
+    flat,
     main,
     rows,
     tolerance,
@@ -33,6 +35,7 @@ from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
+    from ggmlb.core.context import Context
     from ggmlb.testing.draw import Program
 
 Unary = Callable[["UnaryOps", Tensor], Tensor]
@@ -164,6 +167,92 @@ def _softplus(x: float) -> float:
     return x if x > 20 else math.log1p(math.exp(x))
 
 
+# -- gradients ---
+
+
+Derivative = Callable[["Context", Tensor, Tensor, Tensor], "Tensor | None"]
+"""Returns the gradient of the operand, given it, the result and its gradient; None: it is 0 but in steps."""
+
+
+def _gate(c: Context, x: Tensor, g: Tensor, p: Tensor, slope: Tensor) -> Tensor:
+    """Gradient of `x * p`, where `p` is a sigmoid whose argument changes by `slope` with `x`."""
+    return c.mul(g, c.mul(p, c.scale_bias(c.mul(c.mul(x, slope), c.scale_bias(p, -1, 1)), 1, 1)))
+
+
+def _gelu(c: Context, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    s, cubic = math.sqrt(8 / math.pi), 0.044715
+    square = c.sqr(x)
+    p = c.sigmoid(c.mul(x, c.scale_bias(square, s * cubic, s)))
+    return _gate(c, x, g, p, c.scale_bias(square, 3 * s * cubic, s))
+
+
+def _gelu_quick(c: Context, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    p = c.sigmoid(c.scale(x, 1.702))
+    return c.mul(g, c.add(p, c.mul(c.scale(y, 1.702), c.scale_bias(p, -1, 1))))
+
+
+def _gelu_erf(c: Context, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    zero = c.scale_bias(c.abs(c.sgn(x)), -1, 1)  # 1 where x is 0; the distribution there is 1/2
+    distribution = c.div(c.add(y, c.scale(zero, 0.5)), c.add(x, zero))
+    density = c.scale(c.exp(c.scale(c.sqr(x), -0.5)), 1 / math.sqrt(2 * math.pi))
+    return c.mul(g, c.add(distribution, c.mul(x, density)))
+
+
+def _hardsigmoid(c: Context, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    return c.scale(c.mul(g, c.step(c.scale_bias(c.abs(x), -1, 3))), 1 / 6)
+
+
+def _hardswish(c: Context, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    return c.add(c.mul(g, c.hardsigmoid(x)), c.mul(x, _hardsigmoid(c, x, y, g)))
+
+
+DERIVATIVES: dict[UnaryOp, Derivative] = {
+    UnaryOp.ABS: lambda c, x, y, g: c.mul(g, c.sgn(x)),
+    UnaryOp.SGN: lambda c, x, y, g: None,
+    UnaryOp.NEG: lambda c, x, y, g: c.neg(g),
+    UnaryOp.STEP: lambda c, x, y, g: None,
+    UnaryOp.TANH: lambda c, x, y, g: c.mul(g, c.scale_bias(c.sqr(y), -1, 1)),
+    UnaryOp.ELU: lambda c, x, y, g: c.mul(g, c.scale_bias(c.clamp(y, -1, 0), 1, 1)),
+    UnaryOp.RELU: lambda c, x, y, g: c.mul(g, c.step(x)),
+    UnaryOp.SIGMOID: lambda c, x, y, g: c.mul(g, c.mul(y, c.scale_bias(y, -1, 1))),
+    UnaryOp.GELU: _gelu,
+    UnaryOp.GELU_ERF: _gelu_erf,
+    UnaryOp.GELU_QUICK: _gelu_quick,
+    UnaryOp.SILU: lambda c, x, y, g: c.silu_back(g, x),
+    UnaryOp.HARDSWISH: _hardswish,
+    UnaryOp.HARDSIGMOID: _hardsigmoid,
+    UnaryOp.EXP: lambda c, x, y, g: c.mul(g, y),
+    UnaryOp.EXPM1: lambda c, x, y, g: c.mul(g, c.exp(x)),
+    UnaryOp.SOFTPLUS: lambda c, x, y, g: c.mul(g, c.sigmoid(x)),
+    UnaryOp.FLOOR: lambda c, x, y, g: None,
+    UnaryOp.CEIL: lambda c, x, y, g: None,
+    UnaryOp.ROUND: lambda c, x, y, g: None,
+    UnaryOp.TRUNC: lambda c, x, y, g: None,
+}
+"""Of each function but XIELU."""
+
+
+def _back_unary(c: Context, node: Tensor, grad: Tensor) -> Tensor | None:
+    op = node.params["op"]
+    if op not in DERIVATIVES:
+        fail_arg("unary", f"{op.name} has no gradient")
+    return DERIVATIVES[op](c, flat(c, node.operand(0)), node, grad)
+
+
+def _back_leaky_relu(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    slope = node.params["negative_slope"]
+    return c.mul(grad, c.scale_bias(c.step(flat(c, node.operand(0))), 1 - slope, slope))
+
+
+_BACK: dict[Op, Backward] = {
+    Op.SQR: lambda c, t, g: c.scale(c.mul(g, t.operand(0)), 2),
+    Op.SQRT: lambda c, t, g: c.scale(c.div(g, t), 0.5),
+    Op.LOG: lambda c, t, g: c.div(g, t.operand(0)),
+    Op.SIN: lambda c, t, g: c.mul(g, c.cos(t.operand(0))),
+    Op.COS: lambda c, t, g: c.neg(c.mul(g, c.sin(t.operand(0)))),
+}
+
+
 # -- cases ---
 
 
@@ -218,6 +307,7 @@ def _spec(op: Op, inplace: int = 0) -> OpSpec:
     name = op.value.lower()
     return OpSpec(
         op,
+        backward={0: _BACK[op]},
         inplace=inplace,
         shard=elementwise,
         samples={name: lambda c, t: getattr(c, name)(main(c, t))},
@@ -240,6 +330,7 @@ SPECS = (
     ),
     OpSpec(
         Op.LEAKY_RELU,
+        backward={0: _back_leaky_relu},
         params=("negative_slope",),
         shard=elementwise,
         samples={"leaky_relu": lambda c, t: c.leaky_relu(main(c, t), 0.1)},
@@ -247,6 +338,7 @@ SPECS = (
     ),
     OpSpec(
         Op.UNARY,
+        backward={0: _back_unary},
         params=("op",),
         more_params=("alpha_n", "alpha_p", "beta", "eps"),  # XIELU's
         inplace=1,

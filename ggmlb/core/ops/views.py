@@ -7,13 +7,16 @@ shape, strides and `view_offs`.
 from __future__ import annotations
 
 from operator import index
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import BoundsError
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape
-from ggmlb.core.ops.spec import OpSpec
+from ggmlb.core.ops.spec import F32, OpSpec, flat, passed_on
 from ggmlb.core.tensor import Ne, Tensor
+
+if TYPE_CHECKING:
+    from ggmlb.core.context import Context
 
 
 class ViewOps(OpBase):
@@ -182,10 +185,45 @@ def _fail_bounds(fn: str, a: Tensor, ne: Ne, nb: Ne, offset: int, root: Tensor) 
     )
 
 
+# -- gradients ---
+
+
+def view_base(node: Tensor) -> Tensor:
+    """Return the tensor whose memory a chain of views shows."""
+    while node.op in (Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE):
+        node = node.operand(0)
+    return node
+
+
+def _back_view(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    """Add the gradient to zeros: of the base, because the strides of the view are in its memory."""
+    base, size = view_base(node), node.dtype.type_size
+    if not base.is_contiguous():
+        fail_contiguous("view", "what is viewed", base)
+    spans = sorted((nb, n) for nb, n in zip(node.nb, node.ne, strict=True) if n > 1)
+    reach = 0
+    for nb, n in spans:
+        if nb <= reach:
+            fail_shape("view", "its elements overlap; use repeat", node)
+        reach += nb * (n - 1)
+    if node.nb[0] != size:
+        fail_contiguous("view", "the view", node, "contiguous within its rows")
+    scale = 4 // size  # strides in the gradient, f32
+    nb1, nb2, nb3 = (n * scale for n in node.nb[1:])
+    zeros = c.fill(base if base.dtype is F32 else c.cast(base, F32), 0)
+    return c.acc(zeros, grad, nb1, nb2, nb3, (node.view_offs - base.view_offs) * scale)
+
+
+def _back_permute(c: Context, node: Tensor, grad: Tensor) -> Tensor:
+    axes = node.params["axes"]
+    return flat(c, c.permute(grad, *(axes.index(i) for i in range(4))))
+
+
 SPECS = (
     OpSpec(Op.NONE),
-    OpSpec(Op.RESHAPE),
-    OpSpec(Op.VIEW),
-    OpSpec(Op.PERMUTE, params=("axes",)),  # four; dimension i of the source is dimension axes[i] of the view
-    OpSpec(Op.TRANSPOSE),
+    OpSpec(Op.RESHAPE, backward={0: passed_on}),
+    OpSpec(Op.VIEW, backward={0: _back_view}),
+    # Four axes: dimension i of the source is dimension axes[i] of the view.
+    OpSpec(Op.PERMUTE, backward={0: _back_permute}, params=("axes",)),
+    OpSpec(Op.TRANSPOSE, backward={0: lambda c, t, g: flat(c, c.transpose(g))}),
 )
