@@ -12,6 +12,7 @@ from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import ArgumentError, Error, GraphError, kind_of
 from ggmlb.core.ops import SPECS
+from ggmlb.core.ops.spec import unchanged
 from ggmlb.core.ops.views import view_base
 from ggmlb.core.tensor import Tensor
 
@@ -24,11 +25,13 @@ _INTO_ANOTHER = (Op.CPY, Op.VIEW, Op.RESHAPE, Op.PERMUTE, Op.TRANSPOSE, Op.NONE)
 
 
 def needing(nodes: Iterable[Tensor], losses: Collection[Tensor], params: Collection[Tensor]) -> set[Tensor]:
-    """Return the tensors that have a gradient: losses, parameters, and all that is computed from these."""
+    """Return the tensors that have a gradient: losses, parameters, and all whose values depend on these."""
     found: set[Tensor] = {*losses, *params}
     for node in nodes:
         if node.dtype in _FLOATS and not found.isdisjoint(node.sources):
-            found.add(node)
+            rules = SPECS[node.op].backward
+            if any(s in found and rules.get(i) is not unchanged for i, s in enumerate(node.src)):
+                found.add(node)
     return found
 
 

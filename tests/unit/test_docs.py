@@ -26,7 +26,7 @@ def blocks(page: str, language: str) -> list[str]:
     ("page", "program"),
     [
         (page, program)
-        for page in ("index.md", "getting-started.md", "debugging.md", "conformance.md")
+        for page in ("index.md", "getting-started.md", "debugging.md", "conformance.md", "training.md")
         for program in blocks(page, "python")
     ],
 )

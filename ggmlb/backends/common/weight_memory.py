@@ -9,7 +9,7 @@ from ggmlb.core.enums import NO_OPS, Op
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import BufferType
 
-PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID})
+PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD})
 """Ops whose first operand is a weight."""
 
 

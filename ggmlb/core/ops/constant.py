@@ -13,7 +13,7 @@ import numpy as np
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, TriType, as_enum
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_shape, require_contiguous, require_type
-from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PADDED, PLAIN, ROW, OpSpec, main, no_such_node
+from ggmlb.core.ops.spec import ANY, BF16, F16, F32, PADDED, PLAIN, ROW, OpSpec, main, no_such_node, unchanged
 from ggmlb.core.sharding import elementwise
 from ggmlb.core.tensor import Tensor
 
@@ -157,6 +157,7 @@ SPECS = (
     ),  # TriType
     OpSpec(
         Op.FILL,
+        backward={0: unchanged},
         params=("value",),
         inplace=1,
         shard=elementwise,

@@ -1,15 +1,20 @@
-"""Adapter: LoRA from a GGUF file, low-rank products that are added to those of a model's weights."""
+"""Adapters: LoRA, low-rank products that are added to those of a model's weights, from GGUF files or new."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from ggmlb import Backend, Tensor
+from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors, save_gguf
 from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean, shown
 from ggmlb.core.lifetime import Closeable
 from ggmlb.interface.memory_table import Space
@@ -19,6 +24,9 @@ from ggmlb.models.weights import Source, Weights
 
 EMBEDDINGS = "token_embd.weight"
 """The weight whose factors are stored the other way round: rows of `a` are those of tokens."""
+
+Homes = Mapping[str, tuple[Source, Backend]]
+"""The weights of a model that may have factors, by name, with the device of each."""
 
 
 class Factors(NamedTuple):
@@ -33,68 +41,87 @@ class Factors(NamedTuple):
     b: Tensor
 
 
+class Placed(NamedTuple):
+    """Factors in memory.
+
+    Attributes:
+        factors: By the names of the weights.
+        spaces: Memories that hold them, with the bytes in each.
+        free: Frees these.
+    """
+
+    factors: dict[str, Factors]
+    spaces: Sequence[Space]
+    free: Callable[[], None]
+
+
+class FactorSource(Protocol):
+    """Where an adapter's factors come from: `AdapterFile` or `NewFactors`."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def alpha(self) -> float:
+        """What products are multiplied by, divided by their rank; 0: 1 in place of both."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether training may change the factors."""
+
+    def place(self, architecture: str, weights: Homes) -> Placed:
+        """Place the factors beside the weights.
+
+        Raises:
+            ModelError: They do not fit the model.
+            ArgumentError: None of the weights is meant.
+            AllocationError: A device lacks room.
+        """
+
+
 class Adapter(Closeable):
-    """A LoRA adapter on the devices of a model's layers; made by `TextModel.load_adapter`.
+    """A LoRA adapter on the devices of a model's layers, by `TextModel.load_adapter` or `new_adapter`.
 
     It is on while its `scale` is not 0, from the next batch on, and changes no weight of the model. Keys and
     values that a session kept before stay as they are. A context manager, which frees its memory.
 
     Args:
-        path: A GGUF file of `general.type` "adapter", as llama.cpp's `convert_lora_to_gguf.py` writes it.
+        source: Its factors.
         architecture: The model's.
-        weights: Those that may have factors, by name, with the device of each.
+        weights: Those that may have factors.
         scale: At first.
         remove: Called when it is closed.
 
     Attributes:
-        path: The file.
-        alpha: The file's scale, divided by the rank; 0: the rank.
+        source: As given.
+        alpha: The source's scale, divided by the rank; 0: the rank.
         factors: By the names of the weights.
+        spaces: Memories that hold its factors, with the bytes in each.
         nbytes: Their size [bytes].
 
     Raises:
-        ModelError: The file is missing or damaged, no LoRA adapter, of another architecture, or has a tensor
+        ModelError: A file is missing or damaged, no LoRA adapter, of another architecture, or has a tensor
             that does not fit.
-        ArgumentError: The scale is no finite number.
+        ArgumentError: The scale is no finite number, or no weight is meant.
         AllocationError: A device lacks room.
     """
 
     def __init__(
         self,
-        path: Path,
+        source: FactorSource,
         architecture: str,
-        weights: Mapping[str, tuple[Source, Backend]],
+        weights: Homes,
         scale: float,
         remove: Callable[[Adapter], None],
     ) -> None:
-        self.path = path
+        self.source = source
         self.scale = scale
+        self.alpha = source.alpha
+        self._architecture = architecture
         self._remove = remove
-        self._file = file = GgufFile(path)
-        self._check_kind(architecture)
-        self.alpha = file.metadata.real("adapter.lora.alpha", 0.0)
-        names = self._paired(weights)
-        self._weights = Weights(file)
-        sources: dict[Backend, dict[str, Source]] = {}
-        for name in names:
-            source, home = weights[name]
-            sources.setdefault(home, {}).update(self._sources(name, source))
-        try:
-            placed: dict[str, Tensor] = {}
-            for home, some in sources.items():
-                placed |= self._weights.place(some, home)
-            if not any(tensor.placed("load").is_planned for tensor in placed.values()):
-                self._check_finite(sources.values())
-        except BaseException:
-            self._weights.free()
-            raise
-        self.factors = {name: Factors(placed[name + ".lora_a"], placed[name + ".lora_b"]) for name in names}
-        self.nbytes = sum(tensor.nbytes for tensor in placed.values())
-
-    @property
-    def spaces(self) -> Sequence[Space]:
-        """Memories that hold its factors, with the bytes in each."""
-        return self._weights.spaces
+        self.factors, self.spaces, self._free = source.place(architecture, weights)
+        self.nbytes = sum(tensor.nbytes for factors in self.factors.values() for tensor in factors)
 
     @property
     def scale(self) -> float:
@@ -110,6 +137,162 @@ class Adapter(Closeable):
     def multiplier(self, rank: int) -> float:
         """What a product of this rank is multiplied by."""
         return self._scale * (self.alpha / rank if self.alpha else 1.0)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as a GGUF file, which `load_adapter` and llama.cpp read; its `scale` is not part of it.
+
+        Raises:
+            ModelError: The file cannot be written.
+        """
+        metadata: dict[str, str | float] = {
+            "general.type": "adapter",
+            "general.architecture": self._architecture,
+            "adapter.type": "lora",
+            "adapter.lora.alpha": float(self.alpha),
+        }
+        tensors = {
+            f"{name}.lora_{part}": tensor
+            for name, factors in self.factors.items()
+            for part, tensor in zip("ab", factors, strict=True)
+        }
+        save_gguf(path, metadata, tensors)
+
+    def close(self) -> None:
+        """Switch it off and free its memory; has no effect if already closed."""
+        self._remove(self)
+        self._free()
+
+    def __repr__(self) -> str:
+        return f"<Adapter {self.source.name}: {len(self.factors)} weights, scale {self.scale:g}>"
+
+
+@dataclass(frozen=True)
+class NewFactors:
+    """Factors to be trained, f32: those of `a` are random, as in PEFT, and those of `b` are 0.
+
+    Attributes:
+        targets: Regular expression: weights whose names it matches anywhere have factors.
+        rank: Rows of `a`.
+        alpha: Divided by the rank, what products are multiplied by.
+        seed: Of the random numbers.
+    """
+
+    targets: str
+    rank: int
+    alpha: float
+    seed: int
+
+    trainable: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"new, rank {self.rank}"
+
+    def place(self, architecture: str, weights: Homes) -> Placed:
+        """Place new factors beside the weights; see `FactorSource`."""
+        names = [n for n in weights if re.search(self.targets, n) and len(weights[n][0].shape) == 2]
+        if not names:
+            raise ArgumentError(f"new_adapter: targets {self.targets!r} match none of {', '.join(weights)}")
+        rng = np.random.default_rng(self.seed)
+
+        def values(a: Tensor, b: Tensor) -> tuple[npt.ArrayLike, npt.ArrayLike]:
+            bound = 1 / math.sqrt(a.ne[0])  # that of PyTorch's Linear
+            return rng.uniform(-bound, bound, a.shape), np.zeros(b.shape)
+
+        return _place_trainable(names, weights, lambda _: self.rank, values)
+
+
+def _place_trainable(
+    names: Iterable[str],
+    weights: Homes,
+    rank: Callable[[str], int],
+    values: Callable[[Tensor, Tensor], tuple[npt.ArrayLike, npt.ArrayLike]],
+) -> Placed:
+    """Place factors as plain f32, as steps of training change them.
+
+    Args:
+        names: Of the weights that have factors.
+        weights: All that may have some.
+        rank: Of a weight's factors.
+        values: Of the two factors of a weight.
+    """
+    contexts: dict[Backend, Context] = {}
+    factors: dict[str, Factors] = {}
+    for name in names:
+        source, home = weights[name]
+        ctx = contexts.setdefault(home, Context())
+        a, b = (
+            ctx.new_tensor(DType.F32, shape[::-1], f"{name}.lora_{part}")
+            for part, shape in zip("ab", factor_shapes(name, source, rank(name)), strict=True)
+        )
+        factors[name] = Factors(a, b)
+    with ExitStack() as stack:
+        buffers = [stack.enter_context(alloc_ctx_tensors(ctx, home)) for home, ctx in contexts.items()]
+        for pair in factors.values():
+            if not pair.a.placed("load").is_planned:
+                for tensor, array in zip(pair, values(*pair), strict=True):
+                    tensor.set_array(array)
+        spaces = [(inner.buft, inner.size) for buffer in buffers for inner in buffer.allocations]
+        return Placed(factors, spaces, stack.pop_all().close)
+
+
+def factor_shapes(name: str, weight: Source, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of a weight's factors, NumPy order."""
+    *experts, n_out, n_in = weight.shape
+    if name == EMBEDDINGS:
+        return (n_out, rank), (n_in, rank)
+    return (*experts, rank, n_in), (*experts, n_out, rank)
+
+
+class AdapterFile:
+    """A GGUF file of `general.type` "adapter", as llama.cpp's `convert_lora_to_gguf.py` writes it.
+
+    Args:
+        path: The file.
+        trainable: Whether to place its factors as f32, as training needs; else as they are read fastest.
+
+    Attributes:
+        alpha: Its scale.
+
+    Raises:
+        ModelError: The file is missing or damaged.
+    """
+
+    def __init__(self, path: Path, trainable: bool = False) -> None:
+        self.path = path
+        self.trainable = trainable
+        self._file = GgufFile(path)
+        self.alpha = self._file.metadata.real("adapter.lora.alpha", 0.0)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.path.name
+
+    def place(self, architecture: str, weights: Homes) -> Placed:
+        """Place the file's factors beside the weights; see `FactorSource`."""
+        self._check_kind(architecture)
+        names = self._paired(weights)
+        memory = Weights(self._file)
+        sources: dict[Backend, dict[str, Source]] = {}
+        for name in names:
+            source, home = weights[name]
+            sources.setdefault(home, {}).update(self._sources(name, source))
+        if self.trainable:
+            self._check_finite(sources.values())
+            return _place_trainable(names, weights, self._rank, self._values)
+        try:
+            placed: dict[str, Tensor] = {}
+            for home, some in sources.items():
+                placed |= memory.place(some, home)
+            if not any(tensor.placed("load").is_planned for tensor in placed.values()):
+                self._check_finite(sources.values())
+        except BaseException:
+            memory.free()
+            raise
+        factors = {name: Factors(placed[name + ".lora_a"], placed[name + ".lora_b"]) for name in names}
+        return Placed(factors, memory.spaces, memory.free)
 
     def _check_kind(self, architecture: str) -> None:
         meta = self._file.metadata
@@ -147,11 +330,8 @@ class Adapter(Closeable):
     def _sources(self, name: str, weight: Source) -> dict[str, Source]:
         """The sources of a weight's factors."""
         a, b = name + ".lora_a", name + ".lora_b"
-        *experts, n_out, n_in = weight.shape
-        rank = self._file[b].ne[0]
-        shapes = {a: (*experts, rank, n_in), b: (*experts, n_out, rank)}
-        if name == EMBEDDINGS:
-            shapes = {a: (n_out, rank), b: (n_in, rank)}
+        rank = self._rank(name)
+        shapes = dict(zip((a, b), factor_shapes(name, weight, rank), strict=True))
         for tensor, shape in shapes.items():
             found = self._file[tensor].shape
             if found != shape:
@@ -166,6 +346,12 @@ class Adapter(Closeable):
             for tensor, shape in shapes.items()
         }
 
+    def _rank(self, name: str) -> int:
+        return self._file[name + ".lora_b"].ne[0]
+
+    def _values(self, a: Tensor, b: Tensor) -> tuple[npt.ArrayLike, npt.ArrayLike]:
+        return self._file.array(a.name), self._file.array(b.name)
+
     def _check_finite(self, sources: Iterable[Mapping[str, Source]]) -> None:
         for tensor, source in (item for some in sources for item in some.items()):
             extent = self._file.weight(tensor, source.shape)
@@ -177,11 +363,3 @@ class Adapter(Closeable):
             f"{self.path}: tensor {shown(tensor)!r} of the adapter does not fit: {found}; give an adapter of "
             "this model"
         )
-
-    def close(self) -> None:
-        """Switch it off and free its memory; has no effect if already closed."""
-        self._remove(self)
-        self._weights.free()
-
-    def __repr__(self) -> str:
-        return f"<Adapter {self.path.name}: {len(self.factors)} weights, scale {self.scale:g}>"

@@ -17,6 +17,7 @@ from ggmlb.interface.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT, Layers, assign_layers
+from ggmlb.models.text.adapter import AdapterFile, FactorSource
 from ggmlb.models.text.config import TextConfig
 from ggmlb.models.text.cost import Cost
 from ggmlb.models.text.decoder import N_BATCH
@@ -191,7 +192,7 @@ class Planner:
     # -- plans ---------------------------------------------------------------------------------
 
     def forecast(
-        self, placement: Placement, adapters: Iterable[tuple[Path, bool]] | None = None
+        self, placement: Placement, adapters: Iterable[tuple[FactorSource, bool]] | None = None
     ) -> MemoryTable:
         """Return the bytes that a placement takes.
 
@@ -200,13 +201,14 @@ class Planner:
             adapters: Those that were loaded (True) or closed (False), in order; by default, those wished for
                 are loaded.
         """
-        events = [(path, True) for path in self.wishes.adapters] if adapters is None else adapters
+        if adapters is None:
+            adapters = [(AdapterFile(path), True) for path in self.wishes.adapters]
         with self._planned(placement) as parts:
-            for path, is_loaded in events:
+            for source, is_loaded in adapters:
                 if is_loaded:
-                    parts.load_adapter(path)
+                    parts.load_adapter(source)
                 else:
-                    next(a for a in parts.changes.adapters if a.path == path).close()
+                    next(a for a in parts.changes.adapters if a.source is source).close()
             return parts.table
 
     def costs(

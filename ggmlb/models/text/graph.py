@@ -1,8 +1,9 @@
-"""TextGraph: the graph of one step of a language model, from tokens to logits."""
+"""Graphs of language models from tokens to logits; TextGraph: of one step of generation."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,100 +24,63 @@ MIN_EXPERT_SUM = 2.0**-14
 """Least sum of the shares of the chosen experts: the least normal f16, as in llama.cpp."""
 
 
-class TextGraph(Step):
-    """The graph for `n_tokens` tokens that see `n_kv` cells of the memory of keys and values.
-
-    Positions, cells and masks are inputs: one graph serves every step of its sizes.
+class LayersGraph(Step):
+    """Base class of graphs from tokens to logits through layers of attention and feed-forward parts.
 
     Args:
         config: The model's sizes.
         weights: By the names of the file.
-        memory: Keys and values of each layer.
-        n_tokens: Tokens of a step, those that fill up included.
-        n_out: Tokens whose logits are computed.
-        n_kv: Cells that are looked at, from the first.
-        cache: Experts in devices' memory; `None` where all are used where they lie.
+        n_tokens: Tokens of a step.
+        is_long: Whether sequences may be longer than the model was first trained for.
         changes: What is added to hidden states and products.
 
     Attributes:
-        ids: Input: token numbers, i32 `[n_tokens]`.
-        positions: Input: positions in their sequences, i32 `[n_tokens]`.
-        cells: Input: where keys and values are kept, i64 `[n_tokens]`.
-        mask: Input: what is added to attention scores, 0 or -inf, f16 `[n_kv, n_tokens]`.
-        window_mask: Input: the same for layers with a window; `None` where there are none.
-        chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are.
-        logits: Output: f32 `[n_vocab, n_out]`.
-        hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
+        chosen: Input: tokens whose logits are computed, i32; `None` where all are.
     """
+
+    positions: Tensor
+    """Positions of tokens in their sequences, i32 `[n_tokens]`."""
 
     def __init__(
         self,
         config: TextConfig,
         weights: Mapping[str, Tensor],
-        memory: KvMemory,
         n_tokens: int,
-        n_out: int,
-        n_kv: int,
-        cache: ExpertCache | None = None,
+        is_long: bool,
         changes: Changes | None = None,
     ) -> None:
         super().__init__(config, weights, changes)
-        self._cache = cache
         self._n_tokens = n_tokens
-        self._n_kv = n_kv
-        is_long = memory.n_cells > config.rope.n_ctx_orig
         self._factors = weights.get("rope_freqs.weight") or weights.get(
             "rope_factors_long.weight" if is_long else "rope_factors_short.weight"
         )
-        self.ids = self._input("ids", DType.I32, n_tokens)
-        self.positions = self._input("positions", DType.I32, n_tokens)
-        self.cells = self._input("cells", DType.I64, n_tokens)
-        self.mask = self._input("mask", DType.F16, n_kv, n_tokens)
-        self.window_mask = self._input("window_mask", DType.F16, n_kv, n_tokens) if config.window else None
-        self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
-        x = self._begin(self.ids)
-        for layer in self.layers:
-            x = self._layer(layer, x, memory, is_last=layer == config.n_layer - 1)
-        self.hidden, self.logits = self._head(x)
+        self.chosen: Tensor | None = None
+        self._cache: ExpertCache | None = None
 
-    def set_inputs(
-        self,
-        ids: npt.NDArray[np.int32],
-        positions: npt.NDArray[np.int32],
-        cells: npt.NDArray[np.int64],
-        masks: Sequence[npt.NDArray[np.float16]],
-        chosen: npt.NDArray[np.int32],
-    ) -> None:
-        """Write the inputs; `masks` are that for all tokens and, if the model has windows, that for these."""
-        if self.layers.start == 0:
-            self.write(self.ids, ids)
-        self.write(self.positions, positions)
-        self.write(self.cells, cells)
-        self.write(self.mask, masks[0])
-        if self.window_mask is not None:
-            self.write(self.window_mask, masks[1])
-        if self.chosen is not None:
-            self.write(self.chosen, chosen)
+    @abstractmethod
+    def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix the values that each token sees.
 
-    def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
-        """As `set_inputs`, of a graph for one token."""
-        if self.layers.start == 0:
-            self.write_one(self.ids, number)
-        self.write_one(self.positions, position)
-        self.write_one(self.cells, cell)
-        self.write(self.mask, masks[0])
-        if self.window_mask is not None:
-            self.write(self.window_mask, masks[1])
+        Args:
+            layer: The layer.
+            query: Rotated, `[n_key, n_head, n_tokens]`.
+            key: Rotated, `[n_key, n_head_kv, n_tokens]`.
+            value: `[n_value, n_head_kv, n_tokens]`.
+
+        Returns:
+            `[n_value, n_head, n_tokens]`.
+        """
 
     # Hidden states after the attention of the last layer are `[n_embd, n_out]`.
 
     def _norm_if(self, name: str, x: Tensor, *row: int) -> Tensor:
         return self._norm(name, x, *row) if name + ".weight" in self._weights else x
 
-    def _layer(self, layer: int, x: Tensor, memory: KvMemory, is_last: bool) -> Tensor:
+    def _layer(self, layer: int, x: Tensor) -> Tensor:
         ctx, at = self._ctx, f"blk.{layer}."
-        seen = self._attend(layer, self._norm(at + "attn_norm", x), memory)
-        if is_last and self.chosen is not None:  # what comes after is for the chosen tokens alone
+        seen = self._attend(layer, self._norm(at + "attn_norm", x))
+        if layer == self._config.n_layer - 1 and self.chosen is not None:
+            # What comes after is for the chosen tokens alone.
             seen, x = ctx.get_rows(seen, self.chosen), ctx.get_rows(x, self.chosen)
         mixed = self._norm_if(at + "post_attention_norm", self._product(at + "attn_output", seen))
         x = self._name(at + "ffn_inp", ctx.add(self._name(at + "attn_out", mixed), x))
@@ -125,31 +89,17 @@ class TextGraph(Step):
         y = self._name(at + "ffn_out", self._norm_if(at + "post_ffw_norm", y))
         return self._end(layer, ctx.add(y, x))
 
-    def _attend(self, layer: int, x: Tensor, memory: KvMemory) -> Tensor:
-        """Keep keys and values of the tokens, and mix the values of the cells that each token sees."""
-        ctx, c, at = self._ctx, self._config, f"blk.{layer}."
-        is_local = c.sees_window(layer)
-        mask, rope = (self.window_mask, c.rope_window) if is_local else (self.mask, c.rope)
+    def _attend(self, layer: int, x: Tensor) -> Tensor:
+        """Let each token see others."""
+        c, at = self._config, f"blk.{layer}."
+        rope = c.rope_window if c.sees_window(layer) else c.rope
         query, key, value = self._projections(at, x)
         query = self._norm_if(at + "attn_q_norm", query, c.n_head, c.n_key)
         key = self._norm_if(at + "attn_k_norm", key, c.n_head_kv, c.n_key)
         query = self._name(at + "attn_q_rope", self._rotate(query, rope), c.n_head, c.n_key)
         key = self._name(at + "attn_k_rope", self._rotate(key, rope), c.n_head_kv, c.n_key)
-        keys = memory.keys[layer]
-        values = memory.values[layer]
-        kept_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], self._n_tokens), self.cells)
-        kept_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], self._n_tokens), self.cells)
-        mixed = ctx.flash_attn_ext(
-            ctx.permute(query, 0, 2, 1, 3),
-            heads_of(ctx, kept_keys, c.n_key, self._n_kv, c.n_head_kv),
-            heads_of(ctx, kept_values, c.n_value, self._n_kv, c.n_head_kv),
-            mask,
-            c.attn_scale,
-            0.0,
-            c.attn_softcap,
-        )
-        self._name(at + "attn_heads", mixed, c.n_head, c.n_value)
-        return ctx.reshape_2d(mixed, c.n_value * c.n_head, self._n_tokens)
+        mixed = self._name(at + "attn_heads", self._mix(layer, query, key, value), c.n_head, c.n_value)
+        return self._ctx.reshape_2d(mixed, c.n_value * c.n_head, self._n_tokens)
 
     def _projections(self, at: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as `[n_key or n_value, heads, n_tokens]`."""
@@ -234,6 +184,104 @@ class TextGraph(Step):
         y = ctx.mul_mat_id(weight, x, slots)
         y = self._adapted(name, y, lambda factor, x: ctx.mul_mat_id(factor, x, chosen), x)
         return self._name(name.removesuffix(".weight"), y, y.ne[1], y.ne[0])
+
+
+class TextGraph(LayersGraph):
+    """The graph for `n_tokens` tokens that see `n_kv` cells of the memory of keys and values.
+
+    Positions, cells and masks are inputs: one graph serves every step of its sizes.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names of the file.
+        memory: Keys and values of each layer.
+        n_tokens: Tokens of a step, those that fill up included.
+        n_out: Tokens whose logits are computed.
+        n_kv: Cells that are looked at, from the first.
+        cache: Experts in devices' memory; `None` where all are used where they lie.
+        changes: What is added to hidden states and products.
+
+    Attributes:
+        ids: Input: token numbers, i32 `[n_tokens]`.
+        positions: Input: positions in their sequences, i32 `[n_tokens]`.
+        cells: Input: where keys and values are kept, i64 `[n_tokens]`.
+        mask: Input: what is added to attention scores, 0 or -inf, f16 `[n_kv, n_tokens]`.
+        window_mask: Input: the same for layers with a window; `None` where there are none.
+        chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are.
+        logits: Output: f32 `[n_vocab, n_out]`.
+        hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        memory: KvMemory,
+        n_tokens: int,
+        n_out: int,
+        n_kv: int,
+        cache: ExpertCache | None = None,
+        changes: Changes | None = None,
+    ) -> None:
+        super().__init__(config, weights, n_tokens, memory.n_cells > config.rope.n_ctx_orig, changes)
+        self._cache = cache
+        self._memory = memory
+        self._n_kv = n_kv
+        self.ids = self._input("ids", DType.I32, n_tokens)
+        self.positions = self._input("positions", DType.I32, n_tokens)
+        self.cells = self._input("cells", DType.I64, n_tokens)
+        self.mask = self._input("mask", DType.F16, n_kv, n_tokens)
+        self.window_mask = self._input("window_mask", DType.F16, n_kv, n_tokens) if config.window else None
+        self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
+        x = self._begin(self.ids)
+        for layer in self.layers:
+            x = self._layer(layer, x)
+        self.hidden, self.logits = self._head(x)
+
+    def set_inputs(
+        self,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        cells: npt.NDArray[np.int64],
+        masks: Sequence[npt.NDArray[np.float16]],
+        chosen: npt.NDArray[np.int32],
+    ) -> None:
+        """Write the inputs; `masks` are that for all tokens and, if the model has windows, that for these."""
+        if self.layers.start == 0:
+            self.write(self.ids, ids)
+        self.write(self.positions, positions)
+        self.write(self.cells, cells)
+        self.write(self.mask, masks[0])
+        if self.window_mask is not None:
+            self.write(self.window_mask, masks[1])
+        if self.chosen is not None:
+            self.write(self.chosen, chosen)
+
+    def set_token(self, number: int, position: int, cell: int, masks: Sequence[memoryview]) -> None:
+        """As `set_inputs`, of a graph for one token."""
+        if self.layers.start == 0:
+            self.write_one(self.ids, number)
+        self.write_one(self.positions, position)
+        self.write_one(self.cells, cell)
+        self.write(self.mask, masks[0])
+        if self.window_mask is not None:
+            self.write(self.window_mask, masks[1])
+
+    def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep keys and values of the tokens, and mix the values of the cells that each token sees."""
+        ctx, c = self._ctx, self._config
+        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        kept_keys = ctx.set_rows(keys, ctx.reshape_2d(key, keys.ne[0], self._n_tokens), self.cells)
+        kept_values = ctx.set_rows(values, ctx.reshape_2d(value, values.ne[0], self._n_tokens), self.cells)
+        return ctx.flash_attn_ext(
+            ctx.permute(query, 0, 2, 1, 3),
+            heads_of(ctx, kept_keys, c.n_key, self._n_kv, c.n_head_kv),
+            heads_of(ctx, kept_values, c.n_value, self._n_kv, c.n_head_kv),
+            self.window_mask if c.sees_window(layer) else self.mask,
+            c.attn_scale,
+            0.0,
+            c.attn_softcap,
+        )
 
 
 def heads_of(ctx: Context, kept: Tensor, n: int, n_kv: int, n_heads: int) -> Tensor:

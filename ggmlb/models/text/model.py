@@ -21,7 +21,7 @@ from ggmlb.models.gguf.summary import facts as gguf_facts
 from ggmlb.models.gguf.vocabulary import Vocabulary
 from ggmlb.models.layers import Layers, held
 from ggmlb.models.summary import Summary
-from ggmlb.models.text.adapter import Adapter
+from ggmlb.models.text.adapter import Adapter, AdapterFile, NewFactors
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.compare import (
     LIMIT,
@@ -40,10 +40,13 @@ from ggmlb.models.text.parts import Parts
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.sampling import Options, changed
 from ggmlb.models.text.session import Session
+from ggmlb.models.text.training import Training, TrainingGraph
 from ggmlb.models.text.ways import LAYERS, planner_in
+from ggmlb.optimize import AdamW
 
 if TYPE_CHECKING:
     from ggmlb.models.gguf.chat import ChatTemplate
+    from ggmlb.optimize import Callback, Epoch, Optimizer, Schedule
 
 LEAST_LENGTH = 1e-12
 """Least length that an embedding is divided by."""
@@ -160,7 +163,7 @@ class TextModel(ModelOnDevices):
             )
             resources.callback(self._parts.free)
             for adapter, scale in adapters:
-                self._parts.load_adapter(Path(adapter), scale)
+                self._parts.load_adapter(AdapterFile(Path(adapter)), scale)
             self._engine = Engine(self._parts.decoder, self._parts.memory)
             self._resources = resources.pop_all()
         self.experts = self._parts.experts
@@ -352,7 +355,7 @@ class TextModel(ModelOnDevices):
         """
         return self._changes.steering(vectors, scale)
 
-    def load_adapter(self, path: str | PathLike[str], scale: float = 1.0) -> Adapter:
+    def load_adapter(self, path: str | PathLike[str], scale: float = 1.0, trainable: bool = False) -> Adapter:
         """Load a LoRA adapter beside the model's weights, which stay as they are.
 
         Example: `adapter = model.load_adapter("pirate.gguf")`, then `adapter.scale = 0` to switch it off.
@@ -360,6 +363,7 @@ class TextModel(ModelOnDevices):
         Args:
             path: A GGUF file, as llama.cpp's `convert_lora_to_gguf.py` writes it.
             scale: What it is multiplied by; 0: off.
+            trainable: Whether to place its factors as f32, so that `finetune` can go on with them.
 
         Returns:
             The adapter, which is on until it is closed, or the model is; several may be on.
@@ -371,7 +375,117 @@ class TextModel(ModelOnDevices):
             FreedError: The model was closed.
         """
         self._check("load_adapter")
-        return self._parts.load_adapter(Path(path), scale)
+        return self._parts.load_adapter(AdapterFile(Path(path), trainable), scale)
+
+    def new_adapter(
+        self,
+        targets: str = r"attn_[qkv]\.weight|attn_output\.weight",
+        rank: int = 8,
+        alpha: float | None = None,
+        seed: int = 0,
+    ) -> Adapter:
+        """Return a LoRA adapter that changes nothing yet, to be trained by `finetune`.
+
+        Args:
+            targets: Regular expression: weights whose names it matches anywhere have factors.
+            rank: Rows and columns of the factors.
+            alpha: Divided by the rank, what their products are multiplied by; twice the rank by default.
+            seed: Of the random factors; those on the other side are 0.
+
+        Raises:
+            ArgumentError: No weight is meant, or the rank is not positive.
+            AllocationError: A device lacks room.
+            FreedError: The model was closed.
+        """
+        self._check("new_adapter")
+        if rank < 1:
+            raise ArgumentError(f"new_adapter: the rank is {rank}; give 1 or more")
+        return self._parts.load_adapter(
+            NewFactors(targets, rank, 2.0 * rank if alpha is None else alpha, seed)
+        )
+
+    def training(
+        self,
+        adapter: Adapter,
+        optimizer: Optimizer | Schedule = AdamW(),  # noqa: B008 - frozen
+        *,
+        n_ctx: int = 128,
+        n_batch: int = 4,
+        opt_period: int = 1,
+        seed: int = 0,
+    ) -> Training:
+        """Return what trains an adapter, step by step or by epochs; `finetune` does all of it in one call.
+
+        Example: `with model.training(adapter) as t: t.opt.epoch(t.dataset(model.tokens_of(text)))`
+
+        Args:
+            adapter: One of this model's, new or loaded as `trainable`; it must be on.
+            optimizer: Hyperparameters, or a function that returns those of each step; see `ggmlb.optimize`.
+            n_ctx: Tokens of a sequence.
+            n_batch: Sequences that are computed together.
+            opt_period: Batches whose gradients are added up before a step.
+            seed: Of the orders of data.
+
+        Raises:
+            ArgumentError: The adapter is off, another model's, or not trainable; the model has experts or is
+                recurrent, whose ops have no gradients; or a number is out of range.
+            AllocationError: A device lacks room.
+            FreedError: The model was closed.
+        """
+        self._check("training")
+        if adapter not in self._changes.active:
+            raise ArgumentError(f"training: {adapter!r} is off, closed, or of another model")
+        if not adapter.source.trainable:
+            raise ArgumentError(f"training: {adapter!r} was loaded to be read; load it as trainable")
+        if self.config.state is not None or self.config.experts is not None:
+            kind = "is recurrent" if self.config.experts is None else "has experts"
+            raise ArgumentError(f"training: the model {kind}: ops of such models have no gradients")
+        if n_ctx < 1 or n_batch < 1:
+            raise ArgumentError(f"training: n_ctx is {n_ctx}, n_batch {n_batch}; give 1 or more")
+        graph = TrainingGraph(self.config, self._parts.tensors, n_ctx, n_batch, self._changes)
+        return Training(graph, self.backends, adapter, optimizer, opt_period, seed)
+
+    def finetune(
+        self,
+        adapter: Adapter,
+        text: Prompt,
+        optimizer: Optimizer | Schedule = AdamW(),  # noqa: B008 - frozen
+        *,
+        n_epochs: int = 1,
+        n_ctx: int = 128,
+        n_batch: int = 4,
+        opt_period: int = 1,
+        val_split: float = 0.0,
+        callback: Callback | None = None,
+        seed: int = 0,
+    ) -> list[Epoch]:
+        """Train an adapter with a text; the model's own weights stay as they are, quantised.
+
+        Example: `model.finetune(model.new_adapter(), text, optimize.AdamW(1e-3), n_epochs=3)`
+
+        Args:
+            adapter: One of this model's, new or loaded as `trainable`; it must be on.
+            text: As for `generate`; it is cut into sequences of `n_ctx` tokens.
+            optimizer: Hyperparameters, or a function that returns those of each step.
+            n_epochs: How often all of the text is used, in a new order each time.
+            n_ctx: Tokens of a sequence.
+            n_batch: Sequences that are computed together.
+            opt_period: Batches whose gradients are added up before a step.
+            val_split: Share of the text, its end, that measures and does not train.
+            callback: Called after each batch; `False` ends the training.
+            seed: Of the orders of data.
+
+        Returns:
+            What each epoch measured.
+
+        Raises:
+            ArgumentError: The text is too short, the adapter is off, or a number is out of range.
+            Error: As `training`.
+        """
+        with self.training(
+            adapter, optimizer, n_ctx=n_ctx, n_batch=n_batch, opt_period=opt_period, seed=seed
+        ) as training:
+            return training.opt.fit(training.dataset(self.tokens_of(text)), n_epochs, val_split, callback)
 
     def compare(
         self,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ggmlb import Backend, BufferType, DType, Tensor, planned_memory
 from ggmlb.core.errors import ArgumentError
 from ggmlb.interface.memory_table import MemoryTable
 from ggmlb.models.layers import EMBEDDINGS, OUTPUT
-from ggmlb.models.text.adapter import Adapter
+from ggmlb.models.text.adapter import Adapter, FactorSource
 from ggmlb.models.text.changes import Changes
 from ggmlb.models.text.decoder import BaseDecoder, Decoder
 from ggmlb.models.text.experts import ON_HOST, ExpertCache
@@ -77,11 +76,12 @@ class Parts:
 
     Attributes:
         weights: The weights' memory.
+        tensors: The weights, by the names of the file.
         memory: What is kept of earlier tokens.
         decoder: Computes batches.
         experts: The cache of experts; `None` where there is none.
         changes: As given.
-        adapter_events: The files of adapters that were loaded (True) or closed (False), in order.
+        adapter_events: The sources of adapters that were loaded (True) or closed (False), in order.
 
     Raises:
         ArgumentError, AllocationError, ModelError: As `TextModel`.
@@ -105,7 +105,7 @@ class Parts:
         kv_home = None if placement.kv_on is None else backends[placement.kv_on]
         kv_homes = homes if kv_home is None else [kv_home] * config.n_layer
         self.changes = changes
-        self.adapter_events: list[tuple[Path, bool]] = []
+        self.adapter_events: list[tuple[FactorSource, bool]] = []
         self._name = config.name
         self._homes = {
             name: (source, backends[device])
@@ -119,7 +119,7 @@ class Parts:
         with ExitStack() as resources:
             self.weights = Weights(file, None, overrides)
             resources.callback(self.weights.free)
-            weights: dict[str, Tensor] = {}
+            self.tensors = weights = dict[str, Tensor]()
             for name, backend in backends.items():
                 weights |= self.weights.place(sources_on(name, layout, placement), backend)
             if room.expert_cache is not None:
@@ -151,15 +151,15 @@ class Parts:
         }
         return MemoryTable({"weights": self.weights.spaces, "adapters": adapters, **spaces})
 
-    def load_adapter(self, path: Path, scale: float = 1.0) -> Adapter:
+    def load_adapter(self, source: FactorSource, scale: float = 1.0) -> Adapter:
         """Load an adapter, and reserve the memory of graphs with all that are loaded.
 
         Raises:
             Error: As `TextModel.load_adapter`; it is not loaded then.
         """
-        adapter = Adapter(path, self._name, self._homes, scale, self._forget)
+        adapter = Adapter(source, self._name, self._homes, scale, self._forget)
         self.changes.adapters.append(adapter)
-        self.adapter_events.append((path, True))
+        self.adapter_events.append((source, True))
         try:
             with self.changes.with_all_adapters():
                 self.decoder.reserve()
@@ -172,7 +172,7 @@ class Parts:
     def _forget(self, adapter: Adapter) -> None:
         if adapter in self.changes.adapters:
             self.changes.adapters.remove(adapter)
-            self.adapter_events.append((adapter.path, False))
+            self.adapter_events.append((adapter.source, False))
 
     def free(self) -> None:
         """Free the memory."""

@@ -8,7 +8,7 @@ from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, Value, vec
 from ggmlb.backends.llvm.kernels.interleaved import AHEAD, ROWS
 from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
-from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, Written, store, transposed
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
@@ -85,7 +85,7 @@ def _floats(
                             sums[v][c].set(k.fma(weights[v], x, sums[v][c].now))
                 if finish is None:
                     with k.when(begin > 0):
-                        _add_written(k, sums, place, first, column)
+                        add_written(k, sums, place, first, column)
                 values = [[slot.now for slot in row] for row in sums]
                 store(k, values, place, first, (column, column), finish)
 
@@ -117,7 +117,7 @@ def _pack(
                 k.store(load_float(k, dtype, row + i * size), packed + i * (4 * n_rows) + (v + r) * 4)
 
 
-def _add_written(k: Kernel, sums: list[list[Variable]], place: Place, first: Value, column: Value) -> None:
+def add_written(k: Kernel, sums: list[list[Variable]], place: Written, first: Value, column: Value) -> None:
     """Add what was written for the elements before."""
     n = k.level.lanes
     for c in range(len(sums[0])):

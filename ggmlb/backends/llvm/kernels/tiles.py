@@ -9,17 +9,27 @@ bytes (`byte_tiles`) and of floats (`float_tiles`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ggmlb.backends.llvm.codegen.value import Value
 from ggmlb.backends.llvm.kernels.elementwise import FUNCTIONS
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
-    from ggmlb.backends.llvm.kernels.matvec import Place
 
     Finish = Callable[[Value, Value, Value, Value | None], Value]
     """Of results, their row of activations, the first one's row of the weight, and a mask."""
+
+
+class Written(Protocol):
+    """Protocol of a chunk of a product: `m` elements of a row of the result, `n` the end of its rows."""
+
+    m: Value
+    n: Value
+
+    def result(self, c: Value) -> Value:
+        """Address of a row of the result."""
+
 
 DEPTH = 256
 """Elements of a row that are packed at a time."""
@@ -77,7 +87,7 @@ def transposed(vectors: Sequence[Value]) -> list[Value]:
 def store(
     k: Kernel,
     sums: list[list[Value]],
-    place: Place,
+    place: Written,
     first: Value,
     columns: tuple[Value, Value],
     finish: Finish | None = None,

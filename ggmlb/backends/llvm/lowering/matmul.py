@@ -13,6 +13,7 @@ from ggmlb.backends.llvm.kernels import (
     interleaved,
     interleaved_products,
     matvec,
+    out_prod,
     tiles,
 )
 from ggmlb.backends.llvm.kernels.blocks import FORMS
@@ -180,6 +181,32 @@ def _chosen(node: Tensor, steps: Steps) -> None:
         args = (*args, steps.scratch(shape.nbytes * steps.n_threads), shape.nbytes)
         kernel = byte_tiles.chosen_quantized if quantized else float_tiles.chosen_floats
         steps.emit(kernel, (*types, packed), args, parts * n_matrices)
+
+
+DEEP_NBYTES = 8 << 20
+"""Bytes of the second operand of an outer product that are read again for each of few chunks only."""
+
+
+@RULES.rule(Op.OUT_PROD, operands(READ, FLOATS, out=F32), in_rows(0, RESULT))
+def _out_prod(node: Tensor, steps: Steps) -> None:
+    a, b = node.operand(0), node.operand(1)
+    (n, m), depth, matrices = node.ne[:2], a.ne[1], node.ne[2] * node.ne[3]
+    level = steps.library.target.level
+    unit = out_prod.unit(level, name(a), n)
+    units, most_bands = -(-n // unit), -(-m // float_tiles.columns_at_once(level))
+    chunks = steps.chunks(n * m * depth * matrices / 25, units * most_bands * matrices)
+    if b.nbytes > DEEP_NBYTES:
+        chunks = min(chunks, 2 * steps.n_threads * matrices)
+    parts = -(-units // max(1, units * matrices // chunks))
+    bands = min(most_bands, -(-chunks // (matrices * parts)))
+    nbytes = -(-out_prod.scratch_nbytes(unit) // 64) * 64
+    args = (
+        steps.address(a), *a.nb[1:], steps.address(b), *b.nb, steps.address(node), *node.nb[1:],
+        n, m, depth, *node.ne[2:], node.ne[2] // a.ne[2], node.ne[3] // a.ne[3], parts, bands,
+        steps.scratch(nbytes * steps.n_threads), nbytes,
+    )  # fmt: skip
+    params = (name(a), name(b), is_interleaved(a), unit)
+    steps.emit(out_prod.out_prod, params, args, matrices * parts * bands)
 
 
 class _TileShape(NamedTuple):

@@ -1,0 +1,163 @@
+"""Sums of outer products (out_prod), as gradients of products are: of weights of any type, in strips too.
+
+A thread unpacks some elements of `DEPTH` rows of the first operand as float32 into its own memory, and
+multiplies them with all columns of the second; sums stay in registers, and are then added to those of the
+rows before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.simd import SIZES, load_float, load_floats
+from ggmlb.backends.llvm.codegen.value import F32, I32, Value, vec
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.backends.llvm.kernels.convert import convert
+from ggmlb.backends.llvm.kernels.float_tiles import add_written, columns_at_once
+from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of
+from ggmlb.backends.llvm.kernels.interleaved import lanes as rows_of_vector
+from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
+from ggmlb.backends.llvm.kernels.tiles import DEPTH, store, transposed
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.host import Level
+
+ARGS = (
+    "a", "a_nb1", "a_nb2", "a_nb3", "b", "b_nb0", "b_nb1", "b_nb2", "b_nb3",
+    "y", "y_nb1", "y_nb2", "y_nb3", "n", "m", "depth", "n2", "n3", "r2", "r3", "parts", "bands",
+    "scratch", "nbytes",
+)  # fmt: skip
+"""Where the operands and the result lie, with byte strides; elements of their rows, and rows that are summed;
+matrices, and how often those of `a` repeat; chunks of a matrix along `n`, and along `m`; scratch memory of
+each thread."""
+
+
+def unit(level: Level, dtype: str, n: int) -> int:
+    """Elements of a row that are unpacked together: whole blocks, and whole vectors."""
+    if dtype in FORMS:
+        return max(FORMS[dtype].block, 2 * level.lanes)
+    least = max(8, level.lanes)
+    return least if n <= least else 2 * least
+
+
+def scratch_nbytes(unit: int) -> int:
+    """Bytes that a thread needs."""
+    return DEPTH * unit * 4
+
+
+class _Place:
+    """A chunk: its matrix, its part of the rows of the result, and its columns.
+
+    Attributes:
+        m: Elements of a row of the result, which a tile has side by side.
+        n: End of the chunk's rows of the result.
+    """
+
+    def __init__(self, k: Kernel, unit: int) -> None:
+        p = dict(zip(ARGS, k.ints(len(ARGS)), strict=True))
+        self.args = p
+        chunk, band = k.chunk // p["bands"], k.chunk % p["bands"]
+        matrix, part = chunk // p["parts"], chunk % p["parts"]
+        i2, i3 = matrix % p["n2"], matrix // p["n2"]
+        self.a = p["a"] + i2 // p["r2"] * p["a_nb2"] + i3 // p["r3"] * p["a_nb3"]
+        self.b = p["b"] + i2 * p["b_nb2"] + i3 * p["b_nb3"]
+        self.y = p["y"] + i2 * p["y_nb2"] + i3 * p["y_nb3"]
+        self.m, self.depth = p["n"], p["depth"]
+        units = (p["n"] + (unit - 1)) // unit
+        self.first, self.last = units * part // p["parts"], units * (part + 1) // p["parts"]
+        self.start, self.n = p["m"] * band // p["bands"], p["m"] * (band + 1) // p["bands"]
+
+    def result(self, c: Value) -> Value:
+        """Address of a row of the result."""
+        return self.y + self.args["y_nb1"] * c
+
+
+def out_prod(k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool, unit: int) -> None:
+    """Sum outer products: `ARGS`."""
+    place, n, n_columns = _Place(k, unit), k.level.lanes, columns_at_once(k.level)
+    p, n_vectors = place.args, min(2, unit // n)
+    packed = p["scratch"] + k.thread * p["nbytes"]
+    with k.loop(0, place.depth, DEPTH) as begin:
+        count = k.least(place.depth - begin, DEPTH)
+        with k.loop(place.first * unit, place.last * unit, unit) as first:
+            end = k.least(first + unit, place.m)
+            if is_interleaved:
+                _unpack_strips(k, dtype, place, (begin, count), (first, end), packed, unit)
+            else:
+                with k.loop(0, count) as i:
+                    row = place.a + (begin + i) * p["a_nb1"]
+                    convert(k, "f32", dtype, packed + i * (4 * unit) - first * 4, row, first, end)
+            with k.loop(first, end, n_vectors * n) as at, k.loop(place.start, place.n, n_columns) as column:
+                zero = k.const(vec(F32, n), 0)
+                sums = [[k.variable(zero) for _ in range(n_columns)] for _ in range(n_vectors)]
+                # Beyond the last column the last one is read again.
+                columns = [
+                    place.b + k.least(column + c, place.n - 1) * p["b_nb0"] + begin * p["b_nb1"]
+                    for c in range(n_columns)
+                ]
+                of = packed + (at - first) * 4
+                with k.loop(0, count) as i:
+                    row, step = of + i * (4 * unit), i * p["b_nb1"]
+                    weights = [k.load(vec(F32, n), row + v * n * 4) for v in range(n_vectors)]
+                    for c, x in enumerate(columns):
+                        factor = load_float(k, b_dtype, x + step).splat(n)
+                        for v in range(n_vectors):
+                            sums[v][c].set(k.fma(weights[v], factor, sums[v][c].now))
+                with k.when(begin > 0):
+                    add_written(k, sums, place, at, column)
+                store(k, [[s.now for s in row] for row in sums], place, at, (column, place.start))
+
+
+def _unpack_strips(
+    k: Kernel,
+    dtype: str,
+    place: _Place,
+    rows: tuple[Value, Value],
+    elements: tuple[Value, Value],
+    packed: Value,
+    unit: int,
+) -> None:
+    """Unpack elements of whole strips of rows: the first row and their number; elements from and below."""
+    (begin, count), n = rows, rows_of_vector(k.level)
+    unpack = _unpack_floats if dtype in SIZES else _unpack_blocks
+    with k.loop(0, count, n) as i:
+        row = begin + i
+        strip = place.a + row // ROWS * ROWS * place.args["a_nb1"]
+        unpack(k, dtype, strip, row % ROWS, elements, packed + i * (4 * unit) - elements[0] * 4, 4 * unit)
+
+
+def _unpack_floats(
+    k: Kernel, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
+) -> None:
+    n, size = rows_of_vector(k.level), SIZES[dtype]
+    (first, end), at = elements, strip + row * size
+    with k.loop(first, end, n) as i:
+        # Beyond the last element the last one is read again.
+        places = [at + k.least(i + j, end - 1) * (ROWS * size) for j in range(n)]
+        columns = [load_floats(k, dtype, place, n) for place in places]
+        _store_rows(k, columns, to + i * 4, step)
+
+
+def _unpack_blocks(
+    k: Kernel, dtype: str, strip: Value, row: Value, elements: tuple[Value, Value], to: Value, step: int
+) -> None:
+    n, form = rows_of_vector(k.level), FORMS[dtype]
+    with k.loop(elements[0] // form.block, elements[1] // form.block) as block:
+        at = Interleaved(k, fields_of(dtype), strip, block, row)
+        runs, scales = form.codes(k, at), SCALES[dtype](at)
+        for first in range(0, form.block, n):
+            columns = []
+            for i in range(first, first + n):
+                code = runs[i // 32][i % 32 // 4].shuffle([4 * r + i % 4 for r in range(n)])
+                wide = code.sext(I32) if form.offset is None else code.zext(I32) - form.offset
+                value = wide.to_float() * scales.scale(i // form.group)
+                minimum = scales.minimum(i // form.group)
+                columns.append(value if minimum is None else value + minimum)
+            _store_rows(k, columns, to + block * (4 * form.block) + 4 * first, step)
+
+
+def _store_rows(k: Kernel, columns: list[Value], to: Value, step: int) -> None:
+    """Write the lanes of elements, as many as lanes, as rows `step` bytes apart."""
+    for r, values in enumerate(transposed(columns)):
+        k.store(values, to + r * step)

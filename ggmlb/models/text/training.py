@@ -1,0 +1,160 @@
+"""Training of adapters: the graph of whole sequences, with the factors of an adapter as parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb import Backend, Scheduler, Tensor, TensorFlag
+from ggmlb.core.errors import ArgumentError
+from ggmlb.core.lifetime import Closeable
+from ggmlb.models.text.graph import LayersGraph
+from ggmlb.optimize import Dataset, OptContext
+
+if TYPE_CHECKING:
+    from ggmlb.models.text.adapter import Adapter
+    from ggmlb.models.text.changes import Changes
+    from ggmlb.models.text.config import TextConfig
+    from ggmlb.optimize import Optimizer, Schedule
+
+
+class TrainingGraph(LayersGraph):
+    """The graph of whole sequences, each token of which sees those before it.
+
+    Attention is made of products and a soft max, which have gradients.
+
+    Args:
+        config: The model's sizes.
+        weights: By the names of the file.
+        n_ctx: Tokens of a sequence.
+        n_sequences: Sequences.
+        changes: What is added to products.
+
+    Attributes:
+        ids: Input: token numbers, i32 `[n_ctx, n_sequences]`.
+        logits: f32 `[n_vocab, n_ctx * n_sequences]`.
+    """
+
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: Mapping[str, Tensor],
+        n_ctx: int,
+        n_sequences: int,
+        changes: Changes | None = None,
+    ) -> None:
+        n_tokens = n_ctx * n_sequences
+        super().__init__(config, weights, n_tokens, n_ctx > config.rope.n_ctx_orig, changes)
+        self._n_ctx, self._n_sequences = n_ctx, n_sequences
+        self.ids = self._ctx.set_input(self._ctx.new_tensor("i32", (n_ctx, n_sequences), "ids"))
+        place = np.arange(n_ctx, dtype=np.int32)
+        self.positions = self._ctx.from_array(np.tile(place, n_sequences), name="positions")
+        distance = place[:, None] - place
+        self._mask = self._masked(distance < 0, "mask")
+        self._window_mask = self._mask
+        if config.window:
+            self._window_mask = self._masked((distance < 0) | (distance >= config.window), "window_mask")
+        x = self._begin(self._ctx.reshape_1d(self.ids, n_tokens))
+        for layer in self.layers:
+            x = self._layer(layer, x)
+        self.logits = self._head(x)[1]
+
+    def _masked(self, is_hidden: npt.NDArray[np.bool_], name: str) -> Tensor:
+        return self._ctx.from_array(np.where(is_hidden, -np.inf, 0).astype(np.float16), name=name)
+
+    def _scaled(self, adapter: Adapter, y: Tensor, rank: int) -> Tensor:
+        return self._ctx.scale(y, adapter.multiplier(rank))
+
+    def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx, c = self._ctx, self._config
+
+        def by_sequence(x: Tensor) -> Tensor:
+            return ctx.reshape_4d(x, *x.ne[:2], self._n_ctx, self._n_sequences)
+
+        query, key = (ctx.permute(by_sequence(x), 0, 2, 1, 3) for x in (query, key))
+        value = ctx.cont(ctx.permute(by_sequence(value), 1, 2, 0, 3))
+        scores, scale = ctx.mul_mat(key, query), c.attn_scale
+        if c.attn_softcap:
+            scores = ctx.scale(ctx.tanh(ctx.scale(scores, scale / c.attn_softcap)), c.attn_softcap)
+            scale = 1.0
+        mask = self._window_mask if c.sees_window(layer) else self._mask
+        mixed = ctx.mul_mat(value, ctx.soft_max_ext(scores, mask, scale))
+        return ctx.reshape_3d(ctx.cont(ctx.permute(mixed, 0, 2, 1, 3)), c.n_value, c.n_head, self._n_tokens)
+
+
+class Training(Closeable):
+    """Trains an adapter of a model, whose own weights stay as they are; made by `TextModel.training`.
+
+    The model may be used meanwhile, as in a callback: it has the factors of the last step. A context manager,
+    which frees what training needs; the adapter stays.
+
+    Args:
+        graph: Of a batch of sequences.
+        backends: Streams, highest priority first.
+        adapter: What is trained; it is on.
+        optimizer: As for `OptContext`, like `opt_period` and `seed`.
+        opt_period: Batches between steps.
+        seed: Of the orders of data.
+
+    Attributes:
+        graph: As given.
+        adapter: As given.
+        scheduler: Computes the graphs.
+        opt: Takes steps, measures, saves and loads checkpoints.
+
+    Raises:
+        AllocationError: A device lacks room.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        backends: Sequence[Backend],
+        adapter: Adapter,
+        optimizer: Optimizer | Schedule,
+        opt_period: int,
+        seed: int,
+    ) -> None:
+        self.graph, self.adapter = graph, adapter
+        with ExitStack() as resources:
+            resources.callback(self._unmark)
+            for tensor in self._factors():
+                tensor.flags |= TensorFlag.PARAM
+            self.scheduler = resources.enter_context(Scheduler(backends, keep_graphs=True))
+            self.opt = OptContext(
+                self.scheduler, graph.ids, graph.logits, "cross_entropy", optimizer,
+                opt_period=opt_period, class_labels=True, seed=seed,
+            )  # fmt: skip
+            resources.enter_context(self.opt)
+            self._resources = resources.pop_all()
+
+    def dataset(self, tokens: Sequence[int]) -> Dataset:
+        """Return a text as sequences to train with: the tokens of each, and the tokens after each of them.
+
+        Raises:
+            ArgumentError: The text does not fill a batch.
+        """
+        n_ctx, n_batch = self.graph.ids.ne[:2]
+        n = (len(tokens) - 1) // n_ctx
+        if n < n_batch:
+            raise ArgumentError(
+                f"dataset: {len(tokens)} tokens; a batch has {n_batch} sequences of {n_ctx}, and needs "
+                f"{n_batch * n_ctx + 1}: give a longer text, or smaller batches"
+            )
+        numbers = np.array(tokens[: n * n_ctx + 1], np.int32)
+        return Dataset(numbers[:-1].reshape(n, n_ctx), labels=numbers[1:].reshape(n, n_ctx))
+
+    def _factors(self) -> list[Tensor]:
+        return [tensor for factors in self.adapter.factors.values() for tensor in factors]
+
+    def _unmark(self) -> None:
+        for tensor in self._factors():
+            tensor.flags &= ~TensorFlag.PARAM
+
+    def close(self) -> None:
+        """Free what training needs; has no effect if already closed."""
+        self._resources.close()

@@ -1,0 +1,141 @@
+"""Result: what was measured over batches; Progress: what a callback is told after each."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from ggmlb.optimize.context import OptContext
+    from ggmlb.optimize.dataset import Dataset
+
+
+class Result:
+    """Losses and predictions of batches, as `OptContext.eval` adds them (ggml_opt_result).
+
+    Attributes:
+        losses: Of each batch.
+        n_data: Data points of all batches.
+        n_correct: Rows of outputs whose largest element is that of their labels; -1: not counted.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.n_data = 0
+        self.n_correct = -1
+        self._n_rows = 0
+        self._pred: list[npt.NDArray[np.int32]] = []
+
+    def add(
+        self, loss: float, n_data: int, pred: npt.NDArray[np.int32] | None = None, n_correct: int = 0
+    ) -> None:
+        """Add a batch; `pred` and `n_correct` where outputs are compared with labels."""
+        self.losses.append(loss)
+        self.n_data += n_data
+        if pred is not None:
+            self._pred.append(pred)
+            self._n_rows += pred.size
+            self.n_correct = max(self.n_correct, 0) + n_correct
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the batches; NaN without any (ggml_opt_result_loss)."""
+        return float(np.mean(self.losses)) if self.losses else math.nan
+
+    @property
+    def loss_uncertainty(self) -> float:
+        """Standard error of the loss; NaN with fewer than two batches."""
+        n = len(self.losses)
+        return float(np.std(self.losses, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+
+    @property
+    def accuracy(self) -> float:
+        """Share of rows of outputs that are right; NaN if none are counted (ggml_opt_result_accuracy)."""
+        return self.n_correct / self._n_rows if self._n_rows else math.nan
+
+    @property
+    def accuracy_uncertainty(self) -> float:
+        """Standard error of the accuracy; NaN with fewer than two rows."""
+        n, share = self._n_rows, self.accuracy
+        return math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else math.nan
+
+    @property
+    def pred(self) -> npt.NDArray[np.int32]:
+        """The largest element of each row of outputs, in the order of the batches (ggml_opt_result_pred)."""
+        return np.concatenate(self._pred) if self._pred else np.zeros(0, np.int32)
+
+    def __repr__(self) -> str:
+        if not self.losses:
+            return "<Result of no batch>"
+        accuracy = f", accuracy {self.accuracy:.2%}" if self._n_rows else ""
+        return f"<Result of {self.n_data:,}: loss {self.loss:.4g}{accuracy}>"
+
+
+class Epoch(NamedTuple):
+    """What an epoch measured.
+
+    Attributes:
+        train: While training.
+        eval: After it, with the data points set aside.
+    """
+
+    train: Result
+    eval: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of an epoch after a batch.
+
+    Attributes:
+        is_training: Whether parameters are changed; else they are evaluated.
+        opt: Computes the batches.
+        dataset: Their source.
+        result: What was measured so far.
+        n_done: Batches that are done.
+        n_batches: Batches of this part of the epoch.
+        start: When it began, by `time.perf_counter` [s].
+    """
+
+    is_training: bool
+    opt: OptContext
+    dataset: Dataset
+    result: Result
+    n_done: int
+    n_batches: int
+    start: float
+
+    @property
+    def seconds(self) -> float:
+        """Time since the beginning [s]."""
+        return perf_counter() - self.start
+
+    @property
+    def remaining(self) -> float:
+        """Estimated time to the end [s]."""
+        return self.seconds / self.n_done * (self.n_batches - self.n_done)
+
+
+Callback = Callable[[Progress], Any]
+"""Called after each batch; `False` ends the training."""
+
+
+def progress_bar(progress: Progress, width: int = 24) -> None:
+    """Print a line with a bar to stderr, overwritten after each batch (..._epoch_callback_progress_bar)."""
+    p, result = progress, progress.result
+    filled = width * p.n_done // p.n_batches
+    accuracy = f"  accuracy {result.accuracy:.2%}" if result.n_correct >= 0 else ""
+    print(
+        f"\r{'train' if p.is_training else 'eval '} |{'=' * filled:{width}}| {p.n_done}/{p.n_batches}"
+        f"  loss {result.loss:.4f}{accuracy}  {p.seconds:.0f} s, {p.remaining:.0f} s left ",
+        end="\n" if p.n_done == p.n_batches else "",
+        file=sys.stderr,
+        flush=True,
+    )
