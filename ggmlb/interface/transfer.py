@@ -21,7 +21,7 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
 
     Args:
         buffer: Where to place it.
-        tensor: Neither a view nor placed before.
+        tensor: Neither a view nor in a buffer, unless that was freed.
         offset: A multiple of the buffer's alignment [bytes].
 
     Raises:
@@ -33,7 +33,7 @@ def tensor_alloc(buffer: Buffer, tensor: Tensor, offset: int) -> None:
     """
     if tensor.view_src is not None:
         raise ArgumentError(f"tensor_alloc: {tensor.describe()} is a view; place its source, then view_init")
-    if tensor.buffer is not None:
+    if tensor.buffer is not None and not tensor.buffer.is_freed:
         raise ArgumentError(f"tensor_alloc: {tensor.describe()} is already in a {tensor.buffer.name} buffer")
     if offset % buffer.alignment:
         raise ArgumentError(
@@ -59,7 +59,7 @@ def view_init(tensor: Tensor) -> None:
     """
     if tensor.view_src is None:
         raise ArgumentError(f"view_init: {tensor.describe()} is not a view; use tensor_alloc")
-    if tensor.buffer is not None:
+    if tensor.buffer is not None and not tensor.buffer.is_freed:
         raise ArgumentError(f"view_init: {tensor.describe()} is already in a {tensor.buffer.name} buffer")
     buffer = tensor.view_src.buffer
     if buffer is None:

@@ -104,6 +104,19 @@ def test_tensors_already_placed_are_left_alone_and_cost_nothing() -> None:
         assert (view.buffer, view.offset) == (elsewhere, 3)
 
 
+def test_tensors_of_a_freed_buffer_are_placed_again() -> None:
+    memory = TestMemory(alignment=32)
+    ctx = context(10, 70)
+    a, b = ctx.tensors
+    view = ctx.view_1d(b, 20, 5)
+    alloc_ctx_tensors(ctx, memory).free()
+    memory.alloc_buffer(64)  # so that the old place is another's
+    with alloc_ctx_tensors(ctx, memory) as buffer:
+        assert {t.buffer for t in (a, b, view)} == {buffer}
+        view.set(bytes(range(20)))
+        assert b.get(5, 20).tolist() == list(range(20))
+
+
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0)])
 def test_a_context_without_bytes_gives_a_buffer_without_bytes(sizes: tuple[int, ...]) -> None:
     memory = TestMemory()

@@ -68,8 +68,8 @@ def alloc_ctx_tensors(
 ) -> Buffer:
     """Place all tensors of a context in a new buffer.
 
-    Placed tensors are skipped; views follow their sources. On failure, no tensor is placed and nothing stays
-    allocated.
+    Placed tensors are skipped, unless their buffer was freed; views follow their sources. On failure, no
+    tensor is placed and nothing stays allocated.
 
     Args:
         ctx: The context of the tensors.
@@ -118,14 +118,14 @@ def alloc_tensors(tensors: Sequence[Tensor], buft: BufferType) -> Buffer:
 
 
 def _unplaced(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the unplaced tensors: those that own memory, and the views."""
-    unplaced = [t for t in tensors if t.buffer is None]
+    """Return the tensors without memory: those that own theirs, and the views."""
+    unplaced = [t for t in tensors if t.buffer is None or t.buffer.is_freed]
     return [t for t in unplaced if t.view_src is None], [t for t in unplaced if t.view_src is not None]
 
 
 @contextmanager
 def _all_or_nothing(tensors: Sequence[Tensor]) -> Iterator[list[Buffer]]:
-    """Yield a list for new buffers; on failure, free them and un-place the tensors."""
+    """Yield a list for new buffers; on failure, free them and un-place the tensors, which have no memory."""
     buffers: list[Buffer] = []
     try:
         yield buffers
