@@ -118,10 +118,12 @@ class BackendBroken(BackendError):
 class DeviceLostError(BackendError):
     """A device does not answer any more; what it held is lost, and other devices go on.
 
-    `node` is the machine or process that had it, `nbytes` the memory that was allocated there.
+    `node` is the machine or process that had it, `devices` the names of all devices there
+    (`Scheduler.without`), `nbytes` the memory that was allocated there.
     """
 
     node: str = ""
+    devices: tuple[str, ...] = ()
     nbytes: int = 0
 
 

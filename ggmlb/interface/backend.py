@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ggmlb.core.enums import NO_OPS, Status
 from ggmlb.core.errors import (
     AllocationError,
     BackendError,
+    DeviceLostError,
     FreedError,
     GraphError,
     NotAllocatedError,
@@ -395,6 +397,7 @@ class Backend(Freeable):
 
         Raises:
             FreedError: It was freed before.
+            BackendError: Queued work failed; the stream is released all the same.
             GraphError: Called from a function that this backend calls (a custom op or callback).
         """
         self._turns.run(self, Backend._close, self)
@@ -514,10 +517,13 @@ class Backend(Freeable):
 
     def _close(self) -> None:
         self.check_alive("free")
-        self.synchronize()
-        self.is_freed = True
-        self._plans.clear()
-        self._free()
+        try:
+            with suppress(DeviceLostError):  # nothing is queued there any more
+                self.synchronize()
+        finally:
+            self.is_freed = True
+            self._plans.clear()
+            self._free()
 
     # -- hooks ---------------------------------------------------------------------------------
 

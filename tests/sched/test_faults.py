@@ -22,6 +22,7 @@ from ggmlb import Scheduler, Status
 from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.backends.opencl import program
 from ggmlb.interface import Backend
+from ggmlb.runtime.alloc import alloc_tensors
 from ggmlb.testing.fake import FakeBackend, FakeBuffer, FakeBufferType, FakeReg
 from tests.support.chain import Chain
 
@@ -284,3 +285,56 @@ def test_two_threads_may_compute_on_one_stream(device, stack):
         both = [threads.submit(results, seed, 10) for seed in range(2)]
         for expected, found in zip(alone, both, strict=True):
             assert all(np.array_equal(expected, y) for y in found.result(600))
+
+
+def test_a_scheduler_goes_on_without_a_device_that_is_lost(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its options and requests; weights that were there are placed again, for the same graph."""
+    chain, gpu0, gpu1, cpu = bench.chain(), *bench.backends
+    sched = Scheduler(bench.backends, strict=True, keep_graphs=True)
+    last = chain.graph.nodes[-1]
+    sched.set_tensor_backend(last, cpu)
+    sched.set_tensor_backend(chain.graph.nodes[-2], gpu1)
+    compute(chain, sched)
+
+    def lose() -> None:
+        raise ggmlb.DeviceLostError("it is lost", devices=(gpu1.name, "of the same machine"))
+
+    monkeypatch.setattr(gpu1, "_synchronize", lose)
+    with pytest.raises(ggmlb.DeviceLostError) as raised:
+        compute(chain, sched)
+    with sched.without(*raised.value.devices) as rest:
+        assert sched.is_freed
+        assert rest.backends == (gpu0, cpu)
+        for weight, values in zip(chain.weights, chain.values, strict=True):
+            if weight.buffer.buft.device is gpu1.device:
+                weight.buffer.free()
+                bench.stack.enter_context(alloc_tensors([weight], gpu0.default_buffer_type)).usage = "WEIGHTS"
+                weight.set_array(values)
+        compute(chain, rest)
+        assert rest.get_tensor_backend(last) is cpu
+        assert {p.device for p in rest.placement} == {gpu0.name, cpu.name}
+        with pytest.raises(ggmlb.ArgumentError, match=rf"the scheduler has {gpu0.name}, CPU; name some"):
+            rest.without("GPU9")
+        with pytest.raises(ggmlb.ArgumentError, match="none would be left"):
+            rest.without(gpu0.name, "CPU")
+
+
+def test_memory_is_freed_though_queued_work_failed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, (gpu0, *_) = bench.chain(), bench.backends
+    sched = Scheduler(bench.backends)
+    compute(chain, sched)
+
+    def fail() -> None:
+        raise ggmlb.BackendError("it failed")
+
+    with monkeypatch.context() as patch, pytest.raises(ggmlb.BackendError, match="it failed"):
+        patch.setattr(gpu0, "_synchronize", fail)
+        sched.free()
+    assert sched.is_freed
+    assert all(buffer.is_freed for buffer in sched.buffers)
+    with monkeypatch.context() as patch, pytest.raises(ggmlb.BackendError, match="it failed"):
+        patch.setattr(gpu0, "_synchronize", fail)
+        gpu0.free()
+    assert gpu0.is_freed

@@ -31,6 +31,7 @@ class RayDevice(Device):
         self.link = link
         self.far_name: str = facts["name"]
         self._name = f"{node}/{self.far_name}"
+        link.devices += (self._name,)
         self._description = f"{facts['description']}, on {facts['host']}"
         kind = DeviceType(facts["type"])
         self._type = DeviceType.ACCEL if kind is DeviceType.CPU else kind

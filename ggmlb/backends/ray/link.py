@@ -152,6 +152,7 @@ class Link:
 
     Attributes:
         title: The node in messages.
+        devices: Names of its devices.
         n_calls: Calls so far.
         n_sent: Bytes of messages and data sent so far, without what goes from node to node.
         sizes: Bytes of each buffer there, by handle.
@@ -164,6 +165,7 @@ class Link:
         self._actor = actor
         self.files = files
         self.title = title
+        self.devices: tuple[str, ...] = ()
         self.n_calls = 0
         self.n_sent = 0
         self.sizes: dict[int, int] = {}
@@ -173,7 +175,6 @@ class Link:
         self._calls: deque[Call] = deque()
         self._in_flight = 0
         self._taking: Task | None = None
-        self._n_taken = 0
         self._garbage: deque[list[Any]] = deque()
         self._run = {1: actor.run}
         self._ahead: dict[tuple[Span, bool], Read] = {}
@@ -279,17 +280,15 @@ class Link:
         self._reads.append(read)
         return read
 
-    def tell(self, nbytes: int) -> None:
-        """Show how much the node has taken since it last computed, if that takes long."""
+    def tell(self, progress: str) -> None:
+        """Show the progress of what is sent to the node, if that takes long."""
         with self._lock:
             if self._taking is None:
                 self._taking = Task(f"{self.title}: taking weights", None)
-                self._n_taken = 0
-            self._n_taken += nbytes
-            self._taking.step(readable_size(self._n_taken))
+            self._taking.step(progress)
 
     def end_telling(self) -> None:
-        """What was taken is all, for now."""
+        """Show how long it took; called when the node computes."""
         with self._lock:
             if self._taking is not None:
                 self._taking.end()
@@ -469,9 +468,11 @@ class Link:
 
     def _lost_error(self) -> DeviceLostError:
         n, nbytes = len(self.sizes), sum(self.sizes.values())
+        names = ", ".join(self.devices)
         return DeviceLostError(
-            f"{self.title} is lost, with {n} buffers of {readable_size(nbytes)} in all: {self._lost}; go on "
-            "with a scheduler without its devices, and place there what it held",
+            f"{self.title} is lost, with {names} and {n} buffers of {readable_size(nbytes)}: {self._lost}; "
+            "go on by Scheduler.without(*error.devices), and place the weights that were there again",
             node=self.title,
+            devices=self.devices,
             nbytes=nbytes,
         )

@@ -17,6 +17,7 @@ import platform
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, Final, TypeVar
 
@@ -35,7 +36,15 @@ from ggmlb.backends.ray.wire import (
 )
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage, as_enum
-from ggmlb.core.errors import BackendBroken, BackendError, Error, RegistryError, did_you_mean, one_line
+from ggmlb.core.errors import (
+    BackendBroken,
+    BackendError,
+    Error,
+    FreedError,
+    RegistryError,
+    did_you_mean,
+    one_line,
+)
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, registry, tensor_copy
 
@@ -316,7 +325,7 @@ class Node:
         plan = self._of(self._plans, handle, "plan")
         self._do_wait()
         del self._plans[handle]
-        if not plan.is_freed:
+        with suppress(FreedError):  # its stream may have been closed before
             plan.backend.graph_plan_free(plan)
 
     def _do_compute(self, handle: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ggmlb.core.enums import Status
-from ggmlb.core.errors import ArgumentError, FreedError, GraphError
+from ggmlb.core.errors import ArgumentError, DeviceLostError, Error, FreedError, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
@@ -108,6 +108,14 @@ class Scheduler(Freeable):
                 )
         self._user: weakref.WeakKeyDictionary[Tensor, int] = weakref.WeakKeyDictionary()
         self._callback: EvalCallback | None = None
+        self._options: dict[str, Any] = {
+            "parallel": parallel,
+            "op_offload": op_offload,
+            "n_copies": n_copies,
+            "strict": strict,
+            "sanitize": sanitize,
+            "keep_graphs": keep_graphs,
+        }
         self._n_copies = n_copies if parallel else 1
         separate = self._n_copies > 1
         self._allocator = GraphAllocator(
@@ -459,11 +467,18 @@ class Scheduler(Freeable):
 
         Raises:
             FreedError: It was freed before.
+            BackendError: Queued work failed; the memory is freed all the same.
         """
         self._check_idle("free")
+        failure: Error | None = None
         for backend in self._backends:
-            if not backend.is_freed:
-                backend.synchronize()
+            try:
+                if not backend.is_freed:
+                    backend.synchronize()
+            except DeviceLostError:
+                pass  # nothing is queued there any more
+            except Error as error:
+                failure = error
         self._forget()
         self._drop_programs()
         self._last = None
@@ -472,6 +487,36 @@ class Scheduler(Freeable):
         self._allocator.free()
         if self._stop_sanitizer is not None:
             self._stop_sanitizer()
+        if failure is not None:
+            raise failure
+
+    def without(self, *devices: str) -> Scheduler:
+        """Free this scheduler, and return one on its other backends, with its options and requests.
+
+        For devices that are lost. Free the buffers of the weights that were there, place the weights again
+        (`alloc_ctx_tensors`), and set them; the same graphs are then computed as before.
+
+        Args:
+            *devices: Names, as in `DeviceLostError.devices`; the lost machine may have more devices than
+                this scheduler.
+
+        Raises:
+            ArgumentError: None of them is a device of the scheduler, or no other is left.
+            FreedError: It was freed before.
+        """
+        kept = [i for i, backend in enumerate(self._backends) if backend.name not in devices]
+        if not 0 < len(kept) < self.n_backends:
+            names = ", ".join(b.name for b in self._backends)
+            raise ArgumentError(
+                f"without({', '.join(map(repr, devices))}): the scheduler has {names}; "
+                + ("name some of them" if kept else "none would be left")
+            )
+        self.free()
+        bufts = [self._bufts[i] for i in kept]
+        new = Scheduler([self._backends[i] for i in kept], bufts, **self._options)
+        new._user.update((node, kept.index(i)) for node, i in self._user.items() if i in kept)
+        new._callback = self._callback
+        return new
 
     # -- inner ---------------------------------------------------------------------------------
 
