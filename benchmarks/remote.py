@@ -3,10 +3,15 @@
 One machine poses as two: two nodes of Ray, each with an actor that has the machine's devices, and the driver.
 A `null call` is an empty message, beside an empty call of a plain Ray actor. Transfers are `set_tensor` and
 `get_tensor`, beside a plain actor that takes or returns an array, a request to a process over pyzmq (TCP),
-and a copy in this process. A `decode step` has half of the model's layers on one node, or a third on each;
-beside it are the step with all layers here, and Ray's floor: a call of a plain actor that takes and returns
-an array as large as what a split takes. `over the kernels` is what the step takes beyond the one here, in
-such calls: the median of the rounds, and by the least times. All take turns; medians, and least and most.
+and a copy in this process.
+
+A `decode step` has half of the model's layers on one node, or a third on each. Two steps show Ray's floor.
+`a plain call` is the step with all layers here, and between two tokens one call of a plain actor that takes
+and returns an array as large as what a split takes: the same call as after `back to back` calls, but of
+threads that sleep and caches that the kernels have filled. `by hand` is the same step over plain Ray: an
+actor that has the model computes the graph up to the middle layer, and returns an array; the other half is
+computed here. `over` is what a step takes beyond the same step here; `of the floor` is that per call, beside
+the plain call's; all by medians over rounds in which all take turns.
 `lost` is how long a call takes to tell that an actor was killed (SIGKILL), or does not answer (SIGSTOP).
 
 The simulation adds up, for one sequence on N machines in a row: each machine's weights by its memory's rate,
@@ -32,7 +37,7 @@ import numpy as np
 from report import Table, save
 
 import ggmlb
-from ggmlb import Context, DType
+from ggmlb import Context, DType, TensorFlag
 from ggmlb.models import TextModel
 
 N_TOKENS = 24
@@ -162,21 +167,54 @@ def transfers(device: Any, actor: Any, rounds: int) -> Table:
     return table
 
 
+class ByHand:
+    """A model whose graph of a token is cut after a layer, to be computed in two parts.
+
+    Attributes:
+        whole: The graph.
+        n_inputs: Bytes of its inputs.
+    """
+
+    def __init__(self, path: str, device: str, options: Mapping[str, Any]) -> None:
+        self._model = TextModel(path, [device, "CPU"], **options)
+        self._model.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
+        scheduler, middle = self._model.scheduler, f"blk.{self._model.config.n_layer // 2 - 1}.out"
+        assert scheduler is not None and scheduler.graph is not None and scheduler.n_splits == 1
+        self._stream, self.whole = scheduler.splits[0].backend, scheduler.graph
+        nodes = self.whole.nodes
+        at = 1 + next(i for i, node in enumerate(nodes) if node.name == middle)
+        self._first, self._rest = self.whole.view(0, at), self.whole.view(at, len(nodes))
+        self._cut, self._logits = nodes[at - 1], nodes[-1]
+        self._inputs = [leaf for leaf in self.whole.leafs if leaf.flags & TensorFlag.INPUT]
+        self.n_inputs = sum(leaf.nbytes for leaf in self._inputs)
+
+    def set_inputs(self, data: Any) -> None:
+        for leaf in self._inputs:
+            leaf.set(data[: leaf.nbytes])
+            data = data[leaf.nbytes :]
+
+    def all(self, data: Any) -> Any:
+        self.set_inputs(data)
+        self._stream.graph_compute(self.whole)
+        return self._logits.get()
+
+    def first(self, data: Any) -> Any:
+        self.set_inputs(data)
+        self._stream.graph_compute(self._first)
+        return self._cut.get()
+
+    def rest(self, data: Any) -> Any:
+        self._cut.set(data)
+        self._stream.graph_compute(self._rest)
+        return self._logits.get()
+
+
 def decode(
-    path: str | None, devices: Sequence[Any], actor: Any, rounds: int, n_threads: int | None
+    path: str, devices: Sequence[Any], actor: Any, rounds: int, n_threads: int | None
 ) -> tuple[Table, Table, float]:
     """The table of steps, the table of the simulation's sums beside them, and seconds of a call."""
     import ray
 
-    table = Table(
-        "decode step",
-        "time [ms]",
-        "least and most",
-        "over the kernels [calls]",
-        "by the least",
-        "calls",
-        "bytes sent",
-    )
     links = [device.link for device in devices]
     here = devices[0].far_name
     options: dict[str, Any] = {"n_ctx": 256, "threads": n_threads}
@@ -193,21 +231,32 @@ def decode(
         layers[here] = f"{len(names) * each}-{n_layer - 1}"
         return stack.enter_context(TextModel(path, [*names, here, "CPU"], layers, **options))
 
-    def step(model: TextModel) -> Callable[[], float]:
+    def step(model: TextModel, on_token: Callable[[str], object] | None = None) -> Callable[[], float]:
         def run() -> float:
-            made = model.generate(PROMPT, max_tokens=N_TOKENS, temperature=0, ignore_eos=True)
+            made = model.generate(
+                PROMPT, on_token=on_token, max_tokens=N_TOKENS, temperature=0, ignore_eos=True
+            )
             tokens.setdefault(tuple(made.tokens), None)
             return made.seconds / (len(made.tokens) - 1)
 
         return run
 
+    near = ByHand(path, here, options)
+    far = ray.remote(num_cpus=0)(ByHand).remote(path, here, options)
+    inputs = np.zeros(near.n_inputs, np.uint8)
     with ExitStack() as stack:
+        local = spread(stack, ())
         runs = {
-            "all here": step(spread(stack, ())),
+            "all here": step(local),
+            "all here, a plain call": step(local, lambda _: ray.get(actor.call.remote(data))),
             "half on one machine": step(spread(stack, devices[:1])),
             "thirds on two machines": step(spread(stack, devices[:2])),
+            "by hand: all here": timed(lambda: near.all(inputs), N_TOKENS),
+            "by hand: half in a plain actor": timed(
+                lambda: near.rest(ray.get(far.first.remote(inputs))), N_TOKENS
+            ),
         }
-        calls = {"a plain actor's call": timed(lambda: ray.get(actor.call.remote(data)), N_TOKENS)}
+        calls = {"a plain call, back to back": timed(lambda: ray.get(actor.call.remote(data)), N_TOKENS)}
         seconds = by_turns({**runs, **calls}, rounds)
         sent = {}
         for name, run in runs.items():
@@ -217,19 +266,31 @@ def decode(
             sent[name] = (np.array(after) - before).sum(axis=0) / N_TOKENS
     if len(tokens) != 1:
         raise SystemExit(f"{len(tokens)} different texts, and they should be the same")
-    local, call = seconds["all here"], seconds["a plain actor's call"]
-    table.row("a plain actor's call", *told(call), 1, 1, 1, data.nbytes)
+
+    def over(name: str) -> float:
+        """Seconds beyond the step here."""
+        base = "by hand: all here" if name.startswith("by hand") else "all here"
+        return statistics.median(a - b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+    floor = over("all here, a plain call")
+    table = Table(
+        "decode step", "time [ms]", "least and most", "over [ms]", "calls", "of the floor", "bytes sent"
+    )
+    (back_to_back,) = calls
+    table.row(back_to_back, *told(seconds[back_to_back]), "-", 1, "-", data.nbytes)
     sums = Table("decode step", "measured [ms]", "by the simulation's sum [ms]")
     for name in runs:
         n_calls, n_sent = sent[name]
-        over = statistics.median((a - b) / c for a, b, c in zip(seconds[name], local, call, strict=True))
-        least = (min(seconds[name]) - min(local)) / min(call)
+        if not n_calls and "plain" in name:
+            n_calls, n_sent = 1, inputs.nbytes if "hand" in name else data.nbytes
+        ratio = f"{over(name) / n_calls / floor:.2f}" if n_calls else "-"
         table.row(
-            name, *told(seconds[name]), f"{over:.2f}", f"{least:.2f}", f"{n_calls:.2f}", f"{n_sent:.0f}"
+            name, *told(seconds[name]), f"{1e3 * over(name):.3f}", f"{n_calls:.2f}", ratio, f"{n_sent:.0f}"
         )
-        sum_s = statistics.median(local) + n_calls * statistics.median(call)
-        sums.row(name, told(seconds[name])[0], f"{1e3 * sum_s:.3f}")
-    return table, sums, statistics.median(call)
+        if "machine" in name:
+            sum_s = statistics.median(seconds["all here"]) + n_calls * floor
+            sums.row(name, told(seconds[name])[0], f"{1e3 * sum_s:.3f}")
+    return table, sums, floor
 
 
 def losses(devices: Sequence[Any]) -> Table:

@@ -48,6 +48,7 @@ def test_progress_is_told(
             w.set_array(np.zeros(1 << 18))
             told += capsys.readouterr().err
         buffer.free()
+    assert "(1.0 MiB of 1.0 MiB)" in told
     assert "node0: taking weights: " in capsys.readouterr().err  # how long it took
 
 

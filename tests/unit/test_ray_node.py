@@ -1,14 +1,15 @@
 """What a node of other machines' devices refuses: handles, ranges, types and parameters that are forged.
 
-The classes of faults are those that ggml's RPC had: addresses as handles, an index of a type beyond the
-table, tensors in no buffer, cached graphs whose memory was freed, functions among parameters.
+The classes of faults are those that ggml's RPC had; `test_a_class_of_faults_of_rpc_is_refused` has one
+message of each, the other tests more of them.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,42 @@ def test_what_is_right_is_done(session: Session) -> None:
     session.run(("copy", session.buffer, 0, session.other, 64, 64))
     assert session.run(("read", session.other, 64, 64, False))[1] == X.tobytes()
     session.run(("drop", plan), ("close", session.stream), ("free", session.buffer), ("free", session.other))
+
+
+def plan(session: Session, fields: Mapping[int, Any], nodes: Sequence[int] | None = None) -> int:
+    """Make a plan of the session's graph, with other values in some fields of its node of SCALE."""
+    for field, value in fields.items():
+        session.record[0][1][field] = value
+    handle: int = session.ask("plan", session.stream, [session.record[0], nodes or session.record[1]])
+    return handle
+
+
+def compute_in_freed_memory(session: Session) -> None:
+    kept = plan(session, {})
+    session.ask("free", session.buffer)
+    session.ask("compute", kept)
+
+
+FUNCTION = {"fun": 1 << 47, "n_tasks": 1, "userdata": 1 << 47}
+FAULTS_OF_RPC: dict[str, Callable[[Session], object]] = {
+    "read at an address: CVE-2024-42478": lambda s: s.ask("read", X.ctypes.data, 0, 16, False),
+    "write at an address: CVE-2024-42479": lambda s: s.run(
+        ("write", X.ctypes.data, 0, 16, False), blob=bytes(16)
+    ),
+    "copy beyond its target: ggml PR 1103": lambda s: s.ask("copy", s.buffer, 0, s.other, SIZE - 64, 128),
+    "type beyond the table: CVE-2024-42477": lambda s: plan(s, {1: 1 << 20}),
+    "tensor in no buffer: llama.cpp PR 20908": lambda s: plan(s, {7: -1}),
+    "node that is none: llama.cpp issue 25299": lambda s: plan(s, {}, [-1]),
+    "function as a parameter: llama.cpp issue 25289": lambda s: plan(s, {0: "CUSTOM", 10: FUNCTION}),
+    "cached graph in freed memory: llama.cpp PR 24292": compute_in_freed_memory,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_RPC.values(), ids=FAULTS_OF_RPC)
+def test_a_class_of_faults_of_rpc_is_refused(session: Session, fault: Callable[[Session], object]) -> None:
+    with pytest.raises((ForgedError, FreedError)):
+        fault(session)
+    assert session.is_other_untouched()
 
 
 WRONG_HANDLES: list[Callable[[Session], Any]] = [
@@ -282,8 +319,12 @@ def test_memory_that_was_freed_is_not_computed_in(session: Session) -> None:
 def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
     plan = session.ask("plan", session.stream, session.record)
     session.ask("close", session.stream)
+    gc.collect()
     with pytest.raises(Error):
         session.ask("compute", plan)
+    session.ask("drop", plan)
+    with pytest.raises(ForgedError):
+        session.ask("drop", plan)
 
 
 @pytest.mark.parametrize(

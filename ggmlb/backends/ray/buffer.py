@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ from ggmlb.backends.ray.node import APART
 from ggmlb.backends.ray.wire import NONE, node_record
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import BufferUsage
+from ggmlb.core.errors import readable_size
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.data import Bytes, Pieces
@@ -90,15 +92,18 @@ class RayBuffer(Buffer):
     Attributes:
         link: The connection to the machine.
         handle: The buffer's handle there.
+        piece: Most bytes of a read or write; larger ones are cut.
     """
 
     buft: RayBufferType
+    piece = CHUNK
 
     def __init__(self, buft: RayBufferType, handle: int, nbytes: int) -> None:
         super().__init__(buft, nbytes)
         self.link = buft.device.link
         self.handle = handle
         self.link.sizes[handle] = nbytes
+        self._n_taken = 0
         self._release = weakref.finalize(self, _release, self.link, handle)
         self._release.atexit = False
 
@@ -113,26 +118,38 @@ class RayBuffer(Buffer):
 
     def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         """Collect a write of data that stay as they are."""
-        for start in range(0, data.nbytes, CHUNK):
-            piece = data[start : start + CHUNK]
+        for start in range(0, data.nbytes, self.piece):
+            piece = data[start : start + self.piece]
             self.link.write(self.span(tensor, offset + start, piece.nbytes), piece)
 
     def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         """Collect a read into an array."""
-        for start in range(0, out.nbytes, CHUNK):
-            piece = out[start : start + CHUNK]
+        for start in range(0, out.nbytes, self.piece):
+            piece = out[start : start + self.piece]
             self.link.read(self.span(tensor, offset + start, piece.nbytes), piece)
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
         if data.nbytes < APART:
             self.queue_write(tensor, data.copy(), offset)
             return
-        self.link.tell(data.nbytes)
-        if (part := self.link.files.part_of(data)) is not None:
-            self.link.queue("load", *self.span(tensor, offset, data.nbytes), *part)
-        else:
-            self.queue_write(tensor, data, offset)
+        part = self.link.files.part_of(data)
+        for start in range(0, data.nbytes, self.piece):
+            piece = data[start : start + self.piece]
+            self._tell(piece.nbytes)
+            if part is None:
+                self.queue_write(tensor, piece, offset + start)
+            else:
+                span = self.span(tensor, offset + start, piece.nbytes)
+                self.link.queue("load", *span, *part._replace(offset=part.offset + start))
+                self.link.flush()
         self.link.settle()
+
+    def _tell(self, nbytes: int) -> None:
+        """Show how much of the buffer has been sent, if that takes long."""
+        if self._n_taken + nbytes > self.size:
+            self._n_taken = 0  # it is written anew
+        self._n_taken += nbytes
+        self.link.tell(f"{readable_size(self._n_taken)} of {readable_size(self.size)}")
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
         self.queue_read(tensor, out, offset)
@@ -162,21 +179,17 @@ class RayBuffer(Buffer):
 class RayStoringBuffer(RayBuffer):
     """An allocation that stores tensors in another layout: transfers name the tensor, and are not cut."""
 
+    piece = sys.maxsize
+
     def span(self, tensor: Tensor, offset: int = 0, nbytes: int | None = None) -> Span:
         """Return the place of bytes of a tensor in this buffer."""
-        record = node_record(tensor, lambda buffer: self.handle if buffer is self else NONE)
-        return Span(record, offset, tensor.nbytes if nbytes is None else nbytes)
-
-    def queue_write(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        """Collect a write of data that stay as they are."""
-        self.link.write(self.span(tensor, offset, data.nbytes), data)
+        return Span(self._record(tensor), offset, tensor.nbytes if nbytes is None else nbytes)
 
     def _init_tensor(self, tensor: Tensor) -> None:
-        self.link.ask("init", node_record(tensor, lambda buffer: self.handle if buffer is self else NONE))
+        self.link.ask("init", self._record(tensor))
 
-    def queue_read(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        """Collect a read into an array."""
-        self.link.read(self.span(tensor, offset, out.nbytes), out)
+    def _record(self, tensor: Tensor) -> str:
+        return node_record(tensor, lambda buffer: self.handle if buffer is self else NONE)
 
 
 def _release(link: Link, handle: int) -> None:

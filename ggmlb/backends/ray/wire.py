@@ -211,6 +211,8 @@ def _read(record: Any, before: list[Tensor], buffer_of: Callable[[int], Buffer |
     dtype = DType._value2member_map_.get(type_number) if type(type_number) is int else None
     if not isinstance(op, Op):
         forged(f"there is no op {op_name!r}")
+    if not SPECS[op].of_ggml:
+        forged(f"{op.value} calls a function, and none is taken from other machines")
     if not isinstance(dtype, DType):
         forged(f"there is no tensor type {type_number!r}")
     if not (isinstance(name, str) and isinstance(src, list) and isinstance(params, dict)):
