@@ -7,16 +7,17 @@ and a copy in this process.
 
 A `decode step` has half of the model's layers on one node, or a third on each. Two steps show Ray's floor.
 `a plain call` is the step with all layers here, and between two tokens one call of a plain actor that takes
-and returns an array as large as what a split takes: the same call as after `back to back` calls, but of
-threads that sleep and caches that the kernels have filled. `by hand` is the same step over plain Ray: an
-actor that has the model computes the graph up to the middle layer, and returns an array; the other half is
-computed here. `over` is what a step takes beyond the same step here; `of the floor` is that per call, beside
-the plain call's; all by medians over rounds in which all take turns.
+and returns an array as large as what a split takes (`two`: another actor's, of what the first one returns):
+the same call as `back to back`, but threads sleep, and caches are full of weights. `by hand` is the same step
+over plain Ray: an actor that has the model computes the graph up to the middle layer, and returns an array;
+the other half is computed here. `over` is what a step takes beyond the same step here, by the median over
+rounds in which all take turns; beside it, that of a call in shares of the plain call and of that by hand.
 `lost` is how long a call takes to tell that an actor was killed (SIGKILL), or does not answer (SIGSTOP).
 
 The simulation adds up, for one sequence on N machines in a row: each machine's weights by its memory's rate,
-and for each hop a call and the activations by the network's rate. Before it is the same sum for the steps
-that were measured. With more sequences at once than machines, a pipeline hides all but the slowest machine.
+and for each hop a call and the activations by the network's rate; the first call of a token costs more than
+the next (`Calls`). Before it is the same sum for the steps that were measured. With more sequences at once
+than machines, a pipeline hides all but the slowest machine.
 
     python benchmarks/remote.py [--rounds 9] [--model FILE] [--threads N] [--simulate] [--save]
 """
@@ -87,6 +88,17 @@ class Plain:
 
     def give(self, n: int) -> Any:
         return np.empty(n, np.uint8)
+
+
+def on_node(i: int, kind: type) -> Any:
+    """The kind as an actor on the machine of `node{i}`."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    own = ray.get_runtime_context().get_node_id()
+    numbers = sorted((node["NodeID"] for node in ray.nodes()), key=lambda number: number != own)
+    strategy = NodeAffinitySchedulingStrategy(numbers[i], soft=False)
+    return ray.remote(num_cpus=0)(kind).options(scheduling_strategy=strategy)
 
 
 def answer(port: Any) -> None:
@@ -211,8 +223,8 @@ class ByHand:
 
 def decode(
     path: str, devices: Sequence[Any], actor: Any, rounds: int, n_threads: int | None
-) -> tuple[Table, Table, float]:
-    """The table of steps, the table of the simulation's sums beside them, and seconds of a call."""
+) -> tuple[Table, Table, Calls]:
+    """The table of steps, the table of the simulation's sums beside them, and seconds of calls."""
     import ray
 
     links = [device.link for device in devices]
@@ -242,13 +254,16 @@ def decode(
         return run
 
     near = ByHand(path, here, options)
-    far = ray.remote(num_cpus=0)(ByHand).remote(path, here, options)
-    inputs = np.zeros(near.n_inputs, np.uint8)
+    far = on_node(0, ByHand).remote(path, here, options)
+    other, inputs = on_node(1, Plain).remote(), np.zeros(near.n_inputs, np.uint8)
     with ExitStack() as stack:
         local = spread(stack, ())
         runs = {
             "all here": step(local),
             "all here, a plain call": step(local, lambda _: ray.get(actor.call.remote(data))),
+            "all here, two plain calls": step(
+                local, lambda _: ray.get(other.call.remote(actor.call.remote(data)))
+            ),
             "half on one machine": step(spread(stack, devices[:1])),
             "thirds on two machines": step(spread(stack, devices[:2])),
             "by hand: all here": timed(lambda: near.all(inputs), N_TOKENS),
@@ -272,25 +287,32 @@ def decode(
         base = "by hand: all here" if name.startswith("by hand") else "all here"
         return statistics.median(a - b for a, b in zip(seconds[name], seconds[base], strict=True))
 
-    floor = over("all here, a plain call")
+    plain, by_hand = over("all here, a plain call"), over("by hand: half in a plain actor")
     table = Table(
-        "decode step", "time [ms]", "least and most", "over [ms]", "calls", "of the floor", "bytes sent"
-    )
+        "decode step", "time [ms]", "least and most", "over [ms]", "calls", "of a plain call",
+        "of one by hand", "bytes sent",
+    )  # fmt: skip
     (back_to_back,) = calls
-    table.row(back_to_back, *told(seconds[back_to_back]), "-", 1, "-", data.nbytes)
+    table.row(back_to_back, *told(seconds[back_to_back]), "-", 1, "-", "-", data.nbytes)
     sums = Table("decode step", "measured [ms]", "by the simulation's sum [ms]")
+    n_plain = {
+        "all here, a plain call": 1,
+        "all here, two plain calls": 2,
+        "by hand: half in a plain actor": 1,
+    }
+    measured = Calls(plain, over("all here, two plain calls") - plain)
     for name in runs:
         n_calls, n_sent = sent[name]
-        if not n_calls and "plain" in name:
-            n_calls, n_sent = 1, inputs.nbytes if "hand" in name else data.nbytes
-        ratio = f"{over(name) / n_calls / floor:.2f}" if n_calls else "-"
+        if name in n_plain:
+            n_calls, n_sent = n_plain[name], inputs.nbytes if "hand" in name else n_plain[name] * data.nbytes
+        shares = [f"{over(name) / n_calls / floor:.2f}" if n_calls else "-" for floor in (plain, by_hand)]
         table.row(
-            name, *told(seconds[name]), f"{1e3 * over(name):.3f}", f"{n_calls:.2f}", ratio, f"{n_sent:.0f}"
+            name, *told(seconds[name]), f"{1e3 * over(name):.3f}", f"{n_calls:.2f}", *shares, f"{n_sent:.0f}"
         )
         if "machine" in name:
-            sum_s = statistics.median(seconds["all here"]) + n_calls * floor
+            sum_s = statistics.median(seconds["all here"]) + measured.seconds(round(n_calls))
             sums.row(name, told(seconds[name])[0], f"{1e3 * sum_s:.3f}")
-    return table, sums, floor
+    return table, sums, measured
 
 
 def losses(devices: Sequence[Any]) -> Table:
@@ -311,6 +333,22 @@ def losses(devices: Sequence[Any]) -> Table:
     return table
 
 
+class Calls(NamedTuple):
+    """Seconds of an actor's call.
+
+    Attributes:
+        first: After the driver has computed.
+        next: After another call. All calls of a token are sent at once; each waits for the one before.
+    """
+
+    first: float
+    next: float
+
+    def seconds(self, n: int) -> float:
+        """Seconds of `n` calls, one after another."""
+        return self.first + (n - 1) * self.next
+
+
 class Network(NamedTuple):
     """Machines in a row.
 
@@ -320,7 +358,7 @@ class Network(NamedTuple):
         hop_nbytes: Activations of a token between two machines.
         memory_rate: Bytes per second at which a machine reads weights.
         network_rate: Bytes per second between two machines.
-        call_s: A call of an actor on another machine [s].
+        calls: Of actors on other machines.
     """
 
     n: int
@@ -328,7 +366,7 @@ class Network(NamedTuple):
     hop_nbytes: float
     memory_rate: float
     network_rate: float
-    call_s: float
+    calls: Calls
 
     @property
     def stage_s(self) -> float:
@@ -336,38 +374,37 @@ class Network(NamedTuple):
         return self.weights_nbytes / self.n / self.memory_rate
 
     @property
-    def hop_s(self) -> float:
-        """Seconds between the end of a machine's work and the beginning of the next."""
-        return self.call_s + self.hop_nbytes / self.network_rate
+    def hops_s(self) -> float:
+        """Seconds of a token between machines; the last one answers the driver."""
+        return self.calls.seconds(self.n) + self.n * self.hop_nbytes / self.network_rate
 
     @property
     def token_s(self) -> float:
-        """Seconds for a token of one sequence; the last machine answers the driver."""
-        return self.n * (self.stage_s + self.hop_s)
+        """Seconds for a token of one sequence."""
+        return self.n * self.stage_s + self.hops_s
 
     def tokens_per_s(self, n_sequences: int) -> float:
         """Tokens per second of all sequences, in a pipeline: bounded by a token's way or a machine."""
         return min(n_sequences / self.token_s, 1 / (self.stage_s + self.hop_nbytes / self.network_rate))
 
 
-def simulation(call_s: float) -> Table:
+def simulation(measured: Calls) -> Table:
     """A 70B model (4.5 bits a weight, 8192 wide) on 1 to 8 machines of 10 Gbit/s."""
     table = Table(
-        "machines", "memory [GB/s]", "a call [ms]", "a token, one sequence [ms]", "of it hops",
+        "machines", "memory [GB/s]", "calls: first, next [ms]", "a token, one sequence [ms]", "of it hops",
         "tokens/s of 1", "of 8", "of 32",
     )  # fmt: skip
     for memory in (200e9, 1000e9):
         for n in (1, 2, 4, 8):
-            for call in sorted({call_s, 0.2e-3}):
-                net = Network(n, 70e9 * 4.5 / 8, 2 * 8192 * 4, memory, 10e9 / 8, call)
-                share = net.n * net.hop_s / net.token_s
+            for calls in (Calls(0.2e-3, 0.2e-3), measured):
+                net = Network(n, 70e9 * 4.5 / 8, 2 * 8192 * 4, memory, 10e9 / 8, calls)
                 rates = (f"{net.tokens_per_s(k):.1f}" for k in (1, 8, 32))
                 table.row(
                     n,
                     f"{memory / 1e9:.0f}",
-                    f"{call * 1e3:.2f}",
+                    ", ".join(f"{1e3 * s:.2f}" for s in calls),
                     f"{net.token_s * 1e3:.1f}",
-                    f"{share:.0%}",
+                    f"{net.hops_s / net.token_s:.0%}",
                     *rates,
                 )
     return table
@@ -379,13 +416,13 @@ def main() -> None:
     parser.add_argument("--model", help="GGUF file; the installed SmolLM2 by default")
     parser.add_argument("--device", default="LLVM", help="that is there and here")
     parser.add_argument("--threads", type=int, help="of each device; by default as many as it takes itself")
-    parser.add_argument("--simulate", action="store_true", help="the simulation alone, with a call of 1 ms")
+    parser.add_argument("--simulate", action="store_true", help="the simulation alone, with calls of 1 ms")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     load = Table("load of the machine, of one minute", "")
     load.row("before", f"{os.getloadavg()[0]:.1f}")
     if args.simulate:
-        simulation(1e-3)
+        simulation(Calls(1e-3, 1e-3))
         return
     import ray
     from ray.cluster_utils import Cluster
@@ -397,15 +434,15 @@ def main() -> None:
         nodes.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
         nodes.add_node(num_cpus=1, object_store_memory=STORE)
         with ggmlb.connect(nodes.address, [args.device]) as cluster:
-            actor = ray.remote(num_cpus=0)(Plain).remote()
+            actor = on_node(0, Plain).remote()
             table = transfers(cluster.devices[0], actor, args.rounds)
             model = args.model or str(default_text_model())
-            steps, sums, call_s = decode(model, cluster.devices, actor, args.rounds, args.threads)
+            steps, sums, calls = decode(model, cluster.devices, actor, args.rounds, args.threads)
             lost = losses(cluster.devices)
     finally:
         ray.shutdown()
         nodes.shutdown()
-    simulated = simulation(call_s)
+    simulated = simulation(calls)
     load.row("after", f"{os.getloadavg()[0]:.1f}")
     if args.save:
         save("remote", __doc__, load, table, steps, sums, lost, simulated, packages=("numpy", "ray", "pyzmq"))
