@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.arguments import checked
+from ggmlb.core.context import Context
 from ggmlb.core.enums import DeviceType, Op, TensorFlag
 from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.core.graph import Graph
@@ -19,21 +21,44 @@ from ggmlb.runtime.scheduler import Scheduler
 if TYPE_CHECKING:
     Devices = str | Backend | Sequence[str | Backend] | None
 
+    Array = npt.NDArray[Any]
+    Inputs = Mapping[Tensor | str, npt.ArrayLike] | None
+
 
 @overload
 def evaluate(
-    y: Tensor, inputs: Mapping[Tensor | str, npt.ArrayLike] | None = None, devices: Devices = None
-) -> npt.NDArray[Any]: ...
+    y: Tensor,
+    inputs: Inputs = None,
+    devices: Devices = None,
+) -> Array: ...
 @overload
 def evaluate(
-    y: Sequence[Tensor], inputs: Mapping[Tensor | str, npt.ArrayLike] | None = None, devices: Devices = None
-) -> list[npt.NDArray[Any]]: ...
+    y: Sequence[Tensor],
+    inputs: Inputs = None,
+    devices: Devices = None,
+) -> list[Array]: ...
+@overload
+def evaluate(
+    y: Tensor, inputs: Inputs = None, devices: Devices = None, *, grad_of: Tensor, wrt: Sequence[Tensor | str]
+) -> tuple[Array, list[Array]]: ...
+@overload
+def evaluate(
+    y: Sequence[Tensor],
+    inputs: Inputs = None,
+    devices: Devices = None,
+    *,
+    grad_of: Tensor,
+    wrt: Sequence[Tensor | str],
+) -> tuple[list[Array], list[Array]]: ...
 @checked
 def evaluate(
     y: Tensor | Sequence[Tensor],
     inputs: Mapping[Tensor | str, npt.ArrayLike] | None = None,
     devices: Devices = None,
-) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
+    *,
+    grad_of: Tensor | None = None,
+    wrt: Sequence[Tensor | str] = (),
+) -> Any:
     """Compute tensors and return their values: graph, scheduler, allocation and transfers in one call.
 
     For a graph that is computed again and again, use a `Scheduler`: it plans only once.
@@ -45,13 +70,17 @@ def evaluate(
         devices: Names of devices, or backends, highest priority first, as `"CUDA0"` or
             `["OpenCL0", "CPU"]`; by default those of `default_devices`, else the best. The CPU runs the
             remaining ops.
+        grad_of: A scalar whose gradients are wanted, too.
+        wrt: With respect to these tensors: leafs or nodes of its graph, or their names.
 
     Returns:
-        For each of `y` a new array of `shape`; float32 for quantised types.
+        For each of `y` a new array of `shape`; float32 for quantised types. With `grad_of`, a pair: that,
+        and the gradient of each of `wrt`, float32, of its shape.
 
     Raises:
-        ArgumentError: A leaf has no values, or `inputs` names none of the leafs.
-        ShapeError: An array does not fit its leaf.
+        ArgumentError: A leaf has no values, `inputs` names none of the leafs, or `wrt` none of the graph.
+        ShapeError: An array does not fit its leaf, or `grad_of` is no scalar.
+        GraphError: An op has no gradient.
         RegistryError: There is no such device.
         AllocationError: A device lacks room.
 
@@ -60,24 +89,77 @@ def evaluate(
         >>> x = ctx.new_tensor("f32", 3, name="x")
         >>> evaluate(ctx.sqr(x), {"x": [1, 2, 3]})
         array([1., 4., 9.], dtype=float32)
+        >>> loss = ctx.sum(ctx.sqr(x))
+        >>> evaluate(loss, {"x": [1, 2, 3]}, grad_of=loss, wrt=["x"])
+        (array([14.], dtype=float32), [array([2., 4., 6.], dtype=float32)])
     """
     results = [y] if isinstance(y, Tensor) else list(y)
-    graph = Graph().build_forward_expand(*results)
-    values = _values(graph, inputs or {})
     with ExitStack() as stack:
-        stack.enter_context(_kept(results))
+        graph, grads = _graph(results, grad_of, wrt, stack)
+        values = _values(graph, inputs or {}, grad_of)
+        wanted = [*results, *(g for g in grads if g is not None)]
+        stack.enter_context(_flagged(wanted + [t.view_src for t in wanted if t.view_src], TensorFlag.OUTPUT))
         scheduler = stack.enter_context(Scheduler(_backends(devices, stack)))
         scheduler.alloc_graph(graph)
+        if grad_of is not None:
+            graph.reset()
         for leaf, array in values.items():
             leaf.set_array(array)
         scheduler.graph_compute(graph)
         arrays = [t.to_numpy() for t in results]
-    return arrays[0] if isinstance(y, Tensor) else arrays
+        found: Any = arrays[0] if isinstance(y, Tensor) else arrays
+        if grad_of is None:
+            return found
+        sources = [_named(graph, t) for t in wrt]
+        return found, [
+            np.zeros(t.shape, np.float32) if g is None else g.to_numpy()
+            for t, g in zip(sources, grads, strict=True)
+        ]
 
 
-def _values(graph: Graph, inputs: Mapping[Tensor | str, npt.ArrayLike]) -> dict[Tensor, npt.ArrayLike]:
+def _graph(
+    results: list[Tensor], loss: Tensor | None, wrt: Sequence[Tensor | str], stack: ExitStack
+) -> tuple[Graph, list[Tensor | None]]:
+    """Return the graph, and the gradients that are wanted; tensors are marked until the stack is closed."""
+    graph = Graph().build_forward_expand(*results)
+    if loss is None:
+        if wrt:
+            raise ArgumentError(
+                "evaluate: wrt is given without grad_of; name the scalar whose gradients these are"
+            )
+        return graph, []
+    graph.build_forward_expand(loss)
+    sources = [_named(graph, t) for t in wrt]
+    if not sources:
+        raise ArgumentError("evaluate: grad_of is given without wrt; name the tensors with respect to which")
+    ctx = Context()
+    stack.enter_context(_flagged(graph, 0, ~(TensorFlag.LOSS | TensorFlag.PARAM)))
+    ctx.set_loss(loss)
+    stack.enter_context(_flagged(sources, TensorFlag.PARAM))
+    graph = Graph().build_forward_expand(*results, loss).build_backward_expand(ctx)
+    return graph, [graph.grad(t) for t in sources]
+
+
+def _named(graph: Graph, tensor: Tensor | str) -> Tensor:
+    """Return a tensor of the graph, given by itself or by name.
+
+    Raises:
+        ArgumentError: The graph does not have it.
+    """
+    if isinstance(tensor, str):
+        return graph.node(tensor)
+    if tensor not in graph:
+        raise ArgumentError(f"evaluate: {tensor.describe()} of wrt is not in the graph of grad_of")
+    return tensor
+
+
+def _values(
+    graph: Graph, inputs: Mapping[Tensor | str, npt.ArrayLike], loss: Tensor | None
+) -> dict[Tensor, npt.ArrayLike]:
     """Match inputs to leafs; return the values by leaf."""
     leafs = [*graph.leafs, *(t for t in graph.nodes if t.op is Op.NONE)]  # parameters count as nodes
+    if loss is not None:
+        leafs = [t for t in leafs if t is not graph.grad_acc(loss)]
     by_name = {t.name: t for t in leafs if t.name}
     values: dict[Tensor, npt.ArrayLike] = {}
     for key, array in inputs.items():
@@ -95,15 +177,15 @@ def _values(graph: Graph, inputs: Mapping[Tensor | str, npt.ArrayLike]) -> dict[
 
 
 @contextmanager
-def _kept(results: list[Tensor]) -> Iterator[None]:
-    """Flag results and their view sources as outputs while the graph is computed."""
-    kept = {t: t.flags for r in results for t in (r, r.view_src) if t is not None}
-    for tensor in kept:
-        tensor.flags |= TensorFlag.OUTPUT
+def _flagged(tensors: Iterable[Tensor], flags: int, kept: int = -1) -> Iterator[None]:
+    """Flag tensors for a while, and let them keep some of their flags; these are then as before."""
+    before = {t: t.flags for t in tensors}
+    for tensor in before:
+        tensor.flags = tensor.flags & kept | flags
     try:
         yield
     finally:
-        for tensor, flags in kept.items():
+        for tensor, flags in before.items():
             tensor.flags = flags
 
 

@@ -78,3 +78,43 @@ def test_mistakes_are_named(
     with pytest.raises(error, match=match):
         evaluate(results["y"], inputs, devices)
     np.testing.assert_allclose(evaluate(results["y"], {"x": X}), expected(X)["y"], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_come_beside_values() -> None:
+    ctx = Context()
+    x, w = ctx.new_tensor("f32", (3, 2), name="x"), ctx.new_tensor("f32", (3, 4), name="w")
+    y = ctx.set_name(ctx.mul_mat(w, x), "y")
+    loss, other = ctx.sum(ctx.sqr(y)), ctx.set_loss(ctx.sum(y))
+    values = {"x": np.arange(6).reshape(2, 3), "w": np.arange(12).reshape(4, 3)}
+    flags = [t.flags & ~ggmlb.TensorFlag.COMPUTE for t in (x, w, y, loss, other)]
+    (total, rows, _), grads = evaluate(
+        [loss, y, other], values, "CPU", grad_of=loss, wrt=["w", x, "y", other]
+    )
+    expected = values["x"] @ values["w"].T
+    assert total.item() == (expected**2).sum() and np.array_equal(rows, expected)
+    by_w, by_x, by_y, by_other = grads
+    assert np.array_equal(by_y, 2 * expected)
+    assert np.array_equal(by_w, 2 * expected.T @ values["x"])
+    assert np.array_equal(by_x, 2 * expected @ values["w"])
+    assert np.array_equal(by_other, [0])  # on which the loss does not depend
+    assert [t.flags & ~ggmlb.TensorFlag.COMPUTE for t in (x, w, y, loss, other)] == flags
+
+
+def test_mistakes_with_gradients_are_named() -> None:
+    ctx = Context()
+    x = ctx.new_tensor("f32", 3, name="x")
+    y, values = ctx.sqr(x), {"x": [1, 2, 3]}
+    loss = ctx.sum(y)
+    with pytest.raises(ggmlb.ArgumentError, match="is not an f32 scalar"):
+        evaluate(y, values, grad_of=y, wrt=[x])
+    with pytest.raises(ggmlb.ArgumentError, match="grad_of is given without wrt"):
+        evaluate(y, values, grad_of=loss, wrt=[])
+    with pytest.raises(ggmlb.ArgumentError, match="wrt is given without grad_of"):
+        evaluate(y, values, wrt=[x])  # type: ignore[call-overload]
+    with pytest.raises(ggmlb.GraphError, match="no node or leaf named 'z'"):
+        evaluate(y, values, grad_of=loss, wrt=["z"])
+    with pytest.raises(ggmlb.ArgumentError, match="of wrt is not in the graph"):
+        evaluate(y, values, grad_of=loss, wrt=[ctx.new_tensor("f32", 3)])
+    with pytest.raises(ggmlb.ArgumentError, match=r"no values for .*'x'"):
+        evaluate(y, grad_of=loss, wrt=[x])
+    assert evaluate(loss, values, grad_of=loss, wrt=[x])[1][0].tolist() == [2, 4, 6]
