@@ -38,6 +38,7 @@ class Mode(str, Enum):
 
     test = "test"
     support = "support"
+    grad = "grad"
     perf = "perf"
     behaviour = "behaviour"
     all = "all"
@@ -80,8 +81,9 @@ def test(
         Mode,
         typer.Option(
             metavar="MODE",
-            help="test: values and memory; support: supports_op lies neither way; perf: speed; "
-            "behaviour: order, copies, buffers, plans; all: these four; it says how long they will take.",
+            help="test: values and memory; support: supports_op lies neither way; grad: gradients; "
+            "perf: speed; behaviour: order, copies, buffers, plans; all: these five; it says how long they "
+            "will take.",
         ),
     ] = Mode.test,
     format: Annotated[

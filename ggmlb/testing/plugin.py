@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ggmlb-mode",
         metavar="MODE,MODE",
         default=MODES,
-        help=f"by default {MODES}; also perf",
+        help=f"by default {MODES}; also grad and perf",
     )
     group.addoption("--ggmlb-ops", metavar="OP,OP", default="", help="only these ops, or kinds of behaviour")
     group.addoption("--ggmlb-limit", metavar="N", type=int, default=0, help="most cases of an op; 0 for all")

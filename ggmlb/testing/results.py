@@ -34,7 +34,7 @@ class Result:
     """The outcome of a case.
 
     Attributes:
-        mode: `test`, `support`, `perf` or `behaviour`.
+        mode: `test`, `support`, `grad`, `perf` or `behaviour`.
         device: The device's name.
         family: The op or group of ops, or the group of behaviour checks.
         id: The case, unique within mode and device.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.interface import Device
-from ggmlb.testing import perf
+from ggmlb.testing import gradients, perf
 from ggmlb.testing.behaviour import CHECKS, behaves
 from ggmlb.testing.cases import FAMILIES, cases_of
 from ggmlb.testing.compute import Bench
@@ -26,12 +26,13 @@ from ggmlb.testing.results import Outcome, Result
 if TYPE_CHECKING:
     from ggmlb.testing.cases import KitCase
 
-MODES: Final = ("test", "support", "perf", "behaviour")
-ALL: Final = ("behaviour", "test", "support", "perf")
+MODES: Final = ("test", "support", "grad", "perf", "behaviour")
+ALL: Final = ("behaviour", "test", "support", "grad", "perf")
 """All modes, in the order of a run: behaviour first, a common cause of wrong values."""
 
-WITH_WEIGHTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
-"""Families whose first operand is also placed in every buffer type for weights, by modes with values."""
+PRODUCTS: Final = ("mul_mat", "mul_mat_id", "get_rows", "add")
+WITH_WEIGHTS: Final = {"behaviour": (), "grad": ("mul_mat",)}
+"""Families whose first operand is also placed in every buffer type for weights, by mode; else `PRODUCTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Task:
 def tasks(device: Device, selection: Selection) -> list[Task]:
     """Return the tasks of a selection on a device, in the table's order."""
     found = []
-    with_weights = WITH_WEIGHTS if selection.mode != "behaviour" else ()
+    with_weights = WITH_WEIGHTS.get(selection.mode, PRODUCTS)
     memories = [buft.name for buft in weight_memories(device)] if with_weights else []
     for family in _names(selection.mode):
         for memory in ("", *memories) if family in with_weights else ("",):
@@ -146,7 +147,11 @@ def known_ops(mode: str) -> set[str]:
 
 def _names(mode: str) -> dict[str, set[str]]:
     """Return the names that select cases, by family."""
-    families = {"behaviour": list(CHECKS), "perf": list(dict.fromkeys(c.family for c in perf.CASES))}
+    families = {
+        "behaviour": list(CHECKS),
+        "perf": list(dict.fromkeys(c.family for c in perf.CASES)),
+        "grad": [family for family in FAMILIES if family in gradients.FAMILIES],
+    }
     return {
         family: {family.lower()}.union(*(of for _, of in names_of(mode, family)))
         for family in families.get(mode, FAMILIES)
@@ -167,6 +172,7 @@ class Runner:
     def __init__(self, devices: Iterable[Device] = ()) -> None:
         self._devices = {device.name: device for device in devices}
         self._benches: dict[str, Bench] = {}
+        self._gradients: dict[str, gradients.GradientBench] = {}
         self._rates: dict[str, perf.Rates] = {}
 
     def run(self, task: Task) -> Iterator[Result]:
@@ -179,9 +185,7 @@ class Runner:
             cases = _perf_cases(task.family, task.memory)
             yield from (perf.measure(device, case, rates) for case in cases if case.id in chosen)
         else:
-            bench = self._bench(device)
-            run = bench.support if task.mode == "support" else bench.test
-            chosen = set(task.ids)
+            run, chosen = self._run_of(device, task.mode), set(task.ids)
             yield from (run(case) for case in _cases(task.family, task.memory) if case.id in chosen)
 
     def device(self, name: str) -> Device:
@@ -202,9 +206,10 @@ class Runner:
 
     def close(self) -> None:
         """Free all streams."""
-        for bench in self._benches.values():
+        for bench in (*self._benches.values(), *self._gradients.values()):
             bench.free()
         self._benches.clear()
+        self._gradients.clear()
 
     def __enter__(self) -> Runner:
         return self
@@ -212,10 +217,15 @@ class Runner:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _bench(self, device: Device) -> Bench:
+    def _run_of(self, device: Device, mode: str) -> Callable[[KitCase], Result]:
+        if mode == "grad":
+            if device.name not in self._gradients:
+                self._gradients[device.name] = gradients.GradientBench(device)
+            return self._gradients[device.name].check
         if device.name not in self._benches:
             self._benches[device.name] = Bench(device)
-        return self._benches[device.name]
+        bench = self._benches[device.name]
+        return bench.support if mode == "support" else bench.test
 
 
 def run_all(work: Sequence[Task], jobs: int = 1) -> Iterator[Result]:

@@ -106,6 +106,27 @@ def test_a_view_is_read_only_where_it_is_the_whole_weight(cpu, buft):
             compute(cpu, ctx.mul_mat(ctx.reshape_2d(w, K // 2, 2 * M), b), {b: x[:, : K // 2]})
 
 
+def test_a_view_that_was_made_before_its_weight_was_placed_is_refused_too(cpu, buft):
+    leafs, ctx = Context(), Context()
+    w, x = leafs.new_tensor("f32", (K, M)), ctx.set_input(ctx.new_tensor("f32", (K, N)))
+    y = ctx.mul_mat(ctx.view_2d(w, K, M // 2, w.nb[1], 0), x)
+    graph = Graph().build_forward_expand(y)
+    with ggmlb.alloc_ctx_tensors(leafs, buft), Scheduler([cpu]) as scheduler:
+        with pytest.raises(UnsupportedOpError, match="give the product the weight itself"):
+            scheduler.alloc_graph(graph)
+
+
+def test_out_prod_reads_a_weight(cpu, buft):
+    blocks, g = blocks_of(DType.Q4_0, M, K), np.random.default_rng(3).standard_normal((N, M), np.float32)
+    with weight(buft, DType.Q4_0, K, M) as w:
+        w.set(blocks)
+        ctx = Context()
+        grad = ctx.set_input(ctx.new_tensor("f32", (M, N)))
+        y = ctx.set_output(ctx.out_prod(w, ctx.transpose(grad)))
+        found = compute(cpu, y, {grad: g})
+    np.testing.assert_allclose(found, g @ dequantize(blocks, DType.Q4_0), rtol=1e-4, atol=1e-4)
+
+
 def test_zero_memory_gives_zero_weights(cpu, buft):
     with weight(buft, DType.Q4_0, K, M) as w:
         w.buffer.clear(0)

@@ -16,7 +16,7 @@ PRODUCTS: Final = frozenset({Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD})
 def weight_in(buft: BufferType, node: Tensor, readers: Collection[Op] = PRODUCTS) -> Tensor | None:
     """Return a node's first operand if it is a weight in such memory that the node may read; else `None`."""
     weight = node.src[0] if node.op in readers else None
-    return weight if weight is not None and weight.buffer is not None and weight.buffer.buft is buft else None
+    return weight if _lies_in(buft, weight) else None
 
 
 def misplaced(
@@ -26,7 +26,16 @@ def misplaced(
     if node.op in NO_OPS:
         return None
     for i, src in enumerate(node.src):
-        lies_there = src is not None and src.buffer is not None and src.buffer.buft is buft
-        if lies_there and (i or node.op not in readers):
+        if _lies_in(buft, src) and (i or node.op not in readers):
             return f"src{i} lies in {buft.name} memory, which only {who} read"
     return None
+
+
+def _lies_in(buft: BufferType, tensor: Tensor | None) -> bool:
+    """Whether a tensor lies in such memory, or is a view, not placed yet, of one that does."""
+    if tensor is None:
+        return False
+    buffer = tensor.buffer
+    if buffer is None and tensor.view_src is not None:
+        buffer = tensor.view_src.buffer
+    return buffer is not None and buffer.buft is buft

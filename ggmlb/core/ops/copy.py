@@ -196,6 +196,11 @@ def _draw_cont(p: Program) -> None:
     p.out("cont", p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
 
 
+def _draw_transposed(p: Program) -> None:
+    p.nmse = 0
+    p.out("cont", p.step("transpose", p.leaf(p.one_of(F32, F16, BF16), p.ne())))
+
+
 def _draw_cast(p: Program) -> None:
     a, b = p.one_of(F32, F16, BF16), p.one_of(F32, F16, BF16)
     p.nmse = 0
@@ -272,7 +277,7 @@ SPECS = (
         backward={0: passed_on},
         shard=_shard_copy,
         samples={"cont": lambda c, t: c.cont(main(c, t))},
-        cases={"cont": _draw_cont},
+        cases={"cont": _draw_cont, "cont of a transposed matrix": _draw_transposed},
         perf=(Perf("cont", "f32,transposed", lambda c, s: c.cont(c.transpose(rows(c, s, F32, 1024 * s)))),),
     ),
 )

@@ -1,0 +1,254 @@
+"""Mode `grad`: gradients that a device computes, beside differences of the CPU's results.
+
+The loss of a case is the sum of its first output's elements, each with a weight of its own. A few elements of
+each operand are moved by some steps, and the loss is summed in float64. Where steps of different length
+disagree, there is a kink, and the element is left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggmlb.core.dtypes import DType
+from ggmlb.core.enums import Op
+from ggmlb.core.errors import Error, GraphError, one_line
+from ggmlb.core.graph import Graph
+from ggmlb.core.lifetime import Freeable
+from ggmlb.core.ops import SPECS
+from ggmlb.core.ops.spec import unchanged
+from ggmlb.core.tensor import Tensor
+from ggmlb.interface import Device
+from ggmlb.interface.registry import device_by_name
+from ggmlb.runtime.scheduler import Scheduler
+from ggmlb.testing.compute import refusal
+from ggmlb.testing.devices import weight_memories
+from ggmlb.testing.placing import alloc_weight, weight_of
+from ggmlb.testing.results import Outcome, Result
+
+if TYPE_CHECKING:
+    from ggmlb.testing.cases import KitCase
+    from ggmlb.testing.programs import Built
+
+N_ELEMENTS: Final = 6
+"""Elements of an operand that are moved."""
+
+STEP: Final = 2.0**-6
+"""How far [of the operand's values]; half and a quarter of it, too."""
+
+EPS: Final = 6e-7
+"""Error of a result in float32, of its size; sums of products have more than half a unit."""
+
+MOST_NMSE: Final = 1e-4
+"""Allowed error of a gradient beyond that of the differences."""
+
+FAMILIES: Final = frozenset(name for spec in SPECS.values() if spec.backward for name in spec.cases)
+"""Families of ops that have a rule."""
+
+
+class GradientBench(Freeable):
+    """A device under test, and the CPU, which computes what the device declines, and differences.
+
+    Args:
+        device: The device under test.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stack = ExitStack()
+        cpu = self._stack.enter_context(device_by_name("CPU").init_backend())
+        streams = [cpu]
+        if device.name != cpu.name:
+            streams.insert(0, self._stack.enter_context(device.init_backend()))
+        self._scheduler = self._stack.enter_context(Scheduler(streams))
+        self._reference = self._stack.enter_context(Scheduler([cpu]))
+        self._weights = {buft.name: buft for buft in weight_memories(device)}
+
+    def free(self) -> None:
+        """Free streams and memory.
+
+        Raises:
+            FreedError: They were freed before.
+        """
+        self.check_alive("free")
+        self.is_freed = True
+        self._stack.close()
+
+    def check(self, case: KitCase) -> Result:
+        """Compare the gradients of a case's operands with differences."""
+        start, facts = perf_counter(), dict[str, Any]()
+        try:
+            with warnings.catch_warnings():
+                # Memory for weights may serve products only, and the CPU then works on a copy.
+                warnings.simplefilter("ignore", RuntimeWarning)
+                outcome, reason, nmse = self._check(case, facts)
+        except Exception as error:  # a backend may raise anything; the next case is tested all the same
+            outcome, reason, nmse = Outcome.FAILED, f"it raised {one_line(error)}", None
+        took = perf_counter() - start
+        return Result("grad", self.device.name, case.family, case.id, outcome, reason, nmse, took, facts)
+
+    def _check(self, case: KitCase, facts: dict[str, Any]) -> tuple[Outcome, str, float | None]:
+        built = case.program.case(case.id).build()
+        skipped = Outcome.SKIPPED
+        if why := refusal(self.device, built):
+            return skipped, f"not supported: {why}", None
+        out = built.tensors[case.program.outputs[0]]
+        operands = differentiable(out)
+        if case.memory:
+            operands = [o for o in operands if o is not weight_of(built.graph.nodes[-1])]
+        if out.dtype is not DType.F32 or not operands or out.is_empty:
+            return skipped, "no float32 operand of which a float32 result has a gradient", None
+        ctx, rng = built.ctx, np.random.default_rng(7)
+        weights = ctx.set_input(ctx.new_tensor(DType.F32, out.ne))
+        loss = ctx.set_loss(ctx.sum(ctx.mul(out, weights)))
+        for operand in operands:
+            ctx.set_param(operand)
+        try:
+            graph = Graph().build_forward_expand(loss).build_backward_expand(ctx)
+        except GraphError as error:
+            return skipped, f"no gradient: {one_line(error)}", None
+        values = rng.uniform(0.5, 1.5, out.shape).astype(np.float32)
+        with ExitStack() as stack:
+            if case.memory:
+                try:
+                    stack.enter_context(alloc_weight(built.graph.nodes[-1], self._weights[case.memory]))
+                except Error as error:
+                    return skipped, f"not supported: {one_line(error)}", None
+                if why := refusal(self.device, built):
+                    return skipped, f"not supported: {why}", None
+            found = self._gradients(graph, built, operands, weights, values, facts)
+        return self._compared(case, [operand.name for operand in operands], values, found)
+
+    def _gradients(
+        self,
+        graph: Graph,
+        built: Built,
+        operands: Sequence[Tensor],
+        weights: Tensor,
+        values: npt.NDArray[np.float32],
+        facts: dict[str, Any],
+    ) -> list[npt.NDArray[np.float32]]:
+        """Return the gradients of operands; `facts` are told of nodes that the device left to the CPU."""
+        grads = [graph.grad(operand) for operand in operands]
+        for grad in grads:
+            if grad is not None:
+                for tensor in (grad, grad.view_src or grad):
+                    built.ctx.set_output(tensor)
+        self._scheduler.alloc_graph(graph)
+        graph.reset()
+        weights.set_array(values)
+        for leaf in built.case.leafs:
+            if (
+                built.tensors[leaf.name].buffer is not None
+            ):  # nothing reads those of which only others need values
+                built.tensors[leaf.name].set(leaf.data)
+        self._scheduler.graph_compute(graph)
+        placed = self._scheduler.placement
+        left = {p.op for p in placed if p.device != self.device.name}
+        if left:
+            facts["left to the CPU"] = ", ".join(sorted(left))
+        return [
+            np.zeros(o.shape, np.float32) if g is None else g.to_numpy()
+            for o, g in zip(operands, grads, strict=True)
+        ]
+
+    def _compared(
+        self,
+        case: KitCase,
+        names: Sequence[str],
+        weights: npt.NDArray[Any],
+        grads: Sequence[npt.NDArray[Any]],
+    ) -> tuple[Outcome, str, float | None]:
+        built = case.program.case(case.id).build()
+        self._reference.alloc_graph(built.graph)
+        out = built.tensors[case.program.outputs[0]]
+        worst, n_smooth, wrong = 0.0, 0, []
+
+        inputs = [(t, s.data) for s in built.case.leafs if (t := built.tensors[s.name]).buffer is not None]
+
+        def loss(leaf: Tensor, array: npt.NDArray[np.float32]) -> tuple[float, float]:
+            for tensor, values in inputs:  # all, because an op in place may have changed them
+                tensor.set(values)
+            leaf.set_array(array)
+            self._reference.graph_compute(built.graph)
+            products = out.to_numpy().astype(np.float64) * weights
+            return float(products.sum()), float(np.sqrt((products**2).sum()))
+
+        for name, grad in zip(names, grads, strict=True):
+            if not np.isfinite(grad).all():
+                return Outcome.FAILED, f"the gradient of {name} is not finite", None
+            leaf, data = built.tensors[name], next(s.data for s in built.case.leafs if s.name == name)
+            array = data.view(np.float32).reshape(leaf.shape)
+            chosen = np.random.default_rng(3).permutation(array.size)[:N_ELEMENTS]
+            slopes = [_slope(loss, leaf, array, np.unravel_index(place, array.shape)) for place in chosen]
+            smooth = [
+                (grad.flat[at], s.value, s.doubt) for at, s in zip(chosen, slopes, strict=True) if s.is_smooth
+            ]
+            n_smooth += len(smooth)
+            off = [max(abs(float(found) - value) - 2 * doubt, 0.0) for found, value, doubt in smooth]
+            error, scale = (sum(x * x for x in xs) for xs in (off, [value for _, value, _ in smooth]))
+            nmse = error / scale if scale else float(error > 0)
+            worst = max(worst, nmse)
+            if nmse > MOST_NMSE:
+                wrong.append(f"the gradient of {name} has nmse {nmse:.3g}, above {MOST_NMSE:g}")
+        if not n_smooth:
+            return Outcome.SKIPPED, "no element moves the result smoothly in float32", None
+        return (Outcome.FAILED if wrong else Outcome.PASSED), "; ".join(wrong), worst
+
+
+class _Slope(NamedTuple):
+    """The slope at an element, by differences.
+
+    Attributes:
+        value: By the shorter steps.
+        doubt: How far that by longer steps is from it, and what rounding of results to float32 may do.
+        is_smooth: Whether the two agree: there is no kink, and nothing is rounded to a short type.
+    """
+
+    value: float
+    doubt: float
+    is_smooth: bool
+
+
+Loss = Callable[[Tensor, "npt.NDArray[np.float32]"], tuple[float, float]]
+"""The loss with other values of a leaf, and its size without cancellation."""
+
+
+def _slope(loss: Loss, leaf: Tensor, array: npt.NDArray[np.float32], place: tuple[Any, ...]) -> _Slope:
+    losses, at, size = {}, {}, 0.0
+    for k in (-4, -2, -1, 1, 2, 4):
+        moved = array.copy()
+        moved[place] += np.float32(k * STEP / 4)
+        at[k] = float(moved[place])
+        losses[k], of = loss(leaf, moved)
+        size = max(size, of)
+
+    def secant(k: int) -> float:
+        return (losses[k] - losses[-k]) / (at[k] - at[-k])
+
+    short, long = ((4 * secant(k) - secant(2 * k)) / 3 for k in (1, 2))
+    rounding = EPS * size / STEP
+    doubt = abs(short - long)
+    return _Slope(short, doubt + rounding, doubt <= 0.02 * abs(short) + 4 * rounding)
+
+
+def differentiable(out: Tensor) -> list[Tensor]:
+    """Return the f32 leafs that rules lead to from a result."""
+    found: list[Tensor] = []
+    seen, left = {out}, [out]
+    while left:
+        tensor = left.pop()
+        if tensor.op is Op.NONE and tensor.dtype is DType.F32 and not tensor.is_empty:
+            found.append(tensor)
+        rules = SPECS[tensor.op].backward
+        for i, source in enumerate(tensor.src):
+            if source is not None and source not in seen and rules.get(i, unchanged) is not unchanged:
+                seen.add(source)
+                left.append(source)
+    return found
