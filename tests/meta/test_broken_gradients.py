@@ -16,9 +16,7 @@ from tests.meta.broken.ops import WrongOp, wrong
 
 RULES = [(op, i) for op, spec in SPECS.items() for i, rule in spec.backward.items() if rule is not unchanged]
 
-ELSEWHERE = {
-    Op.RESHAPE: "conv_2d", Op.VIEW: "cont", Op.PERMUTE: "cont", Op.TRANSPOSE: "cont of a transposed matrix",
-}  # fmt: skip
+ELSEWHERE = {Op.RESHAPE: "conv_2d", Op.VIEW: "cont", Op.PERMUTE: "cont", Op.TRANSPOSE: "cont"}
 """Families in which ops without families of their own stand beside others."""
 
 

@@ -212,11 +212,11 @@ def test_one_command_runs_all_modes(
     suites = {
         suite.attrib["name"]: int(suite.attrib["tests"]) for suite in ElementTree.parse(report).getroot()
     }
-    each = {"behaviour": 2, "test": 2, "support": 2, "perf": 1}
+    each = {"behaviour": 2, "test": 2, "support": 2, "grad": 2, "perf": 1}
     assert suites == {f"ggmlb.CPU.{mode}": n for mode, n in each.items()}
     told = capsys.readouterr().err
     counted = ", ".join(f"{n} of mode {mode}" for mode, n in each.items())
-    assert f"ggmlb: 7 cases on CPU ({counted}): " in told
+    assert f"ggmlb: 9 cases on CPU ({counted}): " in told
     assert "minute" in told
     assert main(["test", *args, "--list"]) == 0
     assert "support scale(" in capsys.readouterr().out

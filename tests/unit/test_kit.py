@@ -189,8 +189,8 @@ def test_processes_give_what_one_gives():
 def test_processes_share_all_but_perf():
     cpu = device_by_name("CPU")
     work = [task for one in selections(ALL, ("scale",), "", 1) for task in tasks(cpu, one)]
-    assert [task.mode for task in work] == ["test", "support", "perf"]
-    found = list(run_as_done([work[2], *work[:2]], 2))
+    assert [task.mode for task in work] == ["test", "support", "grad", "perf"]
+    found = list(run_as_done([work[3], *work[:3]], 2))
     assert [i for i, _ in found][-1] == 0, "perf comes last, beside nothing"
     assert {r.outcome for _, r in found} == {Outcome.PASSED}
 
@@ -205,7 +205,8 @@ def test_a_run_that_is_left_ends_its_processes():
 
 def test_ops_are_chosen_in_the_modes_that_have_them():
     assert [(s.mode, s.ops) for s in selections(ALL, ("order", "abs"), "", 0)] == [
-        ("behaviour", ("order",)), ("test", ("abs",)), ("support", ("abs",)), ("perf", ("abs",)),
+        ("behaviour", ("order",)), ("test", ("abs",)), ("support", ("abs",)), ("grad", ("abs",)),
+        ("perf", ("abs",)),
     ]  # fmt: skip
     with pytest.raises(ArgumentError, match=r"no op 'ordr' in mode behaviour or .*mean 'order'"):
         selections(ALL, ("ordr",), "", 0)

@@ -193,12 +193,8 @@ def _draw_dup(p: Program) -> None:
 
 def _draw_cont(p: Program) -> None:
     p.nmse = 0
-    p.out("cont", p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY))
-
-
-def _draw_transposed(p: Program) -> None:
-    p.nmse = 0
-    p.out("cont", p.step("transpose", p.leaf(p.one_of(F32, F16, BF16), p.ne())))
+    x = p.operand(p.one_of(F32, F16, BF16, I32, beyond=(I64, DType.I16, DType.I8)), p.ne(), *ANY)
+    p.out("cont", p.step("transpose", x) if p.bool() else x)
 
 
 def _draw_cast(p: Program) -> None:
@@ -277,7 +273,7 @@ SPECS = (
         backward={0: passed_on},
         shard=_shard_copy,
         samples={"cont": lambda c, t: c.cont(main(c, t))},
-        cases={"cont": _draw_cont, "cont of a transposed matrix": _draw_transposed},
+        cases={"cont": _draw_cont},
         perf=(Perf("cont", "f32,transposed", lambda c, s: c.cont(c.transpose(rows(c, s, F32, 1024 * s)))),),
     ),
 )
