@@ -257,9 +257,10 @@ def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int
                 part("place the tensors", program.place)
                 part("before it is computed first: make the image's tensors", lambda p=program: p.image.graph)
                 program.release()
-                other = part("again: read the graph", lambda g=again: Signature(g, {}))
-                part("again: compare it with the last", lambda p=program, o=other: p.signature.matches(o))
-                part("again: bind it", lambda p=program, o=other: p.bind(o))
+                tensors = part(
+                    "again: read it, and compare", lambda p=program, g=again: p.signature.match(g, {})
+                )
+                program.signature.bind(tensors)
                 part("again: place the tensors", program.place)
                 part("again: take the places back", program.release)
         for name, values in times.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, count
+from operator import itemgetter
 from typing import Any
 
 from ggmlb.core.enums import NO_OPS, TensorFlag
@@ -30,7 +31,6 @@ class IndexedGraph:
 
     Attributes:
         tensors: Tensors by number.
-        numbers: Number of each tensor; -1 for `None` (absent).
         listed: Numbers of the graph's leafs, then of its nodes in computing order; a tensor may be listed
             twice.
         n_leafs: How many of `listed` are leafs.
@@ -65,6 +65,7 @@ class IndexedGraph:
         numbers[None] = -1
         self.numbers = numbers
         self.users: list[int] = []
+        self._reached: list[tuple[int, int]] = []
         try:
             self.sources = [numbers[s] for t in nodes for s in t.src]
             self.bases = [numbers[t.view_src] for t in self.tensors]
@@ -94,17 +95,63 @@ class IndexedGraph:
         numbers, users, tensors = self.numbers, self.users, self.tensors
         n_distinct = len(tensors)
         for node in nodes:
-            for source in node.src:
+            for i, source in enumerate(node.src):
                 if source is not None and source not in numbers:
+                    self._reached.append((numbers[node], i))
                     numbers[source] = len(tensors)
                     tensors.append(source)
                     users.append(numbers[node])
         for number, tensor in enumerate(tensors):  # which grows
             base = tensor.view_src
             if base is not None and base not in numbers:
+                self._reached.append((number, -1))
                 numbers[base] = len(tensors)
                 tensors.append(base)
                 users.append(number if number < n_distinct else users[number - n_distinct])
+
+    def numbered(self, graph: Graph) -> list[Tensor] | None:
+        """Return the tensors of another graph by number, if it has the same edges; else `None`."""
+        nodes = graph.nodes
+        tensors = listed = [*graph.leafs, *nodes]
+        if len(graph.leafs) != self.n_leafs or len(listed) != len(self.listed):
+            return None
+        if not isinstance(self.listed, range):  # of a tensor that is listed twice, the last has its number
+            tensors = list(
+                map(dict(zip(self.listed, listed, strict=True)).__getitem__, range(max(self.listed) + 1))
+            )
+            if [tensors[i] for i in self.listed] != listed:
+                return None
+        for number, source in self._reached:
+            user = tensors[number]
+            found = user.view_src if source < 0 else user.src[source] if source < len(user.src) else None
+            if found is None:
+                return None
+            tensors.append(found)
+        sources = [t.src for t in nodes]
+        sources_of, bases_of = self._getters
+        padded = (*tensors, None, None)
+        is_same = (
+            len({*tensors}) == len(tensors)
+            and (*chain(*sources), None, None) == sources_of(padded)
+            and (*[t.view_src for t in tensors], None, None) == bases_of(padded)
+            and list(map(len, sources)) == self.n_sources
+        )
+        return tensors if is_same else None
+
+    @cached_property
+    def _getters(self) -> tuple[itemgetter[Any], itemgetter[Any]]:
+        """Getters of all sources and of the sources of views; each reads, and ends with, two None as well."""
+        return itemgetter(*self.sources, -1, -1), itemgetter(*self.bases, -1, -1)
+
+    def bind(self, tensors: list[Tensor]) -> None:
+        """Take the tensors of another graph, by number."""
+        self.tensors = tensors
+        self.__dict__.pop("numbers", None)
+
+    @cached_property
+    def numbers(self) -> dict[Tensor | None, int]:
+        """Number of each tensor; -1 for `None` (absent)."""
+        return {**dict(zip(self.tensors, count())), None: -1}
 
     @property
     def key(self) -> GraphKey:

@@ -240,6 +240,35 @@ def test_another_tensor_in_the_place_of_a_weight_makes_another_program(world):
         assert n_programs(sched) == 2
 
 
+def listings(c: Context) -> dict[str, Graph]:
+    """Graphs that differ only in what they list, and how often."""
+    x, y = (c.set_input(c.new_tensor(DType.F32, (8,))) for _ in range(2))
+    same = c.silu(c.add(x, x))
+    apart = c.silu(c.add(x, y))
+    return {
+        "one leaf": Graph([same.src[0], same], [x]),
+        "a leaf twice": Graph([same.src[0], same], [x, x]),
+        "two leafs": Graph([apart.src[0], apart], [x, y]),
+        "a leaf in vain": Graph([same.src[0], same], [x, y]),
+        "no leaf": Graph([same.src[0], same]),
+        "two leafs, not listed": Graph([apart.src[0], apart]),
+        "a node twice": Graph([same.src[0], same, same], [x]),
+    }
+
+
+def test_a_graph_that_lists_other_tensors_makes_another_program(world):
+    with Scheduler(world.backends) as sched:
+        programs = {}
+        for name, graph in listings(Context()).items():
+            sched.split_graph(graph)
+            programs[name] = sched._program
+        assert len({*programs.values()}) == len(programs)
+        for name, graph in listings(Context()).items():
+            sched.split_graph(graph)
+            assert sched._program is programs[name]
+            assert [t for s in sched.splits for t in s.nodes] == graph.nodes
+
+
 def test_memory_that_grows_for_one_topology_makes_new_plans_for_the_others(world):
     with Scheduler(world.backends) as sched:
         small = world.compute(sched, Recipe(), 3)

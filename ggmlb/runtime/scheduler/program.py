@@ -37,11 +37,9 @@ class Signature(IndexedGraph):
     Reading a graph un-places its tensors in compute memory, which is reused for each graph.
 
     Attributes:
-        facts: Layouts, and offsets in viewed tensors, by number.
+        inner: Numbers of the tensors that are not `outside`.
         params: The op's parameters, by number.
-        places: The tensors of `outside`, their buffers, and their offsets there; and how buffers are used.
         requests: Backend index of tensors with a request, by number.
-        zeros: The kept parameters that are zero, once compared.
     """
 
     def __init__(self, graph: Graph, user: Mapping[Tensor, int]) -> None:
@@ -52,27 +50,46 @@ class Signature(IndexedGraph):
                 if buffer is None:
                     tensor.buffer = None
             placement_clock.tick()
-        self.facts = [t.layout for t in tensors], [t.view_offs for t in tensors]
-        self.params = [t.params for t in tensors]
-        placed = [tensors[i] for i in self.outside]
-        where = [self.buffers[i] for i in self.outside]
-        self.places = (placed, where, [t.offset for t in placed], {b: b.usage for b in self.foreign})
-        self.requests = {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
-        self.zeros: Zeros | None = None
+        placed = set(self.outside)
+        self.inner = [i for i in range(len(tensors)) if i not in placed]
+        self._roots = [i for i in self.inner if self.bases[i] < 0]
+        self._facts = self._read(tensors)
+        self._usage = {b: b.usage for b in self.foreign}
+        self.params: list[dict[str, Any]] = [t.params for t in tensors]
+        self.keep()
+        self.requests = _requests(tensors, user)
 
     def keep(self) -> None:
         """Copy the current parameters, which may change later."""
-        self.params = [p.copy() if p else p for p in self.params]
-        self.zeros = None
+        self.params = [p.copy() if p else _NO_PARAMS for p in self.params]
+        self._zeros: Zeros | None = None
 
-    def matches(self, other: Signature) -> bool:
-        """Whether graphs of another signature have the same split, allocation and plans."""
+    def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
+        """Return the tensors of a graph by number, if its split, allocation and plans are the same."""
+        tensors = self.numbered(graph)
+        is_same = (
+            tensors is not None
+            and self._read(tensors) == self._facts
+            and not any([b.is_freed or b.usage is not usage for b, usage in self._usage.items()])
+            and self.has_params([t.params for t in tensors])
+            and _requests(tensors, user) == self.requests
+        )
+        return tensors if is_same else None
+
+    def _read(self, tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
+        """Return what must be the same of another graph's tensors, but for parameters."""
+        placed = [tensors[i] for i in self.outside]
+        inner = [tensors[i] for i in self.inner]
         return (
-            self.key == other.key
-            and self.facts == other.facts
-            and self.places == other.places
-            and self.requests == other.requests
-            and self.has_params(other.params)
+            [t.layout for t in inner],
+            [t.op for t in inner],
+            [t.flags for t in inner],
+            [t.view_offs for t in inner],
+            [*{tensors[i].buffer for i in self._roots}],
+            placed,
+            [t.flags for t in placed],
+            [t.buffer for t in placed],
+            [t.offset for t in placed],
         )
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
@@ -81,9 +98,16 @@ class Signature(IndexedGraph):
             same = self.params == params
         except ValueError:  # arrays in a custom function's data have no truth value
             return False
-        if same and self.zeros is None:
-            self.zeros = zeros_of(self.params)
-        return same and all(copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros or ())
+        if same and self._zeros is None:
+            self._zeros = zeros_of(self.params)
+        return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self._zeros or ()])
+
+
+_NO_PARAMS: dict[str, Any] = {}
+
+
+def _requests(tensors: Sequence[Tensor], user: Mapping[Tensor, int]) -> dict[int, int]:
+    return {i: user[t] for i, t in enumerate(tensors) if t in user} if user else {}
 
 
 class Programs:
@@ -94,11 +118,12 @@ class Programs:
         self._n_copies = n_copies
         self._kept: deque[Program] = deque(maxlen=MAX_PROGRAMS)
 
-    def find(self, signature: Signature) -> Program | None:
+    def find(self, graph: Graph, user: Mapping[Tensor, int]) -> Program | None:
         """Return the cached program of an equal earlier graph, bound to this one."""
         for program in self._kept:
-            if program.signature.matches(signature):
-                program.bind(signature)
+            tensors = program.signature.match(graph, user)
+            if tensors is not None:
+                program.signature.bind(tensors)
                 if program is not self._kept[0]:
                     self._kept.remove(program)
                     self._kept.appendleft(program)
@@ -140,7 +165,6 @@ class Program:
     """
 
     def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
-        signature.keep()
         self.signature = signature
         self._assignment = assignment
         self._n_copies = n_copies
@@ -148,6 +172,7 @@ class Program:
         self.splits = cut.splits
         self.image = Image(signature, signature.params, assignment, cut)
         self.forget_plans()
+        self._moved: list[tuple[int, Buffer | None, int]] = []
         self._owned: list[int] = []
         self.buffers: list[Buffer | None] = []
         self.offsets: list[int] = []
@@ -177,10 +202,6 @@ class Program:
 
     # -- binding -------------------------------------------------------------------------------
 
-    def bind(self, signature: Signature) -> None:
-        """Bind another graph of the same signature."""
-        self.signature.tensors, self.signature.numbers = signature.tensors, signature.numbers
-
     def allocate(self, allocator: GraphAllocator) -> None:
         """Place the image, unless it is still in place.
 
@@ -196,6 +217,7 @@ class Program:
             self.forget_plans()
         n = len(self.signature.tensors)
         self.buffers, self.offsets = buffers[:n], offsets[:n]
+        self._moved = [(i, buffers[i], offsets[i]) for i in self.signature.inner]
         own = {b for b in {*self.buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
         self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
         if not allocator.keeps_places():
@@ -204,7 +226,8 @@ class Program:
     def place(self) -> None:
         """Place the tensors of the bound graph at the places of their clones."""
         tensors = self.signature.tensors
-        for tensor, buffer, offset in zip(tensors, self.buffers, self.offsets, strict=True):
+        for i, buffer, offset in self._moved:
+            tensor = tensors[i]
             tensor.buffer = buffer
             tensor.offset = offset
         self._sources = [t.src for t in tensors]

@@ -72,7 +72,8 @@ def placements(graph: Graph, program: Program) -> list[Placement]:
 def memory_report(program: Program, allocator: GraphAllocator, backends: Sequence[Backend]) -> MemoryReport:
     """Return the memory of a program, planned and allocated, in an allocator for these backends."""
     placed: dict[str, list[Space]] = {"weights": [], "placed": []}
-    for buffer in dict.fromkeys(b for b in program.signature.places[1] if b is not None):
+    known = program.signature.buffers
+    for buffer in dict.fromkeys(b for b in (known[i] for i in program.signature.outside) if b is not None):
         kind = "weights" if buffer.usage is BufferUsage.WEIGHTS else "placed"
         placed[kind] += [(inner.buft, inner.size) for inner in buffer.allocations]
     copied: Counter[BufferType] = Counter()

@@ -308,8 +308,11 @@ class Scheduler(Freeable):
         """
         self._check_idle("split_graph")
         self._forget()
-        signature = Signature(graph, self._user)
-        program = self._programs.find(signature)
+        program = self._programs.find(graph, self._user)
+        if program is None:
+            signature = Signature(graph, self._user)
+            if signature.own:  # now that its tensors are un-placed, it may be a known one
+                program = self._programs.find(graph, self._user)
         if program is None:
             with log.timed("scheduler", log.DEBUG, "%d nodes split", len(graph.nodes)):
                 program = self._programs.make(signature)
