@@ -16,6 +16,7 @@ from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
     from ggmlb.core.context import Context
+    from ggmlb.interface import Buffer
 
 
 @arguments.checked_methods
@@ -192,6 +193,15 @@ class Graph:
         part.whole = self if self.whole is None else self.whole
         part.owner_checks = self.owner_checks
         return part
+
+    @property
+    def short(self) -> Graph:
+        """The graph; or a shorter one, whose nodes stand for all of its nodes (`core.repeats`)."""
+        return self
+
+    def memory(self) -> set[Buffer | None]:
+        """Return the buffers in which its nodes and their sources lie; `None` if one is in no buffer."""
+        return {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}
 
     def use_counts(self) -> Counter[Tensor]:
         """Return how often the nodes of the whole graph read each tensor (use_counts of ggml_cgraph)."""

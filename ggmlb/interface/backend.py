@@ -423,9 +423,9 @@ class Backend(Freeable):
             raise FreedError(f"{call}: the plan was freed")
 
     def _check_graph(self, graph: Graph) -> None:
-        buffers = {t.buffer for node in graph.nodes for t in (node, *node.src) if t is not None}
+        buffers = graph.memory()
         if any(b is None or b.is_freed or b.is_read_only or not self.supports_buft(b.buft) for b in buffers):
-            self._find_fault(graph)
+            self._find_fault(graph.short)
         if not graph.owner_checks:  # else it was asked when the node was given to this backend
             for node in graph.nodes:
                 why = self.device.declines(node)
@@ -468,7 +468,7 @@ class Backend(Freeable):
         self._check_graph(graph)
         with Action("graph_plan_create", self) if observers else QUIET:
             try:
-                with log.timed("plans", log.DEBUG, "%s: plan of %d nodes", self.name, len(graph.nodes)):
+                with log.timed("plans", log.DEBUG, "%s: plan of %d nodes", self.name, len(graph)):
                     return self._plan(graph)
             except MemoryError as error:
                 raise self._no_scratch("graph_plan_create", error) from None

@@ -76,6 +76,7 @@ class FakeDevice(Device):
         self._reg = reg
         self._name = f"Fake{index}"
         self._declines = declines
+        self.answers_alike = declines is None
         self.capacity = capacity
         self.used = 0
         self.n_buffers = 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.llvm.table import Table
+from ggmlb.backends.llvm.table import Table, Unlike
 from ggmlb.core.enums import Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.graph import Graph
+from ggmlb.core.repeats import RepeatedGraph
 from ggmlb.interface import GraphPlan
 from ggmlb.system import progress
 
@@ -22,9 +23,15 @@ class LlvmPlan(GraphPlan):
     def __init__(self, backend: LlvmBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self._pool = backend.pool
-        self._items = fuse(graph, backend.can_fuse, by_place=False)
+        whole = graph if isinstance(graph, RepeatedGraph) else None
+        self._order = whole and whole.order
         with progress.task(f"{backend.name}: compiling kernels") as task:
-            self._table = Table(backend, self._items, task)
+            try:
+                self._items = fuse(graph.short, backend.can_fuse, by_place=False)
+                self._table = Table(backend, self._items, task, whole)
+            except Unlike:
+                self._items = fuse(graph, backend.can_fuse, by_place=False)
+                self._table = Table(backend, self._items, task)
         self._faults = self._table.errors.data  # after a step, NumPy's code is in no cache any more
 
     @property
@@ -54,10 +61,15 @@ class LlvmPlan(GraphPlan):
         return Status.SUCCESS
 
     def _raise(self) -> None:
-        row, limit, i = self._table.errors[:3].tolist()
-        self._table.errors[:] = 0
-        item = next(n for n, end in zip(self._items, self._table.ends, strict=True) if end >= i)
-        node = item.result if isinstance(item, Group) else item
+        table = self._table
+        row, limit, i = table.errors[:3].tolist()
+        table.errors[:] = 0
+        at = next(k for k, end in enumerate(table.ends) if end >= i)
+        if table.results and self._order is not None:
+            node = self.nodes[self._order.index(table.results[at])]
+        else:
+            item = self._items[at]
+            node = item.result if isinstance(item, Group) else item
         raise BackendError(
             f"{self.backend.name} failed to compute {node.describe()}: "
             f"row number {row} for a tensor of {limit} rows"

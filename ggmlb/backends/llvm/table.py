@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from itertools import chain, count
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ggmlb.backends.common.fusion import Group
 from ggmlb.backends.llvm.lowering import lower
-from ggmlb.backends.llvm.lowering.steps import ALIGNED, NUMBER, OPERANDS, Lowered, Steps, symbol
+from ggmlb.backends.llvm.lowering.steps import ALIGNED, NOTHING, NUMBER, OPERANDS, Lowered, Steps, symbol
 from ggmlb.core.enums import NO_OPS
 from ggmlb.core.placement import frozen
+from ggmlb.core.repeats import RepeatedGraph
 from ggmlb.core.tensor import Tensor
-from ggmlb.interface import BufferType
+from ggmlb.interface import Buffer, BufferType
+from ggmlb.interface.host import aligned_empty
 from ggmlb.system.progress import Task
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.common.workspace import Workspace
     from ggmlb.backends.llvm.backend import LlvmBackend
+
+    Ints = npt.NDArray[np.int64]
 
 ABSENT = -1
 """Form of an absent operand."""
@@ -66,6 +71,37 @@ class Made(NamedTuple):
     end: int
 
 
+class Again(NamedTuple):
+    """Which items come again after `end`, in the same order.
+
+    Attributes:
+        start, end: The first of them, and the end.
+        times: How often.
+    """
+
+    start: int = 0
+    end: int = 0
+    times: int = 0
+
+    def of(self, values: Ints, sizes: Ints | None = None) -> Ints:
+        """Return the values of all items.
+
+        Args:
+            values: Of those that do not come again, and once of those that do.
+            sizes: How many of the values are of each item; one by default.
+        """
+        if not self.times:
+            return values
+        start, end = self.start, self.end
+        if sizes is not None:
+            start, end = int(sizes[:start].sum()), int(sizes[:end].sum())
+        return np.concatenate([values[:end], *[values[start:end]] * self.times, values[end:]])
+
+
+class Unlike(Exception):
+    """The equal parts of a graph would be lowered differently."""
+
+
 class Table:
     """The bound steps of items; one of a known kind is not lowered again.
 
@@ -73,37 +109,51 @@ class Table:
         backend: The stream.
         items: Nodes and groups, in order.
         task: Told when kernels are compiled.
+        whole: The graph, if the items are those of its shorter graph.
 
     Attributes:
         address: Of the first step.
         n_steps: Number of steps.
-        ends: For each item, the number of steps up to its end.
+        ends: For each item, those of the whole graph, the number of steps up to its end.
+        results: Numbers of the whole graph's items.
         shares: Whether any step is for several threads.
         errors: Row number, limit and step of the first fault that a kernel found; zeros if none.
+
+    Raises:
+        Unlike: The steps of left out parts are not those of the shorter graph's.
     """
 
-    def __init__(self, backend: LlvmBackend, items: Sequence[Tensor | Group], task: Task) -> None:
+    def __init__(
+        self,
+        backend: LlvmBackend,
+        items: Sequence[Tensor | Group],
+        task: Task,
+        whole: RepeatedGraph | None = None,
+    ) -> None:
         self._backend, self._task, self._kinds = backend, task, backend.kinds
         self._kinds.make_room()
         self._kept: list[Any] = []
         self._made: Made | None = None
-        self.errors = np.zeros(8, np.int64)
-        self.ends: list[int] = []
+        self.errors = aligned_empty(64).view(np.int64)  # as the addresses of all slots are
+        self.errors[:] = 0
+        self.results: list[int] = []
         operands = [_operands(item) for item in items]
         self._read({*chain.from_iterable(operands)} - {None})
         found: list[Lowered] = []
         numbers: list[list[int]] = []
-        self.n_steps = 0
         for item, tensors in zip(items, operands, strict=True):
-            if tensors:
-                of_item = list(map(self._numbers.__getitem__, tensors))
-                lowered = self._lowered(item, tensors, of_item)
-                found.append(lowered)
-                numbers.append(of_item)
-                self.n_steps += lowered.n_steps
-            self.ends.append(self.n_steps)
-        self.shares = any([lowered.shares for lowered in found])
-        self._bind(found, numbers)
+            of_item = list(map(self._numbers.__getitem__, tensors))
+            found.append(self._lowered(item, tensors, of_item) if tensors else NOTHING)
+            numbers.append(of_item)
+        n = len(self._addresses)
+        places = np.array([x for of_item in numbers for x in (n, n + 1, n + 2, n + 3, *of_item)], np.int64)
+        sizes = np.array([OPERANDS + len(of_item) for of_item in numbers], np.int64)
+        slots = np.array([*self._addresses, *self._memory(found)], np.int64)[places]
+        again = Again()
+        if whole is not None:
+            self.results = [whole.numbers[t.result if isinstance(t, Group) else t] for t in items]
+            again, slots = self._unroll(whole, found, places, slots, np.cumsum(sizes))
+        self._bind(found, again, sizes, slots & ~ALIGNED)
         # Only what is run stays: the stream owns its plans, and must not be kept alive by them.
         del self._backend, self._task, self._kinds, self._addresses, self._forms, self._numbers
 
@@ -111,9 +161,7 @@ class Table:
         """Number operands, and look up where each is, and its form; an absent one is the last."""
         placed = [t for t in tensors if t is not None and t.buffer is not None]
         buffers = [t.buffer for t in placed]
-        memories = {b: b.base for b in {*buffers} if b is not None}
-        self._kept += memories.values()
-        bases = {b: int(memory.ctypes.data) for b, memory in memories.items()}
+        bases = self._starts_of({*buffers})
         self._addresses = [bases[b] + t.offset for t, b in zip(placed, buffers, strict=True) if b is not None]
         packs = {b for b in bases if type(b.buft).packing is not BufferType.packing}
         packings = [b.packing(t) if b in packs else "" for t, b in zip(placed, buffers, strict=True)]
@@ -124,6 +172,12 @@ class Table:
         self._numbers[None] = len(placed)
         self._forms.append(ABSENT)
         self._addresses.append(0)
+
+    def _starts_of(self, buffers: Collection[Buffer | None]) -> dict[Buffer, int]:
+        """Return the addresses of buffers, whose memory is kept."""
+        memories = {b: b.base for b in buffers if b is not None}
+        self._kept += memories.values()
+        return {b: int(memory.ctypes.data) for b, memory in memories.items()}
 
     def _lowered(
         self, item: Tensor | Group, operands: Sequence[Tensor | None], numbers: Sequence[int]
@@ -175,32 +229,67 @@ class Table:
                 return slot, made.nbytes
         return None
 
-    def _bind(self, found: Sequence[Lowered], numbers: Sequence[Sequence[int]]) -> None:
-        """Write the table."""
-        if not found:
+    def _unroll(
+        self, whole: RepeatedGraph, found: Sequence[Lowered], places: Ints, slots: Ints, ends: Ints
+    ) -> tuple[Again, Ints]:
+        """Return which items come again in the whole graph, and the slots of all."""
+        repeats = whole.repeats
+        start, end = repeats.window(self.results) or (0, 0)
+        n = end - start
+        if not n or not all(map(is_, found[start:end], found[start - n :])):
+            raise Unlike
+        before, at, after = (int(ends[i - 1]) if i else 0 for i in (start - n, start, end))
+        mine = places[at:after] < len(self._addresses)
+        numbers = np.array([whole.numbers[t] for t in self._numbers], np.int64)
+        first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
+        if not np.array_equal(second - repeats.steps[second], first):
+            raise Unlike
+        more = np.tile(slots[at:after], (repeats.n_left_out, 1))
+        operands = more[:, mine]
+        begins = self._starts_of(whole.memory())
+        for i in np.flatnonzero((operands[0] != slots[before:at][mine]) & (repeats.steps[second] > 0)):
+            others = repeats.left_out(second[i : i + 1]).ravel().tolist()
+            buffers = [whole.buffers[k] for k in others]
+            operands[:, i] = [
+                begins[b] + whole.offsets[k] for b, k in zip(buffers, others, strict=True) if b is not None
+            ]
+        if ((operands ^ operands[0]) & ALIGNED).any():
+            raise Unlike
+        more[:, mine] = operands
+        self.results = repeats.expand(self.results)
+        return Again(start, end, repeats.n_left_out), np.concatenate(
+            [slots[:after], more.ravel(), slots[after:]]
+        )
+
+    def _bind(self, found: Sequence[Lowered], again: Again, sizes: Ints, slots: Ints) -> None:
+        """Write the table: the steps of items, some of which come again, with the slots of all."""
+        steps, args, symbols = (
+            np.array(n, np.int64)
+            for n in ([x.n_steps for x in found], [x.args.size for x in found], [x.slots.size for x in found])
+        )
+        n_steps, n_args, n_symbols, sizes = map(again.of, (steps, args, symbols, sizes))
+        self.ends = np.cumsum(n_steps).tolist()
+        self.n_steps = int(n_steps.sum())
+        self.shares = any([x.shares for x in found])
+        if not self.n_steps:
             self.address = 0
             return
-        backend = self._backend
-        scratch = self._take(backend.scratch, max([x.n_scratch for x in found]))
-        activations = self._take(backend.activations, max([x.n_activations for x in found]))
-        slots = np.array([*self._addresses, 0, 0, 0, 0], np.int64)
-        slots &= ~ALIGNED
-        n = len(self._addresses)
-        slots[n:] = scratch, activations, self.errors.ctypes.data, 0
-        of_items = [x for of_item in numbers for x in (n, n + 1, n + 2, n + 3, *of_item)]
-        bases = slots[of_items]
-        firsts = _starts([OPERANDS + len(of_item) for of_item in numbers])
-        n_steps = [x.n_steps for x in found]
-        bases[firsts + NUMBER] = _starts(n_steps)
-        self._args = args = np.concatenate([x.args for x in found])
-        self._words = words = np.concatenate([x.words for x in found])
-        starts = _starts([x.args.size for x in found])
-        n_symbols = [x.slots.size for x in found]
-        symbols = np.concatenate([x.places for x in found]) + np.repeat(starts, n_symbols)
-        args[symbols] += bases[np.concatenate([x.slots for x in found]) + np.repeat(firsts, n_symbols)]
-        words[:, 1] += np.repeat(8 * starts, n_steps) + args.ctypes.data
+        firsts, starts = _starts(sizes), _starts(n_args)
+        slots[firsts + NUMBER] = _starts(n_steps)
+        self._args = values = again.of(np.concatenate([x.args for x in found]), args)
+        self._words = words = again.of(np.concatenate([x.words for x in found]), steps)
+        where = again.of(np.concatenate([x.places for x in found]), symbols) + np.repeat(starts, n_symbols)
+        what = again.of(np.concatenate([x.slots for x in found]), symbols) + np.repeat(firsts, n_symbols)
+        values[where] += slots[what]
+        words[:, 1] += np.repeat(8 * starts, n_steps) + values.ctypes.data
         self.address = int(words.ctypes.data)
         self._kept.append([x.kept for x in found])
+
+    def _memory(self, found: Sequence[Lowered]) -> tuple[int, int, int, int]:
+        """Return the addresses of scratch, activations and errors, and a place for the number of a step."""
+        scratch = self._take(self._backend.scratch, max([x.n_scratch for x in found], default=0))
+        activations = self._take(self._backend.activations, max([x.n_activations for x in found], default=0))
+        return scratch, activations, self.errors.ctypes.data, 0
 
     def _take(self, workspace: Workspace, nbytes: int) -> int:
         """Return the address of memory that the stream's plans share."""
@@ -217,6 +306,7 @@ def _operands(item: Tensor | Group) -> Sequence[Tensor | None]:
     return () if item.op in NO_OPS or item.is_empty else (item, *item.src)
 
 
-def _starts(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+def _starts(sizes: Ints) -> Ints:
     """Return where each of some parts begins that lie one after the other."""
-    return np.cumsum(np.array([0, *sizes[:-1]], np.int64))
+    starts: Ints = np.cumsum(sizes) - sizes
+    return starts

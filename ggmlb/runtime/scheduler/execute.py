@@ -91,17 +91,19 @@ class Executor:
         experts: ExpertCopies | None = None
         waits: dict[int, None] = {}
         last_sent: dict[int, None] = {}
-        for index, split in enumerate(program.splits):
+        for index, split in enumerate(program.parts):
             b = split.backend_id
             for other in split.after:
                 self._order(other, b)
             if split.inputs:
-                experts = experts or ExpertCopies(program.splits, c)
+                experts = experts or ExpertCopies(program.parts, c)
                 self._copy_in(split, c, experts, waits, last_sent)
             if callback is None:
                 status = split.backend.graph_plan_compute(program.plan(index, c))
             else:
-                status = _compute_watched(split, program.signature, program.variant(c)[index], callback)
+                status = _compute_watched(
+                    program.splits[index], program.signature, program.variant(c)[index], callback
+                )
             if status is not Status.SUCCESS:
                 return status
             if split.reads_user_input and self._is_async[b]:

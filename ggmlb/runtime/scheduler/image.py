@@ -16,11 +16,9 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer
 from ggmlb.runtime.indexed_graph import IndexedGraph
-from ggmlb.runtime.scheduler.assign import UNKNOWN
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.scheduler.assign import Assignment
-    from ggmlb.runtime.scheduler.split import Cut, Split
+    from ggmlb.runtime.scheduler.split import Split
 
 _NONE = Op.NONE  # looked up once: it is asked of every tensor
 
@@ -28,25 +26,24 @@ _NONE = Op.NONE  # looked up once: it is asked of every tensor
 class Image(IndexedGraph):
     """The image of a graph, with the user's numbers, followed by copies and markers of their time.
 
-    Attributes:
-        user: The user's graph that is bound.
+    Args:
+        user: The user's graph.
         params: The ops' parameters, by number.
         ids: Index of the backend that owns each tensor's memory, by number; past the last for host memory.
+        splits: The graph's splits, which get their order here unless they have one.
+
+    Attributes:
+        user, params, ids: As given, the last with copies.
         buffers: Buffer of each tensor, by number, once allocated.
         offsets: Offset of each in its buffer.
     """
 
     def __init__(
-        self, user: IndexedGraph, params: list[dict[str, Any]], assignment: Assignment, cut: Cut
+        self, user: IndexedGraph, params: list[dict[str, Any]], ids: list[int], splits: Sequence[Split]
     ) -> None:
         self.user = user
         self.params = params
-        last = len(assignment.backends) - 1
-        self.ids = list(assignment.ids)
-        if UNKNOWN in self.ids:
-            self.ids = [last if b < 0 else b for b in self.ids]
-        for i in cut.staged:
-            self.ids[i] = last + 1
+        self.ids = ids
         self.listed, self.n_leafs, self.unlisted, self.outside = (
             user.listed, user.n_leafs, user.unlisted, user.outside
         )  # fmt: skip
@@ -57,7 +54,7 @@ class Image(IndexedGraph):
         self._clones: dict[int, Tensor | None] = {-1: None}
         self._graph: Graph | None = None
         leafs, nodes = list(user.listed[: user.n_leafs]), list[int]()
-        for split in cut.splits:  # which know the image, but not the reverse: a cycle would outlive its time
+        for split in splits:  # which know the image, but not the reverse: a cycle would outlive its time
             split.image = self
             self._list(split, leafs, nodes)
         more = range(len(user.tensors), len(self.tensors))
@@ -90,6 +87,9 @@ class Image(IndexedGraph):
             # A view without an op: it only keeps the source from being reused before it is copied.
             base = i if bases[i] < 0 else bases[i]
             nodes.append(self._add(self.tensors[i], self.ids[i], base, [i], flags=0))
+        if split.ordered:
+            nodes += split.ordered
+            return
         ordered = self._ordered(split, [*leafs, *nodes])
         nodes += ordered
         computes, n = self.user.computes, len(self.user.tensors)
@@ -118,7 +118,7 @@ class Image(IndexedGraph):
         graph.nodes = self._made(split.numbers)
         split.backend.graph_optimize(graph)
         split.marks = graph.marks
-        numbers = {clone: i for i, clone in self._clones.items()}
+        numbers = self.numbers
         for node in graph.nodes:
             if node not in numbers:  # a mark of the backend's own
                 reads = [numbers[s] for s in node.src]
@@ -185,6 +185,11 @@ class Image(IndexedGraph):
 
     def _made(self, numbers: Sequence[int]) -> list[Tensor]:
         return cast("list[Tensor]", list(map(self._clones.__getitem__, numbers)))
+
+    @property
+    def numbers(self) -> dict[Tensor | None, int]:
+        """Number of each clone."""
+        return {clone: i for i, clone in self._clones.items()}
 
     def graph_of(self, split: Split) -> Graph:
         """Return the graph that a split's backend computes."""

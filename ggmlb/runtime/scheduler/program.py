@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import compress
 from math import copysign
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import GraphError
 from ggmlb.core.graph import Graph
-from ggmlb.core.placement import Zeros, placement_clock, zeros_of
+from ggmlb.core.placement import placement_clock, zeros_of
+from ggmlb.core.repeats import RepeatedGraph, Repeats
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.indexed_graph import IndexedGraph
 from ggmlb.runtime.scheduler.assign import UNKNOWN, Assignment
 from ggmlb.runtime.scheduler.image import Image
+from ggmlb.runtime.scheduler.repeats import ShortGraph, find_repeats
 from ggmlb.runtime.scheduler.split import Cut
 
 if TYPE_CHECKING:
     from ggmlb.runtime.scheduler.assign import Cause, Rules
+    from ggmlb.runtime.scheduler.split import Split
 
 MAX_PROGRAMS = 8
 """Most cached programs: applications rarely alternate between more topologies."""
@@ -37,8 +43,9 @@ class Signature(IndexedGraph):
     Reading a graph un-places its tensors in compute memory, which is reused for each graph.
 
     Attributes:
-        inner: Numbers of the tensors that are not `outside`.
-        params: The op's parameters, by number.
+        layouts, view_offs, params: Of tensors, and of their ops, by number.
+        inner: Getter of the items of tensors that are not `outside`; of the last tensor twice more.
+        zeros: The parameters that are zero, with their signs.
         requests: Backend index of tensors with a request, by number.
     """
 
@@ -50,47 +57,43 @@ class Signature(IndexedGraph):
                 if buffer is None:
                     tensor.buffer = None
             placement_clock.tick()
-        placed = set(self.outside)
-        self.inner = [i for i in range(len(tensors)) if i not in placed]
-        self._roots = [i for i in self.inner if self.bases[i] < 0]
-        self._facts = self._read(tensors)
-        self._usage = {b: b.usage for b in self.foreign}
+        self.layouts = [t.layout for t in tensors]
+        self.view_offs = [t.view_offs for t in tensors]
         self.params: list[dict[str, Any]] = [t.params for t in tensors]
         self.keep()
+        outside = {*self.outside}
+        self.inner = itemgetter(*[i for i in range(len(tensors)) if i not in outside], -1, -1)
+        self._roots = itemgetter(*[i for i, base in enumerate(self.bases) if base < 0], -1, -1)
+        self._placed = itemgetter(*self.outside, -1, -1)
+        self._where = self._places(tensors), {b: b.usage for b in self.foreign}
         self.requests = _requests(tensors, user)
 
     def keep(self) -> None:
         """Copy the current parameters, which may change later."""
         self.params = [p.copy() if p else _NO_PARAMS for p in self.params]
-        self._zeros: Zeros | None = None
+        self.zeros = zeros_of(self.params)
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
         """Return the tensors of a graph by number, if its split, allocation and plans are the same."""
         tensors = self.numbered(graph)
+        places, usage = self._where
         is_same = (
             tensors is not None
-            and self._read(tensors) == self._facts
-            and not any([b.is_freed or b.usage is not usage for b, usage in self._usage.items()])
+            and [t.layout for t in tensors] == self.layouts
+            and [t.op for t in tensors] == self.ops
+            and [t.flags for t in tensors] == self.flags
+            and [t.view_offs for t in tensors] == self.view_offs
+            and self._places(tensors) == places
+            and not any([b.is_freed or b.usage is not kind for b, kind in usage.items()])
             and self.has_params([t.params for t in tensors])
             and _requests(tensors, user) == self.requests
         )
         return tensors if is_same else None
 
-    def _read(self, tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
-        """Return what must be the same of another graph's tensors, but for parameters."""
-        placed = [tensors[i] for i in self.outside]
-        inner = [tensors[i] for i in self.inner]
-        return (
-            [t.layout for t in inner],
-            [t.op for t in inner],
-            [t.flags for t in inner],
-            [t.view_offs for t in inner],
-            [*{tensors[i].buffer for i in self._roots}],
-            placed,
-            [t.flags for t in placed],
-            [t.buffer for t in placed],
-            [t.offset for t in placed],
-        )
+    def _places(self, tensors: list[Tensor]) -> tuple[list[Any], ...]:
+        """Return where tensors lie, and those of the user."""
+        placed = self._placed(tensors)[:-2]
+        return [t.buffer for t in self._roots(tensors)[:-2]], [*placed], [t.offset for t in placed]
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters equal the kept ones, including the signs of zeros."""
@@ -98,9 +101,7 @@ class Signature(IndexedGraph):
             same = self.params == params
         except ValueError:  # arrays in a custom function's data have no truth value
             return False
-        if same and self._zeros is None:
-            self._zeros = zeros_of(self.params)
-        return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self._zeros or ()])
+        return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros])
 
 
 _NO_PARAMS: dict[str, Any] = {}
@@ -123,7 +124,7 @@ class Programs:
         for program in self._kept:
             tensors = program.signature.match(graph, user)
             if tensors is not None:
-                program.signature.bind(tensors)
+                program.bind(tensors)
                 if program is not self._kept[0]:
                     self._kept.remove(program)
                     self._kept.appendleft(program)
@@ -136,7 +137,7 @@ class Programs:
         Raises:
             UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
         """
-        program = Program(signature, Assignment(signature, self._rules, signature.requests), self._n_copies)
+        program = Program(signature, self._rules, self._n_copies)
         self._kept.appendleft(program)
         return program
 
@@ -152,27 +153,23 @@ class Program:
     """The cached work of a scheduler for a topology, bound to one graph at a time.
 
     Its image (clones of the tensors) is allocated and planned. Binding another graph of the same
-    signature only gives its tensors the places of their clones.
+    signature only gives its tensors the places of their clones. A graph with equal parts has the image of a
+    shorter graph (`core.repeats`); its whole image is made where it is asked for.
 
     Attributes:
         signature: The topology, with the tensors of the graph that is bound.
         image: The clones that are allocated and planned.
-        splits: In the order of execution.
+        parts: The image's splits, in the order of execution.
         buffers: Buffer of each tensor, by number, once allocated.
         offsets: Offset of each tensor in its buffer, by number.
         stamp: The allocator's count of allocations when it was placed; -1 if unplaced.
         n_nodes: Number of nodes.
     """
 
-    def __init__(self, signature: Signature, assignment: Assignment, n_copies: int) -> None:
+    def __init__(self, signature: Signature, rules: Rules, n_copies: int) -> None:
         self.signature = signature
-        self._assignment = assignment
+        self._rules = rules
         self._n_copies = n_copies
-        cut = Cut(signature, assignment, n_copies)
-        self.splits = cut.splits
-        self.image = Image(signature, signature.params, assignment, cut)
-        self.forget_plans()
-        self._moved: list[tuple[int, Buffer | None, int]] = []
         self._owned: list[int] = []
         self.buffers: list[Buffer | None] = []
         self.offsets: list[int] = []
@@ -180,21 +177,70 @@ class Program:
         self.n_nodes = len(signature.n_sources)
         self._checked_at = -1
         self._sources: list[tuple[Tensor | None, ...]] = []
+        self._whole: Image | None = None
+        self._whole_splits: list[Split] = []
+        may_repeat = n_copies == 1 and all(b.device.answers_alike for b in rules.backends)
+        self._split(find_repeats(signature) if may_repeat else None)
+
+    def _split(self, repeats: Repeats | None) -> None:
+        """Choose backends and cut into splits, by a shorter graph if there are equal parts."""
+        signature = self.signature
+        graph = signature if repeats is None else ShortGraph(signature, repeats)
+        self._assignment = found = Assignment(graph, self._rules, graph.requests)
+        cut = Cut(graph, found, self._n_copies)
+        ids = [len(found.backends) - 1 if b == UNKNOWN else b for b in found.ids]
+        for i in cut.staged:
+            ids[i] = len(found.backends)
+        self.image = Image(graph, graph.params, ids, cut.splits)
+        self.parts, self._repeats = cut.splits, repeats
+        for split in self.parts:
+            split.plans = [None] * self._n_copies
+        self.forget_plans()
+        if repeats is not None:
+            is_alike = all(split.repeats(repeats) for split in self.parts)
+            if not is_alike or not repeats.is_alike(found.ids, found.causes):
+                self._split(None)
 
     # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def splits(self) -> list[Split]:
+        """The splits of the graph, in the order of execution."""
+        return self.parts if self.whole is self.image else self._whole_splits
+
+    @property
+    def whole(self) -> Image:
+        """The image of the whole graph."""
+        repeats, whole = self._repeats, self._whole
+        if repeats is None:
+            return self.image
+        if whole is None:
+            ids = [self.image.ids[i] for i in repeats.origins[:-1]]
+            self._whole_splits = [split.whole(repeats) for split in self.parts]
+            whole = self._whole = Image(self.signature, self.signature.params, ids, self._whole_splits)
+            copies = whole.tensors[len(repeats.origins) - 1 :]
+            if self.buffers:
+                whole.place(
+                    [*self.buffers, *[t.buffer for t in copies]], [*self.offsets, *[t.offset for t in copies]]
+                )
+        return whole
 
     def backend_id(self, tensor: Tensor) -> int | None:
         """Return the backend of a tensor of the bound graph; `None` for other tensors."""
         if tensor not in self.signature.numbers:
             return None
-        b = self._assignment.ids[self.signature.numbers[tensor]]
+        b = self._assignment.ids[self._number(tensor)]
         return None if b == UNKNOWN else b
 
     def cause(self, node: Tensor) -> Cause:
         """Return the cause of placement of a node of the bound graph."""
-        cause = self._assignment.causes[self.signature.numbers[node]]
+        cause = self._assignment.causes[self._number(node)]
         assert cause is not None
         return cause
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self.signature.numbers[tensor]
+        return number if self._repeats is None else self._repeats.origins[number]
 
     def reasons(self, node: Tensor) -> dict[str, str]:
         """Return the reason of each backend that declines a node, by name."""
@@ -202,32 +248,58 @@ class Program:
 
     # -- binding -------------------------------------------------------------------------------
 
+    def bind(self, tensors: list[Tensor]) -> None:
+        """Bind another graph of the same signature, by the numbers of its tensors."""
+        self.signature.bind(tensors)
+        if self._repeats is not None:
+            self.image.user.bind([tensors[i] for i in self._repeats.kept])
+
     def allocate(self, allocator: GraphAllocator) -> None:
         """Place the image, unless it is still in place.
 
         Raises:
             AllocationError: A device lacks room.
         """
-        image = self.image
+        image, signature, repeats = self.image, self.signature, self._repeats
         if self.stamp == allocator.n_reallocs and allocator.keeps_places():
             return
         buffers, offsets = allocator.alloc_indexed(image, image.ids)
+        own = {b for b in {*buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
+        if repeats is not None:
+            places = [b in own and (b, offset) for b, offset in zip(buffers, offsets, strict=True)]
+            if not repeats.is_alike(places):
+                self._split(repeats.in_pairs())
+                self.allocate(allocator)
+                return
         self.stamp = allocator.n_reallocs
         if image.place(buffers, offsets):
             self.forget_plans()
-        n = len(self.signature.tensors)
-        self.buffers, self.offsets = buffers[:n], offsets[:n]
-        self._moved = [(i, buffers[i], offsets[i]) for i in self.signature.inner]
-        own = {b for b in {*self.buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
+        n = len(signature.tensors)
+        if repeats is None:
+            self.buffers, self.offsets = buffers[:n], offsets[:n]
+        else:
+            origins = repeats.origins[:-1]
+            self.buffers, self.offsets = [buffers[i] for i in origins], [offsets[i] for i in origins]
+            self._place_own(repeats)
         self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
         if not allocator.keeps_places():
-            allocator.prepare(image.clones())
+            allocator.prepare(self.whole.clones())
+
+    def _place_own(self, repeats: Repeats) -> None:
+        """Note where the leafs of parts are, and their views."""
+        signature, buffers, offsets = self.signature, self.buffers, self.offsets
+        first, end = repeats.leaf, repeats.leaf + repeats.n_parts * repeats.n_leafs
+        buffers[first:end] = signature.buffers[first:end]
+        offsets[first:end] = [t.offset for t in signature.tensors[first:end]]
+        for i in signature.views:
+            base = signature.bases[i]
+            if first <= base < end:
+                buffers[i], offsets[i] = buffers[base], offsets[base] + signature.view_offs[i]
 
     def place(self) -> None:
         """Place the tensors of the bound graph at the places of their clones."""
-        tensors = self.signature.tensors
-        for i, buffer, offset in self._moved:
-            tensor = tensors[i]
+        tensors, pick = self.signature.tensors, self.signature.inner
+        for tensor, buffer, offset in zip(pick(tensors), pick(self.buffers), pick(self.offsets), strict=True):
             tensor.buffer = buffer
             tensor.offset = offset
         self._sources = [t.src for t in tensors]
@@ -269,8 +341,9 @@ class Program:
         if not signature.has_params(params):
             signature.params = params
             signature.keep()
+            self._unroll()
             self.image.set_params(signature.params)
-            for split in self.splits:
+            for split in self.parts:
                 split.marks.clear()
             self.forget_plans()
         self._checked_at = placement_clock.now
@@ -279,7 +352,7 @@ class Program:
 
     def plan(self, index: int, c: int) -> GraphPlan:
         """Return the plan of a split for the c-th copies, made on first use."""
-        split = self.splits[index]
+        split = self.parts[index]
         plan = split.plans[c]
         if plan is None:
             plan = split.plans[c] = split.backend.graph_plan_create(self.variant(c)[index])
@@ -289,11 +362,37 @@ class Program:
         """Return the graphs of the splits that read the c-th copies."""
         graphs = self._variants[c]
         if graphs is None:
-            graphs = self._variants[c] = self.image.variant(self.splits, c)
+            graphs = self.image.variant(self.parts, c)
+            if self._repeats is not None:
+                graphs = [self._repeated(i, short, self._repeats) for i, short in enumerate(graphs)]
+            self._variants[c] = graphs
         return graphs
+
+    def _repeated(self, index: int, short: Graph, repeats: Repeats) -> Graph:
+        """Return the whole graph of a split."""
+        order = self.parts[index].order
+        if repeats.window(order) == (0, 0):
+            return short
+        make = partial(_whole_graph, ref(self), index)
+        return RepeatedGraph(short, repeats, self.image.numbers, order, (self.buffers, self.offsets), make)
 
     def forget_plans(self) -> None:
         """Drop the plans, whose bound tensors have changed."""
         self._variants: list[list[Graph] | None] = [None] * self._n_copies
-        for split in self.splits:
-            split.plans = [None] * self._n_copies
+        self._whole = None
+        for split in self.parts:
+            split.plans[:] = [None] * self._n_copies
+
+    def _unroll(self) -> None:
+        """Look at the whole graph from now on: its parts are no longer equal."""
+        if self._repeats is not None:
+            found, origins = self._assignment, self._repeats.origins[:-1]
+            found.ids, found.causes = [found.ids[i] for i in origins], [found.causes[i] for i in origins]
+            self.image, self.parts, self._repeats = self.whole, self.splits, None
+
+
+def _whole_graph(program: ref[Program], index: int) -> Graph:
+    """Make the graph of a split of a program."""
+    found = program()
+    assert found is not None
+    return found.whole.graph_of(found.splits[index])

@@ -89,6 +89,12 @@ class Lowered:
     kept: list[Any]
 
 
+_NONE: Final[Ints] = np.zeros(0, np.int64)
+
+NOTHING: Final = Lowered(0, np.zeros((0, STEP_WORDS), np.int64), _NONE, _NONE, _NONE, 0, 0, None, False, [])
+"""The steps of an item that has nothing to compute."""
+
+
 class Steps:
     """The steps of a node or group, as rules emit them.
 
