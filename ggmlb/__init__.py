@@ -55,9 +55,7 @@ from ggmlb.core.errors import (
 )
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
-from ggmlb.inspect import notebook as _notebook
-from ggmlb.inspect.compare import GraphCopy, compare_graph_backend, graph_copy
-from ggmlb.inspect.sanitizer import Sanitizer, sanitize
+from ggmlb.inspect import views as _views
 from ggmlb.interface import (
     API_VERSION,
     Backend,
@@ -98,15 +96,6 @@ from ggmlb.interface.registry import (
     unavailable,
     unload,
 )
-from ggmlb.parallel.meta import (
-    MetaBackend,
-    MetaBuffer,
-    MetaBufferType,
-    SplitAxis,
-    SplitState,
-    meta_device,
-    split_evenly,
-)
 from ggmlb.runtime.alloc import (
     GraphAllocator,
     TensorAllocator,
@@ -123,8 +112,19 @@ if _typing.TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ggmlb.backends.ray.cluster import Cluster
+    from ggmlb.inspect.compare import GraphCopy, compare_graph_backend, graph_copy
+    from ggmlb.inspect.sanitizer import Sanitizer, sanitize
     from ggmlb.models.gguf import GgufFile
     from ggmlb.models.gguf.writer import TensorData, Writable
+    from ggmlb.parallel.meta import (
+        MetaBackend,
+        MetaBuffer,
+        MetaBufferType,
+        SplitAxis,
+        SplitState,
+        meta_device,
+        split_evenly,
+    )
 
 __version__ = "0.1.0"
 
@@ -190,10 +190,32 @@ def connect(
 
 # Hooks: upper rooms register functions with classes of lower rooms, which do not import them.
 Context.array_importer = staticmethod(_tensor_of)
-_notebook.register()
+_views.register()
+
+_LATE = {
+    "inspect.compare": "GraphCopy compare_graph_backend graph_copy",
+    "inspect.sanitizer": "Sanitizer sanitize",
+    "parallel.meta": "MetaBackend MetaBuffer MetaBufferType SplitAxis SplitState meta_device split_evenly",
+}
+"""Public names of modules that few programs need, which are imported when one is asked for."""
+
+
+def __getattr__(name: str) -> "_typing.Any":
+    from importlib import import_module
+
+    for module, names in _LATE.items():
+        if name in names.split():
+            found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> "list[str]":
+    return sorted({*globals(), *__all__})
+
 
 if _env.flag("GGMLB_SANITIZE", default=False):
-    Sanitizer().start()
+    __getattr__("Sanitizer")().start()
 
 __all__ = [
     "API_VERSION",

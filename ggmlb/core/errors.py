@@ -26,7 +26,6 @@ device memory alive.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import Any, Final
@@ -182,7 +181,9 @@ def one_line(error: BaseException) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the nearest known name, or the list of names if it is short."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
+    from difflib import get_close_matches  # few programs need it
+
+    near = get_close_matches(name, known, n=1)
     if not near:
         near = [k for k in known if k.lower() == name.lower()]
     if near:

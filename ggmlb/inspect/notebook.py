@@ -1,11 +1,10 @@
 """Notebook representations of ggmlb's objects, and the views of a `Scheduler`.
 
-`register` adds them to the classes, which do not depend on this module.
+`ggmlb.inspect.views` adds them to the classes, which do not depend on this module.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,17 +25,10 @@ from ggmlb.interface.memory_table import MemoryReport, MemoryTable
 from ggmlb.interface.registry.catalogue import DeviceList
 from ggmlb.runtime.scheduler import Scheduler
 
-__all__ = ["register", "start_sanitizer", "to_dot", "to_svg", "trace"]
+__all__ = ["PICTURES", "start_sanitizer", "to_dot", "to_svg", "trace"]
 
 SHOWN_NBYTES: Final = 1 << 20
 """Largest size of a tensor shown with its values [bytes]."""
-
-
-def register() -> None:
-    """Set `_repr_html_` of each class, and the scheduler's module for views."""
-    for shown, picture in PICTURES.items():
-        type.__setattr__(shown, "_repr_html_", picture)
-    Scheduler.views = sys.modules[__name__]
 
 
 # -- descriptions of programs ----------------------------------------------------------------------

@@ -13,7 +13,6 @@ folder once.
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from contextlib import suppress
 from hashlib import sha256
@@ -67,6 +66,8 @@ def load(path: Path) -> bytes | None:
 
 def save(path: Path, content: bytes) -> None:
     """Write a file atomically."""
+    import tempfile  # what is on disk already needs none of what this imports
+
     if not path.is_absolute():
         return
     with suppress(OSError):

@@ -73,6 +73,28 @@ def test_the_cpu_needs_no_other_backend() -> None:
     assert "ggmlb.backends.cuda" not in told["all"]
 
 
+def test_opening_llvm_imports_little_else() -> None:
+    pytest.importorskip("llvmlite")
+    told = modules_after("import ggmlb; ggmlb.init_by_name('LLVM').free()")
+    for late in ("importlib.metadata", "ggmlb.backends.cpu.ops", "ggmlb.inspect.draw", "ggmlb.parallel.meta"):
+        assert late not in told["all"]
+
+
+def test_what_is_imported_late_is_there_when_asked_for() -> None:
+    modules_after("""
+import sys, ggmlb
+assert "ggmlb.parallel.meta" not in sys.modules and "split_evenly" in dir(ggmlb)
+assert ggmlb.split_evenly is sys.modules["ggmlb.parallel.meta"].split_evenly
+assert "<table" in ggmlb.Context()._repr_html_()
+try:
+    ggmlb.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+else:
+    raise AssertionError
+""")
+
+
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or sys.platform != "linux", reason="LLVM loads the code of others"
 )

@@ -408,6 +408,23 @@ def test_a_malformed_entry_point_is_listed(
     assert told.kind == "broken"
 
 
+def test_another_packages_backend_is_found_beside_those_of_the_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = frozenset(candidate.target for candidate in discovery.in_tree())
+    assert not [*discovery.installed(known)]
+    info = tmp_path / "thing-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: thing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[console_scripts]\nthing = thing:main\n\n[ggmlb.backends]\n"
+        "cpu = ggmlb.backends.cpu:backend_reg\nthing = thing.backend\n\n[others]\na = b\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = discovery.installed(known)
+    assert found == Candidate("thing", "thing.backend:backend_reg", "thing", "thing 1.0")
+
+
 def test_host_memory_stays_when_the_cpu_is_unloaded() -> None:
     code = """
 import ggmlb, numpy as np

@@ -1,10 +1,8 @@
 """The CPU backend, over NumPy: the reference that the other backends are compared with."""
 
-from ggmlb.backends.cpu.backend import CpuBackend
 from ggmlb.backends.cpu.device import CpuDevice, CpuReg, backend_reg
 
 __all__ = [
-    "CpuBackend",
     "CpuDevice",
     "CpuReg",
     "backend_reg",

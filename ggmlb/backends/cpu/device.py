@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.backends.cpu.backend import CpuBackend
+from ggmlb.backends.common.rules import Rules
 from ggmlb.backends.cpu.float_buffer import FloatBufferType
 from ggmlb.backends.cpu.rules import RULES
 from ggmlb.core.arguments import checked
@@ -63,6 +63,8 @@ class CpuDevice(Device):
         Raises:
             ArgumentError: An unknown parameter, or less than one thread.
         """
+        from ggmlb.backends.cpu.backend import CpuBackend  # other devices want the memory alone
+
         n_threads = self.check_params(params, "n_threads").get("n_threads")
         backend = CpuBackend(self, n_cpus())
         if n_threads is not None:
@@ -89,10 +91,16 @@ class CpuDevice(Device):
 
     def declines(self, op: Tensor) -> str | None:
         """Return why the node cannot be computed, from the table used for lowering."""
-        why = RULES.declines(op)
+        why = self._rules.declines(op)
         if why is None and self._float_buffer_type.is_used:
             return self._float_buffer_type.declines(op)
         return why
+
+    @cached_property
+    def _rules(self) -> Rules[Any]:
+        import ggmlb.backends.cpu.ops  # noqa: F401 (fills the table)
+
+        return RULES
 
     def supports_buft(self, buft: BufferType) -> bool:
         """Any host memory, of other devices too, and the extra buffer types."""

@@ -6,7 +6,9 @@ Modules that `import ggmlb` does not need (entry points, packages) are imported 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterator
+from importlib.machinery import PathFinder
 from itertools import chain
 
 from ggmlb.core.errors import RegistryError
@@ -36,6 +38,8 @@ def installed(known: Collection[str] = ()) -> Iterator[Candidate]:
 
     A package's name and version take long to read: they are in a file of their own.
     """
+    if not _may_name_others(known):
+        return
     from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP):
@@ -44,6 +48,34 @@ def installed(known: Collection[str] = ()) -> Iterator[Candidate]:
         if target not in known:
             origin = f"{point.dist.name} {point.dist.version}" if point.dist else "an entry point"
             yield Candidate(point.name, target, point.name.casefold(), origin)
+
+
+def _may_name_others(known: Collection[str]) -> bool:
+    """Whether an installed package may have an entry point with another target than the known ones.
+
+    Reads files as text, where `importlib.metadata` would take longer than all other imports.
+    """
+    if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
+        return True
+    for folder in sys.path:
+        try:
+            names = [name for name in os.listdir(folder or ".") if name.endswith((".dist-info", ".egg-info"))]
+        except OSError:
+            if os.path.isfile(folder):  # an archive, which may hold packages
+                return True
+            continue
+        for name in names:
+            try:
+                with open(os.path.join(folder, name, "entry_points.txt"), encoding="utf-8") as file:
+                    text = file.read()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if GROUP in text:
+                section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
+                lines = [line.partition("=")[2].strip() for line in section.splitlines() if line.strip()]
+                if not lines or not {*lines} <= {*known}:
+                    return True
+    return False
 
 
 def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
