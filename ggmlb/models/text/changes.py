@@ -43,6 +43,8 @@ class Changes:
     @property
     def key(self) -> Hashable:
         """What tells graphs apart: steered layers, adapters that are on, the layer after which to go on."""
+        if not (self.steered or self.adapters or self.resumed):
+            return None  # as for most steps, each of which asks
         return tuple(sorted(self.steered)), self.active, self.resumed and self.resumed[0]
 
     @contextmanager

@@ -265,7 +265,9 @@ class Engine:
         """Compute one batch; return those that have one more token, or are done."""
         batch: list[Token] = []
         asking = []
-        for request in sorted(active, key=_n_left):  # those that generate first
+        for request in (
+            sorted(active, key=_n_left) if len(active) > 1 else active
+        ):  # those that generate first
             tokens = request.next_tokens(N_BATCH - len(batch))
             batch += tokens
             if tokens and tokens[-1].wants_logits:

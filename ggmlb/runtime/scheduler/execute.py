@@ -28,6 +28,7 @@ from ggmlb.core.errors import BackendError, Error
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Event, tensor_copy_async
+from ggmlb.interface.observe import observers
 
 if TYPE_CHECKING:
     from ggmlb.interface import Buffer, BufferType
@@ -118,9 +119,10 @@ class Executor:
         return Status.SUCCESS
 
     def synchronize(self) -> None:
-        """Wait for all backends; the next computation uses the first copies."""
-        for backend in self._backends:
-            backend.synchronize()
+        """Wait for all backends that queue work; the next computation uses the first copies."""
+        for backend, is_async in zip(self._backends, self._is_async, strict=True):
+            if is_async or observers:
+                backend.synchronize()
         self.copy = 0
 
     def free(self) -> None:
