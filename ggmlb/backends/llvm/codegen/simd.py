@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # -- bytes -----------------------------------------------------------------------------------------
 
+_ANY = 1 << 30
+"""More products than are ever added."""
+
 
 class Dot:
     """Sums of products of codes and signed bytes: of four neighbours each, added to 32-bit lanes.
@@ -84,14 +87,6 @@ class Dot:
         n = 2 * self.lanes
         return x.bits(vec(I16, n)).shuffle([i // 2 * 2 for i in range(n)])
 
-    def packed(self, sums: Value, codes: Value, x: Value, unsigned: bool) -> Value:
-        """The product of codes of a tile: small unsigned ones; else signed, with VNNI 128 above that."""
-        if self.k.level.dot == "vnni":
-            return self._unsigned(sums, codes, x)
-        if self.k.level.dot == "maddubs":
-            return self._unsigned(sums, *((codes, x) if unsigned else self._magnitudes(codes, x)))
-        return self._signed(sums, codes, x)
-
     def _unsigned(self, sums: Value, codes: Value, x: Value) -> Value:
         k, n = self.k, self.lanes
         if k.level.dot == "vnni":
@@ -140,6 +135,9 @@ class Group:
         counts: Sums of the signed bytes in each lane, of 16 bits each: of the first two of each four, and of
             the others. With more than one vector, of both together.
         start: What the sum begins at, where there are no counts.
+
+    Attributes:
+        at_once: Products that can be added before their sum needs more than 16 bits, where it has these.
     """
 
     def __init__(
@@ -151,54 +149,97 @@ class Group:
         counts: Sequence[Value],
         start: Value | None,
     ) -> None:
-        self._dot, self._offset, self._scale = dot, offset, scale
+        self.dot, self._offset, self._scale = dot, offset, scale
+        self._in_pairs = dot.k.level.dot == "maddubs"
+        fit = 32767 // (2 * 127 * most) if self._in_pairs else 0
+        self.at_once = fit if fit > 1 else _ANY
+        self._pairs: Value | None = None  # sums of products of two neighbours, 16 bits, if some can be added
         self._sums = start
-        self._pairs = self._begin(counts) if counts else None
-        self._free = self._most = 32767 // (2 * 127 * most)
-        """Products of pairs that can be added, and at most at once, in 16 bits."""
-
-    def _begin(self, counts: Sequence[Value]) -> Value | None:
-        """Begin at what the offset takes away; sums of 16 bits end right though they overflow on the way."""
-        dot, (pairs, *more) = self._dot, counts
-        for count in more:
-            pairs = pairs + count
-        shift = dot._shift(self._offset)
-        if shift and dot.k.level.dot == "maddubs":
-            return pairs * -shift
-        if shift:
-            self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
-        return None
+        self._free = self.at_once
+        shift = dot._shift(offset)
+        if counts and shift:
+            pairs = counts[0]
+            for count in counts[1:]:
+                pairs = pairs + count
+            if fit > 1:  # such sums end right though they overflow on the way
+                self._pairs = pairs * -shift
+            else:
+                self._sums = dot.pairs(pairs, dot.k.const(pairs.type, -shift))
 
     def add(self, codes: Value, x: Value) -> None:
         """Add products of four neighbours each."""
-        dot, k = self._dot, self._dot.k
-        if k.level.dot != "maddubs":
-            zero = k.const(vec(I32, dot.lanes), 0)
-            self._sums = dot(zero if self._sums is None else self._sums, codes, x, self._offset)
-            return
         if not self._free:
-            self._sums, self._pairs, self._free = self._whole(), None, self._most
-        if self._offset is None:
-            codes, x = dot._magnitudes(codes, x)
-        pairs = k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), codes, x)
-        self._pairs = pairs if self._pairs is None else self._pairs + pairs
+            self._settle()
+        self._set(self._more(self._now(), codes, x))
         self._free -= 1
-
-    def _whole(self) -> Value:
-        """The sum so far, of what has been multiplied pairwise."""
-        assert self._pairs is not None
-        times = (
-            self._dot.k.const(self._pairs.type, 1) if self._scale is None else self._dot.twice(self._scale)
-        )
-        found = self._dot.pairs(self._pairs, times)
-        return found if self._sums is None else self._sums + found
 
     def total(self) -> Value:
         """The sum."""
-        if self._pairs is not None:
-            return self._whole()
+        self._settle()
         assert self._sums is not None
-        return self._sums if self._scale is None else self._sums * self._scale
+        return self._sums if self._scale is None or self._in_pairs else self._sums * self._scale
+
+    def _now(self) -> Value:
+        """The running sum: of pairs, or whole."""
+        if self.at_once < _ANY:
+            return self.dot.k.const(vec(I16, 2 * self.dot.lanes), 0) if self._pairs is None else self._pairs
+        return self.dot.k.const(vec(I32, self.dot.lanes), 0) if self._sums is None else self._sums
+
+    def _set(self, now: Value) -> None:
+        if self.at_once < _ANY:
+            self._pairs = now
+        else:
+            self._sums = now
+
+    def _more(self, now: Value, codes: Value, x: Value) -> Value:
+        """The running sum with more products."""
+        dot = self.dot
+        if not self._in_pairs:
+            return dot(now, codes, x, self._offset)
+        if self._offset is None:
+            codes, x = dot._magnitudes(codes, x)
+        pairs = dot.k.call("llvm.x86.avx2.pmadd.ub.sw", vec(I16, 16), codes, x)
+        return now + (pairs if self.at_once < _ANY else self._whole(pairs))
+
+    def _whole(self, pairs: Value) -> Value:
+        """Sums of four products, times the factor, from those of two."""
+        scale = self._scale
+        return self.dot.pairs(
+            pairs, self.dot.k.const(pairs.type, 1) if scale is None else self.dot.twice(scale)
+        )
+
+    def _settle(self) -> None:
+        """Add what is in pairs to the whole sum."""
+        if self._pairs is not None:
+            found = self._whole(self._pairs)
+            self._sums = found if self._sums is None else self._sums + found
+            self._pairs, self._free = None, self.at_once
+
+
+def add_words(
+    groups: Sequence[Sequence[Group]], n: int, read: Callable[[Value], tuple[list[Value], list[Value]]]
+) -> None:
+    """Add `n` products to each group: of the codes of its row with the signed bytes of its column.
+
+    `read` gives the codes of all rows and the bytes of all columns, by number. With sums of 16 bits, that are
+    cheap to add to, a loop keeps LLVM from holding what is read in the few registers instead of them.
+    """
+    every = [(r, c, group) for r, row in enumerate(groups) for c, group in enumerate(row)]
+    k, at_once = every[0][2].dot.k, every[0][2].at_once
+    for first in range(0, n, at_once):
+        last = min(n, first + at_once)
+        if first:
+            for *_, group in every:
+                group._settle()
+        together = 2 if k.level.dot == "maddubs" else last - first
+        slots = [k.variable(group._now()) for *_, group in every]
+        with k.loop(first, last, together) as i:
+            for turn in range(together):
+                codes, x = read(i + turn)
+                for slot, (r, c, group) in zip(slots, every, strict=True):
+                    slot.set(group._more(slot.now, codes[r], x[c]))
+        for slot, (*_, group) in zip(slots, every, strict=True):
+            group._set(slot.now)
 
 
 def look_up(k: Kernel, table: Sequence[int], index: Value) -> Value:

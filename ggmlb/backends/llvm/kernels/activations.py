@@ -16,11 +16,12 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, folds, load_floats
+from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, folds, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, lanes_of, like, vec
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.simd import Group
 
 HIGH = 128
 """Factor of high parts of codes. With low parts up to 64, a sum of two byte products fits in 16 bits."""
@@ -140,10 +141,22 @@ def both_parts(counts: Value) -> Value:
     return parts_.shuffle(range(0, n, 2)).sext(I32) + parts_.shuffle(range(1, n, 2)).sext(I32)
 
 
-def sum_of_codes(k: Kernel, x: Parts, i: Value) -> Value:
-    """The sum of the codes of 16 elements, by their number."""
-    found = k.load(vec(I32, 1), x.counts + i * 4)
-    return (found if x.high is not None else both_parts(found))[0]
+def counts(k: Kernel, n: int, size: int, group: Value, x: Parts) -> list[Value]:
+    """The sums of codes of a group of `size` elements, by its number, in two parts in each of `n` lanes."""
+    at = [x.counts + (group * (size // 16) + i) * 4 for i in range(size // 16)]
+    return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
+
+
+def begin(
+    dot: Dot, size: int, offset: int | None, most: int, group: Value, x: Parts, scale: Value | None = None
+) -> Group:
+    """An empty sum of the products of lanes of codes with a group of `size` elements; see `Dot.group`."""
+    k = dot.k
+    if x.high is None:
+        return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))
+    # What an offset takes away of whole codes is taken at once.
+    whole = [k.load(I32, x.counts + (group * (size // 16) + i) * 4) for i in range(size // 16)]
+    return dot.group(offset, most, scale, start=dot.start_from(sum(whole[1:], whole[0]), offset))
 
 
 def _both(fn: Callable[[Value, Value], Value], x: Value) -> Value:

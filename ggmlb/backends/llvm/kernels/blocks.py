@@ -258,6 +258,9 @@ def _q6_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
 IQ4 = DType.IQ4_NL.codec.levels
 """The levels of iq4_nl and iq4_xs."""
 
+MXFP4 = [level + 12 for level in DType.MXFP4.codec.levels]
+"""Those of mxfp4, from 0 on."""
+
 
 def _uneven(table: Sequence[int], at: Fields, k: Kernel, p: Any) -> list[Any]:
     return [_levels(k, table, _nibbles(k, p + at["qs"]))]
@@ -322,7 +325,9 @@ FORMS: dict[str, Form] = dict(
         _form("q6_k", 16, 32, 32, _q6_k, _q6_k_scales, _q6_k_pairs, together=4),
         _form("iq4_nl", 32, None, 127, partial(_uneven, IQ4), _d),
         _form("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
-        _form("mxfp4", 32, None, 12, partial(_uneven, DType.MXFP4.codec.levels), _mxfp4_scale),
+        _form(
+            "mxfp4", 32, 12, 12, partial(_uneven, [12 + x for x in DType.MXFP4.codec.levels]), _mxfp4_scale
+        ),
     ]
 )
 """By the type's name."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.llvm.codegen.simd import Dot
+from ggmlb.backends.llvm.codegen.simd import Dot, add_words
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels import amx
-from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, parts, sum_of_codes
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, begin, both_parts, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
@@ -19,6 +19,7 @@ from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
     from ggmlb.backends.llvm.codegen.host import Level
+    from ggmlb.backends.llvm.codegen.simd import Group
     from ggmlb.backends.llvm.kernels.activations import Parts
     from ggmlb.backends.llvm.kernels.blocks import Form
 
@@ -38,7 +39,7 @@ def _in_registers(level: Level, dtype: str) -> bool:
 
 def _chosen_columns(level: Level) -> int:
     """As `columns_at_once`, for rows that are not contiguous."""
-    return 8 if level.lanes == 16 else 3
+    return 8 if level.lanes == 16 else 4
 
 
 def scratch_nbytes(k: int, dtype: str) -> int:
@@ -59,7 +60,7 @@ def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, wo
                 k.store(column, to + (w + i) * (n_rows * 4) + first * 4)
 
 
-class _Packed:
+class _Tile:
     """Addresses of the parts of a packed tile: codes, scales, minimums; and flags of activations."""
 
     def __init__(self, form: Form, size: Value, scratch: Value) -> None:
@@ -70,17 +71,22 @@ class _Packed:
         self.flags = self.minimums  # types with the one have not the other
 
 
-def _centered(k: Kernel, form: Form, codes: Value, shifted: bool) -> Value:
-    """Convert codes for tile products: unchanged with minimums, else signed, or offset by 128."""
-    if form.has_min:
-        return codes
-    if shifted:
-        return codes ^ -128 if form.offset is None else codes + (128 - form.offset)
-    return codes - form.offset if form.offset else codes
+def _offset(level: Level, form: Form, signed: bool = False) -> int | None:
+    """What a tile's codes are above what they stand for; `None`: they are signed."""
+    if form.offset is None:
+        return 128 if level.dot == "vnni" and not signed else None
+    return None if form.offset and (signed or level.dot in ("sdot", "widen")) else form.offset
+
+
+def _packed(form: Form, codes: Value, offset: int | None) -> Value:
+    """Convert codes as the type has them to those of a tile."""
+    if form.offset is None:
+        return codes if offset is None else codes ^ -128
+    return codes - form.offset if offset is None else codes
 
 
 def _pack_bytes(
-    k: Kernel, form: Form, packed: _Packed, rows: list[Value], place: Place, shifted: bool
+    k: Kernel, form: Form, packed: _Tile, rows: list[Value], place: Place, offset: int | None
 ) -> None:
     (tile, first, last), size, nb1 = rows, place.k, place.a_nb1
     local = k.local(TILE_ROWS * DEPTH)
@@ -93,7 +99,7 @@ def _pack_bytes(
             with k.loop(0, count) as b:
                 at = row + (begin + b) * form.nbytes
                 for i, run in enumerate(form.codes(k, at)):
-                    k.store(_centered(k, form, run, shifted), local + r * DEPTH + b * form.block + 32 * i)
+                    k.store(_packed(form, run, offset), local + r * DEPTH + b * form.block + 32 * i)
                 scales, minimums = form.scales(k, at)
                 groups = form.block // form.group
                 to = (begin + b) * (groups * 4 * TILE_ROWS) + r * 4
@@ -105,7 +111,9 @@ def _pack_bytes(
         _transpose(k, local, DEPTH, to, TILE_ROWS, k.i64(DEPTH // 4))
 
 
-def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: Value, shifted: bool) -> None:
+def _unpack_strip(
+    k: Kernel, dtype: str, packed: _Tile, place: Place, strip: Value, offset: int | None
+) -> None:
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
     row = 4 * ROWS
@@ -116,7 +124,7 @@ def _unpack_strip(k: Kernel, dtype: str, packed: _Packed, place: Place, strip: V
         words = form.codes(k, at)
         for w in range(8):
             for i, run in enumerate(words):
-                k.store(_centered(k, form, run[w], shifted), to + row * (8 * i + w))
+                k.store(_packed(form, run[w], offset), to + row * (8 * i + w))
             next(ask)
         to = block * (form.block // form.group * row) + first * 4
         scales = SCALES[dtype](at)
@@ -143,16 +151,16 @@ def _quantized(
     form = FORMS[dtype]
     scratch, stride = k.ints(2)
     finish = epilogue.read(k)
-    packed = _Packed(form, place.k, scratch + k.thread * stride)
+    packed = _Tile(form, place.k, scratch + k.thread * stride)
     on_tiles = _in_registers(k.level, dtype) and place.step is not None
-    shifted = k.level.dot == "vnni" and not on_tiles
+    offset = _offset(k.level, form, signed=on_tiles)
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
     with registers, k.loop(place.first, place.last) as tile:
         first = tile * TILE_ROWS
         if is_interleaved:
-            _unpack_strip(k, dtype, packed, place, tile, shifted)
+            _unpack_strip(k, dtype, packed, place, tile, offset)
         else:
-            _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, shifted)
+            _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, offset)
         with k.loop(0, place.n, n_columns) as start:
             column = start
             if on_tiles:
@@ -166,7 +174,7 @@ def _quantized(
 
 
 def _multiply_tiles(
-    k: Kernel, form: Form, packed: _Packed, place: Place, column: Value, n_columns: int
+    k: Kernel, form: Form, packed: _Tile, place: Place, column: Value, n_columns: int
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each row of activations, from `column` on."""
     step, n = place.step, k.level.lanes
@@ -210,63 +218,64 @@ def _multiply_tiles(
 
 
 def _multiply_bytes(
-    k: Kernel, form: Form, packed: _Packed, rows: list[Value], size: Value
+    k: Kernel, form: Form, packed: _Tile, rows: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each column."""
-    n, n_columns = k.level.lanes, len(rows)
+    n, flags = k.level.lanes, packed.flags
     vectors = range(0, TILE_ROWS, n)
-    floats, ints = vec(F32, n), vec(I32, n)
-    zero = k.const(floats, 0)
-    sums = [[k.variable(zero) for _ in range(n_columns)] for _ in vectors]
+    floats, bytes_, zero = vec(F32, n), vec(I8, 4 * n), k.const(vec(F32, n), 0)
+    sums = [[k.variable(zero) for _ in rows] for _ in vectors]
     columns = [parts(row, size, form.wide) for row in rows]
-    dot, flags = Dot(k, n), packed.flags
+    dot, offset = Dot(k, n), _offset(k.level, form)
     if form.wide:
         _any_flags(k, columns, size, flags)
-    shifted = k.level.dot == "vnni" and not form.has_min
     with k.loop(0, size >> 5) as block:
-        for group in range(32 // form.group):
-            per_group = form.group // 16
-            at = (block * (32 // form.group) + group) * (4 * TILE_ROWS)
-            first_16 = block * 2 + group * per_group
-            counts = [
-                sum((sum_of_codes(k, x, first_16 + i) for i in range(per_group)), start=k.const(I32, 0))
-                for x in columns
-            ]
-            starts = [(count * -128).splat(n) if shifted else k.const(ints, 0) for count in counts]
+        factors = [k.load(F32, x.scales + block * 4) for x in columns]
+        for part in range(32 // form.group):
+            number = block * (32 // form.group) + part
 
-            def add(codes: list[Value], starts: list[Value], times: float, group: int = group) -> None:
-                products = [list(starts) for _ in vectors]
-                for word in range(group * form.group // 4, (group + 1) * form.group // 4):
-                    of = packed.codes + (block * 8 + word) * (4 * TILE_ROWS)
-                    weights = [k.load(vec(I8, 4 * n), of + v * 4, 4) for v in vectors]
-                    for c, term in enumerate(codes):
-                        x = k.load(I32, term + block * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
-                        for v in range(len(vectors)):
-                            products[v][c] = dot.packed(products[v][c], weights[v], x, form.has_min)
+            def add(
+                codes: list[Value], groups: list[list[Group]], times: float, number: Value = number
+            ) -> None:
+                def read(word: Value) -> tuple[list[Value], list[Value]]:
+                    word = number * (form.group // 4) + word
+                    of = packed.codes + word * (4 * TILE_ROWS)
+                    weights = [k.load(bytes_, of + first * 4, 4) for first in vectors]
+                    return weights, [k.load(I32, x + word * 4).splat(n).bits(bytes_) for x in codes]
+
+                add_words(groups, form.group // 4, read)
                 for v, first in enumerate(vectors):
-                    scale = k.load(floats, packed.scales + at + first * 4)  # noqa: B023
-                    for c, column in enumerate(columns):
-                        factor = k.load(F32, column.scales + block * 4) * times
-                        slot = sums[v][c]
-                        slot.set(k.fma(products[v][c].to_float(), scale * factor.splat(n), slot.now))
+                    scale = k.load(floats, packed.scales + (number * TILE_ROWS + first) * 4)
+                    for c, factor in enumerate(factors):
+                        both = scale * (factor * times).splat(n)
+                        sums[v][c].set(k.fma(groups[v][c].total().to_float(), both, sums[v][c].now))
 
-            add([x.codes for x in columns], starts, 1.0)
+            add(
+                [x.codes for x in columns],
+                [[begin(dot, form.group, offset, form.most, number, x) for x in columns] for _ in vectors],
+                1.0,
+            )
             high = [x.high for x in columns if x.high is not None]
             if high:
                 with k.when(k.load(I8, flags + block).zext(I32) > 0):
-                    add(high, [k.const(ints, 0)] * n_columns, float(HIGH))
+                    add(high, [[dot.group(offset, form.most) for _ in high] for _ in vectors], float(HIGH))
             if not form.has_min:
                 continue
+            totals = [_sum_of_values(k, form, number, x, f) for x, f in zip(columns, factors, strict=True)]
             for v, first in enumerate(vectors):
-                minimum = k.load(floats, packed.minimums + at + first * 4)
-                for c, column in enumerate(columns):
-                    if form.group == 32:
-                        total = k.load(F32, column.sums + block * 4)
-                    else:
-                        total = counts[c].to_float() * k.load(F32, column.scales + block * 4)
-                    slot = sums[v][c]
-                    slot.set(k.fma(minimum, total.splat(n), slot.now))
+                minimum = k.load(floats, packed.minimums + (number * TILE_ROWS + first) * 4)
+                for slot, total in zip(sums[v], totals, strict=True):
+                    slot.set(k.fma(minimum, total, slot.now))
     return [[slot.now for slot in row] for row in sums]
+
+
+def _sum_of_values(k: Kernel, form: Form, group: Value, x: Parts, factor: Value) -> Value:
+    """The sum of the activations that meet a group, as quantised, in each lane."""
+    if form.group == 32:
+        total = k.load(F32, x.sums + group * 4)
+    else:
+        total = both_parts(k.load(vec(I32, 1), x.counts + group * 4))[0].to_float() * factor
+    return total.splat(k.level.lanes)
 
 
 def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
-from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, parts, sum_of_codes
+from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
+from ggmlb.backends.llvm.kernels.activations import HIGH, begin, counts, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS, Form
 from ggmlb.backends.llvm.kernels.interleaved import (
     AHEAD,
@@ -122,8 +122,8 @@ def _add_block(
     n, n_runs = lanes(k.level), form.block // 32
     products: dict[int, Value] = {}
     minimums: dict[int, Value] = {}
-    for begin in range(0, n_runs, form.together):
-        runs = range(begin, begin + form.together)
+    for first in range(0, n_runs, form.together):
+        runs = range(first, first + form.together)
         totals = _totals(k, weights, block, activations, runs, ask)
         for c, x in enumerate(activations):
             for run, total in zip(runs, totals[c], strict=True):
@@ -155,13 +155,6 @@ def _four(k: Kernel, codes: Value, run: Value, word: int) -> Value:
     return k.load(I32, codes + run * 32 + word * 4).splat(n).bits(vec(I8, 4 * n))
 
 
-def _counts(k: Kernel, form: Form, group: Value, x: Parts) -> list[Value]:
-    """The sums of activations' codes that meet a group of weights, in two parts each, for each row."""
-    n, per_group = lanes(k.level), form.group // 16
-    at = [x.counts + (group * per_group + i) * 4 for i in range(per_group)]
-    return [k.load(I32, a).splat(n).bits(vec(I16, 2 * n)) for a in at]
-
-
 def _of_minimums(k: Kernel, weights: _Weights, run: int, number: Value, x: Parts) -> tuple[Value, Value]:
     """Two factors of what the minimums add to the products of a run, the row's run `number`."""
     form, _, scales = weights
@@ -173,7 +166,7 @@ def _of_minimums(k: Kernel, weights: _Weights, run: int, number: Value, x: Parts
         return scales.minimums(run).to_float(), total
     dot = Dot(k, n)
     both = [
-        dot.pairs(dot.twice(scales.minimums(2 * run + g)), *_counts(k, form, number * 2 + g, x))
+        dot.pairs(dot.twice(scales.minimums(2 * run + g)), *counts(k, n, form.group, number * 2 + g, x))
         for g in (0, 1)
     ]
     return (both[0] + both[1]).to_float(), k.load(F32, x.scales + number * 4).splat(n)
@@ -183,12 +176,8 @@ def _group(k: Kernel, weights: _Weights, block: Value, group: int, x: Parts) -> 
     """An empty sum of the products of a group of a block with a row of activations."""
     form, _, scales = weights
     scale = None if scales.scales is None else scales.scales(group)
-    dot, number = Dot(k, lanes(k.level)), block * (form.block // form.group) + group
-    if x.high is None:
-        return dot.group(form.offset, form.most, scale, _counts(k, form, number, x))
-    # What an offset takes away of whole codes is taken at once.
-    whole = sum_of_codes(k, x, number * 2) + sum_of_codes(k, x, number * 2 + 1)
-    return dot.group(form.offset, form.most, scale, start=dot.start_from(whole, form.offset))
+    number = block * (form.block // form.group) + group
+    return begin(Dot(k, lanes(k.level)), form.group, form.offset, form.most, number, x, scale)
 
 
 def _totals(
