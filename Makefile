@@ -4,7 +4,7 @@
 #   make test        install, then run all tests that need no GPU
 #   make test-all    the same with slow tests, long property tests and the notebooks
 #   make lint        ruff, mypy --strict, and the longest files
-#   make lint-cuda   compile every kernel for CUDA, with no driver and no card
+#   make lint-cuda   compile every kernel for CUDA, with no driver and no card; LINT_CUDA_ARGS=--all: for every architecture
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
 #   make test-oracle random programs against the installed ggml: 200 per op, some minutes; text models, vocabularies: llama.cpp
 #   make test-ray    devices of other machines: two nodes of Ray on this one (installs Ray: 70 MB)
@@ -26,6 +26,7 @@ PYTEST_ARGS ?=
 PYTEST_JOBS ?= -n auto --dist worksteal
 BENCH_ARGS ?=
 GGML_ARGS ?=
+LINT_CUDA_ARGS ?=
 RUNTIME ?= pocl
 OPENCL_ARGS ?=
 RAY_ARGS ?=
@@ -75,7 +76,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python scripts/long_files.py
 
 lint-cuda: $(VENV)/.dev
-	$(BIN)/python scripts/lint_cuda.py
+	$(BIN)/python scripts/lint_cuda.py $(LINT_CUDA_ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/alloc_peak.py
