@@ -25,13 +25,11 @@ from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases
 from tests.support.fusable import RandomGraph
+from tests.support.ptx import OF_CUPY
 
 TESTS = Path(__file__).parents[1] / "tests"
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
-
-OF_CUPY = ("-ftz=true", "-std=c++17", "--device-as-default-execution-space")
-"""Options that CuPy adds to those given."""
 
 ONLY_OPENCL: dict[str, str] = {}
 """Kernels that need not compile for CUDA, and why."""

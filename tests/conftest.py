@@ -59,8 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = temporary if name == "TMPDIR" else kept / worker / name.lower()
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(folder)
-    # A compiled kernel of the emulator is a file named by its text, and renamed when it is whole.
-    os.environ["GGMLB_TEST_EMULATED_KERNELS"] = str(kept / "emulated-kernels")
+    # A kernel's PTX is a file named by its text, and renamed when it is whole.
+    os.environ["GGMLB_TEST_PTX"] = str(kept / "ptx")
     tempfile.tempdir = None  # as TMPDIR says now
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ggmlb.core.enums import DeviceType
-from tests.support.cuda_emulator import compiler
 from tests.support.processes import COMMON, ROOT, finish, start
+from tests.support.ptx.machine import compiler
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds libraries as Linux does")
 

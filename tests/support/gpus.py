@@ -30,9 +30,12 @@ extern "C" __global__ void spin(long long cycles)
 
 
 def host_driver(**params: Any) -> Any:
-    """Return the played driver; a machine with a card needs neither PyOpenCL nor a C++ compiler."""
+    """Return the played driver; a machine with a card needs neither NVRTC's wheel nor a C++ compiler."""
     from tests.support.host_driver import HostDriver
+    from tests.support.ptx.machine import why_not
 
+    if why := why_not():
+        pytest.skip(why)
     return HostDriver(**params)
 
 

@@ -2,9 +2,9 @@
 
 Every address is looked up, and belongs to one device; memory is poisoned when it is allocated and when it is
 freed. Streams are lists of work that runs only when something waits for it, so that a wait that was forgotten
-shows as poison. Kernels are the portable texts, run by PoCL from the very argument blocks that the backend
-packed for CUDA: what is computed is computed. What only a card can tell (the CUDA compiler's code, real
-asynchrony, capture as CUDA does it) is not played.
+shows as poison. Kernels are compiled by NVRTC, and their PTX is run (`tests.support.ptx`) with the very
+argument blocks that the backend packed for CUDA: what is computed is computed. What only a card can tell
+(real asynchrony, capture as CUDA does it) is not played.
 """
 
 from __future__ import annotations
@@ -16,22 +16,33 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from ggmlb.backends.cuda.arguments import layout
 from ggmlb.backends.cuda.driver import Call, Collective, CopyKind, Driver, Facts, address_of
-from ggmlb.backends.gpu import Launch
-from ggmlb.backends.gpu.source import PORTABLE
+from ggmlb.backends.gpu import Kernel, Launch
 from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface.data import Bytes
-from tests.support.host_kernels import Allocation, PortableKernels, operands, run_cuda
 from tests.support.host_libraries import HostCollective, QueuedBlas
 from tests.support.host_streams import HostError, HostStream, Op, Point
+from tests.support.ptx import BACKWARD, build
 
 POISON = 0xFF
 ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of a device."""
+
+    address: int
+    array: Bytes
+    device: int
 
 
 class Owned(np.ndarray[Any, Any]):
@@ -45,6 +56,13 @@ def aligned(nbytes: int) -> Bytes:
     whole = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
     start = -address_of(whole) % ALIGNMENT
     return whole[start : start + nbytes]
+
+
+def operands(kernel: Kernel, block: bytes) -> list[int]:
+    """Return the addresses of the tensors in a kernel's argument block."""
+    values = iter(layout(kernel).unpack(block))
+    rows = [list(islice(values, 10 if param.kind == "tensor" else 1)) for param in kernel.params]
+    return [row[0] for row in rows if len(row) > 1]
 
 
 class HostDriver(Driver):
@@ -62,7 +80,6 @@ class HostDriver(Driver):
 
     def __init__(self, n_devices: int = 1, capacity: int = 1 << 30, capability: int = 90) -> None:
         self._n, self._capacity, self._capability = n_devices, capacity, capability
-        self._kernels = PortableKernels()
         self._blas = QueuedBlas(self)
         self._local = threading.local()
         self._ids = itertools.count(1)
@@ -123,7 +140,7 @@ class HostDriver(Driver):
             raise HostError("out of memory", 2)
         array = aligned(nbytes)
         address = address_of(array)
-        self._allocations[address] = Allocation(address, array, device, self._kernels.buffer(array))
+        self._allocations[address] = Allocation(address, array, device)
         return address
 
     def free(self, address: int) -> None:
@@ -270,19 +287,20 @@ class HostDriver(Driver):
     def bind(self, launch: Launch, block: bytes, device: int) -> Call:
         assert len(launch.groups) == 3
         assert max(launch.groups[1:]) <= 65535
-        name, pointers = launch.kernel.name, operands(launch, block)
+        name, pointers = launch.kernel.name, operands(launch.kernel, block)
 
         def run() -> None:
-            for address in pointers:
-                if (other := self.device_of(address)) != device:
-                    raise HostError(f"{name} touched memory of device {other}", 700)
-            run_kernel = self._kernels.run if launch.kernel.package == PORTABLE else run_cuda
-            run_kernel(launch, block, self.find)
+            found = [self.find(address) for address in pointers]
+            for other in (a.device for a in found if a.device != device):
+                raise HostError(f"{name} touched memory of device {other}", 700)
+            memory = [(a.address, a.address + a.array.size) for a in found]
+            built = build(launch.kernel, launch.defines, launch.wg, self._capability)
+            built.run(block, launch.groups, memory, BACKWARD)
 
         def call(stream: int) -> None:
             self._check("launch")
             assert self.streams[stream].device == device, "a kernel on a stream of another device"
-            self.put(stream, Op(name, run, tuple(filter(None, pointers))))
+            self.put(stream, Op(name, run, tuple(pointers)))
 
         return call
 

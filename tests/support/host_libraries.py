@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ggmlb.core.dtypes import DType
-from tests.support.cuda_emulator.blas import NOT_INITIALISED, HostBlas
 from tests.support.host_streams import Op
+from tests.support.ptx.blas import NOT_INITIALISED, HostBlas
 
 if TYPE_CHECKING:
     from tests.support.host_driver import HostDriver

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from importlib import import_module, resources
-from pathlib import Path
+from importlib import resources
 
 import pytest
 
@@ -15,6 +14,7 @@ from ggmlb.backends.cuda.kernels import PACKAGE
 from ggmlb.backends.gpu import Kernel, Launch, Param
 from ggmlb.backends.gpu.source import PORTABLE, kernels
 from ggmlb.core.dtypes import DType
+from scripts.nvrtc import Nvrtc
 
 KERNELS = [*kernels().values(), *kernels(PACKAGE).values()]
 HEAD = re.compile(r"^KERNEL \w+\((?:[^()]|\(\w+\))*\)", re.MULTILINE)
@@ -38,9 +38,7 @@ def heads() -> str:
 def entries() -> dict[str, list[int]]:
     """The sizes of each kernel's parameters [bytes], as the compiler has them."""
     pytest.importorskip("nvidia.cu13", reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-        compiler = import_module("nvrtc").Nvrtc()
+    compiler = Nvrtc()
     ptx = compiler.code(heads(), ["-arch=compute_75", "-diag-suppress=177", "-DWG=128"], "PTX").decode()
     found = re.findall(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
     return {name: [int(bits) // 8 for bits in PARAMETER.findall(params)] for name, params in found}

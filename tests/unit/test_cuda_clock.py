@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyopencl", reason="the played driver needs pyopencl")
-
 from ggmlb.backends.cuda import clock as clocks
 from ggmlb.backends.cuda.stream import Stream
 from ggmlb.interface import Command

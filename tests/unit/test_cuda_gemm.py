@@ -13,8 +13,8 @@ from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.gemm import Gemm, cannot_describe, gemms
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor
-from tests.support.cuda_emulator.blas import HostBlas
-from tests.support.cuda_emulator.runner import Runner, place
+from tests.support.ptx.blas import HostBlas
+from tests.support.ptx.runner import Runner, place
 
 Pair = tuple["Tensor", "Tensor"]
 

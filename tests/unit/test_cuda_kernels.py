@@ -1,6 +1,6 @@
 """CUDA's own kernels, executed on the host: against ggml's golden values, and against the portable kernels.
 
-Their text is the one that a card gets (see tests/support/cuda_emulator). That shows right arithmetic, indices
+Their text is the one that a card gets (see tests/support/ptx). That shows right arithmetic, indices
 and barriers; no GPU takes part.
 """
 
@@ -19,12 +19,13 @@ from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.gpu import Launch, Scratch, Target, declines
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
-from tests.support.cuda_emulator import build, compiler
-from tests.support.cuda_emulator.programs import ATTENTION, CARD, attention, beside_cpu
-from tests.support.cuda_emulator.runner import Runner, place
 from tests.support.golden import CASES as GOLDEN
+from tests.support.ptx import build
+from tests.support.ptx.machine import why_not
+from tests.support.ptx.programs import ATTENTION, CARD, attention, beside_cpu
+from tests.support.ptx.runner import Runner, place
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 OWN = set(kernels(PACKAGE))
 FAMILIES = ("mul_mat", "mul_mat_id", "flash_attn")

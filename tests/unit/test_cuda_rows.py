@@ -1,6 +1,6 @@
 """Kernels that have rows, or stretches of them, in registers: how these are shared; that no element is amiss.
 
-On the emulator, which tells of accesses beyond a tensor, of misaligned vectors, and of races.
+On the PTX machine, which tells of accesses beyond a tensor, of misaligned vectors, and of races.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu import Launch, can_fuse, lower, lower_group
 from ggmlb.backends.gpu.launch import vector_width
 from ggmlb.core.enums import RopeType
-from tests.support.cuda_emulator import compiler
-from tests.support.cuda_emulator.programs import CARD, FEW, beside_cpu, close, fill, in_both_orders, on_cpu
-from tests.support.cuda_emulator.runner import Runner, place
+from tests.support.ptx.machine import why_not
+from tests.support.ptx.programs import CARD, FEW, beside_cpu, close, fill, in_both_orders, on_cpu
+from tests.support.ptx.runner import Runner, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ggmlb.core.tensor import Tensor
 
 F32, F16, BF16, I32 = DType.F32, DType.F16, DType.BF16, DType.I32
-emulated = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++, c++ or $CXX")
+runs_ptx = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def shared(node: Tensor) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ def test_vectors_ask_for_aligned_rows() -> None:
 # -- that no element is amiss ----------------------------------------------------------------------
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("n", [1, 7, 32, 100, 128, 130, 384, 1024, 1030, 4096, 5000, 16388])
 def test_soft_max_of_rows_of_every_length(n: int) -> None:
     """With a mask, slopes and sinks; the last group has fewer rows than it could."""
@@ -132,7 +132,7 @@ def test_soft_max_of_rows_of_every_length(n: int) -> None:
     check(make)
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize(
     ("n", "n_rows"), [(3, 5), (64, 21), (200, 7), (1024, 140), (1100, 2), (4100, 2), (17000, 1)]
 )
@@ -142,7 +142,7 @@ def test_norms_of_rows_of_every_length(norm: str, n: int, n_rows: int) -> None:
     check(lambda c: getattr(c, norm)(c.new_tensor(F32, (n, n_rows)), *numbers))
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize(("dtype", "n"), [(F32, 96), (F32, 384), (F32, 1022)])
 def test_norms_with_their_neighbours(dtype: DType, n: int) -> None:
     """A sum that is kept, in place, and a scale and a shift behind the norm."""
@@ -164,7 +164,7 @@ def test_norms_with_their_neighbours(dtype: DType, n: int) -> None:
         close(total.to_numpy(), added)
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("op", ["soft_max_inplace", "rms_norm_inplace", "silu_inplace", "add_inplace"])
 def test_rows_in_place(op: str) -> None:
     ctx = Context()
@@ -192,7 +192,7 @@ def on_cpu_from(y: Tensor, x: Tensor, before: np.ndarray) -> np.ndarray:
     return y.to_numpy().copy()
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("types", [(F32, F32, F32), (F16, F16, F16), (F16, F32, F32), (BF16, BF16, BF16)])
 @pytest.mark.parametrize("ne", [(1030,), (1032,), (100, 3, 2), (24, 5, 3), (5, 3, 2), (1, 40, 2)])
 def test_elements_of_every_type_and_length(types: tuple[DType, ...], ne: tuple[int, ...]) -> None:
@@ -208,7 +208,7 @@ def test_elements_of_every_type_and_length(types: tuple[DType, ...], ne: tuple[i
     check(make)
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("offset", [0, 4, 16])
 def test_views_that_no_vector_fits(offset: int) -> None:
     def view(c: Context, gap: int = 8) -> Tensor:
@@ -220,13 +220,13 @@ def test_views_that_no_vector_fits(offset: int) -> None:
     check(lambda c: c.cast(view(c), F16))
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("b", [(32, 1), (64, 2), (16, 1), (1, 1), (1, 4)])
 def test_what_is_tiled(b: tuple[int, int]) -> None:
     check(lambda c: c.add(c.new_tensor(F32, (64, 4, 3)), c.new_tensor(F32, b)))
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, DType.Q8_0, DType.Q4_K, DType.Q6_K])
 @pytest.mark.parametrize("n", [256, 2304])
 def test_rows_taken_by_number(dtype: DType, n: int) -> None:
@@ -238,7 +238,7 @@ def test_rows_taken_by_number(dtype: DType, n: int) -> None:
     check(lambda c: c.get_rows(c.new_tensor(dtype, (n, 5, 2)), c.new_tensor(I32, (3, 2))), numbers)
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("to", [F32, F16])
 @pytest.mark.parametrize("offset", [0, 4])
 def test_quantised_rows_become_plain(to: DType, offset: int) -> None:
@@ -249,7 +249,7 @@ def test_quantised_rows_become_plain(to: DType, offset: int) -> None:
     check(make)
 
 
-@emulated
+@runs_ptx
 def test_rows_are_copied_as_words() -> None:
     """Of odd sizes and places, quantised or not: bits stay what they are."""
     for dtype, n, offset in ((F16, 66, 2), (F16, 66, 4), (F16, 65, 0), (DType.Q8_0, 96, 34), (F32, 33, 4)):
@@ -263,7 +263,7 @@ def test_rows_are_copied_as_words() -> None:
         np.testing.assert_array_equal(in_both_orders(lower(y, CARD), y), want)
 
 
-@emulated
+@runs_ptx
 @pytest.mark.parametrize("mode", [RopeType.NORMAL, RopeType.NEOX])
 @pytest.mark.parametrize(
     ("dtype", "head", "n_dims", "heads", "tokens"),
@@ -288,7 +288,7 @@ def test_rope_of_every_size(
     )
 
 
-@emulated
+@runs_ptx
 def test_rope_of_heads_that_no_group_fits() -> None:
     """A head has 15 pieces, of which a group turns 8 at once, in several rounds."""
     ctx = Context()

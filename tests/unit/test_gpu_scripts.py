@@ -7,8 +7,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +18,6 @@ def run(script: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_path: Path) -> None:
-    pytest.importorskip("pyopencl")
     program = tmp_path / "test_some.py"
     program.write_text(
         "import os, pytest\npytestmark = pytest.mark.gpu\n"
@@ -42,7 +39,6 @@ def test_the_tests_of_a_card_run_and_what_fails_or_ends_its_process_is_told(tmp_
 
 
 def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:
-    pytest.importorskip("pyopencl")
     chosen = ("--only", "copies,ops,matmul,attention,decode", "--ops", "add,norm,rope,get_rows,mul_mat_id")
     done = run("benchmarks/gpu.py", "--smoke", *chosen, "--folder", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,7 +73,6 @@ def on_two_cards(text: str) -> str:
 
 def test_cards_that_cannot_reach_each_other_copy_by_way_of_the_host() -> None:
     """Whatever CUDA's reason: too many peers, no memory for the mapping."""
-    pytest.importorskip("pyopencl")
     told = on_two_cards(
         "HOST.fail.add('peer')\n"
         "fill()\n"
@@ -90,7 +85,6 @@ def test_cards_that_cannot_reach_each_other_copy_by_way_of_the_host() -> None:
 
 def test_after_an_error_of_nccl_the_next_sum_works() -> None:
     """The group of the calls that failed is closed: it would take in all that come later."""
-    pytest.importorskip("pyopencl")
     told = on_two_cards(
         "get = reg.get_proc_address\n"
         "comm = get('comm_init')(streams)\n"

@@ -1,4 +1,4 @@
-"""Workers of pytest-xdist have nothing in common that they write, but compiled kernels of the emulator."""
+"""Workers of pytest-xdist have nothing in common that they write, but compiled kernels as PTX."""
 
 from __future__ import annotations
 

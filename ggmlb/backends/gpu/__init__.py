@@ -11,7 +11,7 @@ its own rows (CPU-type devices).
 
 from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Scratch, Target
 from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
-from ggmlb.backends.gpu.source import Kernel, Param, assemble, families, packed_args, source
+from ggmlb.backends.gpu.source import Kernel, Param, families, packed_args, source
 
 __all__ = [
     "BadIndex",
@@ -21,7 +21,6 @@ __all__ = [
     "Param",
     "Scratch",
     "Target",
-    "assemble",
     "can_fuse",
     "declines",
     "families",

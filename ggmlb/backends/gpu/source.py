@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -98,7 +97,7 @@ def source(kernel: Kernel, language: Language) -> str:
 
     The file's other kernels are left out: they need not compile with this one's macros.
     """
-    text = assemble(kernel, f"prelude_{language}.h", {})
+    text = _assembled(kernel, f"prelude_{language}.h")
     return _with_packed_args(kernel, text) if language == "opencl" else text
 
 
@@ -132,14 +131,8 @@ def _with_packed_args(kernel: Kernel, text: str) -> str:
     return _HEAD.sub(head, text)
 
 
-def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
-    """Return a kernel's whole text behind a prelude.
-
-    Args:
-        kernel: Headers that its package lacks are the portable ones.
-        prelude: The file that comes first.
-        instead: Texts that stand for the headers they are named for.
-    """
+def _assembled(kernel: Kernel, prelude: str) -> str:
+    """Return a kernel's whole text behind a prelude; headers that its package lacks are the portable ones."""
     seen: set[str] = set()
 
     def put(file: str) -> str:
@@ -147,8 +140,7 @@ def assemble(kernel: Kernel, prelude: str, instead: Mapping[str, str]) -> str:
         if file in seen:
             return ""
         seen.add(file)
-        text = instead[file] if file in instead else _text(kernel.package, file)
-        return _INCLUDE.sub(lambda m: put(m[1]), text)
+        return _INCLUDE.sub(lambda m: put(m[1]), _text(kernel.package, file))
 
     text = put(prelude) + put(f"{kernel.family}.knl")
     return _BODY.sub(lambda m: m[0] if m[1] == kernel.name else "", text)

@@ -13,7 +13,6 @@
 #define LOCAL
 #define CONSTANT     static __constant__ const
 #define LOCAL_ARRAY(T, name, n) __shared__ T name[n]
-#define MAY_BE_READ(x) ;   /* for tools: of shared memory, though nothing wrote it; the value does not count */
 #define DIM_0_ x
 #define DIM_1_ y
 #define DIM_2_ z

@@ -1,4 +1,4 @@
-"""Steps of the CUDA lowering, run on the host: launches by the emulator, products by `HostBlas`."""
+"""Steps of the CUDA lowering, run on the host: launches by the PTX machine, products by `HostBlas`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ggmlb import Context, cpu_buffer_from_ptr, tensor_alloc, view_init
 from ggmlb.backends.cuda.cublas import CuBlas
 from ggmlb.backends.cuda.kernels import Step
 from ggmlb.backends.gpu import Launch
-from tests.support.cuda_emulator import FORWARD, Memory, guarded
-from tests.support.cuda_emulator.blas import HostBlas
+from tests.support.ptx import FORWARD, Memory, alone
+from tests.support.ptx.blas import HostBlas
 
 
 class Runner:
@@ -21,7 +21,7 @@ class Runner:
     def __init__(self) -> None:
         self.memory = Memory()
         self.blas = HostBlas()
-        self.workspace = guarded(1024)
+        self.workspace = alone(1024)
         self.cublas = CuBlas(self.blas, self.workspace.ctypes.data // 256 * 256 + 256, 512)
         self._tables: list[Any] = []
 
@@ -30,7 +30,7 @@ class Runner:
         self._tables.append(table)
         return int(table.ctypes.data)
 
-    def run(self, steps: Iterable[Step], order: int = FORWARD) -> None:
+    def run(self, steps: Iterable[Step], order: bool = FORWARD) -> None:
         """Run steps one after another."""
         for step in steps:
             if isinstance(step, Launch):
@@ -40,9 +40,9 @@ class Runner:
 
 
 def place(ctx: Context) -> None:
-    """Give each tensor of a context guarded memory of its own, full of NaN."""
+    """Give each tensor of a context alone memory of its own, full of NaN."""
     for t in ctx.tensors:
         if t.view_src is None:
-            tensor_alloc(cpu_buffer_from_ptr(guarded(t.nbytes)), t, 0)
+            tensor_alloc(cpu_buffer_from_ptr(alone(t.nbytes)), t, 0)
         else:
             view_init(t)

@@ -1,4 +1,4 @@
-"""Small programs that reach every kernel with shared memory, or written for CUDA alone, on the emulator.
+"""Small programs that reach every kernel with shared memory, or written for CUDA alone, on the PTX machine.
 
 Each compares with the CPU backend, or with what ggml computed; `PROGRAMS` has them by name.
 """
@@ -18,9 +18,9 @@ from ggmlb.backends.gpu import Launch, Target, lower
 from ggmlb.backends.gpu.lowering.matmul import Glu
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
-from tests.support.cuda_emulator import BACKWARD, FORWARD
-from tests.support.cuda_emulator.runner import Runner, place
 from tests.support.golden import CASES
+from tests.support.ptx import BACKWARD, FORWARD
+from tests.support.ptx.runner import Runner, place
 
 CARD = Target(False, 132, 128)
 

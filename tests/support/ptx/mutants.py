@@ -11,10 +11,11 @@ from functools import cache
 from importlib import resources
 
 from ggmlb.backends.cuda.kernels import PACKAGE
+from ggmlb.backends.cuda.program import text
 from ggmlb.backends.gpu import Kernel, Launch
-from ggmlb.backends.gpu.source import PORTABLE
-from tests.support.cuda_emulator import build, text
-from tests.support.cuda_emulator.programs import PROGRAMS
+from ggmlb.backends.gpu.source import PORTABLE, source
+from tests.support.ptx import build
+from tests.support.ptx.programs import PROGRAMS
 
 FILES = {
     PACKAGE: (
@@ -69,20 +70,22 @@ class Mutant:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """Have kernels built from this text."""
-        source = sys.modules["ggmlb.backends.gpu.source"]
-        real: Callable[[str, str], str] = source._text
+        texts = sys.modules["ggmlb.backends.gpu.source"]
+        real: Callable[[str, str], str] = texts._text
 
         def changed(package: str, file: str) -> str:
             if file == self.file and real(package, file) == real(self.package, self.file):
                 return self.text
             return real(package, file)
 
-        source._text = changed  # type: ignore[attr-defined]
+        texts._text = changed  # type: ignore[attr-defined]
+        source.cache_clear()
         build.cache_clear()
         try:
             yield
         finally:
-            source._text = real  # type: ignore[attr-defined]
+            texts._text = real  # type: ignore[attr-defined]
+            source.cache_clear()
             build.cache_clear()
 
 

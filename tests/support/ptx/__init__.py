@@ -1,0 +1,157 @@
+"""CUDA kernels with no card: compiled to PTX by NVRTC, whose instructions a machine of ours does (machine.h).
+
+    place(built.ctx)                        # in runner.py: tensors in memory of their own
+    Runner().run(lowering.lower(node))
+
+It shows that what the compiler makes of a text computes what it should, and that its threads meet and touch
+memory as the PTX manual asks. It says nothing about speed, nor about ptxas, which makes machine code of PTX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ggmlb.backends.common.strided import Mem
+from ggmlb.backends.cuda.arguments import argument_block
+from ggmlb.backends.cuda.program import OPTIONS, text
+from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch
+from ggmlb.backends.gpu.bad_index import SLOT
+from scripts.nvrtc import Nvrtc
+from tests.support.ptx.machine import kept
+from tests.support.ptx.program import Program, PtxError, Span
+
+__all__ = ["BACKWARD", "FORWARD", "Memory", "PtxError", "Span", "build"]
+
+FORWARD, BACKWARD = False, True
+"""Orders in which warps and blocks have their turns."""
+
+OF_CUPY = ("-ftz=true", "-std=c++17", "--device-as-default-execution-space")
+"""Options that CuPy adds to those given."""
+
+
+@cache
+def _nvrtc() -> Nvrtc:
+    return Nvrtc()
+
+
+def ptx(code: str, capability: int, *more: str) -> str:
+    """Return what NVRTC makes of a text for such cards; compiled once for all processes.
+
+    Raises:
+        PtxError: It does not compile.
+    """
+    options = (*OPTIONS, *OF_CUPY, f"-arch=compute_{capability}", *more)
+
+    def make(file: Path) -> None:
+        try:
+            file.write_bytes(_nvrtc().code(code, options, "PTX"))
+        except RuntimeError as error:
+            raise PtxError(f"it does not compile:\n{error}") from None
+
+    return kept("kernel.ptx", make, _nvrtc().version, *options, code).read_text()
+
+
+class Built:
+    """A kernel that can be run.
+
+    Args:
+        kernel: What it is; with `defines` and `wg`, as in a `Launch`.
+        capability: Of the card: 90 for 9.0.
+    """
+
+    def __init__(self, kernel: Kernel, defines: Defines, wg: int, capability: int) -> None:
+        self._code, self._wg, self._capability = text(kernel, defines, wg), wg, capability
+        self._name = f"{kernel.name} {dict(defines)}, WG {wg}"
+        self._program = Program(ptx(self._code, capability))
+        head = re.search(rf"KERNEL {kernel.name}\(((?:[^()]|\(\w+\))*)\)", self._code)
+        assert head is not None
+        self._writes = [access == "OUT" for access in re.findall(r"(IN|OUT)\(", head[1])]
+
+    def run(
+        self,
+        block: bytes,
+        groups: tuple[int, int, int],
+        memory: Sequence[tuple[int, int]],
+        order: bool = FORWARD,
+    ) -> None:
+        """Run it.
+
+        Args:
+            block: Its arguments.
+            groups: Blocks in each dimension.
+            memory: For each tensor, where the memory begins and ends that may be touched by way of it.
+            order: `FORWARD` or `BACKWARD`.
+
+        Raises:
+            PtxError: It did what it must not; with the lines of its text.
+        """
+        spans = [Span(*span, writes) for span, writes in zip(memory, self._writes, strict=True)]
+        try:
+            self._program.launch(groups, (self._wg, 1, 1), block, spans, order)
+        except PtxError as error:
+            raise PtxError(f"{self._with_lines(str(error))}\n  in {self._name}") from None
+
+    def _with_lines(self, why: str) -> str:
+        """Put lines of the text where the machine gave instructions: the innermost one first."""
+        places = Program(ptx(self._code, self._capability, "-lineinfo")).lines
+        lines = self._code.splitlines()
+
+        def quote(match: re.Match[str]) -> str:
+            return "".join(f"\n    {lines[n - 1].strip()}" for n in places[int(match[1])])
+
+        return re.sub(r" \[@(\d+)\]", quote, why)
+
+
+@cache
+def build(kernel: Kernel, defines: Defines, wg: int, capability: int = 90) -> Built:
+    """Return a kernel, compiled once."""
+    return Built(kernel, defines, wg, capability)
+
+
+class Memory:
+    """Memory for tensors and scratch, each of its own; NaN before it is written.
+
+    Attributes:
+        slots: Where launches note indices that are out of range.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[BadIndex, Any] = {}
+        self._scratch: dict[int, tuple[Scratch, Any]] = {}
+
+    def array(self, mem: Mem) -> Any:
+        """Return the memory that a mem lies in; scratch is made when first asked for."""
+        assert mem.buffer is not None
+        if isinstance(mem.buffer, BadIndex):
+            return self.slots.setdefault(mem.buffer, alone(SLOT, 0))
+        if isinstance(mem.buffer, Scratch):
+            return self._scratch.setdefault(id(mem.buffer), (mem.buffer, alone(mem.buffer.nbytes)))[1]
+        return mem.buffer.base
+
+    def address(self, mem: Mem) -> int:
+        """Return where a mem begins."""
+        return int(self.array(mem).ctypes.data) + mem.offset
+
+    def run(self, launch: Launch, order: bool = FORWARD, capability: int = 90) -> None:
+        """Run a launch.
+
+        Raises:
+            PtxError: The kernel does not compile, or did what it must not.
+        """
+        arrays = [self.array(arg) for arg in launch.args if isinstance(arg, Mem)]
+        memory = [(a.ctypes.data, a.ctypes.data + a.size) for a in arrays]
+        block = argument_block(launch, lambda mem: int(self.array(mem).ctypes.data))
+        build(launch.kernel, launch.defines, launch.wg, capability).run(block, launch.groups, memory, order)
+
+
+def alone(nbytes: int, byte: int = 0xFF) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return memory, full of a byte, aligned to 64 bytes, with bytes around it that belong to nobody."""
+    whole = np.full(nbytes + 192, byte, np.uint8)
+    start = -whole.ctypes.data % 64 + 64
+    return whole[start : start + nbytes]
