@@ -37,15 +37,15 @@ NONE: Final = -(1 << 63)
 GAP: Final = 256
 """Bytes between arrays of a space, which belong to nobody."""
 
-_NO_MEANING = re.compile(r"\.(nc|volatile|uni|L[12]::\w+)(?![\w:])")
-"""Modifiers that say how, not what: caches, that all threads go one way, that memory is only read."""
+_NO_MEANING = re.compile(r"\.(nc|volatile|relaxed|uni|L[12]::\w+)(?![\w:])")
+"""Modifiers that say how, not what: caches, order, that all threads go one way, that memory is only read."""
 
 _TYPE = re.compile(r"[bsuf](?:8|16|32|64)$")
 _VARIABLE = re.compile(
     r"\.(const|global|shared|local)\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?\s*(?:=\s*\{?([^;}]*)\}?)?;"
 )
 _PARAM = re.compile(
-    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+(?:\.ptr[.\w\s]*?\s)?([\w$]+)(?:\[(\d+)\])?"
+    r"\.param\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+(?:\.ptr(?:\s+\.\w+(?:\s+\d+)?)*\s+)?([\w$]+)(?:\[(\d+)\])?"
 )
 _ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)\s*([^{]*)\{", re.DOTALL)
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
@@ -267,7 +267,7 @@ class Program:
         """Return the register of an operand: a constant has one of its own."""
         if text == "_":
             self._declared["_"] = size
-        if text[0] in "%_" and text not in self._symbols:
+        if text[0] == "%" or text in self._declared:
             return self._register(text)
         number = _NUMBER.match(text)
         if number is None:
