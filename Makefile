@@ -6,7 +6,7 @@
 #   make lint        ruff, mypy --strict, and the longest files
 #   make lint-cuda   compile every kernel for CUDA, with no driver and no card; LINT_CUDA_ARGS=--all: for every architecture
 #   make bench       benchmarks on the CPU, beside PyTorch and ggml
-#   make test-oracle random programs against the installed ggml: 200 per op, some minutes; text models, vocabularies: llama.cpp
+#   make test-oracle random programs against the installed ggml: 200 per op, some minutes; text models, vocabularies: llama.cpp; gradients: PyTorch
 #   make test-ray    devices of other machines: two nodes of Ray on this one (installs Ray: 70 MB)
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-vulkan ggml's Vulkan as a device, on Mesa's driver for the CPU where there is no card (installs both)
@@ -92,6 +92,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/opencl_plan.py
 	$(BIN)/python benchmarks/several_devices.py
 	$(BIN)/python benchmarks/embed.py
+	$(BIN)/python benchmarks/train.py --save
 	$(BIN)/python benchmarks/generate.py --save
 	$(BIN)/python benchmarks/generate.py --save --device ggml:CPU
 	$(BIN)/python benchmarks/experts.py --save

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -44,6 +45,8 @@ STEP: Final = 2.0**-6
 
 EPS: Final = 6e-7
 """Error of a result in float32, of its size; sums of products have more than half a unit."""
+
+WEIGHTS: Final = "weights of the loss"
 
 MOST_NMSE: Final = 1e-4
 """Allowed error of a gradient beyond that of the differences."""
@@ -94,69 +97,31 @@ class GradientBench(Freeable):
         return Result("grad", self.device.name, case.family, case.id, outcome, reason, nmse, took, facts)
 
     def _check(self, case: KitCase, facts: dict[str, Any]) -> tuple[Outcome, str, float | None]:
-        built = case.program.case(case.id).build()
         skipped = Outcome.SKIPPED
-        if why := refusal(self.device, built):
+        problem = problem_of(case)
+        if why := refusal(self.device, problem.built):
             return skipped, f"not supported: {why}", None
-        out = built.tensors[case.program.outputs[0]]
-        operands = differentiable(out)
-        if case.memory:
-            operands = [o for o in operands if o is not weight_of(built.graph.nodes[-1])]
-        if out.dtype is not DType.F32 or not operands or out.is_empty:
+        if not problem.operands:
             return skipped, "no float32 operand of which a float32 result has a gradient", None
-        ctx, rng = built.ctx, np.random.default_rng(7)
-        weights = ctx.set_input(ctx.new_tensor(DType.F32, out.ne))
-        loss = ctx.set_loss(ctx.sum(ctx.mul(out, weights)))
-        for operand in operands:
-            ctx.set_param(operand)
         try:
-            graph = Graph().build_forward_expand(loss).build_backward_expand(ctx)
+            graph = problem.graph()
         except GraphError as error:
             return skipped, f"no gradient: {one_line(error)}", None
-        values = rng.uniform(0.5, 1.5, out.shape).astype(np.float32)
         with ExitStack() as stack:
             if case.memory:
                 try:
-                    stack.enter_context(alloc_weight(built.graph.nodes[-1], self._weights[case.memory]))
+                    stack.enter_context(
+                        alloc_weight(problem.built.graph.nodes[-1], self._weights[case.memory])
+                    )
                 except Error as error:
                     return skipped, f"not supported: {one_line(error)}", None
-                if why := refusal(self.device, built):
+                if why := refusal(self.device, problem.built):
                     return skipped, f"not supported: {why}", None
-            found = self._gradients(graph, built, operands, weights, values, facts)
-        return self._compared(case, [operand.name for operand in operands], values, found)
-
-    def _gradients(
-        self,
-        graph: Graph,
-        built: Built,
-        operands: Sequence[Tensor],
-        weights: Tensor,
-        values: npt.NDArray[np.float32],
-        facts: dict[str, Any],
-    ) -> list[npt.NDArray[np.float32]]:
-        """Return the gradients of operands; `facts` are told of nodes that the device left to the CPU."""
-        grads = [graph.grad(operand) for operand in operands]
-        for grad in grads:
-            if grad is not None:
-                for tensor in (grad, grad.view_src or grad):
-                    built.ctx.set_output(tensor)
-        self._scheduler.alloc_graph(graph)
-        graph.reset()
-        weights.set_array(values)
-        for leaf in built.case.leafs:
-            if (
-                built.tensors[leaf.name].buffer is not None
-            ):  # nothing reads those of which only others need values
-                built.tensors[leaf.name].set(leaf.data)
-        self._scheduler.graph_compute(graph)
-        placed = self._scheduler.placement
-        left = {p.op for p in placed if p.device != self.device.name}
+            found = gradients(problem, graph, self._scheduler)
+        left = {p.op for p in self._scheduler.placement if p.device != self.device.name}
         if left:
             facts["left to the CPU"] = ", ".join(sorted(left))
-        return [
-            np.zeros(o.shape, np.float32) if g is None else g.to_numpy()
-            for o, g in zip(operands, grads, strict=True)
-        ]
+        return self._compared(case, [operand.name for operand in problem.operands], problem.values, found)
 
     def _compared(
         self,
@@ -200,6 +165,68 @@ class GradientBench(Freeable):
         if not n_smooth:
             return Outcome.SKIPPED, "no element moves the result smoothly in float32", None
         return (Outcome.FAILED if wrong else Outcome.PASSED), "; ".join(wrong), worst
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with a loss.
+
+    Attributes:
+        built: The case.
+        out: The result that the loss is made of.
+        operands: The leafs whose gradients are wanted.
+        values: What the elements of the result are multiplied by, before they are summed.
+    """
+
+    built: Built
+    out: Tensor
+    operands: Sequence[Tensor]
+    values: npt.NDArray[np.float32]
+
+    def graph(self) -> Graph:
+        """Return the graph of the gradients.
+
+        Raises:
+            GraphError: An op has none.
+        """
+        ctx = self.built.ctx
+        weights = ctx.set_input(ctx.new_tensor(DType.F32, self.out.ne, WEIGHTS))
+        loss = ctx.set_loss(ctx.sum(ctx.mul(self.out, weights)))
+        for operand in self.operands:
+            ctx.set_param(operand)
+        return Graph().build_forward_expand(loss).build_backward_expand(ctx)
+
+
+def problem_of(case: KitCase) -> Problem:
+    """Return a case with a loss; without operands if it has no float32 ones, or no float32 result."""
+    built = case.program.case(case.id).build()
+    out = built.tensors[case.program.outputs[0]]
+    operands = differentiable(out) if out.dtype is DType.F32 and not out.is_empty else []
+    if case.memory:
+        operands = [o for o in operands if o is not weight_of(built.graph.nodes[-1])]
+    values = np.random.default_rng(7).uniform(0.5, 1.5, out.shape).astype(np.float32)
+    return Problem(built, out, operands, values)
+
+
+def gradients(problem: Problem, graph: Graph, scheduler: Scheduler) -> list[npt.NDArray[np.float32]]:
+    """Return the gradient of each operand, as a scheduler computes them."""
+    built = problem.built
+    grads = [graph.grad(operand) for operand in problem.operands]
+    for grad in grads:
+        if grad is not None:
+            for tensor in (grad, grad.view_src or grad):
+                built.ctx.set_output(tensor)
+    scheduler.alloc_graph(graph)
+    graph.reset()
+    graph.node(WEIGHTS).set_array(problem.values)
+    for leaf in built.case.leafs:
+        if built.tensors[leaf.name].buffer is not None:  # of some ops, only the shape of an operand is read
+            built.tensors[leaf.name].set(leaf.data)
+    scheduler.graph_compute(graph)
+    return [
+        np.zeros(o.shape, np.float32) if g is None else g.to_numpy()
+        for o, g in zip(problem.operands, grads, strict=True)
+    ]
 
 
 class _Slope(NamedTuple):

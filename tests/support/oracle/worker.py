@@ -3,7 +3,7 @@
 It reads pickled requests on stdin and writes pickled answers on stdout, until stdin ends. A request is
 `(leafs, steps, outputs)`: leafs `(name, type, ne, bytes)`, steps `(out, fn, args)` with the C arguments
 after ctx, tensors as `"$name"`, arrays as lists; outputs are names. An answer holds `(type, ne, bytes)` of
-each output.
+each output. With `(loss, params)` besides, the graph has gradients of a scalar, read as `"grad NAME"`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ggml import ggml
 CONTEXT_NBYTES = 256 << 20
 
 
-def compute(leafs: Any, steps: Any, outputs: list[str]) -> list[Any] | str:
+def compute(
+    leafs: Any, steps: Any, outputs: list[str], gradient: tuple[str, list[str]] | None = None
+) -> list[Any] | str:
     """Return type, extents and contiguous bytes of each output, or the name of what ggml lacks."""
     ctx = ggml.ggml_init(ggml.ggml_init_params(mem_size=CONTEXT_NBYTES, mem_buffer=None, no_alloc=False))
     try:
@@ -29,7 +31,9 @@ def compute(leafs: Any, steps: Any, outputs: list[str]) -> list[Any] | str:
             tensor = ggml.ggml_new_tensor(ctx, dtype, 4, (ctypes.c_int64 * 4)(*ne))
             ctypes.memmove(tensor.contents.data, data, len(data))
             tensors[name] = tensor
-        graph = ggml.ggml_new_graph(ctx)
+        graph = ggml.ggml_new_graph_custom(ctx, 2048, gradient is not None)
+        for name in gradient[1] if gradient else ():
+            ggml.ggml_set_param(tensors[name])
         results = []
         for out, fn, args in steps:
             function = getattr(ggml, f"_ggml_{fn}", None) or getattr(ggml, f"ggml_{fn}", None)
@@ -42,10 +46,18 @@ def compute(leafs: Any, steps: Any, outputs: list[str]) -> list[Any] | str:
             if out is not None:
                 tensors[out] = result
                 results.append(result)
+        if gradient:
+            ggml.ggml_set_loss(tensors[gradient[0]])
+            results = [tensors[gradient[0]]]
         for result in results:
             ggml.ggml_build_forward_expand(graph, result)
+        if gradient:
+            ggml.ggml_build_backward_expand(ctx, graph, None)
+            ggml.ggml_graph_reset(graph)
+            for name in gradient[1]:
+                tensors[f"grad {name}"] = ggml.ggml_graph_get_grad(graph, tensors[name])
         ggml.ggml_graph_compute_with_ctx(ctx, graph, 1)
-        return [_read(tensors[name].contents) for name in outputs]
+        return [_read(tensors[name].contents) if tensors[name] else (-1, (), b"") for name in outputs]
     finally:
         ggml.ggml_free(ctx)
 
