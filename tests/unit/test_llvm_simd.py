@@ -181,30 +181,37 @@ def test_transposing_and_sums_of_rows(lib: Library) -> None:
     assert (sums == x.sum(1)).all()
 
 
-def block(k: Kernel, dtype: str, paired: bool) -> None:
+def blocks(k: Kernel, dtype: str, n_bytes: int) -> None:
     at, codes_at, scales_at = k.ints(3)
     form = FORMS[dtype]
-    read = form.pairs if paired and form.pairs is not None else form.codes
-    for i, run in enumerate(read(k, at)):
-        k.store(run, codes_at + i * (64 if paired else 32))
-    scales, minimums = form.scales(k, at)
+    places = [at + i * form.nbytes for i in range(256 // form.block)]
+    if n_bytes:
+        runs = [v for i in range(4) for v in form.pair(k, places, i, n_bytes)]
+    else:
+        runs = [run for place in places for run in form.codes(k, place)]
+    for i, run in enumerate(runs):
+        k.store(run, codes_at + i * (n_bytes or 32))
+    scales, minimums = form.scales(k, places)
     k.store(scales, scales_at)
     k.store(minimums if minimums is not None else scales * 0.0, scales_at + 64)
 
 
 @pytest.mark.parametrize("dtype", FORMS)
-@pytest.mark.parametrize("paired", [False, True])
-def test_blocks(lib: Library, dtype: str, paired: bool) -> None:
+@pytest.mark.parametrize("n_bytes", [0, 32, 64])
+def test_blocks(lib: Library, dtype: str, n_bytes: int) -> None:
+    """Codes run by run, or in pairs, whose vectors have a half of each run in turn."""
     form, kind = FORMS[dtype], DType[dtype.upper()]
-    if paired and (form.pairs is None or lib.target.level.lanes < 16):
-        pytest.skip("has no pairs of runs")
+    if n_bytes == 64 and lib.target.level.lanes < 16:
+        pytest.skip("has no vectors of 64 bytes")
     raw = np.asarray(dtypes.quantize(np.random.default_rng(0).normal(size=(1, 256)), kind)).view(np.uint8)
-    codes, scales = np.empty(form.block, np.int8), np.zeros(32, np.float32)
-    call(lib, block, (dtype, paired), raw.reshape(-1), codes, scales)
-    n = form.block // form.group
+    codes, scales = np.empty(256, np.int8), np.zeros(32, np.float32)
+    call(lib, blocks, (dtype, n_bytes), raw.reshape(-1), codes, scales)
+    if n_bytes == 32:
+        codes = codes.reshape(4, 2, 2, 16).swapaxes(1, 2).reshape(-1)
+    n = 256 // form.group
     wide = codes.astype(int) - (form.offset or 0)
     values = wide.reshape(n, -1) * scales[:n, None] + scales[16 : 16 + n, None]
-    right = np.asarray(dtypes.dequantize(raw.reshape(-1), kind)).reshape(-1)[: form.block]
+    right = np.asarray(dtypes.dequantize(raw.reshape(-1), kind)).reshape(-1)
     np.testing.assert_allclose(values.reshape(-1), right, rtol=2e-6, atol=1e-7)
 
 
@@ -261,7 +268,7 @@ FLASH = Shape(64, 64, "f32", "q8_0", "f16", True, True, True)
         (interleaved_products.quantized, ("q2_k", 1), "sdot"),
         (byte_tiles.quantized, ("q6_k", False, 3, tiles.Epilogue()), "sdot"),
         (float_tiles.floats, ("f16", "f32", False, 6, tiles.Epilogue(True, "gelu")), "fmla"),
-        (activations.quantize, ("f32", True), "frintx"),
+        (activations.quantize, ("f32", activations.Layout(wide=True)), "frintx"),
         (convert.copy, ("q8_0", "f32"), "frinta"),
         (convert.copy, ("iq4_nl", "f32"), "tbl"),
         (attention.few, (FLASH, 4, False), "fmla"),

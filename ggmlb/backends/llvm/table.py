@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ggmlb.backends.common.workspace import Workspace
     from ggmlb.backends.llvm.backend import LlvmBackend
+    from ggmlb.backends.llvm.kernels.activations import Layout
 
     Ints = npt.NDArray[np.int64]
 
@@ -61,13 +62,13 @@ class Made(NamedTuple):
 
     Attributes:
         address, form: Of the operand.
-        nbytes: How many bytes they are.
+        layout: How they lie.
         end: Where the operand ends.
     """
 
     address: int
     form: int
-    nbytes: int
+    layout: Layout
     end: int
 
 
@@ -208,15 +209,15 @@ class Table:
             lower(item, steps)
             lowered = self._kinds.lowered[kind] = steps.lowered()
         if lowered.made is not None:
-            slot, nbytes = lowered.made
+            slot, layout = lowered.made
             i, tensor = numbers[slot - OPERANDS], operands[slot - OPERANDS]
             assert tensor is not None
             address = self._addresses[i]
-            self._made = Made(address, forms[i], nbytes, address + tensor.nbytes)
+            self._made = Made(address, forms[i], layout, address + tensor.nbytes)
         return lowered
 
-    def _still_made(self, nodes: Sequence[Tensor], numbers: Sequence[int]) -> tuple[int, int] | None:
-        """Return the slot of an item's operand whose values lie in memory as bytes, and their number."""
+    def _still_made(self, nodes: Sequence[Tensor], numbers: Sequence[int]) -> tuple[int, Layout] | None:
+        """Return the slot of an item's operand whose values lie in memory as bytes, and how."""
         made, addresses, forms = self._made, self._addresses, self._forms
         assert made is not None
         for node in nodes:
@@ -226,7 +227,7 @@ class Table:
                 return None
         for slot, i in enumerate(numbers, OPERANDS):
             if addresses[i] == made.address and forms[i] == made.form:
-                return slot, made.nbytes
+                return slot, made.layout
         return None
 
     def _unroll(

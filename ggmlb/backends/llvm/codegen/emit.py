@@ -183,6 +183,11 @@ class Kernel:
         """Call an intrinsic that LLVM has for vectors of any length: `llvm.name.type`."""
         return self.call(f"llvm.{name}.{_suffix(args[0].type)}", args[0].type, *args)
 
+    def opaque(self, x: Value) -> Value:
+        """A vector of x86 as it is, of whose making LLVM knows nothing, so that it undoes none of it."""
+        function = ir.FunctionType(x.type, [x.type])
+        return Value(self, self.build.call(ir.InlineAsm(function, "", "=x,0"), [x.raw]))
+
     # -- choices -----------------------------------------------------------------------------------
 
     def select(self, mask: Value, yes: Value, no: Operand) -> Value:

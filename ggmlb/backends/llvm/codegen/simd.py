@@ -83,8 +83,10 @@ class Dot:
         return products[0] + products[1]
 
     def twice(self, x: Value) -> Value:
-        """The lower half of 32-bit lanes, in both of their halves."""
+        """The lower half of 32-bit lanes, in both of their halves; numbers of 16 bits as they are."""
         n = 2 * self.lanes
+        if x.type.count == n:
+            return x
         return x.bits(vec(I16, n)).shuffle([i // 2 * 2 for i in range(n)])
 
     def _unsigned(self, sums: Value, codes: Value, x: Value) -> Value:
@@ -131,7 +133,7 @@ class Group:
         dot: The method.
         offset: Of the codes; see `Dot`.
         most: The greatest magnitude of what they stand for.
-        scale: 32-bit lanes, of 16 bits, that the sum is multiplied by; `None` for 1.
+        scale: What the sum is multiplied by, of 16 bits: 32-bit lanes, or two alike for each; `None` for 1.
         counts: Sums of the signed bytes in each lane, of 16 bits each: of the first two of each four, and of
             the others. With more than one vector, of both together.
         start: What the sum begins at, where there are no counts.

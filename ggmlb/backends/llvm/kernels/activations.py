@@ -1,7 +1,7 @@
 """Quantisation of activations to bytes, in blocks of 32, once for all products that read them.
 
 A row of `k` elements becomes, one part after the other: `k` codes (int8), `k / 32` scales (float32),
-`k / 32` sums of the values as quantised (float32), and `k / 16` sums of codes, each in two parts of 16 bits:
+sums of 32 or 16 values as quantised (float32), and `k / 16` sums of codes, each in two parts of 16 bits:
 of the first two of each four neighbours, and of the others.
 
 Weights of 8 bits need more precision: some channels of a model's hidden states are many times as large as
@@ -36,13 +36,36 @@ FLAGS = 16
 """Flags that are read at a time."""
 
 
+class Layout(NamedTuple):
+    """What a quantised row has, and in which order.
+
+    Attributes:
+        wide: Whether it may have high parts.
+        sums: How many values each sum is of: 32 or 16.
+        in_turns: Whether the codes of two blocks lie in turns of 16: halves of a vector are then of one each.
+    """
+
+    wide: bool = False
+    sums: int = 32
+    in_turns: bool = False
+
+    def codes_nbytes(self, k: Any) -> Any:
+        """Bytes of the codes of `k` elements: of whole pairs of blocks."""
+        return (k + 63) // 64 * 64 if self.in_turns else k
+
+    def row_nbytes(self, k: Any) -> Any:
+        """Bytes of a quantised row of `k` elements."""
+        codes, more = self.codes_nbytes(k), k // 8 + k // self.sums * 4 + k // 4
+        return codes + more + (codes + _flags_nbytes(k) if self.wide else 0)
+
+
 class Parts(NamedTuple):
     """Addresses of the parts of a quantised row.
 
     Attributes:
         codes: The codes, or their low parts.
         scales: Of 32 each.
-        sums: Of 32 values each.
+        sums: Of values.
         counts: Sums of 16 codes each, in two parts if no row is to have high parts.
         high: The high parts of codes, if a row is to have them.
         flags: Whether a block has high parts.
@@ -56,47 +79,43 @@ class Parts(NamedTuple):
     flags: Value | None = None
 
 
-def row_nbytes(k: int, wide: bool) -> int:
-    """Return the size of a quantised row of `k` elements, with high parts if `wide` [bytes]."""
-    return k + k // 2 + (k + _flags_nbytes(k) if wide else 0)
-
-
 def _flags_nbytes(k: Any) -> Any:
     """Whole vectors of flags."""
     return (k // 32 + (FLAGS - 1)) // FLAGS * FLAGS
 
 
-def parts(address: Value, k: Value, wide: bool) -> Parts:
+def parts(address: Value, k: Value, layout: Layout) -> Parts:
     """Return the addresses of the parts of a row of `k` elements."""
-    scales = address + k
+    codes = layout.codes_nbytes(k)
+    scales = address + codes
     sums = scales + (k >> 3)
-    counts = sums + (k >> 3)
-    if not wide:
+    counts = sums + k // layout.sums * 4
+    if not layout.wide:
         return Parts(address, scales, sums, counts)
     high = counts + (k >> 2)
-    return Parts(address, scales, sums, counts, high, high + k)
+    return Parts(address, scales, sums, counts, high, high + codes)
 
 
-def quantize(k: Kernel, dtype: str, wide: bool) -> None:
+def quantize(k: Kernel, dtype: str, layout: Layout) -> None:
     """Quantise rows: `x, nb1, nb2, nb3, ne0, ne1, ne2, ne3, out`."""
     x, nb1, nb2, nb3, n, n1, n2, n3, out = k.ints(9)
     blocks = n >> 5
     work = blocks * n1 * n2 * n3
     first, last = work * k.chunk // k.n_chunks, work * (k.chunk + 1) // k.n_chunks
-    nbytes = n + (n >> 1) + (n + _flags_nbytes(n) if wide else 0)
+    nbytes = layout.row_nbytes(n)
     with k.loop(first // blocks, (last + blocks - 1) // blocks) as row:
         i1, i2, i3 = row % n1, row // n1 % n2, row // (n1 * n2)
         source = x + i1 * nb1 + i2 * nb2 + i3 * nb3
-        to = parts(out + row * nbytes, n, wide)
+        to = parts(out + row * nbytes, n, layout)
         begin, end = k.maximum(first - row * blocks, 0), k.least(last - row * blocks, blocks)
         whole = begin + (end - begin) // AT_ONCE * AT_ONCE
         with k.loop(begin, whole, AT_ONCE) as block:
-            _quantize(k, dtype, source, block, AT_ONCE, to)
+            _quantize(k, dtype, source, block, AT_ONCE, to, layout)
         with k.loop(whole, end) as block:
-            _quantize(k, dtype, source, block, 1, to)
+            _quantize(k, dtype, source, block, 1, to, layout)
 
 
-def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Parts) -> None:
+def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Parts, layout: Layout) -> None:
     """Quantise `n` blocks of a row, beginning at `block`."""
     start = source + block * (32 * SIZES[dtype])
     values = [load_floats(k, dtype, start + i * (32 * SIZES[dtype]), 32) for i in range(n)]
@@ -116,23 +135,35 @@ def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Pa
         whole = k.generic("rint", x * inverse[i].splat(32))
         codes = whole.to_int()
         low = codes
-        at = (block + i) * 32
+        at = block + i
         if stands_out is not None and to.high is not None and to.flags is not None:
             upper = k.select(stands_out[i].splat(32), k.generic("rint", whole * (1 / HIGH)).to_int(), 0)
             low = codes - upper * HIGH
-            k.store(upper.trunc(I8), to.high + at)
-        k.store(low.trunc(I8), to.codes + at)
+            _store_codes(k, upper, to.high, at, layout)
+        _store_codes(k, low, to.codes, at, layout)
         halves += (codes if to.high is not None else codes << k.table(codes.type, [0, 0, 16, 16] * 8)).split()
     counts = sums = folds(halves, operator.add)
     if to.high is None:
         counts = counts + ((counts & 0x8000) << 1)  # what a negative lower half took from the upper one
         sums = both_parts(counts)
-    both = sums.shuffle(range(0, 2 * n, 2)) + sums.shuffle(range(1, 2 * n, 2))
     k.store(scales, to.scales + block * 4)
-    k.store(both.to_float() * scales, to.sums + block * 4)
+    if layout.sums == 32:
+        sums = sums.shuffle(range(0, 2 * n, 2)) + sums.shuffle(range(1, 2 * n, 2))
+    spread = scales.shuffle([i * layout.sums // 32 for i in range(32 * n // layout.sums)])
+    k.store(sums.to_float() * spread, to.sums + block * (128 // layout.sums))
     k.store(counts, to.counts + block * 8)
     if stands_out is not None and to.flags is not None:
         k.store(stands_out.zext(I8), to.flags + block)
+
+
+def _store_codes(k: Kernel, codes: Value, to: Value, block: Value, layout: Layout) -> None:
+    """Write the codes of a block, by its number."""
+    if not layout.in_turns:
+        k.store(codes.trunc(I8), to + block * 32)
+        return
+    at = to + (block >> 1) * 64 + (block & 1) * 16
+    for i, half in enumerate(codes.trunc(I8).split()):
+        k.store(half, at + 32 * i)
 
 
 def both_parts(counts: Value) -> Value:

@@ -73,7 +73,7 @@ def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
     form = FORMS[dtype]
     block = row + (i >> 5) * form.nbytes
-    scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, block))
+    scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, [block]))
     assert scale is not None
     if dtype == "q8_0":
         first = block + DType.Q8_0.codec.offsets["qs"]

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _B32 = vec(I8, 32)
 
+Pair = Callable[["Kernel", Sequence[Value], int, int], list[Value]]
+
 Fields = dict[str, int]
 """Where in a block each field begins [bytes]."""
 
@@ -38,8 +40,11 @@ class Form:
         has_min: Whether there are minimums.
         codes: Read the codes of the block at an address: `<32 x i8>` for each run; or of an `Interleaved`:
             `Words`.
-        scales: Read the scales, and minimums or `None`: a float for each group, as vectors.
-        pairs: As `codes`, two runs in a vector of 64 bytes, where that takes fewer instructions.
+        scales: Read the scales, and minimums or `None`, of some blocks, each by its address: a float for each
+            group, as vectors.
+        pair: Read the codes of two runs, by the addresses of blocks, the pair's number, and the bytes of a
+            vector: one of 64, with a run in each half; or two of 32, with a half of a run in each.
+        whole: Read the factor of the scales of a block of groups of 16, and these as integers of 16 bits.
         wide: Whether activations have codes of two bytes; see `activations`.
         together: Runs whose codes have bits in the same bytes.
     """
@@ -51,8 +56,9 @@ class Form:
     most: int
     has_min: bool
     codes: Callable[[Kernel, Any], list[Any]]
-    scales: Callable[[Kernel, Value], tuple[Value, Value | None]]
-    pairs: Callable[[Kernel, Value], list[Value]] | None = None
+    scales: Callable[[Kernel, Sequence[Value]], tuple[Value, Value | None]]
+    pair: Pair
+    whole: Callable[[Kernel, Value], tuple[Value, Value]] | None = None
     wide: bool = False
     together: int = 1
 
@@ -61,8 +67,12 @@ def _half(k: Kernel, address: Value) -> Value:
     return from_half(k, k.load(I16, address))
 
 
-def _one(k: Kernel, x: Value) -> Value:
-    return x.splat(1)
+def _each(k: Kernel, element: Any, blocks: Sequence[Value], at: int) -> Value:
+    """A number of each block, as a vector."""
+    found = k.const(vec(element, len(blocks)), 0)
+    for i, p in enumerate(blocks):
+        found = found.put(i, k.load(element, p + at))
+    return found
 
 
 def _bytes(k: Kernel, address: Any, n: int = 32) -> Any:
@@ -99,34 +109,85 @@ def _eight_bits(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return [_bytes(k, p + at["qs"])]
 
 
-def _d(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
-    return _one(k, _half(k, p + at["d"])), None
+def _d(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+    return from_half(k, _each(k, I16, blocks, at["d"])), None
 
 
-def _dm(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
-    return _one(k, _half(k, p + at["d"])), _one(k, _half(k, p + at["m"]))
+def _dm(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
+    d, m = (from_half(k, _each(k, I16, blocks, at[name])) for name in "dm")
+    return d, m
+
+
+# -- pairs of runs ----------------------------------------------------------------------------------
 
 
 def _shifted(k: Kernel, both: Value, shifts: tuple[int, int], mask: int) -> Value:
-    """Bits of 64 bytes, of the first 32 and of the others from another bit on, as codes."""
-    steps = k.table(vec(I16, 32), [shifts[0]] * 16 + [shifts[1]] * 16)
-    return (both.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & mask
+    """Bits of the halves of a vector, each moved down (negative: up) by its own number, as codes."""
+    n = both.type.count
+    if any(shifts):
+        words = both.bits(vec(I32, n // 4))
+        steps = k.table(words.type, [abs(shifts[0])] * (n // 8) + [abs(shifts[1])] * (n // 8))
+        both = (words >> steps if max(shifts) > 0 else words << steps).bits(both.type)
+    return both & mask
 
 
-def _twice(k: Kernel, address: Value) -> Value:
-    """32 bytes, and the same again."""
-    x = k.load(_B32, address)
+def _twice(k: Kernel, address: Value, n: int) -> Value:
+    """`n / 2` bytes, and the same again."""
+    x = k.load(vec(I8, n // 2), address)
     return x.join(x)
+
+
+def _both(k: Kernel, a: Value, b: Value, n: int) -> Value:
+    """`n / 2` bytes from one address on, and from another."""
+    return k.load(vec(I8, n // 2), a).join(k.load(vec(I8, n // 2), b))
+
+
+def _in_turns(n: int) -> range:
+    """Where in runs the parts of a vector of `n` bytes begin."""
+    return range(0, 32, n // 2)
+
+
+def _nibble_pair(k: Kernel, a: Value, b: Value, n: int) -> list[Value]:
+    """The codes of two runs whose first halves are the low four bits of 16 bytes, and the others the high."""
+    q = _both(k, a, b, 32)
+    if n == 32:
+        return [q & 15, (q >> 4) & 15]
+    words = q.shuffle([*range(16), *range(16), *range(16, 32), *range(16, 32)]).bits(vec(I32, 16))
+    return [(words >> k.table(words.type, ([0] * 4 + [4] * 4) * 2)).bits(vec(I8, 64)) & 15]
+
+
+def _few_bits_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
+    found = _nibble_pair(k, a, b, n)
+    if "qh" not in at:
+        return found
+    low, high = (k.load(I32, p + at["qh"]) for p in blocks[2 * i : 2 * i + 2])
+    if n == 32:
+        bits = [(low & 0xFFFF) | (high << 16), (low >> 16) | (high & -0x10000)]
+    else:
+        bits = [low.zext(I64) | (high.zext(I64) << 32)]
+    fifth = [k.select(of.bits(vec(I1, n)), k.const(vec(I8, n), 16), 0) for of in bits]
+    return [q | bit for q, bit in zip(found, fifth, strict=True)]
+
+
+def _eight_bits_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
+    return [_both(k, a + h, b + h, n) for h in _in_turns(n)]
+
+
+def _uneven_pair(
+    table: Sequence[int], at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int
+) -> list[Value]:
+    a, b = (p + at["qs"] for p in blocks[2 * i : 2 * i + 2])
+    return [look_up(k, table, q) for q in _nibble_pair(k, a, b, n)]
 
 
 # -- two halves of 16-bit factors and 6-bit scales: q4_K and q5_K -----------------------------------
 
 
-def _words(k: Kernel, words: list[Value]) -> Value:
-    """32-bit words as bytes, each a float."""
-    longs = [a.zext(I64) | (b.zext(I64) << 32) for a, b in zip(words[::2], words[1::2], strict=True)]
-    packed = longs[0].splat(1) if len(longs) == 1 else longs[0].splat(2).put(1, longs[1])
-    return packed.bits(vec(I8, 4 * len(words)))
+def _floats(k: Kernel, bytes_: Value, factor: Value) -> Value:
+    """Bytes, not negative, times a number."""
+    return bytes_.zext(I32).to_float() * factor.splat(bytes_.type.count)
 
 
 def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -136,12 +197,14 @@ def six_bit_words(w: list[Value]) -> tuple[list[Value], list[Value]]:
     return [low[0], high[0]], [low[1], high[1]]
 
 
-def _six_bit_pairs(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
-    words = six_bit_words([k.load(I32, p + at["scales"] + 4 * i) for i in range(3)])
-    d, dmin = _half(k, p + at["d"]), _half(k, p + at["dmin"])
-    factors = d, -dmin
-    scales, minimums = (_words(k, words[i]).zext(I32).to_float() * factors[i].splat(8) for i in range(2))
-    return scales, minimums
+def _six_bit_pairs(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
+    """As `six_bit_words`, of the words in one vector: scales, then minimums."""
+    (p,), four = blocks, vec(I32, 4)
+    words, masks = k.load(four, p + (at["scales"] - 4)), k.table(four, [0x3F3F3F3F, 0x30303030] * 2)
+    low = (words.shuffle([1, 1, 2, 2]) >> k.table(four, [0, 2, 0, 2])) & masks
+    high = (words.shuffle([3, 3, 3, 3]) >> k.table(four, [0, 0, 0, 4])) & k.table(four, [0, 0x0F0F0F0F] * 2)
+    scales, minimums = (low | high).bits(vec(I8, 16)).split()
+    return _floats(k, scales, _half(k, p + at["d"])), _floats(k, minimums, -_half(k, p + at["dmin"]))
 
 
 def _q4_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -152,17 +215,15 @@ def _q4_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q4_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
-    return [_shifted(k, _twice(k, p + at["qs"] + 32 * i), (0, 4), 15) for i in range(4)]
+def _q4_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    p = blocks[0] + (at["qs"] + 32 * i)
+    return [_shifted(k, _twice(k, p + h, n), (0, 4), 15) for h in _in_turns(n)]
 
 
-def _q5_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
-    high = _twice(k, p + at["qh"])
-    pairs = []
-    for i in range(4):
-        q = _shifted(k, _twice(k, p + at["qs"] + 32 * i), (0, 4), 15)
-        pairs.append(q | (_shifted(k, high, (2 * i, 2 * i + 1), 1) << 4))
-    return pairs
+def _q5_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    high = [_twice(k, blocks[0] + at["qh"] + h, n) for h in _in_turns(n)]
+    low = _q4_k_pair(at, k, blocks, i, n)
+    return [q | _shifted(k, bits, (2 * i - 4, 2 * i - 3), 16) for q, bits in zip(low, high, strict=True)]
 
 
 def _q5_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -178,21 +239,29 @@ def _q5_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
 # -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
 
 
+def _of_whole(whole: Any, at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+    d, ints = whole(at, k, blocks[0])
+    return ints.to_float() * d.splat(16), None
+
+
 def _q2_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     halves = [_bytes(k, p + at["qs"] + 32 * i) for i in range(2)]
     return [(q >> 2 * j) & 3 for q in halves for j in range(4)]
 
 
-def _q2_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
-    halves = [_twice(k, p + at["qs"] + 32 * i) for i in range(2)]
-    return [_shifted(k, q, (s, s + 2), 3) for q in halves for s in (0, 4)]
+def _q2_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    p, first = blocks[0] + (at["qs"] + 32 * (i // 2)), 4 * (i % 2)
+    return [_shifted(k, _twice(k, p + h, n), (first, first + 2), 3) for h in _in_turns(n)]
 
 
-def _q2_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
-    packed = _bytes(k, p + at["scales"], 16)
-    d, dmin = _half(k, p + at["d"]), _half(k, p + at["dmin"])
-    scales = (packed & 15).zext(I32).to_float() * d.splat(16)
-    return scales, (packed >> 4).zext(I32).to_float() * (-dmin).splat(16)
+def _q2_k_whole(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    return _half(k, p + at["d"]), (_bytes(k, p + at["scales"], 16) & 15).zext(I16)
+
+
+def _q2_k_scales(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
+    scales, _ = _of_whole(_q2_k_whole, at, k, blocks)
+    minimums = _bytes(k, blocks[0] + at["scales"], 16) >> 4
+    return scales, _floats(k, minimums, -_half(k, blocks[0] + at["dmin"]))
 
 
 def _q3_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -204,13 +273,10 @@ def _q3_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q3_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
-    high, halves = _twice(k, p + at["hmask"]), [_twice(k, p + at["qs"] + 32 * i) for i in range(2)]
-    pairs = []
-    for i in range(4):
-        q = _shifted(k, halves[i // 2], (4 * (i % 2), 4 * (i % 2) + 2), 3)
-        pairs.append(q | (_shifted(k, high, (2 * i, 2 * i + 1), 1) << 2))
-    return pairs
+def _q3_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    high = [_twice(k, blocks[0] + at["hmask"] + h, n) for h in _in_turns(n)]
+    low = _q2_k_pair(at, k, blocks, i, n)
+    return [q | _shifted(k, bits, (2 * i - 2, 2 * i - 1), 4) for q, bits in zip(low, high, strict=True)]
 
 
 def q3_k_words(w: list[Value]) -> list[Value]:
@@ -220,9 +286,12 @@ def q3_k_words(w: list[Value]) -> list[Value]:
     ]
 
 
-def _q3_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
-    words = q3_k_words([k.load(I32, p + at["scales"] + 4 * i) for i in range(3)])
-    return (_words(k, words).zext(I32) - 32).to_float() * _half(k, p + at["d"]).splat(16), None
+def _q3_k_whole(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    """As `q3_k_words`, of the words in one vector."""
+    words, four = k.load(vec(I32, 3), p + at["scales"]), vec(I32, 4)
+    low = (words.shuffle([0, 1, 0, 1]) >> k.table(four, [0, 0, 4, 4])) & 0x0F0F0F0F
+    high = (words.shuffle([2, 2, 2, 2]) >> k.table(four, [0, 2, 4, 6])) & 0x03030303
+    return _half(k, p + at["d"]), (low | (high << 4)).bits(vec(I8, 16)).zext(I16) - 32
 
 
 def _q6_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -237,20 +306,18 @@ def _q6_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return runs
 
 
-def _q6_k_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
-    pairs = []
-    for half in range(2):
-        low = _bytes(k, p + at["ql"] + 64 * half, 64)
-        high = _twice(k, p + at["qh"] + 32 * half)
-        for i in range(2):
-            q = low >> 4 if i else low & 15
-            pairs.append(q | (_shifted(k, high, (4 * i, 4 * i + 2), 3) << 4))
-    return pairs
+def _q6_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    low, high, second = blocks[0] + (at["ql"] + 64 * (i // 2)), blocks[0] + (at["qh"] + 32 * (i // 2)), i % 2
+    found = []
+    for h in _in_turns(n):
+        q = _both(k, low + h, low + 32 + h, n)
+        bits = _shifted(k, _twice(k, high + h, n), (4 * second - 4, 4 * second - 2), 48)
+        found.append(((q >> 4 if second else q) & 15) | bits)
+    return found
 
 
-def _q6_k_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
-    scales = _bytes(k, p + at["scales"], 16).sext(I32).to_float()
-    return scales * _half(k, p + at["d"]).splat(16), None
+def _q6_k_whole(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+    return _half(k, p + at["d"]), _bytes(k, p + at["scales"], 16).sext(I16)
 
 
 # -- codes that stand for uneven levels -------------------------------------------------------------
@@ -270,17 +337,13 @@ def _iq4_xs(at: Fields, k: Kernel, p: Any) -> list[Any]:
     return [_levels(k, IQ4, _nibbles(k, p + at["qs"] + 16 * i)) for i in range(8)]
 
 
-def _iq4_xs_pairs(at: Fields, k: Kernel, p: Value) -> list[Value]:
-    pairs = []
-    for i in range(4):
-        q = _bytes(k, p + at["qs"] + 32 * i)
-        spread = q.shuffle([*range(16), *range(16), *range(16, 32), *range(16, 32)])
-        steps = k.table(vec(I16, 32), ([0] * 8 + [4] * 8) * 2)
-        pairs.append(look_up(k, IQ4, (spread.bits(vec(I16, 32)) >> steps).bits(vec(I8, 64)) & 15))
-    return pairs
+def _iq4_xs_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
+    p = blocks[0] + (at["qs"] + 32 * i)
+    return [look_up(k, IQ4, q) for q in _nibble_pair(k, p, p + 16, n)]
 
 
-def _iq4_xs_scales(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
+def _iq4_xs_scales(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+    (p,) = blocks
     steps = k.table(vec(I32, 8), range(0, 32, 4))
     low = (k.load(I32, p + at["scales_l"]).splat(8) >> steps) & 15
     high = (k.load(I16, p + at["scales_h"]).zext(I32).splat(8) >> k.table(vec(I32, 8), range(0, 16, 2))) & 3
@@ -294,40 +357,47 @@ def mxfp4_scale(k: Kernel, e: Value) -> Value:
     return bits.bits(like(e.type, F32))
 
 
-def _mxfp4_scale(at: Fields, k: Kernel, p: Value) -> tuple[Value, None]:
-    return _one(k, mxfp4_scale(k, k.load(I8, p + at["e"]).zext(I32))), None
+def _mxfp4_scale(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
+    return mxfp4_scale(k, _each(k, I8, blocks, at["e"]).zext(I32)), None
 
 
 def _form(
-    name: str, group: int, offset: int | None, most: int, codes: Any, scales: Any, pairs: Any = None,
-    **more: Any,
+    name: str, group: int, offset: int | None, most: int, codes: Any, scales: Any, pair: Any,
+    whole: Any = None, **more: Any,
 ) -> tuple[str, Form]:  # fmt: skip
     dtype = DType.parse(name)
     at = dtype.codec.offsets
     has_min = "m" in at or "dmin" in at
     sizes = dtype.block_size, dtype.type_size, group
-    if pairs:
-        more["pairs"] = partial(pairs, at)
-    return name, Form(*sizes, offset, most, has_min, partial(codes, at), partial(scales, at), **more)
+    read = partial(codes, at), partial(scales, at), partial(pair, at)
+    if whole is not None:
+        more["whole"] = partial(whole, at)
+    return name, Form(*sizes, offset, most, has_min, *read, **more)
+
+
+def _uneven_form(
+    name: str, offset: int | None, most: int, table: Sequence[int], scales: Any
+) -> tuple[str, Form]:
+    return _form(name, 32, offset, most, partial(_uneven, table), scales, partial(_uneven_pair, table))
 
 
 FORMS: dict[str, Form] = dict(
     [
-        _form("q4_0", 32, 8, 8, _few_bits, _d),
-        _form("q4_1", 32, 0, 15, _few_bits, _dm),
-        _form("q5_0", 32, 16, 16, _few_bits, _d),
-        _form("q5_1", 32, 0, 31, _few_bits, _dm),
-        _form("q8_0", 32, None, 128, _eight_bits, _d, wide=True),
-        _form("q2_k", 16, 0, 3, _q2_k, _q2_k_scales, _q2_k_pairs, together=4),
-        _form("q3_k", 16, 4, 4, _q3_k, _q3_k_scales, _q3_k_pairs, together=8),
-        _form("q4_k", 32, 0, 15, _q4_k, _six_bit_pairs, _q4_k_pairs, together=2),
-        _form("q5_k", 32, 0, 31, _q5_k, _six_bit_pairs, _q5_k_pairs, together=8),
-        _form("q6_k", 16, 32, 32, _q6_k, _q6_k_scales, _q6_k_pairs, together=4),
-        _form("iq4_nl", 32, None, 127, partial(_uneven, IQ4), _d),
-        _form("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pairs),
+        _form("q4_0", 32, 8, 8, _few_bits, _d, _few_bits_pair),
+        _form("q4_1", 32, 0, 15, _few_bits, _dm, _few_bits_pair),
+        _form("q5_0", 32, 16, 16, _few_bits, _d, _few_bits_pair),
+        _form("q5_1", 32, 0, 31, _few_bits, _dm, _few_bits_pair),
+        _form("q8_0", 32, None, 128, _eight_bits, _d, _eight_bits_pair, wide=True),
+        _form("q2_k", 16, 0, 3, _q2_k, _q2_k_scales, _q2_k_pair, _q2_k_whole, together=4),
+        _form("q3_k", 16, 4, 4, _q3_k, partial(_of_whole, _q3_k_whole), _q3_k_pair, _q3_k_whole, together=8),
+        _form("q4_k", 32, 0, 15, _q4_k, _six_bit_pairs, _q4_k_pair, together=2),
+        _form("q5_k", 32, 0, 31, _q5_k, _six_bit_pairs, _q5_k_pair, together=8),
         _form(
-            "mxfp4", 32, 12, 12, partial(_uneven, [12 + x for x in DType.MXFP4.codec.levels]), _mxfp4_scale
+            "q6_k", 16, 32, 32, _q6_k, partial(_of_whole, _q6_k_whole), _q6_k_pair, _q6_k_whole, together=4
         ),
+        _uneven_form("iq4_nl", None, 127, IQ4, _d),
+        _form("iq4_xs", 32, None, 127, _iq4_xs, _iq4_xs_scales, _iq4_xs_pair),
+        _uneven_form("mxfp4", 12, 12, MXFP4, _mxfp4_scale),
     ]
 )
 """By the type's name."""

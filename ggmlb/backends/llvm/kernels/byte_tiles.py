@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ggmlb.backends.llvm.codegen.simd import Dot, add_words
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels import amx
-from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, begin, both_parts, parts
+from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, Layout, begin, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
 from ggmlb.backends.llvm.kernels.interleaved_scales import SCALES
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 TILE_ROWS = 16
 """Rows of a tile of bytes."""
+
+
+def layout(dtype: str) -> Layout:
+    """How the activations lie."""
+    form = FORMS[dtype]
+    return Layout(form.wide, form.group if form.has_min else 32)
 
 
 def columns_at_once(level: Level, dtype: str) -> int:
@@ -100,7 +106,7 @@ def _pack_bytes(
                 at = row + (begin + b) * form.nbytes
                 for i, run in enumerate(form.codes(k, at)):
                     k.store(_packed(form, run, offset), local + r * DEPTH + b * form.block + 32 * i)
-                scales, minimums = form.scales(k, at)
+                scales, minimums = form.scales(k, [at])
                 groups = form.block // form.group
                 to = (begin + b) * (groups * 4 * TILE_ROWS) + r * 4
                 for g in range(groups):
@@ -165,22 +171,22 @@ def _quantized(
             column = start
             if on_tiles:
                 column = k.least(start, place.n - n_columns)  # the last ones may be multiplied again
-                sums = _multiply_tiles(k, form, packed, place, column, n_columns)
+                sums = _multiply_tiles(k, dtype, packed, place, column, n_columns)
             else:
                 # Beyond the last row of activations the last one is read again.
                 rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
-                sums = _multiply_bytes(k, form, packed, rows, place.k)
+                sums = _multiply_bytes(k, dtype, packed, rows, place.k)
             store(k, sums, place, first, (column, start), finish)
 
 
 def _multiply_tiles(
-    k: Kernel, form: Form, packed: _Tile, place: Place, column: Value, n_columns: int
+    k: Kernel, dtype: str, packed: _Tile, place: Place, column: Value, n_columns: int
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each row of activations, from `column` on."""
-    step, n = place.step, k.level.lanes
+    form, step, n = FORMS[dtype], place.step, k.level.lanes
     assert step is not None
     floats, size, n_blocks = vec(F32, n), amx.ROW_NBYTES * n_columns, place.k >> 5
-    all_parts = [parts(place.column(column + c), place.k, form.wide) for c in range(n_columns)]
+    all_parts = [parts(place.column(column + c), place.k, layout(dtype)) for c in range(n_columns)]
     x = all_parts[0]
     sums = [k.variable(k.const(floats, 0)) for _ in range(n_columns)]
     room = [k.local(2 * size) for _ in range(1 + form.wide)]
@@ -218,14 +224,14 @@ def _multiply_tiles(
 
 
 def _multiply_bytes(
-    k: Kernel, form: Form, packed: _Tile, rows: list[Value], size: Value
+    k: Kernel, dtype: str, packed: _Tile, rows: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each column."""
-    n, flags = k.level.lanes, packed.flags
+    form, n, flags = FORMS[dtype], k.level.lanes, packed.flags
     vectors = range(0, TILE_ROWS, n)
     floats, bytes_, zero = vec(F32, n), vec(I8, 4 * n), k.const(vec(F32, n), 0)
     sums = [[k.variable(zero) for _ in rows] for _ in vectors]
-    columns = [parts(row, size, form.wide) for row in rows]
+    columns = [parts(row, size, layout(dtype)) for row in rows]
     dot, offset = Dot(k, n), _offset(k.level, form)
     if form.wide:
         _any_flags(k, columns, size, flags)
@@ -261,21 +267,12 @@ def _multiply_bytes(
                     add(high, [[dot.group(offset, form.most) for _ in high] for _ in vectors], float(HIGH))
             if not form.has_min:
                 continue
-            totals = [_sum_of_values(k, form, number, x, f) for x, f in zip(columns, factors, strict=True)]
+            totals = [k.load(F32, x.sums + number * 4).splat(n) for x in columns]
             for v, first in enumerate(vectors):
                 minimum = k.load(floats, packed.minimums + (number * TILE_ROWS + first) * 4)
                 for slot, total in zip(sums[v], totals, strict=True):
                     slot.set(k.fma(minimum, total, slot.now))
     return [[slot.now for slot in row] for row in sums]
-
-
-def _sum_of_values(k: Kernel, form: Form, group: Value, x: Parts, factor: Value) -> Value:
-    """The sum of the activations that meet a group, as quantised, in each lane."""
-    if form.group == 32:
-        total = k.load(F32, x.sums + group * 4)
-    else:
-        total = both_parts(k.load(vec(I32, 1), x.counts + group * 4))[0].to_float() * factor
-    return total.splat(k.level.lanes)
 
 
 def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:

@@ -66,7 +66,7 @@ def _read_blocks(k: Kernel, out: str, src: str, y: Value, x: Value, start: Value
     with k.loop(start // form.block, stop // form.block) as block:
         at = x + block * form.nbytes
         codes = form.codes(k, at)
-        scales, minimums = form.scales(k, at)
+        scales, minimums = form.scales(k, [at])
         for i, run in enumerate(codes):
             group = [(32 * i + j) // form.group for j in range(32)]
             wide = run.sext(I32) if form.offset is None else run.zext(I32) - form.offset

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, begin, counts, parts
+from ggmlb.backends.llvm.kernels.activations import HIGH, Layout, begin, counts, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS, Form
 from ggmlb.backends.llvm.kernels.interleaved import (
     AHEAD,
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 Sums = list[list[Value]]
 """For each vector of a strip's rows, for each row of activations."""
+
+
+def layout(dtype: str) -> Layout:
+    """How the activations beside blocks lie."""
+    return Layout(FORMS[dtype].wide)
 
 
 def quantized(k: Kernel, dtype: str, n_columns: int) -> None:
@@ -84,7 +89,7 @@ def _blocks(k: Kernel, dtype: str, place: Place, strip: Value, columns: list[Val
         k.store(k.const(floats, 0), sums + at)
     n_blocks = place.k // form.block
     base = place.a + strip * (place.a_nb1 * ROWS)
-    activations = [parts(column, place.k, form.wide) for column in columns]
+    activations = [parts(column, place.k, layout(dtype)) for column in columns]
     # A loop over vectors keeps what both read of activations from being held in registers for the second.
     with k.loop(0, n_blocks) as block, k.loop(0, ROWS, n) as first:
         ask = spread(prefetches(k, dtype, base, block, first), form.block // form.together // 4)

@@ -5,16 +5,20 @@ The activations are read once for a group of rows of the weight, whose sums stay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from llvmlite import ir
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, Dot, load_floats, total
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, I64, Value, lanes_of, vec
-from ggmlb.backends.llvm.kernels.activations import HIGH, both_parts, parts
+from ggmlb.backends.llvm.codegen.value import F32, I8, I32, I64, Value, vec
+from ggmlb.backends.llvm.kernels.activations import HIGH, Layout, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.host import Level
+    from ggmlb.backends.llvm.kernels.activations import Parts
     from ggmlb.backends.llvm.kernels.blocks import Form
 
 ARGS = (
@@ -23,9 +27,6 @@ ARGS = (
 )  # fmt: skip
 """Arguments of all products: where the weight, the activations and the result lie, with byte strides of
 rows, matrices and batches; extents; how often the weight repeats; and chunks of a matrix."""
-
-
-Product = Callable[[list["Value"], list["Value"], "Value"], "list[list[Value]]"]
 
 
 class Place:
@@ -67,7 +68,7 @@ class Place:
         return self.y + self.args["y_nb1"] * c
 
 
-AHEAD = 1024
+AHEAD = 2048
 """Prefetch distance [bytes], because processors follow few streams at once."""
 
 CHOSEN_ARGS = (
@@ -143,22 +144,34 @@ def sort(k: Kernel) -> None:
             k.store(at + 1, ends + number * 8)
 
 
+UNIT = 256
+"""Elements of a row that are multiplied at a time: one block, or eight."""
+
+
+def layout(dtype: str, level: Level) -> Layout:
+    """How the activations beside blocks lie; see `Form.pair`."""
+    form = FORMS[dtype]
+    return Layout(form.wide, form.group, in_turns=_lanes(level) == 8)
+
+
+def _lanes(level: Level) -> int:
+    return max(8, level.lanes)
+
+
 def quantized(k: Kernel, dtype: str, n_rows: int, n_columns: int) -> None:
     """Multiply blocks with activations as bytes; `n_columns` rows of activations."""
-
-    def product(weights: list[Value], columns: list[Value], size: Value) -> list[list[Value]]:
-        return _blocks(k, FORMS[dtype], weights, columns, size)
-
-    _all_rows(k, Place(k, n_rows), n_rows, n_columns, product)
+    place = Place(k, n_rows)
+    with k.loop(place.first, place.last) as group:
+        row = k.least(group * n_rows, place.m - n_rows)  # the last group may do rows again
+        _blocks(k, dtype, place, row, n_rows, list(range(n_columns)))
 
 
 def floats(k: Kernel, dtype: str, n_rows: int, n_columns: int, b_dtype: str = "f32") -> None:
     """Multiply floats with float activations."""
-
-    def product(weights: list[Value], columns: list[Value], size: Value) -> list[list[Value]]:
-        return _floats(k, dtype, b_dtype, weights, columns, size)
-
-    _all_rows(k, Place(k, n_rows), n_rows, n_columns, product)
+    place = Place(k, n_rows)
+    with k.loop(place.first, place.last) as group:
+        row = k.least(group * n_rows, place.m - n_rows)
+        _float_rows(k, (dtype, b_dtype), place, row, n_rows, list(range(n_columns)))
 
 
 def chosen(k: Kernel, dtype: str, n_rows: int, b_dtype: str) -> None:
@@ -166,109 +179,209 @@ def chosen(k: Kernel, dtype: str, n_rows: int, b_dtype: str) -> None:
     place = Chosen(k, n_rows)
     with k.loop(0, place.n) as column, k.loop(place.first, place.last) as group:
         row = k.least(group * n_rows, place.m - n_rows)
-        weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
-        x = [place.column(column)]
         if dtype in FORMS:
-            found = _blocks(k, FORMS[dtype], weights, x, place.k)
+            _blocks(k, dtype, place, row, n_rows, [column])
         else:
-            found = _floats(k, dtype, b_dtype, weights, x, place.k)
-        for r, (value,) in enumerate(found):
-            k.store(value, place.result(column) + (row + r) * 4)
+            _float_rows(k, (dtype, b_dtype), place, row, n_rows, [column])
 
 
-def _all_rows(k: Kernel, place: Place, n_rows: int, n_columns: int, product: Product) -> None:
-    with k.loop(place.first, place.last) as group:
-        row = k.least(group * n_rows, place.m - n_rows)  # the last group may do rows again
-        weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
-        found = product(weights, [place.column(c) for c in range(n_columns)], place.k)
-        for r, line in enumerate(found):
-            for c, value in enumerate(line):
-                k.store(value, place.result(c) + (row + r) * 4)
+def _float_rows(
+    k: Kernel, types: tuple[str, str], place: Place, row: Value, n_rows: int, columns: Sequence[Value | int]
+) -> None:
+    weights = [place.a + (row + r) * place.a_nb1 for r in range(n_rows)]
+    found = _floats(k, *types, weights, [place.column(c) for c in columns], place.k)
+    for r, line in enumerate(found):
+        for c, value in zip(columns, line, strict=True):
+            k.store(value, place.result(c) + (row + r) * 4)
 
 
 def _blocks(
-    k: Kernel, form: Form, weights: list[Value], columns: list[Value], size: Value
-) -> list[list[Value]]:
-    """Return the products of rows of blocks with rows of bytes, by address."""
-    wide = k.level.lanes == 16 and form.block > 32
-    runs, step = form.block // 32, 2 if wide else 1
-    lanes, groups = 8 * step, form.block // form.group
-    pairs = form.pairs if wide else None
-    sums = [[k.variable(k.const(vec(F32, lanes), 0)) for _ in columns] for _ in weights]
-    rest = [[k.variable(k.const(vec(F32, groups), 0)) for _ in columns] for _ in weights if form.has_min]
-    n_blocks = size // form.block
-    next_rows = n_blocks * (form.nbytes * len(weights))
-    with k.loop(0, n_blocks) as block:
-        addresses = [row + block * form.nbytes for row in weights]
-        later = block + -(-AHEAD // form.nbytes)
-        to_later = k.select(later < n_blocks, later, later - n_blocks) * form.nbytes
-        to_later = to_later + k.select(later < n_blocks, k.i64(0), next_rows)
-        for row in weights:
-            for ahead in range(0, form.nbytes, 64):
-                k.prefetch(row + to_later + ahead)
-        codes = [(pairs or form.codes)(k, address) for address in addresses]
-        scales = [form.scales(k, address) for address in addresses]
+    k: Kernel, dtype: str, place: Place, row: Value, n_rows: int, columns: Sequence[Value | int]
+) -> None:
+    """Write the products of rows of blocks, from `row` on, with rows of bytes."""
+    form, n = FORMS[dtype], _lanes(k.level)
+    activations = [parts(place.column(c), place.k, layout(dtype, k.level)) for c in columns]
+    floats, line = vec(F32, n), 4 * n * len(columns)
+    base, n_runs = place.a + row * place.a_nb1, UNIT // 32
+    sums = k.local(n_rows * line)
+    for at in range(0, n_rows * line, 4 * n):
+        k.store(k.const(floats, 0), sums + at)
+
+    def add(run: Value, count: int, to_later: Value | None = None) -> None:
+        """Add products of some runs, from an even number on, for each row: in a loop, to hold but one."""
+        runs = [_Runs.of(k, form, x, run, count) for x in activations]
+        with k.loop(0, n_rows) as r:
+            start = base + r * place.a_nb1 + (run * 32) // form.block * form.nbytes
+            blocks = [start + i * form.nbytes for i in range(max(1, count * 32 // form.block))]
+            if to_later is not None:
+                for ahead in range(0, len(blocks) * form.nbytes, 64):
+                    k.prefetch(start + to_later + ahead)
+            slots = [k.variable(k.load(floats, sums + r * line + 4 * n * c)) for c in range(len(columns))]
+            _add_runs(k, form, blocks, runs, slots)
+            for c, slot in enumerate(slots):
+                k.store(slot.now, sums + r * line + 4 * n * c)
+
+    whole, unit_nbytes = place.k // UNIT, UNIT // form.block * form.nbytes
+    ahead, next_rows = -(-AHEAD // unit_nbytes), place.a_nb1 * (n_rows - 1)
+    with k.loop(0, whole) as unit:
+        later = k.select(unit + ahead < whole, k.i64(0), next_rows)
+        add(unit * n_runs, n_runs, later + ahead * unit_nbytes)
+    if form.block < UNIT:
+        last = (place.k >> 5) - 1
+        with k.loop(whole * n_runs, last, 2) as run:
+            add(run, 2)
+        with k.when((last & 1).equals(0)):
+            add(last, 1)
+    with k.loop(0, n_rows) as r:
         for c, column in enumerate(columns):
-            x = parts(column, size, form.wide)
-            factors = k.load(vec(F32, runs), x.scales + block * (4 * runs))
-            if rest:
-                totals = _group_sums(k, form, factors, x.sums, x.counts, block)
-            for r, (_, minimums) in enumerate(scales):
-                if minimums is not None:
-                    rest[r][c].set(k.fma(minimums, totals, rest[r][c].now))
-            spread = _per_group(factors, form)
-            both = [scale * spread for scale, _ in scales]
-            for i in range(0, runs, step):
-                at = block * form.block + 32 * i
-                if pairs is not None:
-                    of_rows = [of_row[i // 2] for of_row in codes]
-                else:
-                    of_rows = [of_row[i].join(of_row[i + 1]) if wide else of_row[i] for of_row in codes]
-                factors_ = [of_row.shuffle(_lanes(form, i, lanes)) for of_row in both]
-                slots = [line[c] for line in sums]
-                _add_run(k, form.offset, x.codes + at, of_rows, factors_, slots)
-                if x.high is not None and x.flags is not None:
-                    with k.when(k.load(I8, x.flags + block).zext(I32) > 0):
-                        higher = [factor * float(HIGH) for factor in factors_]
-                        _add_run(k, form.offset, x.high + at, of_rows, higher, slots)
-    found = [[total(k, slot.now) for slot in line] for line in sums]
-    if not rest:
-        return found
+            value = total(k, k.load(floats, sums + r * line + 4 * n * c))
+            k.store(value, place.result(column) + (row + r) * 4)
+
+
+class _Runs(NamedTuple):
+    """Runs of a row of activations, from an even number on.
+
+    Attributes:
+        codes: Address of the codes.
+        sums: Address of the sums.
+        n: Number of runs.
+        factors: The scales: a vector for the groups of a weight; or, where weights have whole scales, one for
+            each pair of runs.
+        starts: Where sums of products with signed codes start, for each vector of activations.
+        high: Address of the high parts, and whether there are any; `None` if there can be none.
+    """
+
+    codes: Value
+    sums: Value
+    n: int
+    factors: list[Value]
+    starts: list[Value]
+    high: tuple[Value, Value] | None
+
+    @classmethod
+    def of(cls, k: Kernel, form: Form, x: Parts, run: Value, count: int) -> _Runs:
+        """Return `count` runs of a row, from number `run` on."""
+        scales, half, high = k.load(vec(F32, count), x.scales + run * 4), _lanes(k.level) // 2, None
+        if _in_ints(k, form):
+            factors = [scales.shuffle([i] * half + [i + 1] * half) for i in range(0, count, 2)]
+        else:
+            factors = [scales.shuffle([i * form.group // 32 for i in range(count * 32 // form.group)])]
+        if x.high is not None and x.flags is not None:
+            flags = k.load(vec(I8, count), x.flags + run).bits(ir.IntType(8 * count))
+            high = x.high + run * 32, flags.zext(I64) > 0
+        codes, sums = x.codes + run * 32, x.sums + run * (128 // form.group)
+        return cls(codes, sums, count, factors, _starts(k, form, codes, count), high)
+
+
+def _starts(k: Kernel, form: Form, x: Value, count: int) -> list[Value]:
+    """Where sums of products with signed codes start, for each vector of some runs; none of other codes."""
+    n = _lanes(k.level)
+    if form.offset is not None:
+        return []
     return [
-        [value + total(k, slot.now) for value, slot in zip(a, b, strict=True)]
-        for a, b in zip(found, rest, strict=True)
+        Dot(k, n).start(k.load(vec(I8, 4 * n), x + i), None) for i in range(0, -(-count // 2) * 64, 4 * n)
     ]
 
 
-def _add_run(
-    k: Kernel, offset: int | None, x: Value, codes: list[Value], factors: list[Value], slots: list[Variable]
+def _in_ints(k: Kernel, form: Form) -> bool:
+    """Whether products are multiplied by whole scales: where they are added up by multiplying them."""
+    return form.whole is not None and k.level.dot == "maddubs"
+
+
+def _add_runs(
+    k: Kernel, form: Form, blocks: list[Value], columns: list[_Runs], slots: list[Variable]
 ) -> None:
-    """Add the products of a run of each row with activations as bytes, by their address."""
-    of = k.load(codes[0].type, x)
-    dot = Dot(k, lanes_of(codes[0].type) // 4)
-    start = dot.start(of, offset)
-    for w, factor, slot in zip(codes, factors, slots, strict=True):
-        slot.set(k.fma(dot(start, w, of, offset).to_float(), factor, slot.now))
+    """Add products of a row's runs to sums in lanes, one for each column."""
+    n, count = _lanes(k.level), columns[0].n
+    scales, minimums = form.scales(k, blocks)
+    n_groups = scales.type.count
+    if form.offset:  # what it takes away is a minimum
+        minimums = scales * float(-form.offset)
+    if minimums is not None:
+        for x, slot in zip(columns, slots, strict=True):
+            sums = k.load(scales.type, x.sums)
+            for first in range(0, n_groups, n):
+                some = range(first, min(n_groups, first + n))
+                a, b = (_filled(k, v.shuffle(some), n) for v in (minimums, sums))
+                slot.set(k.fma(a, b, slot.now))
+    pairs = [form.pair(k, blocks if count > 1 else 2 * blocks, i, 4 * n) for i in range(-(-count // 2))]
+    for x, slot in zip(columns, slots, strict=True):
+        if form.whole is not None and _in_ints(k, form):
+            d, ints = form.whole(k, blocks[0])
+            slot.set(k.fma(_whole_sums(k, form, pairs, x, ints), d.splat(n), slot.now))
+            continue
+        factors = _filled(k, scales * x.factors[0], 2)
+        _add_pairs(k, form, pairs, x.codes, x.starts, factors, slot)
+        if x.high is not None:
+            with k.when(x.high[1]):
+                starts = _starts(k, form, x.high[0], count)
+                _add_pairs(k, form, pairs, x.high[0], starts, factors * float(HIGH), slot)
 
 
-def _per_group(factors: Value, form: Form) -> Value:
-    """The scales of activations, of 32 each, for each group of a weight's block."""
-    n = form.block // form.group
-    return factors.shuffle([i * form.group // 32 for i in range(n)])
+def _add_pairs(
+    k: Kernel, form: Form, pairs: list[list[Value]], x: Value, starts: list[Value], factors: Value,
+    slot: Variable,
+) -> None:  # fmt: skip
+    """Add products of pairs of runs with signed bytes, by their address, times a number for each group."""
+    for i, weights in enumerate(pairs):
+        for lanes, products in _meeting(k, form, i, weights, x, starts).items():
+            found = _sum(k, form, products).to_float()
+            slot.set(k.fma(found, factors.shuffle(lanes), slot.now))
 
 
-def _lanes(form: Form, run: int, lanes: int) -> list[int]:
-    """Return the group of the sums in each lane, from run `run` on."""
-    return [(32 * run + 4 * i) // form.group for i in range(lanes)]
+def _whole_sums(k: Kernel, form: Form, pairs: list[list[Value]], x: _Runs, ints: Value) -> Value:
+    """The products of pairs of runs, times an integer for each group, summed up in lanes."""
+    half, sums = _lanes(k.level) // 2, k.variable(k.const(vec(F32, _lanes(k.level)), 0))
+    # The integers of two pairs in both halves of a vector, so that one instruction lays them in lanes.
+    of_two = [k.opaque(ints.shuffle([*range(i, i + 8)] * 2)) for i in (0, 8)]
+    for i, (weights, factor) in enumerate(zip(pairs, x.factors, strict=True)):
+        found = []
+        for lanes, products in _meeting(k, form, i, weights, x.codes, x.starts).items():
+            places = [g % 8 + j // half * 8 for j, g in enumerate(lanes) for _ in range(2)]
+            found.append(_sum(k, form, products, of_two[i // 2].shuffle(places)))
+        sums.set(k.fma(sum(found[1:], found[0]).to_float(), factor, sums.now))
+    return sums.now
 
 
-def _group_sums(k: Kernel, form: Form, factors: Value, s: Value, counts: Value, block: Value) -> Value:
-    """Return the sums of activations over each group of a block, the factors of minimums."""
-    groups = form.block // form.group
-    if form.group == 32:
-        return k.load(vec(F32, groups), s + block * (4 * groups))
-    found = both_parts(k.load(vec(I32, groups), counts + block * (4 * groups)))
-    return found.to_float() * _per_group(factors, form)
+class _Product(NamedTuple):
+    """Codes, the signed bytes that they meet, and where the sum of signed codes' products starts."""
+
+    w: Value
+    x: Value
+    start: Value | None
+
+
+def _meeting(
+    k: Kernel, form: Form, pair: int, weights: list[Value], x: Value, starts: list[Value]
+) -> dict[tuple[int, ...], list[_Product]]:
+    """Vectors of a pair's codes and what they meet, by the groups of what is in their lanes."""
+    half = _lanes(k.level) // 2
+    found: dict[tuple[int, ...], list[_Product]] = {}
+    for h, w in enumerate(weights):
+        places = [(2 * pair + i // half) * 32 + 4 * (h * half + i % half) for i in range(2 * half)]
+        start = starts[pair * len(weights) + h] if starts else None
+        product = _Product(w, k.load(w.type, x + (64 * pair + 8 * half * h)), start)
+        found.setdefault(tuple(i // form.group for i in places), []).append(product)
+    return found
+
+
+def _sum(k: Kernel, form: Form, products: Sequence[_Product], scale: Value | None = None) -> Value:
+    """The sum of products of codes, as they are, with signed bytes."""
+    most = form.most + (form.offset or 0)
+    starts = [p.start for p in products if p.start is not None]
+    start = sum(starts[1:], starts[0]) if starts else None
+    group = Dot(k, _lanes(k.level)).group(None if form.offset is None else 0, most, scale, start=start)
+    for w, x, _ in products:
+        group.add(w, x)
+    return group.total()
+
+
+def _filled(k: Kernel, v: Value, n: int) -> Value:
+    """A vector of at least `n` lanes, the others 0."""
+    given = v.type.count
+    if given >= n:
+        return v
+    return v.shuffle([min(i, given) for i in range(n)], k.const(v.type, 0))
 
 
 def _floats(

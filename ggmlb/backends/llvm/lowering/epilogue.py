@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group, Product
-from ggmlb.backends.llvm.kernels import interleaved
 from ggmlb.backends.llvm.kernels.epilogue import with_epilogue
 from ggmlb.backends.llvm.kernels.tiles import Epilogue
 from ggmlb.backends.llvm.lowering.elementwise import plain_function
 from ggmlb.backends.llvm.lowering.matmul import (
-    ROWS,
     can_have_epilogue,
     is_interleaved,
     is_many,
     product,
     quantized_activations,
+    rows_at_once,
 )
 from ggmlb.backends.llvm.lowering.rules import RULES, name
 from ggmlb.core.dtypes import DType
@@ -50,12 +49,7 @@ def _is_few(product: Product, ne: tuple[int, ...]) -> bool:
     weight = node.operand(0)
     if is_many(node) or RULES.declines(node) is not None:
         return False
-    return ne[0] % _rows(weight, ne[1]) == 0
-
-
-def _rows(weight: Tensor, n: int) -> int:
-    """Rows of a weight that are multiplied together with `n` rows of activations."""
-    return interleaved.ROWS if is_interleaved(weight) else ROWS[n]
+    return ne[0] % rows_at_once(weight, ne[1]) == 0
 
 
 def _in_rows(t: Tensor) -> bool:
@@ -72,9 +66,11 @@ def lower(group: Group, steps: Steps) -> None:
         return
     weight, x = node.operand(0), node.operand(1)
     k, (m, n) = weight.ne[0], result.ne[:2]
-    packed, rows = is_interleaved(weight), _rows(weight, n)
+    packed, rows = is_interleaved(weight), rows_at_once(weight, n)
     x_at, x_nb = (
-        quantized_activations(weight, x, steps) if weight.dtype.is_quantized else (steps.address(x), x.nb)
+        quantized_activations(weight, x, steps, few=True)
+        if weight.dtype.is_quantized
+        else (steps.address(x), x.nb)
     )
     parts = steps.chunks(len(products) * k * m * (n + 1) / 40, m // rows)
     args: list[int | float] = []

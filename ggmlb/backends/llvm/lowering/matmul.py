@@ -16,7 +16,6 @@ from ggmlb.backends.llvm.kernels import (
     out_prod,
     tiles,
 )
-from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.lowering.rules import READ, RULES, name
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
@@ -24,9 +23,9 @@ from ggmlb.core.tensor import Tensor
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.lowering.steps import Steps
 
-ROWS = {1: 8, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
-"""Rows of the weight that are multiplied together, by rows of activations."""
-
+_FLOAT_ROWS = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
+_BLOCK_ROWS = 8
+"""Rows of a weight that are multiplied together: of floats by rows of activations, and of blocks."""
 
 FEW, FEW_FLOATS = 4, 8
 """Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
@@ -62,7 +61,9 @@ def product(
     a, b = node.operand(0), node.operand(1)
     quantized, packed = a.dtype.is_quantized, is_interleaved(a)
     k, m, n = *a.ne[:2], b.ne[1]
-    address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
+    address, nb = (
+        quantized_activations(a, b, steps, not is_many(node)) if quantized else (steps.address(b), b.nb)
+    )
     to = node if result is None else result
     y, y_nb = steps.address(to), to.nb
     matrices = b.ne[2] * b.ne[3]
@@ -94,7 +95,8 @@ def product(
         return
     for first in range(0, n, 8):
         count = min(8, n - first)
-        rows = interleaved.ROWS if packed else ROWS[count] if m >= ROWS[count] else 1
+        rows = rows_at_once(a, count)
+        rows = rows if packed or m >= rows else 1
         parts = _parts(steps, matrices, k * m * (count + 1) / 40, -(-m // rows))
         if packed:
             kernel = interleaved_products.quantized if quantized else interleaved_products.floats
@@ -124,6 +126,13 @@ def is_interleaved(weight: Tensor) -> bool:
     return weight.buffer is not None and bool(weight.buffer.packing(weight))
 
 
+def rows_at_once(weight: Tensor, n: int) -> int:
+    """Return how many rows of a weight are multiplied together, as it lies, with `n` rows of activations."""
+    if is_interleaved(weight):
+        return interleaved.ROWS
+    return _BLOCK_ROWS if weight.dtype.is_quantized else _FLOAT_ROWS[n]
+
+
 def _panels(n: int, row_nbytes: int, most: int) -> int:
     """Into how many panels to cut rows of activations: each stays in a cache while it meets a weight."""
     fits = max(PANEL_NBYTES // row_nbytes, 2 * most)
@@ -136,16 +145,26 @@ def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
     return max(1, -(-chunks // matrices))
 
 
-def quantized_activations(a: Tensor, b: Tensor, steps: Steps) -> tuple[int, tuple[int, int, int, int]]:
-    """Emit the step that quantises activations for a weight, unless it was; return address and strides."""
-    k, wide = b.ne[0], FORMS[name(a)].wide
-    row = activations.row_nbytes(k, wide)
+def quantized_activations(
+    a: Tensor, b: Tensor, steps: Steps, few: bool
+) -> tuple[int, tuple[int, int, int, int]]:
+    """Emit the step that quantises activations for a weight, unless it was; return address and strides.
+
+    `few`: the weight is read as it lies.
+    """
+    if not few:
+        layout = byte_tiles.layout(name(a))
+    elif is_interleaved(a):
+        layout = interleaved_products.layout(name(a))
+    else:
+        layout = matvec.layout(name(a), steps.library.target.level)
+    row = layout.row_nbytes(b.ne[0])
     nbytes = row * b.ne[1] * b.ne[2] * b.ne[3]
-    address, there = steps.activations(b, nbytes)
+    address, there = steps.activations(b, nbytes, layout)
     if not there:
         work = b.n_elements * 0.6
         args = (steps.address(b), *b.nb[1:], *b.ne, address)
-        steps.emit(activations.quantize, (name(b), wide), args, steps.chunks(work, b.n_elements // 32))
+        steps.emit(activations.quantize, (name(b), layout), args, steps.chunks(work, b.n_elements // 32))
     return address, (1, row, row * b.ne[1], row * b.ne[1] * b.ne[2])
 
 
@@ -156,15 +175,16 @@ def _chosen(node: Tensor, steps: Steps) -> None:
     quantized, packed = a.dtype.is_quantized, is_interleaved(a)
     (k, m, n_matrices), (n_used, n_tokens) = a.ne[:3], ids.ne[:2]
     n = n_used * n_tokens
-    address, nb = quantized_activations(a, b, steps) if quantized else (steps.address(b), b.nb)
+    few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
+    address, nb = quantized_activations(a, b, steps, few) if quantized else (steps.address(b), b.nb)
     starts, order = steps.scratch(8 * (n_matrices + 2)), steps.scratch(8 * n)
     steps.emit(
         matvec.sort, (),
         (steps.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *steps.report),
     )  # fmt: skip
-    few = n <= (FEW if quantized else FEW_FLOATS) * n_matrices
     shape = _tile_shape(steps, name(a), k, quantized)
-    rows = shape.rows if not few else interleaved.ROWS if packed else ROWS[1] if m >= ROWS[1] else 1
+    rows = rows_at_once(a, 1) if few else shape.rows
+    rows = rows if packed or m >= rows else 1
     parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
     args: tuple[int, ...] = (
         steps.address(a), *a.nb[1:3], address, *nb[1:3], b.ne[1], steps.address(node), *node.nb[1:3],

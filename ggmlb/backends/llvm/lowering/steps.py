@@ -23,6 +23,7 @@ from ggmlb.system.progress import Task
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.backend import LlvmBackend
+    from ggmlb.backends.llvm.kernels.activations import Layout
 
     Ints = npt.NDArray[np.int64]
 
@@ -72,7 +73,7 @@ class Lowered:
         slots: Their slots.
         n_scratch: Bytes of scratch memory.
         n_activations: Bytes of memory for activations.
-        made: Slot of the operand whose values then lie there as bytes, and their number; `None`: as before.
+        made: Slot of the operand whose values then lie there as bytes, and how; `None`: as before.
         shares: Whether any step is for several threads.
         kept: What the steps point to.
     """
@@ -84,7 +85,7 @@ class Lowered:
     slots: Ints
     n_scratch: int
     n_activations: int
-    made: tuple[int, int] | None
+    made: tuple[int, Layout] | None
     shares: bool
     kept: list[Any]
 
@@ -102,7 +103,7 @@ class Steps:
         backend: The stream, whose threads share steps.
         task: Told when kernels are compiled.
         operands: The tensors that the item reads and writes, each with its symbol.
-        made: Slot and bytes of the operand whose values lie in memory as bytes; `None`: none does.
+        made: Slot of the operand whose values lie in memory as bytes, and how; `None`: none does.
 
     Attributes:
         library: The kernels.
@@ -114,7 +115,7 @@ class Steps:
         backend: LlvmBackend,
         task: Task,
         operands: Mapping[Tensor, int],
-        made: tuple[int, int] | None,
+        made: tuple[int, Layout] | None,
     ) -> None:
         self.library = backend.library
         self.n_threads = backend.pool.n
@@ -124,7 +125,7 @@ class Steps:
         self._kept: list[Any] = []
         self._n_scratch = self._n_activations = 0
         self._there = made
-        self._made: tuple[int, int] | None = None
+        self._made: tuple[int, Layout] | None = None
 
     @property
     def report(self) -> tuple[int, int]:
@@ -150,9 +151,9 @@ class Steps:
         self._kept.append(array)
         return int(array.ctypes.data)
 
-    def activations(self, tensor: Tensor, nbytes: int) -> tuple[int, bool]:
-        """Return memory for a tensor's values as bytes, and whether they are there already."""
-        key = (self._operands[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, nbytes
+    def activations(self, tensor: Tensor, nbytes: int, layout: Layout) -> tuple[int, bool]:
+        """Return memory for a tensor's values as bytes, and whether they lie there so already."""
+        key = (self._operands[tensor] & ~_OFFSET & ~_SYMBOL) >> _SLOT_BITS, layout
         there = self._there == key
         if not there:
             self._there = self._made = key
