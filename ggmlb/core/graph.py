@@ -66,23 +66,23 @@ class Graph:
 
     def _visit(self, result: Tensor) -> None:
         # Iterative: thousands of chained nodes would exceed the recursion limit.
-        seen = self._seen
+        seen, append = self._seen, self._append
         if result in seen:
             return
         seen.add(result)
-        stack = [(result, iter(result.src))]
+        stack = [result]
         while stack:
-            tensor, sources = stack[-1]
-            for src in sources:
+            tensor = stack[-1]
+            for src in tensor.src:  # from the first again when one is done: there are few
                 if src is not None and src not in seen:
                     seen.add(src)
                     if src.src:
-                        stack.append((src, iter(src.src)))
+                        stack.append(src)
                         break
-                    self._append(src)
+                    append(src)
             else:
                 stack.pop()
-                self._append(tensor)
+                append(tensor)
 
     def _append(self, tensor: Tensor) -> None:
         if tensor.op is Op.NONE and not tensor.flags & TensorFlag.PARAM:

@@ -29,30 +29,33 @@ KEPT: Final = 3
 """Parts of the shorter graph."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Repeats:
     """Parts of a graph that follow each other, and are equal but for their numbers.
 
-    The first part's nodes and leafs have the numbers from `node` and `leaf` on; the next part's are larger by
-    `n_nodes` and `n_leafs`. Other leafs and earlier nodes that parts read are common to them.
+    A node of the next part has a number larger by `n_nodes`. Other leafs and earlier nodes that parts read
+    are common to all.
 
     Attributes:
-        node, leaf: The first part's first numbers.
-        n_nodes, n_leafs: Nodes and leafs of a part.
-        n_parts: Number of parts.
+        node: Number of the first part's first node.
+        n_nodes: Nodes of a part.
+        leafs: Numbers of the leafs that only one part reads, a row for each part, in the same order.
         n_before: Number of the graph's leafs.
         n_tensors: Number of its tensors.
         are_pairs: Whether each part is two equal ones.
     """
 
     node: int
-    leaf: int
     n_nodes: int
-    n_leafs: int
-    n_parts: int
+    leafs: Numbers
     n_before: int
     n_tensors: int
     are_pairs: bool = False
+
+    @property
+    def n_parts(self) -> int:
+        """Number of parts."""
+        return len(self.leafs)
 
     @property
     def n_left_out(self) -> int:
@@ -67,49 +70,49 @@ class Repeats:
     @cached_property
     def kept(self) -> list[int]:
         """Numbers of the shorter graph's tensors."""
-        leaf, (third, last) = self.leaf + 2 * self.n_leafs, self.third
-        others = range(leaf + self.n_left_out * self.n_leafs, third)
-        return [*range(leaf), *others, *range(last, self.n_tensors)]
+        lost, (third, last) = {*self.leafs[2:-1].ravel().tolist()}, self.third
+        leafs = [i for i in range(self.n_before) if i not in lost]
+        return [*leafs, *range(self.n_before, third), *range(last, self.n_tensors)]
 
     @cached_property
     def short_node(self) -> int:
         """The number of the first part's first node in the shorter graph."""
-        return self.node - self.n_left_out * self.n_leafs
+        return self.node - self.leafs[2:-1].size
 
     @cached_property
     def origins(self) -> list[int]:
         """For each tensor, the number in the shorter graph of what stands for it; -1 for the last, `None`."""
         origins = np.empty(self.n_tensors + 1, np.int64)
         origins[self.kept] = np.arange(len(self.kept))
-        for first, n in ((self.leaf, self.n_leafs), (self.node, self.n_nodes)):
-            second = origins[first + n : first + 2 * n]
-            origins[first + 2 * n : first + (self.n_parts - 1) * n] = np.tile(second, self.n_left_out)
+        origins[self.leafs[2:-1]] = origins[self.leafs[1]]
+        third, last = self.third
+        origins[third:last] = np.tile(origins[third - self.n_nodes : third], self.n_left_out)
         origins[-1] = -1
         found: list[int] = origins.tolist()
         return found
 
-    # Numbers of the shorter graph grow from part to part as those of the graph do.
+    @cached_property
+    def before(self) -> Numbers:
+        """The number in the part before of each of the shorter graph's tensors; its own if it is common."""
+        before = np.array([*range(len(self.kept)), -1], np.int64)
+        before[self.short_node : self.short_node + KEPT * self.n_nodes] -= self.n_nodes
+        first, second, last = self.short_leafs
+        before[second], before[last] = first, second
+        return before
 
     @cached_property
-    def steps(self) -> Numbers:
-        """By how much the number of each of the shorter graph's tensors grows from part to part; 0 last."""
-        steps = np.zeros(len(self.kept) + 1, np.int64)
-        steps[self.leaf : self.leaf + KEPT * self.n_leafs] = self.n_leafs
-        steps[self.short_node : self.short_node + KEPT * self.n_nodes] = self.n_nodes
-        return steps
-
-    @cached_property
-    def firsts(self) -> Numbers:
-        """Numbers of the shorter graph's tensors; of its last part, those in the third part; -1 last."""
-        firsts = np.array([*self.kept, -1], np.int64)
-        for first, n in ((self.leaf, self.n_leafs), (self.short_node, self.n_nodes)):
-            firsts[first + 2 * n : first + KEPT * n] -= self.n_left_out * n
-        return firsts
+    def short_leafs(self) -> list[list[int]]:
+        """The parts' leafs in the shorter graph."""
+        return [[self.origins[i] for i in self.leafs[k].tolist()] for k in (0, 1, -1)]
 
     def is_alike(self, *found: Sequence[Any]) -> bool:
         """Whether the same was found for the first two parts' tensors, by number in the shorter graph."""
-        starts = ((self.leaf, self.n_leafs), (self.short_node, self.n_nodes))
-        return all(x[i : i + n] == x[i + n : i + 2 * n] for x in found for i, n in starts)
+        i, n = self.short_node, self.n_nodes
+        first, second, _ = self.short_leafs
+        return all(
+            x[i : i + n] == x[i + n : i + 2 * n] and [x[k] for k in first] == [x[k] for k in second]
+            for x in found
+        )
 
     def in_pairs(self) -> Repeats | None:
         """Return parts that are two of these each, whose results may take turns in two places.
@@ -120,8 +123,8 @@ class Repeats:
         n_parts = self.n_parts // 2
         if self.are_pairs or n_parts <= KEPT:
             return None
-        n_nodes, n_leafs = 2 * self.n_nodes, 2 * self.n_leafs
-        return replace(self, n_nodes=n_nodes, n_leafs=n_leafs, n_parts=n_parts, are_pairs=True)
+        leafs = self.leafs[: 2 * n_parts].reshape(n_parts, -1)
+        return replace(self, n_nodes=2 * self.n_nodes, leafs=leafs, are_pairs=True)
 
     def window(self, order: Sequence[int]) -> tuple[int, int] | None:
         """Return where in an order of the shorter graph's nodes those come that stand for the parts left out.
@@ -138,27 +141,41 @@ class Repeats:
             return None if places else (0, 0)
         end = 2 * start - places.get(order[start] - n, start)
         found = np.array(order[start:end], np.int64)
-        if end == start or not np.array_equal(found - self.steps[found], order[2 * start - end : start]):
+        if end == start or not np.array_equal(self.before[found], order[2 * start - end : start]):
             return None
         return start, end
 
     def expand(self, order: Sequence[int]) -> list[int]:
         """Return the order of the graph's nodes, given one of the shorter graph's that repeats."""
-        numbers, (start, end) = np.array(order, np.int64), self.window(order) or (0, 0)
-        found: list[int] = np.concatenate(
-            [self.firsts[numbers[:end]], self.left_out(numbers[start:end]).ravel(), self.last(numbers[end:])]
-        ).tolist()
+        start, end = self.window(order) or (0, 0)
+        kept = np.array(self.kept, np.int64)
+        early, late = np.array(order[:end], np.int64), np.array(order[end:], np.int64)
+        # Before the parts left out, the last part is the third; after them, the first two are its neighbours.
+        n, lost = self.n_nodes, self.n_left_out * self.n_nodes
+        first = early - self.short_node
+        early_numbers = kept[early] - lost * ((first >= 2 * n) & (first < KEPT * n))
+        last = late - self.short_node
+        late_numbers = kept[late] + lost * ((last >= 0) & (last < 2 * n))
+        second = self.left_out(early[start:])
+        found: list[int] = np.concatenate([early_numbers, second.ravel(), late_numbers]).tolist()
         return found
 
     def left_out(self, numbers: Numbers) -> Numbers:
-        """Return the numbers that tensors of the second part stand for, a row for each part left out."""
-        times = np.arange(1, self.n_left_out + 1)[:, None]
-        found: Numbers = self.firsts[numbers] + times * self.steps[numbers]
-        return found
+        """Return what tensors of the shorter graph stand for in the parts left out, a row for each part.
 
-    def last(self, numbers: Numbers) -> Numbers:
-        """Return the numbers of the shorter graph's tensors where they come after the parts left out."""
-        found: Numbers = self.firsts[numbers] + self.n_left_out * self.steps[numbers]
+        Args:
+            numbers: Of tensors that the second part has or reads.
+        """
+        return self._left_out[:, numbers]
+
+    @cached_property
+    def _left_out(self) -> Numbers:
+        found = np.tile(np.array([*self.kept, -1], np.int64), (self.n_left_out, 1))
+        first, n = self.short_node, self.n_nodes
+        times = np.arange(1, self.n_left_out + 1)[:, None]
+        found[:, first : first + 2 * n] += times * n
+        for part, leafs in enumerate(self.short_leafs[:2]):
+            found[:, leafs] = self.leafs[part + 1 : part + 1 + self.n_left_out]
         return found
 
 
@@ -202,8 +219,7 @@ class RepeatedGraph(Graph):
 
     def memory(self) -> set[Buffer | None]:
         """Return the buffers in which its tensors lie."""
-        first, n = self.repeats.leaf, self.repeats.n_leafs * self.repeats.n_parts
-        return self._short.memory().union(self.buffers[first : first + n])
+        return self._short.memory().union([self.buffers[i] for i in self.repeats.leafs.ravel().tolist()])
 
     def __len__(self) -> int:
         start, end = self.repeats.window(self.short_order) or (0, 0)

@@ -243,12 +243,12 @@ class Table:
         mine = places[at:after] < len(self._addresses)
         numbers = np.array([whole.numbers[t] for t in self._numbers], np.int64)
         first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
-        if not np.array_equal(second - repeats.steps[second], first):
+        if not np.array_equal(repeats.before[second], first):
             raise Unlike
         more = np.tile(slots[at:after], (repeats.n_left_out, 1))
         operands = more[:, mine]
         begins = self._starts_of(whole.memory())
-        for i in np.flatnonzero((operands[0] != slots[before:at][mine]) & (repeats.steps[second] > 0)):
+        for i in np.flatnonzero((operands[0] != slots[before:at][mine]) & (first != second)):
             others = repeats.left_out(second[i : i + 1]).ravel().tolist()
             buffers = [whole.buffers[k] for k in others]
             operands[:, i] = [

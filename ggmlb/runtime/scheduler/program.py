@@ -58,6 +58,7 @@ class Signature(IndexedGraph):
                     tensor.buffer = None
             placement_clock.tick()
         self.layouts = [t.layout for t in tensors]
+        self._layouts_of_nodes = [t.layout for t in graph.nodes]
         self.view_offs = [t.view_offs for t in tensors]
         self.params: list[dict[str, Any]] = [t.params for t in tensors]
         self.keep()
@@ -75,6 +76,8 @@ class Signature(IndexedGraph):
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
         """Return the tensors of a graph by number, if its split, allocation and plans are the same."""
+        if [t.layout for t in graph.nodes] != self._layouts_of_nodes:
+            return None  # before anything else, as most often the sizes differ
         tensors = self.numbered(graph)
         places, usage = self._where
         is_same = (
@@ -288,12 +291,12 @@ class Program:
     def _place_own(self, repeats: Repeats) -> None:
         """Note where the leafs of parts are, and their views."""
         signature, buffers, offsets = self.signature, self.buffers, self.offsets
-        first, end = repeats.leaf, repeats.leaf + repeats.n_parts * repeats.n_leafs
-        buffers[first:end] = signature.buffers[first:end]
-        offsets[first:end] = [t.offset for t in signature.tensors[first:end]]
+        own = {*repeats.leafs.ravel().tolist()}
+        for i in own:
+            buffers[i], offsets[i] = signature.buffers[i], signature.tensors[i].offset
         for i in signature.views:
             base = signature.bases[i]
-            if first <= base < end:
+            if base in own:
                 buffers[i], offsets[i] = buffers[base], offsets[base] + signature.view_offs[i]
 
     def place(self) -> None:

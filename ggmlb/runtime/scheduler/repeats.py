@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -38,7 +37,7 @@ class ShortGraph(IndexedGraph):
         self.buffers = [graph.buffers[i] for i in kept]
         self.params = [graph.params[i] for i in kept]
         self.listed, self.unlisted = range(len(kept)), range(0)
-        self.n_leafs = graph.n_leafs - repeats.n_left_out * repeats.n_leafs
+        self.n_leafs = graph.n_leafs - repeats.leafs[2:-1].size
         self.bases = [origins[graph.bases[i]] for i in kept]
         ends = [0, *accumulate(graph.n_sources)]
         first, last = (i - graph.n_leafs for i in repeats.third)
@@ -51,73 +50,110 @@ class ShortGraph(IndexedGraph):
 
 def find_repeats(graph: Signature) -> Repeats | None:
     """Return the longest run of equal parts of a graph; `None` if leaving some out would not pay."""
-    n_leafs, n = graph.n_leafs, len(graph.tensors)
-    period = _period(graph.ops[n_leafs:])
-    if not period or graph.unlisted or not isinstance(graph.listed, range):
+    n_before, n_tensors = graph.n_leafs, len(graph.tensors)
+    n = _period(graph.ops[n_before:])
+    if not n or graph.unlisted or not isinstance(graph.listed, range):
         return None
     reads = _reads(graph)
-    grown = reads[period:] - reads[:-period]
-    is_node, is_leaf = reads[:-period] >= n_leafs, (reads[:-period] >= 0) & (reads[:-period] < n_leafs)
-    growths, times = np.unique(grown[is_leaf & (grown > 0)], return_counts=True)
-    growth = int(growths[times.argmax()]) if growths.size else 0
-    equal = (grown == 0) | (is_node & (grown == period)) | (is_leaf & (grown == growth))
-    same = equal.all(axis=1) & _same_nodes(graph, period)
+    before, after = reads[:-n], reads[n:]
+    kinds = np.append(_kinds_of_leafs(graph), np.arange(-n_before - n_tensors, -n_before))
+    equal = (after == before) | (after - before == n) & (before >= n_before) | (kinds[after] == kinds[before])
+    same = equal.all(axis=1) & _same_nodes(graph, n)
     starts, ends = np.flatnonzero(np.diff(np.pad(same.view(np.int8), 1))).reshape(-1, 2).T
     if not starts.size:
         return None
     longest = (ends - starts).argmax()
-    start, n_parts = int(starts[longest]), int(ends[longest] - starts[longest]) // period + 1
-    if (n_parts - KEPT) * period < LEAST_LEFT_OUT:
+    start = _place_to_cut(reads, int(starts[longest]), n, n_before)
+    n_parts = int(ends[longest] - start) // n + 1
+    if (n_parts - KEPT) * n < LEAST_LEFT_OUT:
         return None
-    own = reads[start : start + period][(is_leaf & (grown > 0))[start : start + period]]
-    leaf = int(own.min(initial=n_leafs))
-    found = Repeats(n_leafs + start, leaf, period, growth if own.size else 0, n_parts, n_leafs, n)
-    return found if _are_apart(found, reads) and _same_leafs(graph, found) else None
+    end = start + n_parts * n
+    leafs = _leafs_of_parts(reads[start:end].reshape(n_parts, -1), n_before + start, n_before, n)
+    if leafs is None or not _are_apart(reads, leafs, start, end, n, n_before):
+        return None
+    placed = [graph.tensors[i] for i in graph.outside]
+    is_own = np.isin(leafs, [*graph.requests]).any()
+    return None if is_own or _overlaps(placed) else Repeats(n_before + start, n, leafs, n_before, n_tensors)
 
 
-def _are_apart(found: Repeats, reads: Numbers) -> bool:
-    """Whether a part reads nothing but its leafs, itself, the part before, and what all parts read alike."""
-    n, node, leaf = found.n_nodes, found.node, found.leaf
-    start, end = node - found.n_before, node - found.n_before + found.n_parts * n
-    leafs_end, nodes_end = leaf + found.n_parts * found.n_leafs, node + found.n_parts * n
-    is_own_leaf = (reads >= leaf) & (reads < leafs_end)
-    is_of_part = (reads >= node) & (reads < nodes_end)
-    before, rows, after = reads[:start], reads[start:end], reads[end:]
-    part = (np.arange(len(rows)) // n)[:, None]
-    is_moved = np.concatenate([rows[n:] != rows[:-n], rows[n : 2 * n] != rows[:n]])
-    first_leaf, first_node = leaf + part * found.n_leafs, node + (part - 1) * n
-    is_leaf = rows < found.n_before
-    fits = np.where(
-        is_moved,
-        (is_leaf & (rows >= first_leaf) & (rows < first_leaf + found.n_leafs))
-        | (~is_leaf & (rows >= first_node)),
-        ~is_own_leaf[start:end] & ~is_of_part[start:end],
+def _place_to_cut(reads: Numbers, start: int, n: int, n_before: int) -> int:
+    """Return where parts may begin: not between nodes that read a leaf or its views, amid nodes like theirs.
+
+    Args:
+        reads: What each node reads.
+        start: The first node.
+        n: Nodes of a part.
+        n_before: Number of leafs.
+    """
+    here = reads[start : start + 2 * n]
+    views = here >= n_before
+    leafs = here.copy()
+    leafs[views] = reads[here[views] - n_before, -1]
+    readers: dict[int, list[int]] = {}
+    nodes, places = np.nonzero((leafs >= 0) & (leafs < n_before))
+    for node, leaf in zip(nodes.tolist(), leafs[nodes, places].tolist(), strict=True):
+        readers.setdefault(leaf, []).append(node)
+    spans = [range(found[0] + 1, found[-1] + 1) for found in readers.values() if found[-1] - found[0] < n]
+    parted = {place % n for span in spans for place in span}
+    return start + next((i % n for i in range(n // 2, n // 2 + n) if i % n not in parted), 0)
+
+
+def _leafs_of_parts(reads: Numbers, node: int, n_before: int, n: int) -> Numbers | None:
+    """Return the leafs of each part, a row for each; `None` if parts read others than they may.
+
+    Args:
+        reads: What the nodes of each part read, a row for each.
+        node: The number of the first part's first node.
+        n_before: Number of the graph's leafs.
+        n: Nodes of a part.
+    """
+    grown = np.diff(reads, axis=0)
+    common, first = (grown == 0).all(axis=0), reads[0]
+    numbers = node + np.arange(n).repeat(reads.shape[1] // n)
+    is_moved = (grown == n).all(axis=0) & (first >= n_before) & (first >= node - n) & (first < numbers)
+    rest = ~common & ~is_moved
+    leafs = np.unique(reads[:, rest], axis=1)
+    common_reads = first[common]
+    fits = (
+        (common_reads < node).all()
+        and ((leafs >= 0) & (leafs < n_before)).all()
+        and np.unique(leafs).size == leafs.size
+        and not np.isin(common_reads, leafs).any()
     )
-    # A view of a part's leaf that the next part reads would be that of another leaf.
-    second = rows[n : 2 * n]
-    crossing = second[(second >= node) & (second < node + n)] - found.n_before
-    roots = reads[crossing, -1]
-    return bool(
-        fits.all()
-        and (rows < node + part * n + np.arange(len(rows))[:, None] % n).all()
-        and not (is_own_leaf[:start].any() or is_own_leaf[end:].any() or (before >= node).any())
-        and (after[is_of_part[end:]] >= nodes_end - n).all()
-        and not ((roots >= leaf) & (roots < leafs_end)).any()
+    return leafs if fits else None
+
+
+def _are_apart(reads: Numbers, leafs: Numbers, start: int, end: int, n: int, n_before: int) -> bool:
+    """Whether the other nodes read nothing of the parts but the last one's nodes.
+
+    Nor may a part read a view of a leaf of the part before: for the last part, another leaf stands there.
+    """
+    before, after = reads[:start], reads[end:]
+    second = reads[start + n : start + 2 * n] - n_before
+    crossing = second[(second >= start) & (second < start + n)]
+    return not (
+        np.isin(before, leafs).any()
+        or np.isin(after, leafs).any()
+        or (before >= n_before + start).any()
+        or ((after >= n_before + start) & (after < n_before + end - n)).any()
+        or np.isin(reads[crossing, -1], leafs).any()
     )
 
 
-def _same_leafs(graph: Signature, found: Repeats) -> bool:
-    """Whether parts' leafs are equal, lie in memory of one kind, and share no byte with another tensor."""
-    n = found.n_leafs
-    own = slice(found.leaf, found.leaf + n * found.n_parts)
-    kinds = {b: (b.buft, b.usage, b.is_read_only) for b in graph.foreign}
-    memory = [kinds[b] if b is not None else None for b in graph.buffers[own]]
-    rows = list(zip(graph.layouts[own], graph.flags[own], memory, strict=True))
-    is_placed = graph.outside[bisect_left(graph.outside, own.start) :][: len(rows)] == [
-        *range(own.start, own.stop)
-    ]
-    return not n or (
-        is_placed and rows[n:] == rows[:-n] and not _overlaps([graph.tensors[i] for i in graph.outside])
+def _kinds_of_leafs(graph: Signature) -> Numbers:
+    """Return numbers that are equal for equal leafs in memory of one kind."""
+    kinds: dict[object, int] = {}
+    memory = {b: (b.buft, b.usage, b.is_read_only) for b in graph.foreign}
+    n = graph.n_leafs
+    rows = zip(range(n), graph.layouts, graph.flags, graph.buffers, graph.bases)  # noqa: B905 (the first n)
+    return np.array(
+        [
+            kinds.setdefault(
+                (layout, flags, memory[buffer]) if buffer is not None and base < 0 else i, len(kinds)
+            )
+            for i, layout, flags, buffer, base in rows
+        ],
+        np.int64,
     )
 
 

@@ -176,9 +176,8 @@ class Split:
     def repeats(self, repeats: Repeats) -> bool:
         """Whether a split of a shorter graph treats its parts alike, and copies nothing of them."""
         orders = (self.view_numbers, self.numbers, self.ordered, self.order)
-        return not any(repeats.steps[i.number] for i in self.inputs) and None not in map(
-            repeats.window, orders
-        )
+        are_common = all(repeats.before[i.number] == i.number for i in self.inputs)
+        return are_common and None not in map(repeats.window, orders)
 
     def whole(self, repeats: Repeats) -> Split:
         """Return the split of the graph, given that of its shorter graph."""
