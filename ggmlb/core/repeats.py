@@ -1,9 +1,10 @@
 """Repeats: the equal parts of a graph, as the layers of a model, of which a few stand for all.
 
-A graph of many layers is split, ordered, planned and lowered by a shorter one, which has the first two and
-the last of its equal parts. Parts are equal in all that decisions depend on, read only themselves, the part
-before and what all read alike, and share no memory but that of results. So what was found alike for the first
-two parts holds for those that were left out. Where it was not alike, the whole graph is looked at.
+A graph of many layers is split, ordered, planned and lowered by a shorter one, which has the first and the
+last of its equal parts, amid nodes like theirs. Parts are equal in all that decisions depend on, read only
+themselves, the part before and what all read alike, and share no memory but that of results. So what was
+found alike for both holds for those between them that were left out. Where it was not alike, the whole graph
+is looked at.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     Numbers = npt.NDArray[np.int64]
 
-KEPT: Final = 3
+KEPT: Final = 2
 """Parts of the shorter graph."""
 
 
@@ -59,34 +60,39 @@ class Repeats:
 
     @property
     def n_left_out(self) -> int:
-        """Parts that the shorter graph lacks: all between the second and the last."""
+        """Parts that the shorter graph lacks: all between the first and the last."""
         return self.n_parts - KEPT
 
     @property
-    def third(self) -> tuple[int, int]:
-        """The numbers of the first node of the third part, and of the last part."""
-        return self.node + 2 * self.n_nodes, self.node + (self.n_parts - 1) * self.n_nodes
+    def gap(self) -> tuple[int, int]:
+        """The numbers of the first node that was left out, and of the last part's first node."""
+        return self.node + self.n_nodes, self.node + (self.n_parts - 1) * self.n_nodes
 
     @cached_property
     def kept(self) -> list[int]:
         """Numbers of the shorter graph's tensors."""
-        lost, (third, last) = {*self.leafs[2:-1].ravel().tolist()}, self.third
+        lost, (first, last) = {*self.leafs[1:-1].ravel().tolist()}, self.gap
         leafs = [i for i in range(self.n_before) if i not in lost]
-        return [*leafs, *range(self.n_before, third), *range(last, self.n_tensors)]
+        return [*leafs, *range(self.n_before, first), *range(last, self.n_tensors)]
+
+    @cached_property
+    def early(self) -> Numbers:
+        """What tensors of the shorter graph stand for up to the first part; -1 last, for `None`."""
+        return np.array([*self.kept, -1], np.int64)
 
     @cached_property
     def short_node(self) -> int:
         """The number of the first part's first node in the shorter graph."""
-        return self.node - self.leafs[2:-1].size
+        return self.node - self.leafs[1:-1].size
 
     @cached_property
     def origins(self) -> list[int]:
         """For each tensor, the number in the shorter graph of what stands for it; -1 for the last, `None`."""
         origins = np.empty(self.n_tensors + 1, np.int64)
         origins[self.kept] = np.arange(len(self.kept))
-        origins[self.leafs[2:-1]] = origins[self.leafs[1]]
-        third, last = self.third
-        origins[third:last] = np.tile(origins[third - self.n_nodes : third], self.n_left_out)
+        origins[self.leafs[1:-1]] = origins[self.leafs[0]]
+        first, last = self.gap
+        origins[first:last] = np.tile(origins[self.node : first], self.n_left_out)
         origins[-1] = -1
         found: list[int] = origins.tolist()
         return found
@@ -96,21 +102,21 @@ class Repeats:
         """The number in the part before of each of the shorter graph's tensors; its own if it is common."""
         before = np.array([*range(len(self.kept)), -1], np.int64)
         before[self.short_node : self.short_node + KEPT * self.n_nodes] -= self.n_nodes
-        first, second, last = self.short_leafs
-        before[second], before[last] = first, second
+        first, last = self.short_leafs
+        before[last] = first
         return before
 
     @cached_property
     def short_leafs(self) -> list[list[int]]:
         """The parts' leafs in the shorter graph."""
-        return [[self.origins[i] for i in self.leafs[k].tolist()] for k in (0, 1, -1)]
+        return [[self.origins[i] for i in self.leafs[k].tolist()] for k in (0, -1)]
 
     def is_alike(self, *found: Sequence[Any]) -> bool:
-        """Whether the same was found for the first two parts' tensors, by number in the shorter graph."""
+        """Whether the same was found for both parts' tensors, by number in the shorter graph."""
         i, n = self.short_node, self.n_nodes
-        first, second, _ = self.short_leafs
+        first, last = self.short_leafs
         return all(
-            x[i : i + n] == x[i + n : i + 2 * n] and [x[k] for k in first] == [x[k] for k in second]
+            x[i : i + n] == x[i + n : i + 2 * n] and [x[k] for k in first] == [x[k] for k in last]
             for x in found
         )
 
@@ -127,9 +133,9 @@ class Repeats:
         return replace(self, n_nodes=2 * self.n_nodes, leafs=leafs, are_pairs=True)
 
     def window(self, order: Sequence[int]) -> tuple[int, int] | None:
-        """Return where in an order of the shorter graph's nodes those come that stand for the parts left out.
+        """Return where in an order of the shorter graph's nodes those of the last part come.
 
-        They follow what stands for the part before, in the same order.
+        They follow those of the first part, in the same order; so do those of all parts between them.
 
         Returns:
             The first and the end, equal if the order has no nodes of parts; `None` if it does not repeat.
@@ -148,34 +154,40 @@ class Repeats:
     def expand(self, order: Sequence[int]) -> list[int]:
         """Return the order of the graph's nodes, given one of the shorter graph's that repeats."""
         start, end = self.window(order) or (0, 0)
-        kept = np.array(self.kept, np.int64)
-        early, late = np.array(order[:end], np.int64), np.array(order[end:], np.int64)
-        # Before the parts left out, the last part is the third; after them, the first two are its neighbours.
-        n, lost = self.n_nodes, self.n_left_out * self.n_nodes
-        first = early - self.short_node
-        early_numbers = kept[early] - lost * ((first >= 2 * n) & (first < KEPT * n))
-        last = late - self.short_node
-        late_numbers = kept[late] + lost * ((last >= 0) & (last < 2 * n))
-        second = self.left_out(early[start:])
-        found: list[int] = np.concatenate([early_numbers, second.ravel(), late_numbers]).tolist()
+        numbers = np.array(order, np.int64)
+        between = self.left_out(numbers[start:end]).ravel()
+        parts = [self.early[numbers[:start]], between, self.late[numbers[start:]]]
+        found: list[int] = np.concatenate(parts).tolist()
         return found
 
-    def left_out(self, numbers: Numbers) -> Numbers:
-        """Return what tensors of the shorter graph stand for in the parts left out, a row for each part.
+    @cached_property
+    def late(self) -> Numbers:
+        """What tensors of the shorter graph stand for in the last part and behind it, by number.
 
-        Args:
-            numbers: Of tensors that the second part has or reads.
+        There, tensors of the first part stand for those of the part before the last.
+        """
+        late = self.early.copy()
+        late[self.short_node : self.short_node + self.n_nodes] += self.n_left_out * self.n_nodes
+        late[self.short_leafs[0]] = self.leafs[-2]
+        return late
+
+    def left_out(self, numbers: Numbers) -> Numbers:
+        """Return what the parts left out have or read where the last part does some tensors.
+
+        Returns:
+            Numbers, a row for each part.
         """
         return self._left_out[:, numbers]
 
     @cached_property
     def _left_out(self) -> Numbers:
-        found = np.tile(np.array([*self.kept, -1], np.int64), (self.n_left_out, 1))
+        found = np.tile(self.early, (self.n_left_out, 1))
         first, n = self.short_node, self.n_nodes
-        times = np.arange(1, self.n_left_out + 1)[:, None]
-        found[:, first : first + 2 * n] += times * n
-        for part, leafs in enumerate(self.short_leafs[:2]):
-            found[:, leafs] = self.leafs[part + 1 : part + 1 + self.n_left_out]
+        times = np.arange(self.n_left_out)[:, None]
+        found[:, first : first + n] += times * n
+        found[:, first + n : first + 2 * n] += (times - self.n_left_out) * n
+        before, own = self.short_leafs
+        found[:, before], found[:, own] = self.leafs[:-2], self.leafs[1:-1]
         return found
 
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ggmlb.core.context import Context
@@ -197,6 +197,8 @@ def stacks():
 
 @pytest.mark.filterwarnings("ignore:.*must be on one device:RuntimeWarning")
 @pytest.mark.parametrize("name", ["CPU", "LLVM", "fakes", "fake"])
+@example(m=Model(11, ("norm", "look", "look"), first_on=0))  # groups over the border of two parts
+@example(m=Model(8, ("norm", "norm", "look", "mix"), first_on=0))
 @given(m=models)
 def test_the_shorter_graph_finds_what_the_whole_one_does(stacks, name, m):
     compared(m, stacks[name])

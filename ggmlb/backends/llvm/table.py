@@ -73,7 +73,7 @@ class Made(NamedTuple):
 
 
 class Again(NamedTuple):
-    """Which items come again after `end`, in the same order.
+    """Which items come again before them, in the same order.
 
     Attributes:
         start, end: The first of them, and the end.
@@ -245,22 +245,25 @@ class Table:
         first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
         if not np.array_equal(repeats.before[second], first):
             raise Unlike
+        begins = self._starts_of(whole.memory())
+
+        def where(number: int) -> int:
+            buffer = whole.buffers[number]
+            return whole.offsets[number] + (0 if buffer is None else begins[buffer])
+
         more = np.tile(slots[at:after], (repeats.n_left_out, 1))
         operands = more[:, mine]
-        begins = self._starts_of(whole.memory())
         for i in np.flatnonzero((operands[0] != slots[before:at][mine]) & (first != second)):
-            others = repeats.left_out(second[i : i + 1]).ravel().tolist()
-            buffers = [whole.buffers[k] for k in others]
-            operands[:, i] = [
-                begins[b] + whole.offsets[k] for b, k in zip(buffers, others, strict=True) if b is not None
-            ]
-        if ((operands ^ operands[0]) & ALIGNED).any():
-            raise Unlike
+            operands[:, i] = [where(k) for k in repeats.left_out(second[i : i + 1]).ravel().tolist()]
         more[:, mine] = operands
+        late = np.flatnonzero(places[at:] < len(self._addresses)) + at
+        here = numbers[places[late]]
+        for i in np.flatnonzero(repeats.late[here] != repeats.early[here]):
+            slots[late[i]] = where(int(repeats.late[here[i]]))
+        if ((more ^ slots[at:after]) & ALIGNED).any():
+            raise Unlike
         self.results = repeats.expand(self.results)
-        return Again(start, end, repeats.n_left_out), np.concatenate(
-            [slots[:after], more.ravel(), slots[after:]]
-        )
+        return Again(start, end, repeats.n_left_out), np.concatenate([slots[:at], more.ravel(), slots[at:]])
 
     def _bind(self, found: Sequence[Lowered], again: Again, sizes: Ints, slots: Ints) -> None:
         """Write the table: the steps of items, some of which come again, with the slots of all."""

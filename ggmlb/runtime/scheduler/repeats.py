@@ -37,10 +37,10 @@ class ShortGraph(IndexedGraph):
         self.buffers = [graph.buffers[i] for i in kept]
         self.params = [graph.params[i] for i in kept]
         self.listed, self.unlisted = range(len(kept)), range(0)
-        self.n_leafs = graph.n_leafs - repeats.leafs[2:-1].size
+        self.n_leafs = graph.n_leafs - repeats.leafs[1:-1].size
         self.bases = [origins[graph.bases[i]] for i in kept]
         ends = [0, *accumulate(graph.n_sources)]
-        first, last = (i - graph.n_leafs for i in repeats.third)
+        first, last = (i - graph.n_leafs for i in repeats.gap)
         sources = graph.sources[: ends[first]] + graph.sources[ends[last] :]
         self.sources = [origins[s] for s in sources]
         self.n_sources = graph.n_sources[:first] + graph.n_sources[last:]
@@ -64,7 +64,7 @@ def find_repeats(graph: Signature) -> Repeats | None:
         return None
     longest = (ends - starts).argmax()
     start = _place_to_cut(reads, int(starts[longest]), n, n_before)
-    n_parts = int(ends[longest] - start) // n + 1
+    n_parts = (int(ends[longest]) - start + n - n // 4) // n  # with some nodes like theirs behind them
     if (n_parts - KEPT) * n < LEAST_LEFT_OUT:
         return None
     end = start + n_parts * n
@@ -95,7 +95,7 @@ def _place_to_cut(reads: Numbers, start: int, n: int, n_before: int) -> int:
         readers.setdefault(leaf, []).append(node)
     spans = [range(found[0] + 1, found[-1] + 1) for found in readers.values() if found[-1] - found[0] < n]
     parted = {place % n for span in spans for place in span}
-    return start + next((i % n for i in range(n // 2, n // 2 + n) if i % n not in parted), 0)
+    return start + next((i % n for i in range(n // 4, n // 4 + n) if i % n not in parted), 0)
 
 
 def _leafs_of_parts(reads: Numbers, node: int, n_before: int, n: int) -> Numbers | None:
@@ -112,13 +112,13 @@ def _leafs_of_parts(reads: Numbers, node: int, n_before: int, n: int) -> Numbers
     numbers = node + np.arange(n).repeat(reads.shape[1] // n)
     is_moved = (grown == n).all(axis=0) & (first >= n_before) & (first >= node - n) & (first < numbers)
     rest = ~common & ~is_moved
-    leafs = np.unique(reads[:, rest], axis=1)
-    common_reads = first[common]
+    leafs = np.array(sorted({*map(tuple, reads[:, rest].T.tolist())}), np.int64).reshape(-1, len(reads)).T
+    numbers_of, others = {*leafs.ravel().tolist()}, {*first[common].tolist()}
     fits = (
-        (common_reads < node).all()
-        and ((leafs >= 0) & (leafs < n_before)).all()
-        and np.unique(leafs).size == leafs.size
-        and not np.isin(common_reads, leafs).any()
+        max(others, default=-1) < node
+        and len(numbers_of) == leafs.size
+        and 0 <= min(numbers_of, default=0) <= max(numbers_of, default=0) < n_before
+        and not numbers_of & others
     )
     return leafs if fits else None
 

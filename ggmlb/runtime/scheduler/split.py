@@ -182,6 +182,7 @@ class Split:
     def whole(self, repeats: Repeats) -> Split:
         """Return the split of the graph, given that of its shorter graph."""
         whole = copy(self)
+        whole.marks = {}  # those there are tell of the shorter graph's clones
         whole.inputs = [item.whole(repeats) for item in self.inputs]
         for name in ("view_numbers", "numbers", "ordered", "order"):
             setattr(whole, name, repeats.expand(getattr(self, name)))

@@ -104,10 +104,11 @@ class _Finder:
         for node in reversed(self._nodes):  # the last node has the choice: a residual goes to the norm
             if node.op not in _LAST:
                 continue
-            known = self._marks.get(node)
-            if isinstance(known, Group) and self._still_fits(known):
-                self._taken.update(known.nodes)
-                found.append(known)
+            if self._marks:  # no other group was found where all were looked for
+                known = self._marks.get(node)
+                if isinstance(known, Group) and self._still_fits(known):
+                    self._taken.update(known.nodes)
+                    found.append(known)
                 continue
             for pattern in _patterns(node.op, *[None if s is None else s.op for s in node.src]):
                 group = self._match(pattern, node)
