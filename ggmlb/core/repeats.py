@@ -111,6 +111,11 @@ class Repeats:
         """The parts' leafs in the shorter graph."""
         return [[self.origins[i] for i in self.leafs[k].tolist()] for k in (0, -1)]
 
+    def is_common(self, number: int) -> bool:
+        """Whether all parts that read a tensor of the shorter graph read the same, not one each."""
+        first, n = self.short_node, self.n_nodes
+        return not first - n <= number < first + KEPT * n and bool(self.before[number] == number)
+
     def is_alike(self, *found: Sequence[Any]) -> bool:
         """Whether the same was found for both parts' tensors, by number in the shorter graph."""
         i, n = self.short_node, self.n_nodes

@@ -199,6 +199,7 @@ def stacks():
 @pytest.mark.parametrize("name", ["CPU", "LLVM", "fakes", "fake"])
 @example(m=Model(11, ("norm", "look", "look"), first_on=0))  # groups over the border of two parts
 @example(m=Model(8, ("norm", "norm", "look", "mix"), first_on=0))
+@example(m=Model(12, ("norm", "norm", "keep"), "flag", 0, first_on=0))  # the first part reads a copy
 @given(m=models)
 def test_the_shorter_graph_finds_what_the_whole_one_does(stacks, name, m):
     compared(m, stacks[name])
