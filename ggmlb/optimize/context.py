@@ -77,13 +77,14 @@ class OptContext(Closeable):
     Args:
         scheduler: Computes the graphs. With accumulation there are two, which alternate: give
             `keep_graphs=True`, and none is planned again.
-        inputs: Leafs for a batch of data; the outermost dimension of each counts data points, or their parts.
+        inputs: Leafs for a batch of data: the data points of a batch lie one after the other in each.
         outputs: What the loss is made of.
         loss_type: See `LossType`; by its name, too.
         optimizer: Hyperparameters, or a function that returns those of each step.
         opt_period: Batches whose gradients are added up before a step.
         class_labels: Labels are the numbers of classes (integers), as PyTorch's `cross_entropy` takes them,
             instead of probabilities.
+        n_batch: Data points of a batch; by default the first input's outermost extent above 1.
         seed: Of the orders of data.
 
     Attributes:
@@ -96,7 +97,7 @@ class OptContext(Closeable):
         params: The parameters, by name; `param_0` and so on for those without, or with a name used before.
         optimizer: Hyperparameters of the last step, or of the first.
         iteration: Steps that were taken.
-        n_batch: Data points of a batch.
+        n_batch: As given.
         rng: Shuffles data.
 
     Raises:
@@ -117,6 +118,7 @@ class OptContext(Closeable):
         *,
         opt_period: int = 1,
         class_labels: bool = False,
+        n_batch: int | None = None,
         seed: int = 0,
     ) -> None:
         if opt_period < 1:
@@ -124,7 +126,7 @@ class OptContext(Closeable):
         self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         self.outputs = outputs
         self.opt_period = opt_period
-        self.n_batch = self.inputs[0].ne[self.inputs[0].n_dims - 1]
+        self.n_batch = n_batch or outermost(self.inputs[0])
         self.rng = np.random.default_rng(seed)
         self.iteration = 0
         self._n_accumulated = 0
@@ -226,8 +228,13 @@ class OptContext(Closeable):
 
     @property
     def graph(self) -> Graph:
-        """The graph that `alloc` placed, to look at."""
+        """The graph that `alloc` placed last, to look at."""
         return self._graph
+
+    @property
+    def training_graph(self) -> Graph:
+        """The graph that trains, with its steps unless gradients are accumulated."""
+        return self._training
 
     def grad_acc(self, param: Tensor) -> Tensor | None:
         """Return what accumulates a parameter's gradient; `None` without accumulation (ggml_opt_grad_acc)."""
@@ -452,6 +459,11 @@ class OptContext(Closeable):
     def __repr__(self) -> str:
         n = sum(param.n_elements for param in self.params.values())
         return f"<OptContext of {len(self.params)} parameters, {n:,} elements: {self.optimizer}>"
+
+
+def outermost(tensor: Tensor) -> int:
+    """Return the outermost extent above 1."""
+    return tensor.ne[tensor.n_dims - 1]
 
 
 def _named(params: Iterable[Tensor]) -> dict[str, Tensor]:

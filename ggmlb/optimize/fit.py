@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ggmlb import Scheduler, Tensor
 from ggmlb.core.errors import ArgumentError
-from ggmlb.optimize.context import LossType, OptContext, Schedule
+from ggmlb.optimize.context import LossType, OptContext, Schedule, outermost
 from ggmlb.optimize.dataset import Dataset
 from ggmlb.optimize.optimizers import AdamW, Optimizer
 from ggmlb.optimize.result import Callback, Epoch
@@ -24,14 +24,15 @@ def fit(
     n_batch_logical: int | None = None,
     val_split: float = 0.0,
     class_labels: bool = False,
+    n_batch: int | None = None,
     callback: Callback | None = None,
     seed: int = 0,
 ) -> list[Epoch]:
     """Train a graph's parameters with a data set, which is shuffled before each epoch (ggml_opt_fit).
 
     Args:
-        scheduler: As for `OptContext`; so are `inputs`, `outputs`, `loss_type`, `optimizer`, `class_labels`
-            and `seed`.
+        scheduler: As for `OptContext`; so are `inputs`, `outputs`, `loss_type`, `optimizer`, `class_labels`,
+            `n_batch` and `seed`.
         inputs: Leafs for a batch of data.
         outputs: What the loss is made of.
         dataset: Data and labels.
@@ -41,6 +42,7 @@ def fit(
         n_batch_logical: Data points between steps, a multiple of those of a batch; by default a batch.
         val_split: Share of the data points, the last ones, that measure and do not train; from 0 to below 1.
         class_labels: Whether labels are numbers of classes.
+        n_batch: Data points of a batch.
         callback: Called after each batch; `False` ends the training.
         seed: Of the orders of data.
 
@@ -51,13 +53,12 @@ def fit(
         ArgumentError: An argument is out of range.
         Error: As `OptContext`.
     """
-    first = inputs if isinstance(inputs, Tensor) else inputs[0]
-    n_batch = first.ne[first.n_dims - 1]
+    n_batch = n_batch or outermost(inputs if isinstance(inputs, Tensor) else inputs[0])
     logical = n_batch if n_batch_logical is None else n_batch_logical
     if logical < n_batch or logical % n_batch:
         raise ArgumentError(f"fit: n_batch_logical is {logical}; give a multiple of {n_batch}, a batch")
     with OptContext(
         scheduler, inputs, outputs, loss_type, optimizer,
-        opt_period=logical // n_batch, class_labels=class_labels, seed=seed,
+        opt_period=logical // n_batch, class_labels=class_labels, n_batch=n_batch, seed=seed,
     ) as opt:  # fmt: skip
         return opt.fit(dataset, n_epochs, val_split, callback)

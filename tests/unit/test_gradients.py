@@ -222,3 +222,13 @@ def test_nothing_flows_through_steps() -> None:
     x = c.set_param(c.new_tensor("f32", 4))
     graph = Graph().build_forward_expand(c.set_loss(c.sum(c.step(x)))).build_backward_expand(c)
     assert graph.grad(x) is None
+
+
+@pytest.mark.parametrize("device", ["CPU", "LLVM", "OpenCL0"])
+def test_rows_of_one_element_take_the_same_scalar(device: str) -> None:
+    """Rows that a device may see as one; there is but one number beside them."""
+    c = Context()
+    x, s = c.new_tensor("f32", (1, 5, 2), name="x"), c.new_tensor("f32", 1, name="s")
+    rows = np.arange(10).reshape(2, 5, 1)
+    product, repeated = ggmlb.evaluate([c.mul(x, s), c.repeat(s, x)], {x: rows, s: [3]}, device)
+    assert np.array_equal(product, 3 * rows) and np.array_equal(repeated, np.full(rows.shape, 3))

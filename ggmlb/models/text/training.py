@@ -127,7 +127,7 @@ class Training(Closeable):
             self.scheduler = resources.enter_context(Scheduler(backends, keep_graphs=True))
             self.opt = OptContext(
                 self.scheduler, graph.ids, graph.logits, "cross_entropy", optimizer,
-                opt_period=opt_period, class_labels=True, seed=seed,
+                opt_period=opt_period, class_labels=True, n_batch=graph.ids.ne[1], seed=seed,
             )  # fmt: skip
             resources.enter_context(self.opt)
             self._resources = resources.pop_all()

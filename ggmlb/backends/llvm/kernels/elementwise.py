@@ -77,6 +77,11 @@ def _leaky(k: Kernel, x: Value, slope: Value) -> Value:
     return k.select(x > 0.0, x, k.select(x < 0.0, x * slope, 0.0))
 
 
+def _silu_back(k: Kernel, dy: Value, x: Value) -> Value:
+    s = sigmoid(k, x)
+    return dy * (s * (x * (1.0 - s) + 1.0))
+
+
 def _round(k: Kernel, x: Value) -> Value:
     return k.generic("round", x)
 
@@ -113,6 +118,7 @@ FUNCTIONS: dict[str, Function] = {
     "clamp": lambda k, x, low, high: k.maximum(k.minimum(x, high), low),
     "leaky_relu": _leaky,
     "copy": lambda k, x: x,
+    "fill": lambda k, x, value: value,
 }
 """By ggml's name in small letters."""
 
@@ -121,6 +127,7 @@ PAIRS: dict[str, Function] = {
     "sub": lambda k, x, y: x - y,
     "mul": lambda k, x, y: x * y,
     "div": lambda k, x, y: x / y,
+    "silu_back": _silu_back,
 }
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.kernels.walk import Row
 
 
-def _sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> Value:
+def row_sum(k: Kernel, row: Row, term: Callable[[Value, Value | None], Value]) -> Value:
     """The sum over the row of `term(i, mask)`, which is 0 where the mask is not set."""
     n, turns = k.level.lanes, 4
     sums = [k.variable(k.const(vec(F32, n), 0)) for _ in range(turns)]
@@ -59,7 +59,7 @@ def normalise(
         count = row.n.to_float()
         mean = k.const(F32, 0)
         if kind == "norm":
-            mean = _sum(k, row, x) / count
+            mean = row_sum(k, row, x) / count
         shift = mean.splat(n)
 
         def square(i: Value, mask: Value | None) -> Value:
@@ -70,7 +70,7 @@ def normalise(
                     value = k.select(mask, value, 0.0)
             return value * value
 
-        squares = _sum(k, row, square)
+        squares = row_sum(k, row, square)
         if kind == "l2_norm":
             factor = 1.0 / k.maximum(k.generic("sqrt", squares), eps)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.rules import FLOATS, RESULT, in_rows, operands
+from ggmlb.backends.common.rules import FLOATS, RESULT, Condition, in_rows, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import elementwise
 from ggmlb.backends.llvm.lowering.rules import RULES, name
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PARAMS: dict[str, tuple[str, ...]] = {
     "scale": ("scale", "bias"),
     "clamp": ("min", "max"),
+    "fill": ("value",),
     "leaky_relu": ("negative_slope",),
     "xielu": ("alpha_n", "alpha_p", "beta", "eps"),
 }
@@ -51,7 +52,7 @@ def _is_known(node: Tensor) -> str | None:
 
 
 @RULES.rule(
-    (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU),
+    (Op.UNARY, Op.SQR, Op.SQRT, Op.LOG, Op.SIN, Op.COS, Op.SCALE, Op.CLAMP, Op.LEAKY_RELU, Op.FILL),
     _is_known,
     operands(FLOATS),
     in_rows(0, RESULT),
@@ -67,15 +68,20 @@ def _unary(node: Tensor, steps: Steps) -> None:
 _TWO = operands(FLOATS, FLOATS), in_rows(0, 1, RESULT)
 
 
-def _repeats_one(node: Tensor) -> str | None:
-    b = node.operand(1)
-    for n, m in zip(b.ne, node.ne, strict=True):
-        if n not in (1, m):
-            return f"{b.describe()} repeats over {node.describe()}: only extents of 1 do"
-    return None
+def repeats_one(i: int) -> Condition:
+    """Condition that an operand is repeated along dimensions of one element only."""
+
+    def check(node: Tensor) -> str | None:
+        b = node.operand(i)
+        for n, m in zip(b.ne, node.ne, strict=True):
+            if n not in (1, m):
+                return f"{b.describe()} repeats over {node.describe()}: only extents of 1 do"
+        return None
+
+    return check
 
 
-@RULES.rule((Op.ADD, Op.SUB, Op.MUL, Op.DIV), *_TWO, _repeats_one)
+@RULES.rule((Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.SILU_BACK), *_TWO, repeats_one(1))
 def _binary(node: Tensor, steps: Steps) -> None:
     a, b = node.operand(0), node.operand(1)
     one = b.ne[0] == 1 and node.ne[0] > 1

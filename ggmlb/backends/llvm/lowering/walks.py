@@ -57,13 +57,16 @@ def walk(
 
 
 def _strides(operand: Tensor | Mem, ne: Ne) -> Sequence[int]:
-    """Return the strides of a walk [bytes]: 0 where one element is repeated."""
+    """Return the strides of a walk [bytes]: 0 where one element is repeated, but not within a row of one."""
     nb = operand.nb
     if operand.ne[0] == 1:  # its own stride is never taken; as a whole row's, such rows may be joined by it
         nb = (operand.dtype.type_size, *nb[1:])
     if operand.ne == ne:
         return nb
-    return [0 if n == 1 else b for n, b in zip(operand.ne, nb, strict=True)]
+    first = nb[0] if ne[0] == 1 else 0  # by which such rows are not joined to one that is longer than memory
+    return [first if operand.ne[0] == 1 else nb[0]] + [
+        0 if n == 1 else b for n, b in zip(operand.ne[1:], nb[1:], strict=True)
+    ]
 
 
 def past_caches(node: Tensor, steps: Steps) -> bool:
