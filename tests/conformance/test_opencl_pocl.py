@@ -1,13 +1,21 @@
-"""PoCL on a processor that its compiler does not know: posed by the name that it would then have."""
+"""PoCL: programs built quickly; a processor that its compiler does not know, posed by its name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
+from typing import TYPE_CHECKING
 
 import pytest
 
+from ggmlb import Context, DType
+from ggmlb.backends import gpu
+from tests.support.gpus import OPENCL, device_fixture
 from tests.support.processes import python
+
+if TYPE_CHECKING:
+    from ggmlb.backends.opencl.device import OpenClDevice
 
 pytest.importorskip("pyopencl", reason="needs pyopencl: pip install 'ggmlb[opencl]'")
 
@@ -104,3 +112,34 @@ with patch.object(pocl, "is_of_unknown_processor", return_value=True), \\
 def test_a_device_that_builds_nothing_is_listed_with_the_reason(run) -> None:
     done = run(UNNAMED)
     assert done.returncode == 0, done.stderr
+
+
+device = device_fixture(OPENCL)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "a declaration"])
+def test_a_program_is_built_quickly_and_else_as_others_are(
+    device: OpenClDevice, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ggmlb.backends.opencl import pocl, program
+
+    if not pocl.is_pocl(device.cl_device.platform):
+        pytest.skip("needs PoCL")
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    if missing == "a declaration":
+        unknown = "DEVICE_FN float unknown(float x) { return cbrt(x); }\n"
+        monkeypatch.setattr(program, "source", lambda *args, **flags: gpu.source(*args, **flags) + unknown)
+    built: list[bool] = []
+    compiled = program.Programs._compile
+
+    def compile_(self: object, text: str, options: list[str]) -> object:
+        built.append("-DOWN_BUILTINS" in options)
+        return compiled(self, text, options)
+
+    monkeypatch.setattr(program.Programs, "_compile", compile_)
+    ctx = Context()
+    launches = gpu.lower(ctx.relu(ctx.new_tensor(DType.F32, (8, 8))), gpu.Target(True, 2, 1))
+    ((_, kernel),) = program.Programs(device.context, device.cl_device, "x").borrow(launches, True)
+    assert kernel.function_name == "map"
+    assert built == ([True] if missing == "nothing" else [True, False])
+    assert not list(tmp_path.rglob("*.bin"))

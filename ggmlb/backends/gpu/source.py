@@ -92,13 +92,22 @@ def _param(kernel: str, text: str) -> Param:
 
 
 @cache
-def source(kernel: Kernel, language: Language) -> str:
+def source(kernel: Kernel, language: Language, *, outlined: bool = False) -> str:
     """Return the whole text of one kernel for a compiler: the language's prelude, the headers, its file.
 
     The file's other kernels are left out: they need not compile with this one's macros.
+
+    Args:
+        kernel: The kernel.
+        language: The compiler's language.
+        outlined: In OpenCL, for groups of one work-item: the kernel calls a function that has its body, so
+            that a compiler that copies kernels (PoCL: three times) compiles it once.
     """
     text = _assembled(kernel, f"prelude_{language}.h")
-    return _with_packed_args(kernel, text) if language == "opencl" else text
+    if language != "opencl":
+        return text
+    text = _with_packed_args(kernel, text, outlined)
+    return f"#define OUTLINED\n{text}" if outlined else text
 
 
 @cache
@@ -111,7 +120,7 @@ def packed_args(kernel: Kernel) -> struct.Struct:
     return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
 
-def _with_packed_args(kernel: Kernel, text: str) -> str:
+def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
     """Declare `args_t_`, and make it the last parameter of the kernel instead of numbers."""
     members = " ".join(f"{_PACKED[p.kind][0]} {p.name};" for p in kernel.params)
     if packed_args(kernel).format.endswith("4x"):  # all members are of 4 or 8 bytes
@@ -121,11 +130,19 @@ def _with_packed_args(kernel: Kernel, text: str) -> str:
         for p in kernel.params
     )
 
+    buffers = [p.name for p in kernel.params if p.kind == "tensor"]
+
     def head(match: re.Match[str]) -> str:
-        buffers = [p for p in match[2].split(",") if p.endswith(")")]
+        declared = ",".join(p for p in match[2].split(",") if p.endswith(")"))
+        entry = f"KERNEL {match[1]}({declared}, const args_t_ args_)\n{{\n"
+        start = f"typedef struct {{ {members} }} args_t_;\n"
+        if not outlined:
+            return f"{start}{entry}    {unpack}\n"
+        given = "".join(f"{name}_buf, " for name in buffers)
         return (
-            f"typedef struct {{ {members} }} args_t_;\n"
-            f"KERNEL {match[1]}({','.join(buffers)}, const args_t_ args_)\n{{\n    {unpack}\n"
+            f"{start}BODY({declared});\n"
+            f"{entry}    body_({given}&args_, GROUP_ARGS_);\n}}\n"
+            f"BODY({declared})\n{{\n    const args_t_ args_ = *given_;\n    {unpack}\n"
         )
 
     return _HEAD.sub(head, text)

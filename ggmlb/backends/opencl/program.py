@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pyopencl as cl
 
 from ggmlb.backends.gpu import Defines, Kernel, Launch, source
+from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.cache import Entry
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.system import progress
@@ -24,6 +28,7 @@ class Programs:
         self._context = context
         self._device = device
         self._name = name
+        self._is_pocl = pocl.is_pocl(device.platform)
         self._building = threading.Lock()
         self._built: dict[_Key, cl.Program] = {}
         self._idle: dict[_Key, list[cl.Kernel]] = {}
@@ -54,21 +59,38 @@ class Programs:
         with self._building, progress.task(about, len(keys)) as task, warnings.catch_warnings():
             # What compilers say of programs that they built: PoCL and Intel's write a log of no messages.
             warnings.simplefilter("ignore", cl.CompilerWarning)
-            for key in keys:
-                if key not in self._built:
-                    task.step(key[0].name)
-                    with cl_errors(f"build kernel {key[0].name} with {dict(key[1])}"):
-                        self._built[key] = self._build(key)
+
+            def build(key: _Key) -> None:
+                task.step(key[0].name)
+                with cl_errors(f"build kernel {key[0].name} with {dict(key[1])}"):
+                    self._built[key] = self._build(key)
+
+            missing = [key for key in keys if key not in self._built]
+            if len(missing) < 2 or self._is_pocl:  # one of PoCL's contexts compiles one program at a time
+                for key in missing:
+                    build(key)
+            else:
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    list(pool.map(build, missing))
 
     def _build(self, key: _Key) -> cl.Program:
         kernel, defines, wg, on_cpu = key
         options = ["-w", "-cl-std=CL1.2", f"-DWG={wg}", *(f"-D{name}={value}" for name, value in defines)]
         if on_cpu:
             options.append("-DON_CPU")
+        if self._is_pocl:
+            text = source(kernel, "opencl", outlined=wg == 1)
+            with suppress(cl.RuntimeError):  # of another version of PoCL
+                return self._compile(text, [*options, *pocl.QUICK_OPTIONS])
+            return self._compile(text, options)
         text = source(kernel, "opencl")
         entry = Entry(self._device, text, options)
         program = entry.load(self._context, options)
         if program is None:
-            program = cl.Program(self._context, text).build(options, devices=[self._device])
+            program = self._compile(text, options)
             entry.save(program)
+        return program
+
+    def _compile(self, text: str, options: Sequence[str]) -> cl.Program:
+        program: cl.Program = cl.Program(self._context, text).build(options, devices=[self._device])
         return program

@@ -4,20 +4,40 @@
    row to itself, the compiler vectorises its loops, and ON_CPU is defined. LANES, another power of two, is defined
    where less than a group has a row.
    PoCL before 4.0 never inlines its builtin functions: with ON_CPU the common ones are spelled out. */
+#ifdef OWN_BUILTINS
+#include "builtins.h"
+#endif
 #pragma OPENCL FP_CONTRACT ON
 
 #define KERNEL       __kernel __attribute__((reqd_work_group_size(WG, 1, 1))) void
 #define DEVICE_FN    static inline
 #define GLOBAL       __global
 #define CGLOBAL      __global const
-#define LOCAL        __local
 #define CONSTANT     __constant
-#define LOCAL_ARRAY(T, name, n) __local T name[n]
+#if WG == 1
+#define LOCAL_ID     0
+#define BARRIER()
+#define BARRIER_ALL()
+#else
 #define LOCAL_ID     ((int)get_local_id(0))
-#define GROUP_ID(d)  ((int)get_group_id(d))
-#define NUM_GROUPS(d) ((int)get_num_groups(d))
 #define BARRIER()    barrier(CLK_LOCAL_MEM_FENCE)
 #define BARRIER_ALL() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
+#endif
+/* The body may be a function of its own (source.py): of one work-item, whose local memory is its own, too. */
+#ifdef OUTLINED
+#define LOCAL
+#define GROUP_ID(d)  group_##d##_
+#define NUM_GROUPS(d) n_groups_##d##_
+#define BODY(...) static __attribute__((noinline)) void body_(__VA_ARGS__, const args_t_ *given_, \
+    int group_0_, int group_1_, int group_2_, int n_groups_0_, int n_groups_1_, int n_groups_2_)
+#define GROUP_ARGS_ (int)get_group_id(0), (int)get_group_id(1), (int)get_group_id(2), \
+    (int)get_num_groups(0), (int)get_num_groups(1), (int)get_num_groups(2)
+#else
+#define LOCAL        __local
+#define GROUP_ID(d)  ((int)get_group_id(d))
+#define NUM_GROUPS(d) ((int)get_num_groups(d))
+#endif
+#define LOCAL_ARRAY(T, name, n) LOCAL T name[n]
 #define UNROLL       __attribute__((opencl_unroll_hint))
 #define IS_FIRST_TO_SET(p) (atomic_cmpxchg((volatile GLOBAL int *)(p), 0, 1) == 0)
 
@@ -53,9 +73,9 @@ DEVICE_FN float PRODUCT(float a, float b)     /* rounded by itself, before anyth
 typedef float f8u_ __attribute__((ext_vector_type(8), aligned(4)));
 typedef uchar u8u_ __attribute__((ext_vector_type(8), aligned(1)));
 #define LOAD8(p)      ((float8)(*(const __global f8u_ *)(p)))
-#define LOAD8_L(p)    ((float8)(*(const __local f8u_ *)(p)))
+#define LOAD8_L(p)    ((float8)(*(const LOCAL f8u_ *)(p)))
 #define STORE8(p, v)  (*(__global f8u_ *)(p) = (v))
-#define STORE8_L(p, v) (*(__local f8u_ *)(p) = (v))
+#define STORE8_L(p, v) (*(LOCAL f8u_ *)(p) = (v))
 #define LOAD_U8(p)    ((uchar8)(*(const __global u8u_ *)(p)))
 #define F8_FROM_U8(q) __builtin_convertvector(__builtin_convertvector((q), int8), float8)
 #define F8_FROM_I8(q) __builtin_convertvector(__builtin_convertvector(__builtin_astype((q), char8), int8), float8)
