@@ -141,7 +141,7 @@ def _with_packed_args(kernel: Kernel, text: str, outlined: bool) -> str:
         given = "".join(f"{name}_buf, " for name in buffers)
         return (
             f"{start}BODY({declared});\n"
-            f"{entry}    body_({given}&args_, GROUP_ARGS_);\n}}\n"
+            f"{entry}    body_({given}&args_, IDS_);\n}}\n"
             f"BODY({declared})\n{{\n    const args_t_ args_ = *given_;\n    {unpack}\n"
         )
 

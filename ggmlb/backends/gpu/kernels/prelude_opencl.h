@@ -14,30 +14,29 @@
 #define GLOBAL       __global
 #define CGLOBAL      __global const
 #define CONSTANT     __constant
-#if WG == 1
-#define LOCAL_ID     0
-#define BARRIER()
-#define BARRIER_ALL()
-#else
-#define LOCAL_ID     ((int)get_local_id(0))
-#define BARRIER()    barrier(CLK_LOCAL_MEM_FENCE)
-#define BARRIER_ALL() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
-#endif
-/* The body may be a function of its own (source.py): of one work-item, whose local memory is its own, too. */
+/* The body may be a function of its own (source.py), for groups of one work-item: then local memory is its own, too.
+   PoCL is told late that its place is 0, as in a kernel: with loops known to begin at 0, attention is a tenth slower. */
 #ifdef OUTLINED
+enum { local_id_ = 0 };
 #define LOCAL
+#define LOCAL_ID     local_id_
 #define GROUP_ID(d)  group_##d##_
 #define NUM_GROUPS(d) n_groups_##d##_
-#define BODY(...) static __attribute__((noinline)) void body_(__VA_ARGS__, const args_t_ *given_, \
+#define BARRIER()
+#define BARRIER_ALL()
+#define BODY(...) static __attribute__((noinline)) void body_(__VA_ARGS__, const args_t_ *given_, int local_id_, \
     int group_0_, int group_1_, int group_2_, int n_groups_0_, int n_groups_1_, int n_groups_2_)
-#define GROUP_ARGS_ (int)get_group_id(0), (int)get_group_id(1), (int)get_group_id(2), \
+#define IDS_ (int)get_local_id(0), (int)get_group_id(0), (int)get_group_id(1), (int)get_group_id(2), \
     (int)get_num_groups(0), (int)get_num_groups(1), (int)get_num_groups(2)
 #else
 #define LOCAL        __local
+#define LOCAL_ID     ((int)get_local_id(0))
 #define GROUP_ID(d)  ((int)get_group_id(d))
 #define NUM_GROUPS(d) ((int)get_num_groups(d))
+#define BARRIER()    barrier(CLK_LOCAL_MEM_FENCE)
+#define BARRIER_ALL() barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)
 #endif
-#define LOCAL_ARRAY(T, name, n) LOCAL T name[n]
+#define LOCAL_ARRAY(T, name, n) LOCAL T name[n] __attribute__((aligned(64)))
 #define UNROLL       __attribute__((opencl_unroll_hint))
 #define IS_FIRST_TO_SET(p) (atomic_cmpxchg((volatile GLOBAL int *)(p), 0, 1) == 0)
 
