@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from ggmlb.testing.run import Task
 
 
+MOST_JOBS = 4
+"""Most processes unless the user asks for more: they share a device and its memory."""
+
+MANY = 24
+"""Families of cases for which another process is worth its start."""
+
+
 class Mode(str, Enum):
     """What is tested."""
 
@@ -95,8 +102,15 @@ def test(
     ] = None,
     html: HtmlOption = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Number of processes; perf always uses one.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            help="Number of processes; perf always uses one. By default one for each core, at most 4, where "
+            "there is much to do.",
+        ),
+    ] = None,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Most cases of an op; 0 for all. The first differ most.")
     ] = 0,
@@ -136,7 +150,7 @@ def test(
     from ggmlb.testing.run import ALL, selections, tasks
 
     modes = ALL if mode is Mode.all else (mode.value,)
-    if address is not None and jobs > 1:
+    if address is not None and jobs is not None and jobs > 1:
         raise typer.BadParameter("--address: a connection belongs to one process; leave out --jobs")
     try:
         names = _devices(devices)
@@ -153,6 +167,8 @@ def test(
         with _opened(output, "a"):  # before the work, which may take long
             pass
     work = [task for name in names for one in selected for task in tasks(device_named(name), one)]
+    if jobs is None:
+        jobs = 1 if address is not None else max(1, min(MOST_JOBS, os.cpu_count() or 1, len(work) // MANY))
     if only_list:
         for task in work:
             plain.echo("\n".join(f"{task.mode} {i}" if mode is Mode.all else i for i in task.ids))
