@@ -1,6 +1,6 @@
 """Run ggmlb on an OpenCL runtime: golden programs, the conformance kit's behaviour, and a text embedder.
 
-    python -m scripts.test_opencl pocl|intel|rusticl|oclgrind [-k REGEX] [-j N] [--sample]
+    python -m scripts.test_opencl pocl|pocl6|intel|rusticl|rusticl25|oclgrind [-k REGEX] [-j N] [--sample]
 
 The runtime is installed in `build/opencl`, and no other program sees it. All programs that the device claims
 run with the work split of GPUs, where the work-items of a group share rows and local memory, and with that of
@@ -31,7 +31,7 @@ import ggmlb
 from ggmlb.testing.perf import flops, moved_nbytes
 from ggmlb.testing.programs import Case
 from tests.support.golden import CASES, first_of_their_kind, wrong
-from tests.support.opencl_runtimes import FOLDER, ROOT, RUNTIMES, environment
+from tests.support.opencl_runtimes import FOLDER, ROOT, RUNTIMES, environment, interpreter
 from tests.support.outcomes import FAILED, OK, UNSUPPORTED, Outcome, Progress, run
 
 RACE = """
@@ -97,7 +97,7 @@ class Worker:
         handle, log = tempfile.mkstemp(suffix=f".{name}")
         os.close(handle)
         self._log = Path(log)
-        self._command = [sys.executable, __file__, name, "--work", split, log]
+        self._command = [interpreter(name), __file__, name, "--work", split, log]
         self._env = {**env, "OCLGRIND_LOG": log}
         self._process = self._start()
 
@@ -155,9 +155,9 @@ def golden(name: str, split: str, chosen: list[str], jobs: int, env: dict[str, s
     return not failed and progress.counts[OK] > 0
 
 
-def behaviour(env: dict[str, str]) -> bool:
+def behaviour(name: str, env: dict[str, str]) -> bool:
     """Run the kit's mode; return whether it passed."""
-    kit = [sys.executable, "-m", "ggmlb", "test", "-d", "OpenCL0", "--mode", "behaviour"]
+    kit = [interpreter(name), "-m", "ggmlb", "test", "-d", "OpenCL0", "--mode", "behaviour", "-j", "1"]
     return subprocess.run(kit, env=env).returncode == 0
 
 
@@ -200,8 +200,8 @@ def main() -> int:
     splits = RUNTIMES[name].splits[: 1 if options.sample else None]
     passed = [golden(name, split, chosen, options.jobs, env) for split in splits]
     if not options.sample and not options.cases:
-        passed.append(behaviour(env))
-        passed.append(subprocess.run([sys.executable, __file__, name, "--embed"], env=env).returncode == 0)
+        passed.append(behaviour(name, env))
+        passed.append(subprocess.run([interpreter(name), __file__, name, "--embed"], env=env).returncode == 0)
     return 0 if all(passed) else 1
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build/opencl"
 DEBIAN = "usr/lib/x86_64-linux-gnu"
+KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 INTEL = ("intel-opencl-rt==2026.2.0", "intel-cmplr-lib-rt==2026.2.0", "tbb==2023.2.0")
 
 
@@ -32,6 +33,7 @@ class Runtime:
         env: What else its processes need.
         splits: The work splits that are tested on it.
         finds_races: Whether it writes races between work-items to the log that OCLGRIND_LOG names.
+        release: The Debian release whose C library it needs; empty for this system's.
     """
 
     says: str
@@ -41,6 +43,7 @@ class Runtime:
     env: Mapping[str, str] = field(default_factory=dict)
     splits: tuple[str, ...] = ("gpu", "cpu")
     finds_races: bool = False
+    release: str = ""
 
 
 def _run(*command: str | Path, cwd: Path = ROOT) -> None:
@@ -83,6 +86,48 @@ def _by_apt(*packages: str, needs: tuple[str, ...] = ()) -> Callable[[Path], Non
     return install
 
 
+def _by_release(release: str, *packages: str) -> Callable[[Path], None]:
+    """Return what unpacks packages of another release of Debian, with all they need, C library included."""
+
+    def install(folder: Path) -> None:
+        if not shutil.which("apt-get"):
+            raise RuntimeError(f"it is unpacked from Debian's packages {', '.join(packages)}: needs apt-get")
+        form = ("apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages")
+        known = subprocess.run(form, capture_output=True, text=True).stdout.split()
+        if not known:
+            raise RuntimeError("apt-get knows no mirror of Debian's")
+        apt = folder / "apt"
+        for made in ("lists/partial", "cache/archives/partial"):
+            (apt / made).mkdir(parents=True)
+        (apt / "status").touch()
+        (apt / "sources.list").write_text(f"deb [signed-by={KEYS}] {known[0]} {release} main\n")
+        facts = {
+            "Dir::Etc::sourcelist": apt / "sources.list",
+            "Dir::Etc::sourceparts": "-",
+            "Dir::State::lists": apt / "lists",
+            "Dir::State::status": apt / "status",
+            "Dir::Cache": apt / "cache",
+            "APT::Sandbox::User": "root",
+        }
+        options = [word for fact, value in facts.items() for word in ("-o", f"{fact}={value}")]
+        _run("apt-get", *options, "update", "-qq")
+        wanted = ("install", "-y", "-qq", "--no-install-recommends", "--download-only", *packages)
+        _run("apt-get", *options, *wanted)
+        for archive in (apt / "cache/archives").glob("*.deb"):
+            _run("dpkg", "-x", archive, folder)
+        shutil.rmtree(apt)
+        (folder / "usr/lib/lib").symlink_to("llvm-19/lib")  # where Mesa looks for the headers of its compiler
+        loader, python = folder / "usr/lib64/ld-linux-x86-64.so.2", Path(sys.executable)
+        script = folder / "python"
+        script.write_text(
+            f"#!/bin/sh\nexec {loader} --library-path {folder / DEBIAN} --argv0 {python} {python.resolve()} "
+            '"$@"\n'
+        )
+        script.chmod(0o755)
+
+    return install
+
+
 RUNTIMES = {
     "pocl": Runtime("Portable Computing Language"),
     "intel": Runtime("Intel(R) OpenCL", _by_pip(*INTEL), "lib/libintelocl.so", "lib"),
@@ -96,6 +141,20 @@ RUNTIMES = {
         f"{DEBIAN}/libRusticlOpenCL.so.1",
         DEBIAN,
         {"RUSTICL_ENABLE": "llvmpipe"},
+    ),
+    "pocl6": Runtime(
+        "Portable Computing Language",
+        _by_release("trixie", "pocl-opencl-icd"),
+        f"{DEBIAN}/libpocl.so.2",
+        release="trixie",
+        env={"POCL_DEVICES": "cpu"},  # PyOpenCL's knows none of that name
+    ),
+    "rusticl25": Runtime(
+        "rusticl",
+        _by_release("trixie", "mesa-opencl-icd"),
+        f"{DEBIAN}/libRusticlOpenCL.so.1",
+        release="trixie",
+        env={"RUSTICL_ENABLE": "llvmpipe"},
     ),
     "oclgrind": Runtime(
         "Oclgrind",
@@ -128,6 +187,14 @@ def environment(name: str) -> dict[str, str]:
         if runtime.library:
             (vendors / f"{name}.icd").write_text(f"{folder / runtime.library}\n")
     env = {"OCL_ICD_VENDORS": str(vendors), "GGMLB_CACHE_DIR": str(cache), "PYOPENCL_NO_CACHE": "1"}
+    env["POCL_CACHE_DIR"] = str(cache)
     if runtime.library:
-        env |= {"POCL_DEVICES": "none", "LD_LIBRARY_PATH": str(folder / runtime.libraries)}
+        env["POCL_DEVICES"] = "none"
+    if runtime.libraries:
+        env["LD_LIBRARY_PATH"] = str(folder / runtime.libraries)
     return {**env, **runtime.env}
+
+
+def interpreter(name: str) -> str:
+    """Return the command of the Python that can load a runtime, for processes with its `environment`."""
+    return str(FOLDER / name / "python") if RUNTIMES[name].release else sys.executable

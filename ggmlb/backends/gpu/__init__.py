@@ -9,11 +9,12 @@ list from its text. The macro WG decides whether a work-group shares a row (GPUs
 its own rows (CPU-type devices).
 """
 
-from ggmlb.backends.gpu.launch import BadIndex, Defines, Launch, Scratch, Target
+from ggmlb.backends.gpu.launch import MAX_WG, BadIndex, Defines, Launch, Scratch, Target
 from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
 from ggmlb.backends.gpu.source import Kernel, Param, families, packed_args, source
 
 __all__ = [
+    "MAX_WG",
     "BadIndex",
     "Defines",
     "Kernel",

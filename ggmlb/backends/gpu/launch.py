@@ -251,7 +251,7 @@ def stretched(target: Target, name: str, mems: Sequence[Mem], vec: int, **define
     Stretches are as long as rows allow; `vec` elements are written at once.
     """
     ne = mems[-1].ne
-    for wg, per in ((target.wg, 16), (target.wg, 8), (64, 8), (32, 8)):
+    for wg, per in ((target.wg, 16), (target.wg, 8), (min(64, target.wg), 8), (min(32, target.wg), 8)):
         n_stretches = -(-ne[0] // (per * wg))
         if ne[0] * 4 >= n_stretches * per * wg * 3:
             break

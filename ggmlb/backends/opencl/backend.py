@@ -80,7 +80,7 @@ class OpenClBackend(Backend):
 
     def _compute(self, plan: GraphPlan) -> Status:
         plan = cast("OpenClPlan", plan)
-        with cl_errors(f"queue a graph on {self.name}"):
+        with cl_errors(f"queue a graph on {self.name}", device=self.name):
             try:
                 status, last = self._queue_steps(plan)
             except BaseException:  # as Ctrl-C: what was queued runs, and its buffers are in use
@@ -120,7 +120,7 @@ class OpenClBackend(Backend):
         if not self._owns(buffer) or buffer.packing(tensor):
             super()._set_tensor_async(tensor, data, offset)
             return
-        with cl_errors(f"set_tensor_async on {tensor.describe()}"):
+        with cl_errors(f"set_tensor_async on {tensor.describe()}", device=self.name):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, buffer.memory, data, dst_offset=start, is_blocking=False)
             self._hold(event, buffer)
@@ -131,7 +131,7 @@ class OpenClBackend(Backend):
         if not self._owns(buffer) or buffer.packing(tensor):
             super()._get_tensor_async(tensor, out, offset)
             return
-        with cl_errors(f"get_tensor_async on {tensor.describe()}"):
+        with cl_errors(f"get_tensor_async on {tensor.describe()}", device=self.name):
             start = tensor.offset + offset
             event = cl.enqueue_copy(self.queue, out, buffer.memory, src_offset=start, is_blocking=False)
             self._hold(event, buffer)
@@ -147,7 +147,7 @@ class OpenClBackend(Backend):
             return False
         if not can_copy(source, src, target, dst):
             return False
-        with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
+        with cl_errors(f"copy {src.describe()} to {dst.describe()}", device=self.name):
             across = backend_src is not self
             before = [backend_src._mark()] if across else None
             event = queue_copy(self.queue, src, dst, before)
@@ -165,7 +165,7 @@ class OpenClBackend(Backend):
         # One command of this queue, which must own one side and share a context with the other.
         if self.device not in (source.device, target.device) or not can_copy(source, src, target, dst):
             return False
-        with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
+        with cl_errors(f"copy {src.describe()} to {dst.describe()}", device=self.name):
             event = queue_copy(self.queue, src, dst)
             self._note(event, source, target)
             self._time_copy(event, src)
@@ -193,7 +193,7 @@ class OpenClBackend(Backend):
 
     def _start_timing(self) -> bool:
         assert self.commands is not None
-        with cl_errors(f"time the work of {self.name}"):
+        with cl_errors(f"time the work of {self.name}", device=self.name):
             profiling = cl.command_queue_properties.PROFILING_ENABLE
             self.queue = cl.CommandQueue(self.device.context, self.device.cl_device, properties=profiling)
             self._clock = Clock(self.queue, self.commands)
@@ -202,7 +202,7 @@ class OpenClBackend(Backend):
     def _stop_timing(self) -> None:
         clock, self._clock = self._clock, None
         assert clock is not None
-        with cl_errors(f"time the work of {self.name}"):
+        with cl_errors(f"time the work of {self.name}", device=self.name):
             clock.settle()
             self.queue = cl.CommandQueue(self.device.context, self.device.cl_device)
 
@@ -217,14 +217,14 @@ class OpenClBackend(Backend):
             self._held = [e for e in self._held if not is_done(e)]
 
     def _event_record(self, event: Event) -> None:
-        with cl_errors(f"record an event on {self.name}"):
+        with cl_errors(f"record an event on {self.name}", device=self.name):
             cast("OpenClEvent", event).marker = self._mark()
 
     def _event_wait(self, event: Event) -> None:
         if not isinstance(event, OpenClEvent) or event.device.context is not self.device.context:
             event.synchronize()
         elif event.marker is not None:
-            with cl_errors(f"wait for an event on {self.name}"):
+            with cl_errors(f"wait for an event on {self.name}", device=self.name):
                 cl.enqueue_barrier(self.queue, wait_for=[event.marker])
 
     def _synchronize(self) -> None:
@@ -232,25 +232,27 @@ class OpenClBackend(Backend):
             self._finish()
 
     def _finish(self) -> None:
-        with cl_errors(f"synchronize {self.name}"):
+        with cl_errors(f"synchronize {self.name}", device=self.name):
             self.queue.finish()
+            if self._last is not None and not is_done(self._last):
+                self._last.wait()  # rusticl 22.3's clFinish does not wait for commands that clFlush began
         ended, self._held = self._held, []
         if self._last is not None:
             ended.append(self._last)
             self._last = None
         for event in ended:
-            check_outcome(event, self.name)
+            check_outcome(event, self.name, self.name)
 
     def read_slots(self, block: SlotBlock, words: Words) -> None:
         """As `SlotStream.read_slots`."""
         buffer = cast("OpenClBuffer", block.buffer)
-        with cl_errors(f"read the index records of {self.name}"):
+        with cl_errors(f"read the index records of {self.name}", device=self.name):
             self._hold(cl.enqueue_copy(self.queue, words, buffer.memory, is_blocking=False), buffer)
 
     def clear_slot(self, slot: Slot) -> None:
         """As `SlotStream.clear_slot`."""
         buffer = cast("OpenClBuffer", slot.block.buffer)
-        with cl_errors(f"clear an index record of {self.name}"):
+        with cl_errors(f"clear an index record of {self.name}", device=self.name):
             zero = np.zeros(1, np.uint8)
             self._note(cl.enqueue_fill_buffer(self.queue, buffer.memory, zero, slot.offset, SLOT), buffer)
 

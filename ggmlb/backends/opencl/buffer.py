@@ -41,7 +41,7 @@ class OpenClBufferType(BufferType):
             raise self.out_of_memory(nbytes)
         if not nbytes:
             return self._buffer(None, 0)
-        with cl_errors(f"allocate {nbytes:,} bytes on {self.name}", self, nbytes):
+        with cl_errors(f"allocate {nbytes:,} bytes on {self.name}", self, nbytes, device=device.name):
             memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, nbytes)
             # Runtimes reserve memory at first use; use it now, while a failure can be handled.
             undefined = cl.mem_migration_flags.CONTENT_UNDEFINED
@@ -88,7 +88,8 @@ class OpenClBuffer(Buffer):
         if not array.size:
             return cls(buft, None, 0, array)
         access = cl.mem_flags.READ_WRITE if array.flags.writeable else cl.mem_flags.READ_ONLY
-        with cl_errors(f"use {array.size:,} bytes of host memory on {buft.name}", buft, array.size):
+        name = buft.device.name
+        with cl_errors(f"use {array.size:,} bytes of host memory on {name}", buft, array.size, device=name):
             memory = cl.Buffer(buft.device.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
         return cls(buft, memory, array.size, array)
 
@@ -117,7 +118,7 @@ class OpenClBuffer(Buffer):
         return [event for event in list(self._uses.values()) if not is_done(event)]
 
     def _set_tensor(self, tensor: Tensor, data: Bytes, offset: int) -> None:
-        with cl_errors(f"set_tensor on {tensor.describe()}"):
+        with cl_errors(f"set_tensor on {tensor.describe()}", device=self.device.name):
             cl.enqueue_copy(
                 self.device.transfers,
                 self.memory,
@@ -128,7 +129,7 @@ class OpenClBuffer(Buffer):
             )
 
     def _get_tensor(self, tensor: Tensor, out: Bytes, offset: int) -> None:
-        with cl_errors(f"get_tensor on {tensor.describe()}"):
+        with cl_errors(f"get_tensor on {tensor.describe()}", device=self.device.name):
             cl.enqueue_copy(
                 self.device.transfers,
                 out,
@@ -145,7 +146,7 @@ class OpenClBuffer(Buffer):
         self._fill(value, 0, self.size)
 
     def _fill(self, value: int, offset: int, nbytes: int) -> None:
-        with cl_errors(f"fill {nbytes:,} bytes on {self.name}"):
+        with cl_errors(f"fill {nbytes:,} bytes on {self.name}", device=self.device.name):
             cl.enqueue_fill_buffer(
                 self.device.transfers,
                 self.memory,
@@ -159,7 +160,7 @@ class OpenClBuffer(Buffer):
         source = src.buffer
         if not isinstance(source, OpenClBuffer) or not can_copy(source, src, self, dst):
             return False
-        with cl_errors(f"copy {src.describe()} to {dst.describe()}"):
+        with cl_errors(f"copy {src.describe()} to {dst.describe()}", device=self.device.name):
             queue_copy(self.device.transfers, src, dst, [*source.uses(), *self.uses()]).wait()
         return True
 

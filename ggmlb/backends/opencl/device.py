@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pyopencl as cl
 import pyopencl.array
 
-from ggmlb.backends.gpu import Target, declines
+from ggmlb.backends.gpu import MAX_WG, Target, declines
 from ggmlb.backends.opencl import pocl
 from ggmlb.backends.opencl.backend import OpenClBackend
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 GPU_WG = 128
 """Work-items of a group on a GPU: a multiple of all vendors' wavefront widths."""
+
+LOCAL_MEMORY = 32 << 10
+"""Least local memory [bytes], which OpenCL's full profile promises; kernels use up to 21 KiB."""
 
 MIN_OFFLOAD_COLUMNS = 32
 """Least columns of a product for which its weights are uploaded to a discrete GPU (ggml's threshold)."""
@@ -124,12 +127,13 @@ class OpenClDevice(Device):
         split = params.get("work_split", "cpu" if self.is_cpu else "gpu")
         if split not in ("cpu", "gpu"):
             raise ArgumentError(f"{self.name}: work_split is {split!r}; give 'cpu' or 'gpu'")
-        with cl_errors(f"open a queue on {self.name}"):
+        with cl_errors(f"open a queue on {self.name}", device=self.name):
             return OpenClBackend(self, self._target(split == "cpu"))
 
     def _target(self, on_cpu: bool) -> Target:
-        limit = self.cl_device.max_work_group_size
-        return Target(on_cpu, self.cl_device.max_compute_units, 1 if on_cpu else min(GPU_WG, limit))
+        limit = 1 << (min(MAX_WG, self.cl_device.max_work_group_size).bit_length() - 1)  # AMD's is often 256
+        wg = 1 if on_cpu else min(GPU_WG, limit)
+        return Target(on_cpu, self.cl_device.max_compute_units, wg, limit)
 
     @property
     def buffer_type(self) -> BufferType:
@@ -256,6 +260,12 @@ def _open(reg: OpenClReg, platform: cl.Platform, first: int, failures: list[str]
     for cl_device in platform.get_devices():
         try:
             if not (cl_device.available and cl_device.compiler_available):
+                continue
+            if cl_device.local_mem_size < LOCAL_MEMORY:
+                failures.append(
+                    f"{cl_device.name}: {cl_device.local_mem_size:,} bytes of local memory; kernels need "
+                    f"{LOCAL_MEMORY:,}"
+                )
                 continue
             if pocl.is_of_unknown_processor(cl_device) and not pocl.name_processor(cl_device):
                 failures.append(

@@ -28,9 +28,9 @@ class OpenClEvent(Event):
 
     def _synchronize(self) -> None:
         if self.marker is not None:
-            with cl_errors(f"wait for an event of {self.device.name}"):
+            with cl_errors(f"wait for an event of {self.device.name}", device=self.device.name):
                 self.marker.wait()
-            check_outcome(self.marker, f"event of {self.device.name}")
+            check_outcome(self.marker, f"event of {self.device.name}", self.device.name)
 
     def _free(self) -> None:
         self.marker = None

@@ -53,7 +53,8 @@ class OpenClHostBufferType(HostBufferType):
             AllocationError: The runtime lacks memory.
         """
         device = self.device
-        with cl_errors(f"allocate {nbytes:,} bytes of host memory for {device.name}", self, nbytes):
+        what = f"allocate {nbytes:,} bytes of host memory for {device.name}"
+        with cl_errors(what, self, nbytes, device=device.name):
             memory = cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.ALLOC_HOST_PTR, nbytes)
             access = cl.map_flags.READ | cl.map_flags.WRITE
             array: Bytes

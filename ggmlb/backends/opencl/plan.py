@@ -63,7 +63,7 @@ class OpenClPlan(GraphPlan):
         self.slots = backend.bad_indices.take(launches, backend)
         buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
         for launch, (_, kernel) in zip(launches, loans, strict=True):
-            with cl_errors(f"set the arguments of kernel {launch.kernel.name}"):
+            with cl_errors(f"set the arguments of kernel {launch.kernel.name}", device=backend.name):
                 for buffer in _set_args(kernel, launch, self.slots):
                     buffers[id(buffer)] = buffer
             x, y, z = launch.groups

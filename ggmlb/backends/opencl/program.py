@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pyopencl as cl
@@ -51,7 +49,7 @@ class Programs:
         try:
             return self._idle.setdefault(key, []).pop()
         except IndexError:
-            with cl_errors(f"create kernel {key[0].name}"):
+            with cl_errors(f"create kernel {key[0].name}", device=self._name):
                 return cl.Kernel(self._built[key], key[0].name)
 
     def _build_all(self, keys: Sequence[_Key]) -> None:
@@ -59,19 +57,13 @@ class Programs:
         with self._building, progress.task(about, len(keys)) as task, warnings.catch_warnings():
             # What compilers say of programs that they built: PoCL and Intel's write a log of no messages.
             warnings.simplefilter("ignore", cl.CompilerWarning)
-
-            def build(key: _Key) -> None:
-                task.step(key[0].name)
-                with cl_errors(f"build kernel {key[0].name} with {dict(key[1])}"):
-                    self._built[key] = self._build(key)
-
-            missing = [key for key in keys if key not in self._built]
-            if len(missing) < 2 or self._is_pocl:  # one of PoCL's contexts compiles one program at a time
-                for key in missing:
-                    build(key)
-            else:
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
-                    list(pool.map(build, missing))
+            # Not by threads: Intel's and rusticl are no faster, PoCL locks its compiler, and Oclgrind crashes.
+            for key in keys:
+                if key not in self._built:
+                    task.step(key[0].name)
+                    what = f"build kernel {key[0].name} with {dict(key[1])}"
+                    with cl_errors(what, device=self._name):
+                        self._built[key] = self._build(key)
 
     def _build(self, key: _Key) -> cl.Program:
         kernel, defines, wg, on_cpu = key

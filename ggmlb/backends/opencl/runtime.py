@@ -8,21 +8,26 @@ from typing import Final
 
 import pyopencl as cl
 
-from ggmlb.core.errors import BackendError
+from ggmlb.core.errors import BackendError, DeviceLostError
 from ggmlb.interface import BufferType
 from ggmlb.system.process import LibraryGuard
 
 guard: Final = LibraryGuard("OpenCL")
 
+LOST: Final = frozenset({-2, -34, -36, -9999})
+"""What runtimes answer to commands on a device that is gone: CL_DEVICE_NOT_AVAILABLE, CL_INVALID_CONTEXT,
+CL_INVALID_COMMAND_QUEUE, and NVIDIA's code for a kernel that read or wrote beyond all memory."""
+
 
 @contextmanager
-def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0) -> Iterator[None]:
-    """Context manager that turns PyOpenCL's errors into a BackendError or AllocationError.
+def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0, *, device: str) -> Iterator[None]:
+    """Context manager that turns PyOpenCL's errors into a BackendError, DeviceLostError or AllocationError.
 
     Args:
         call: The operation, for the message.
         buft: The buffer type of the allocation.
         nbytes: The requested bytes.
+        device: The name of the device that runs the command.
     """
     guard.enter(call)
     try:
@@ -30,7 +35,9 @@ def cl_errors(call: str, buft: BufferType | None = None, nbytes: int = 0) -> Ite
     except cl.Error as error:
         if buft is not None and is_out_of_memory(error):
             raise buft.out_of_memory(nbytes, str(error)) from None
-        raise BackendError(f"{call}: {error}") from None
+        raise _failure(
+            call, str(error), error.code, device or (buft.device.name if buft and buft.device else "")
+        ) from None
     finally:
         guard.leave()
 
@@ -51,9 +58,21 @@ def is_done(event: cl.Event) -> bool:
     return bool(event.command_execution_status <= cl.command_execution_status.COMPLETE)
 
 
-def check_outcome(event: cl.Event, call: str) -> None:
-    """Raise a BackendError if the finished command failed."""
+def check_outcome(event: cl.Event, call: str, device: str) -> None:
+    """Raise a BackendError, or DeviceLostError, if the finished command failed."""
     status = event.command_execution_status
     if status < 0:
         name = cl.status_code.to_string(status)  # type: ignore[operator]
-        raise BackendError(f"{call}: queued work failed with OpenCL status {status} ({name})")
+        raise _failure(call, f"queued work failed with OpenCL status {status} ({name})", status, device)
+
+
+def _failure(call: str, why: str, code: int, device: str) -> BackendError:
+    """Return the error for a status code."""
+    if code not in LOST:
+        return BackendError(f"{call}: {why}")
+    return DeviceLostError(
+        f"{call}: {why}. {device} is lost, with all that it held: go on by Scheduler.without({device!r}), "
+        "or start the process again",
+        node="this process",
+        devices=(device,),
+    )

@@ -33,6 +33,11 @@ MIN_COLUMNS_OF_EXPERT = 2
 """Least columns per expert for which they are gathered, so that the expert's rows are decoded once."""
 
 
+def has_tiles(target: Target) -> bool:
+    """Whether many columns are computed in panels, or in tiles by groups that the device can have."""
+    return target.on_cpu or target.max_wg >= TILE_WG
+
+
 def _rest(a: Mem) -> dict[str, str | int]:
     return {"REST": 1} if a.ne[0] % 8 else {}
 
@@ -68,8 +73,8 @@ def _launch(
     flags = _rest(a)
     if bias is not None:
         flags["ADDED"] = 1
-    if n <= VEC_COLUMNS:
-        columns = 1 << (n - 1).bit_length()
+    if n <= VEC_COLUMNS or not has_tiles(target):
+        columns = 1 << (min(n, VEC_COLUMNS) - 1).bit_length()
         rows = _rows_per_group(target, a, columns)
         flags |= {"COLUMNS": columns, "ROWS": _rows_at_once(target, a, columns)}
         numbers, others = (r2, r3, rows, 0.0, 0.0), [a, d]
@@ -77,7 +82,11 @@ def _launch(
             flags["GLU"] = f"glu_{glu.op.name.lower()}"
             numbers, others = (*numbers[:3], glu.alpha, glu.limit), [glu.a, glu.bias or d]
         return launch(
-            "mul_mat_vec", [*mems, *others, d, *numbers], (-(-m // rows), 1, n_matrices), target.wg, **flags
+            "mul_mat_vec",
+            [*mems, *others, d, *numbers],
+            (-(-m // rows), -(-n // columns), n_matrices),
+            target.wg,
+            **flags,
         )
     if target.on_cpu:
         columns = _columns_per_group(target, m, n, n_matrices)
@@ -99,7 +108,7 @@ def _mul_mat_id(node: Tensor, target: Target) -> list[Launch]:
     a, b, ids = (Mem.of(t) for t in node.src if t is not None)
     m, n_pairs, n_experts = a.ne[1], ids.ne[0] * ids.ne[1], a.ne[2]
     mems = [a, b, ids, BadIndex(node, n_experts).mem, Mem.of(node)]
-    if n_experts and n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts:
+    if n_experts and n_pairs >= MIN_COLUMNS_OF_EXPERT * n_experts and has_tiles(target):
         kernel, rows, columns, wg = (
             ("mul_mat_id_panel", PANEL_ROWS, PANEL_COLUMNS, 1)
             if target.on_cpu
