@@ -57,7 +57,7 @@ class Programs:
         with self._building, progress.task(about, len(keys)) as task, warnings.catch_warnings():
             # What compilers say of programs that they built: PoCL and Intel's write a log of no messages.
             warnings.simplefilter("ignore", cl.CompilerWarning)
-            # Not by threads: Intel's and rusticl are no faster, PoCL locks its compiler, and Oclgrind crashes.
+            # Not by threads: Intel's and Mesa's are no faster, PoCL locks its compiler, Oclgrind crashes.
             for key in keys:
                 if key not in self._built:
                     task.step(key[0].name)
