@@ -131,7 +131,7 @@ def test_what_is_claimed(kind: str, devices: dict[str, Any]) -> None:
 def test_family(family: str, way: Way, devices: dict[str, Any]) -> None:
     device, params = device_of(way.kind, devices), way.params
     if params.get("work_split") == "other":
-        params = {"work_split": "gpu" if device.is_cpu else "cpu"}
+        params = {"work_split": "gpu" if device.work_split == "cpu" else "cpu"}
     cases, kinds = claimed(device, family), way.kinds
     with device.init_backend(params) as stream:
         if kinds is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import ggmlb.backends.gpu
 from ggmlb import (
     Context,
     DeviceLostError,
+    DeviceType,
     DType,
     Graph,
     MultiBuffer,
@@ -127,6 +129,20 @@ def test_weights_are_spread_over_buffers_of_the_largest_size(
                 assert np.all(total.to_numpy() == sum(range(10)))
         with pytest.raises(ggmlb.AllocationError, match="one buffer holds at most 1,048,576 bytes"):
             stream.alloc_buffer(largest + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "split"),
+    [("CPU", "Intel(R) OpenCL", "cpu"), ("CPU", "rusticl", "gpu"), ("GPU", "NVIDIA CUDA", "gpu")],
+)
+def test_the_work_split_follows_the_compiler(
+    device: OpenClDevice, kind: str, platform: str, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posing: Any = Posing(device.cl_device)
+    posing.platform = SimpleNamespace(name=platform)
+    monkeypatch.setattr(device, "cl_device", posing)
+    monkeypatch.setattr(device, "_kind", DeviceType[kind])
+    assert device.work_split == split
 
 
 def test_streams_are_queues_that_run_in_order(device: OpenClDevice) -> None:

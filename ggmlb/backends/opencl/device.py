@@ -93,6 +93,15 @@ class OpenClDevice(Device):
         return self._kind is DeviceType.CPU
 
     @property
+    def work_split(self) -> str:
+        """`"cpu"` on CPUs whose compiler vectorises the loops of a work-item, as PoCL's and Intel's.
+
+        Mesa's runs the work-items of a group side by side; that of 25.0.7 crashes on `mul_mat_id_panel`,
+        which only CPUs need.
+        """
+        return "cpu" if self.is_cpu and self.cl_device.platform.name != "rusticl" else "gpu"
+
+    @property
     def memory(self) -> tuple[int, int]:
         """Memory not allocated by ggmlb, and the runtime's total [bytes]."""
         return self.ledger.free, self.ledger.total
@@ -117,14 +126,14 @@ class OpenClDevice(Device):
 
         Args:
             params: `work_split`: `"cpu"` gives each core its own rows, `"gpu"` shares a row among the
-                work-items of a group. By default, it depends on the device's type.
+                work-items of a group. By default, it is the device's `work_split`.
 
         Raises:
             ArgumentError: An unknown parameter or work split.
             BackendError: The queue cannot be made.
         """
         params = self.check_params(params, "work_split")
-        split = params.get("work_split", "cpu" if self.is_cpu else "gpu")
+        split = params.get("work_split", self.work_split)
         if split not in ("cpu", "gpu"):
             raise ArgumentError(f"{self.name}: work_split is {split!r}; give 'cpu' or 'gpu'")
         with cl_errors(f"open a queue on {self.name}", device=self.name):
