@@ -30,8 +30,9 @@ from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler,
 from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.scheduler.assign import Assignment, Rules
+from ggmlb.runtime.scheduler.assign import Rules
 from ggmlb.runtime.scheduler.program import Program, Signature
+from ggmlb.runtime.scheduler.repeats import find_repeats
 from ggmlb.testing.fake import FakeReg
 
 WIDTH, HEADS, N_KV = 64, 4, 32
@@ -250,17 +251,19 @@ def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int
         for _ in range(rounds):
             graph, again = model.graph(), model.graph()
             signature = part("read the graph", lambda g=graph: Signature(g, {}))
-            assignment = part("choose backends", lambda s=signature: Assignment(s, rules, {}))
-            program = part("cut", lambda s=signature, a=assignment: Program(s, a, 1))
+            part("find equal layers", lambda s=signature: find_repeats(s))
+            program = part(
+                "find equal layers, choose backends, and cut", lambda s=signature: Program(s, rules, 1)
+            )
             with GraphAllocator(bufts, keep_inputs=True) as allocator:
                 part("plan and get memory", lambda p=program, a=allocator: p.allocate(a))
                 part("place the tensors", program.place)
-                part("before it is computed first: make the image's tensors", lambda p=program: p.image.graph)
+                part("before it is computed first: make all tensors", lambda p=program: p.whole.graph)
                 program.release()
                 tensors = part(
                     "again: read it, and compare", lambda p=program, g=again: p.signature.match(g, {})
                 )
-                program.signature.bind(tensors)
+                program.bind(tensors)
                 part("again: place the tensors", program.place)
                 part("again: take the places back", program.release)
         for name, values in times.items():

@@ -215,6 +215,18 @@ def test_layers_are_found_and_what_makes_one_different_is_noticed(stacks, name):
         assert part is None or part.n_parts <= 12, odd
 
 
+def test_an_op_that_is_rarer_than_layers_hides_none(stacks):
+    weights, c = Context(), Context()
+    layers = [weights.new_tensor(DType.F32, (WIDTH, WIDTH)) for _ in range(30)]
+    x = c.sqrt(c.set_input(c.new_tensor(DType.F32, (WIDTH, 2))))
+    for w in layers:
+        x = c.silu(c.add(x, c.mul_mat(w, x)))
+    graph = Graph().build_forward_expand(c.set_output(c.sqrt(c.sqrt(x))))
+    with alloc_ctx_tensors(weights, stacks["CPU"][0]), Scheduler(stacks["CPU"]) as sched:
+        sched.split_graph(graph)
+        assert sched._program._repeats is not None and sched._program._repeats.n_nodes == 3
+
+
 def test_a_failure_names_the_node_of_a_layer_that_was_left_out(stacks):
     backends = stacks["LLVM"]
     weights = Context()

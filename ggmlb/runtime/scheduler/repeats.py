@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     Numbers = npt.NDArray[np.int64]
 
+LEAST_PARTS: Final = 4
+"""Parts that a graph must have: an op of fewer is not one of a layer."""
+
 LEAST_LEFT_OUT: Final = 40
 """Nodes that must be left out: with fewer, looking for parts costs more than it saves."""
 
@@ -55,9 +58,9 @@ def find_repeats(graph: Signature) -> Repeats | None:
     if not n or graph.unlisted or not isinstance(graph.listed, range):
         return None
     reads = _reads(graph)
-    before, after = reads[:-n], reads[n:]
-    kinds = np.append(_kinds_of_leafs(graph), np.arange(-n_before - n_tensors, -n_before))
-    equal = (after == before) | (after - before == n) & (before >= n_before) | (kinds[after] == kinds[before])
+    kinds = np.append(_kinds_of_leafs(graph), np.arange(-n_before - n_tensors, -n_before))[reads]
+    grown = reads[n:] - reads[:-n]
+    equal = (kinds[n:] == kinds[:-n]) | (grown == n) & (reads[:-n] >= n_before)
     same = equal.all(axis=1) & _same_nodes(graph, n)
     starts, ends = np.flatnonzero(np.diff(np.pad(same.view(np.int8), 1))).reshape(-1, 2).T
     if not starts.size:
@@ -71,9 +74,11 @@ def find_repeats(graph: Signature) -> Repeats | None:
     leafs = _leafs_of_parts(reads[start:end].reshape(n_parts, -1), n_before + start, n_before, n)
     if leafs is None or not _are_apart(reads, leafs, start, end, n, n_before):
         return None
-    placed = [graph.tensors[i] for i in graph.outside]
-    is_own = np.isin(leafs, [*graph.requests]).any()
-    return None if is_own or _overlaps(placed) else Repeats(n_before + start, n, leafs, n_before, n_tensors)
+    if not graph.requests.keys().isdisjoint(leafs.ravel().tolist()):
+        return None
+    if _overlaps([graph.tensors[i] for i in graph.outside]):
+        return None
+    return Repeats(n_before + start, n, leafs, n_before, n_tensors)
 
 
 def _place_to_cut(reads: Numbers, start: int, n: int, n_before: int) -> int:
@@ -128,15 +133,17 @@ def _are_apart(reads: Numbers, leafs: Numbers, start: int, end: int, n: int, n_b
 
     Nor may a part read a view of a leaf of the part before: for the last part, another leaf stands there.
     """
+    is_own = np.zeros(n_before + len(reads) + 1, np.bool_)
+    is_own[leafs] = True
     before, after = reads[:start], reads[end:]
     second = reads[start + n : start + 2 * n] - n_before
     crossing = second[(second >= start) & (second < start + n)]
     return not (
-        np.isin(before, leafs).any()
-        or np.isin(after, leafs).any()
+        is_own[before].any()
+        or is_own[after].any()
+        or is_own[reads[crossing, -1]].any()
         or (before >= n_before + start).any()
         or ((after >= n_before + start) & (after < n_before + end - n)).any()
-        or np.isin(reads[crossing, -1], leafs).any()
     )
 
 
@@ -170,7 +177,7 @@ def _overlaps(placed: Sequence[Tensor]) -> bool:
 
 def _period(ops: Sequence[Op]) -> int:
     """Return the distance at which a rare op comes again most often; 0 if none does."""
-    often = [(n, op) for op, n in Counter(ops).items() if n > KEPT]
+    often = [(n, op) for op, n in Counter(ops).items() if n >= LEAST_PARTS]
     if not often:
         return 0
     _, rare = min(often)
