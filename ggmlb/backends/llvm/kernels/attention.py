@@ -7,7 +7,7 @@ are first converted to float32, keys transposed, and then multiplied in register
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, folds, greatest, load_float, load_floats
@@ -20,6 +20,8 @@ from ggmlb.backends.llvm.kernels.attention_units import (
     Softmax,
     Unit,
     arguments,
+    block_reader,
+    codes_reader,
     finished,
     highest,
     load_cached,
@@ -28,12 +30,17 @@ from ggmlb.backends.llvm.kernels.attention_units import (
     units,
     width_for,
 )
+from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
 
+
+KEYS_AT_ONCE = 4
+"""Keys that are multiplied together, with few queries: asked for in larger numbers, lines of memory wait for
+each other."""
 
 # -- few queries -----------------------------------------------------------------------------------
 
@@ -86,6 +93,11 @@ def merge(k: Kernel, shape: Shape, n_rows: int) -> None:
             row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
 
 
+def _sums_at_once(k: Kernel) -> int:
+    """Sums that are kept in registers, among what is added to them."""
+    return 16 if k.level.lanes == 16 else 8
+
+
 def _scaled_query(k: Kernel, shape: Shape, query: Value, to: Value, scale: Value, width: int) -> None:
     with k.loop(0, shape.d_k, width) as i:
         q = load_floats(k, shape.q, query + i * SIZES[shape.q], width)
@@ -97,7 +109,7 @@ def _few_products(
     n_rows: int, width: int,
 ) -> None:  # fmt: skip
     """Write the products of all queries with the tile's keys."""
-    together = max(1, min(width, 16 // n_rows))
+    together = max(1, min(width, KEYS_AT_ONCE, _sums_at_once(k) // n_rows))
     together = 1 << (together.bit_length() - 1)
     zero = k.const(vec(F32, width), 0)
     with k.loop(0, count, together) as j:
@@ -106,12 +118,21 @@ def _few_products(
         for place in places:
             _prefetch(k, unit.values + place * unit.p["v1"], shape.v, shape.d_v)
         sums = [[k.variable(zero) for _ in range(together)] for _ in range(n_rows)]
-        with k.loop(0, shape.d_k, width) as i:
-            x = [load_cached(k, shape.k, key, i, width) for key in keys]
+
+        def add(i: Value, x: list[Value], sums: list[list[Variable]] = sums) -> None:
             for r in range(n_rows):
                 q = k.load(vec(F32, width), queries + (i + r * shape.d_k) * 4)
                 for slot, of in zip(sums[r], x, strict=True):
                     slot.set(k.fma(of, q, slot.now))
+
+        if shape.k in SIZES:
+            with k.loop(0, shape.d_k, width) as i:
+                add(i, [load_cached(k, shape.k, key, i, width) for key in keys])
+        else:
+            with k.loop(0, shape.d_k // 32) as block:
+                readers = [block_reader(k, shape.k, key, block, width) for key in keys]
+                with k.loop(0, 32, width) as i:
+                    add(block * 32 + i, [read(i) for read in readers])
         for r in range(n_rows):
             k.store(folds([slot.now for slot in sums[r]], operator.add), logits + r * TILE * 4 + j * 4)
 
@@ -149,23 +170,66 @@ def _few_values(
     width: int,
 ) -> None:  # fmt: skip
     """Add the tile's values, as weighed, to those of each query."""
-    n_rows = len(rows)
-    vectors = max(1, 16 // n_rows)
-    for first in range(0, shape.d_v, vectors * width):
-        columns = list(range(first, min(shape.d_v, first + vectors * width), width))
-        slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
-        with k.loop(0, count) as j:
-            cached = unit.values + (begin + j) * unit.p["v1"]
-            if not first:
-                _prefetch(k, unit.keys + (begin + j + TILE) * unit.p["k1"], shape.k, shape.d_k)
-            x = [load_cached(k, shape.v, cached, k.i64(c), width) for c in columns]
-            for r in range(n_rows):
-                weight = k.load(F32, weights + r * TILE * 4 + j * 4).splat(width)
-                for slot, of in zip(slots[r], x, strict=True):
-                    slot.set(k.fma(of, weight, slot.now))
-        for of_row, line in zip(rows, slots, strict=True):
-            for slot, c in zip(line, columns, strict=True):
-                k.store(slot.now, of_row.values + c * 4)
+    nb1, step = unit.p["v1"], max(1, _sums_at_once(k) // len(rows)) * width
+    n_blocks = shape.d_v // 32
+
+    def ask(j: Value, part: Value, n_parts: int) -> None:
+        """Ask for a part of the row of the key that is a tile further on."""
+        size = -(-DType.parse(shape.k).row_size(shape.d_k) // n_parts)
+        row = unit.keys + (begin + j + TILE) * unit.p["k1"] + part * size
+        for at in range(0, size, 64):
+            k.prefetch(row + at)
+
+    if shape.v in SIZES or FORMS[shape.v].has_min:
+        for first in range(0, shape.d_v, step):
+            columns = [k.i64(i) for i in range(first, min(shape.d_v, first + step), width)]
+
+            def read(j: Value, columns: list[Value] = columns, first: int = first) -> list[Value]:
+                row = unit.values + (begin + j) * nb1
+                if not first:
+                    ask(j, k.i64(0), 1)
+                return [load_cached(k, shape.v, row, c, width) for c in columns]
+
+            _add_values(k, count, weights, rows, columns, read, width)
+        return
+    scaled, form, n = k.local(4 * TILE * len(rows)), FORMS[shape.v], k.level.lanes
+    with k.loop(0, n_blocks) as block:
+        with k.loop(0, count, n) as j:  # scales make weights, so that codes need not be multiplied
+            places = [begin + k.least(j + i, count - 1) for i in range(n)]
+            scales, _ = form.scales(k, [unit.values + place * nb1 + block * form.nbytes for place in places])
+            for at in range(0, 4 * TILE * len(rows), 4 * TILE):
+                k.store(k.load(vec(F32, n), weights + j * 4 + at) * scales, scaled + j * 4 + at)
+        step = min(step & -step, 32)
+        for first in range(0, 32, step):
+            places = [k.i64(i) for i in range(first, first + step, width)]
+
+            def read_codes(
+                j: Value, block: Value = block, places: list[Value] = places, first: int = first
+            ) -> list[Value]:
+                if not first:
+                    ask(j, block, n_blocks)
+                codes = codes_reader(k, shape.v, unit.values + (begin + j) * nb1, block, width)
+                return [codes(i) for i in places]
+
+            columns = [block * 32 + i for i in places]
+            _add_values(k, count, scaled, rows, columns, read_codes, width)
+
+
+def _add_values(
+    k: Kernel, count: Value, weights: Value, rows: Sequence[Softmax], columns: list[Value],
+    read: Callable[[Value], list[Value]], width: int,
+) -> None:  # fmt: skip
+    """Add some columns of a tile's values, read by the number of the key, to those of each query."""
+    slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
+    with k.loop(0, count) as j:
+        x = read(j)
+        for r, line in enumerate(slots):
+            weight = k.load(F32, weights + r * TILE * 4 + j * 4).splat(width)
+            for slot, of in zip(line, x, strict=True):
+                slot.set(k.fma(of, weight, slot.now))
+    for of_row, line in zip(rows, slots, strict=True):
+        for slot, c in zip(line, columns, strict=True):
+            k.store(slot.now, of_row.values + c * 4)
 
 
 # -- many queries ----------------------------------------------------------------------------------

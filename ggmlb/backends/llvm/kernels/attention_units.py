@@ -6,7 +6,7 @@ share one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,20 +71,31 @@ def load_cached(k: Kernel, dtype: str, row: Value, i: Value, n: int) -> Value:
     """`n` elements of a row of keys or values, from element `i` on, which `n` divides."""
     if dtype in SIZES:
         return load_floats(k, dtype, row + i * SIZES[dtype], n)
+    return block_reader(k, dtype, row, i >> 5, n)(i & 31)
+
+
+def block_reader(k: Kernel, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
+    """Return what reads `n` elements of a block from a multiple of `n` on; its scale is read once."""
+    scales, minimums = FORMS[dtype].scales(k, [row + number * FORMS[dtype].nbytes])
+    codes = codes_reader(k, dtype, row, number, n)
+
+    def read(i: Value) -> Value:
+        value = codes(i) * scales[0].splat(n)
+        return value if minimums is None else value + minimums[0].splat(n)
+
+    return read
+
+
+def codes_reader(k: Kernel, dtype: str, row: Value, number: Value, n: int) -> Callable[[Value], Value]:
+    """Return the same for what the codes of a block stand for, without scale and minimum."""
     form = FORMS[dtype]
-    block = row + (i >> 5) * form.nbytes
-    scale, least = (None if s is None else s[0].splat(n) for s in form.scales(k, [block]))
-    assert scale is not None
+    block = row + number * form.nbytes
     if dtype == "q8_0":
-        first = block + DType.Q8_0.codec.offsets["qs"]
-        return k.load(vec(I8, n), first + (i & 31)).sext(I32).to_float() * scale
-    (run,) = form.codes(k, block)
-    codes: Value = run.shuffle(range(n))
-    for j in range(n, 32, n):
-        codes = k.select((i & 31).equals(j), run.shuffle(range(j, j + n)), codes)
-    wide = codes.sext(I32) if form.offset is None else codes.zext(I32) - form.offset
-    value = wide.to_float() * scale
-    return value if least is None else value + least
+        codes = block + DType.Q8_0.codec.offsets["qs"]
+    else:
+        (run,), codes = form.codes(k, block), k.local(32)
+        k.store(run - form.offset if form.offset else run, codes)
+    return lambda i: k.load(vec(I8, n), codes + i).sext(I32).to_float()
 
 
 class Unit:
