@@ -578,6 +578,7 @@ def test_a_refusal_is_no_pass(narrow):
 def plugin(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     # Registered by hand, so that the tests need no installation; where there is one, only once.
     command = ["-m", "pytest", "-p", "no:ggmlb", "-p", "ggmlb.testing.plugin", "-p", "no:cacheprovider"]
+    command += ["-p", "no:hypothesispytest"]  # which takes longer to load than the kit
     return python(*command, "--pyargs", "ggmlb.testing", *args, cwd=cwd)
 
 

@@ -7,7 +7,6 @@ message of each, the other tests more of them.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -319,7 +318,6 @@ def test_memory_that_was_freed_is_not_computed_in(session: Session) -> None:
 def test_a_plan_of_a_closed_stream_is_not_computed(session: Session) -> None:
     plan = session.ask("plan", session.stream, session.record)
     session.ask("close", session.stream)
-    gc.collect()
     with pytest.raises(Error):
         session.ask("compute", plan)
     session.ask("drop", plan)
