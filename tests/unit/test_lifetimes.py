@@ -23,15 +23,6 @@ from ggmlb.testing.fake import FakeBuffer, FakeReg
 DEVICES = ["CPU", "OpenCL0", "LLVM"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def others_are_not_collected() -> Iterator[None]:
-    """Collections look at what these tests make, not at all that is loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def no_collection() -> Iterator[None]:
     gc.collect()
