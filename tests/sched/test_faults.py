@@ -81,7 +81,7 @@ def no_room() -> Exception:
 
 
 def opencl(message: str) -> Callable[[], Exception]:
-    return lambda: cl.RuntimeError(message, -5)
+    return lambda: cl.RuntimeError(cl._cl._ErrorRecord(msg=message, code=-5, routine="of the test"))
 
 
 class Steps:
