@@ -24,9 +24,10 @@ TABLE = Path(__file__).parents[1] / "docs/cuda-resources.md"
 CARD = Target(False, 132, 128)
 ABOUT = """# What the kernels take of a multiprocessor
 
-Registers of a thread and shared memory of a block, as ptxas tells them for each architecture; bytes spilled
-in brackets, where there are any. Written by `python scripts/lint_cuda.py --write` with NVRTC {version} and
-the options that a card's kernels are compiled with.
+Registers of a thread and shared memory of a block, as ptxas (`nvidia-cuda-nvcc`) tells them for each
+architecture; bytes spilled in brackets, where there are any. Written by `python scripts/lint_cuda.py --write`
+with NVRTC {version} and the options that a card's kernels are compiled with; `make lint-cuda` compares what
+NVRTC itself tells.
 """
 
 

@@ -1,10 +1,10 @@
 """Compile every kernel for CUDA, with every set of macros that launches have.
 
-The launches are those of the golden programs, and of random graphs with nodes that are fused. They run
-as OpenCL C in the tests; this shows that the same texts are CUDA C++, but for what `ONLY_OPENCL` names.
-They are compiled for the oldest and the newest architecture, with `--all` for those between, whose texts are
-the same as the newest's. CUDA's own kernels are compiled for the shapes that matter, for all of them, and
-what they take of a card is compared with docs/cuda-resources.md (`--write` writes it).
+The launches are those of the golden programs, and of random graphs with nodes that are fused. They are
+compiled for the oldest and the newest architecture, with `--all` for those between, whose texts are the same
+as the newest's; CUDA's own kernels for the shapes that matter, for some between too. The tests' machine must
+know all instructions of their PTX; what CUDA's own take of a card is compared with docs/cuda-resources.md.
+`--write` writes it for all, as ptxas of its own wheel tells it: pip install nvidia-cuda-nvcc, as NVRTC is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cuda_resources import TABLE, Resources, Variant, complaints, hot, page
-from nvrtc import Nvrtc
+from nvrtc import Nvrtc, assembled
 
 import ggmlb.backends.gpu
 from ggmlb.backends.common.fusion import Group, fuse
@@ -25,11 +25,13 @@ from ggmlb.backends.gpu import Launch, Target, can_fuse, declines, lower, lower_
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import load_cases
 from tests.support.fusable import RandomGraph
-from tests.support.ptx import OF_CUPY
+from tests.support.ptx import OF_CUPY, PtxError
+from tests.support.ptx.program import Program
 
 TESTS = Path(__file__).parents[1] / "tests"
 
-ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+SOME = ("sm_75", "sm_80", "sm_90", "sm_120")
 
 ONLY_OPENCL: dict[str, str] = {}
 """Kernels that need not compile for CUDA, and why."""
@@ -72,13 +74,22 @@ def _packed(variant: Variant) -> Variant | None:
     return kernel, tuple(sorted({**macros, "a_T": f"{weight}_x8"}.items())), wg
 
 
-def compiled(nvrtc: Nvrtc, variant: Variant, architecture: str) -> tuple[str, str, Resources]:
-    """Return the kernel's name, what the compiler complains of, and what the code takes of a card."""
+def compiled(
+    nvrtc: Nvrtc, variant: Variant, architecture: str, by_ptxas: bool = False
+) -> tuple[str, str, Resources]:
+    """Return the kernel's name, what is wrong with it, and what the code takes of a card."""
     kernel, defines, wg = variant
     options = [*OPTIONS, *OF_CUPY, f"-arch={architecture}", "--ptxas-options=-v"]
-    fine, log = nvrtc.compile(text(kernel, defines, wg), options)
-    why = "" if fine else f"{kernel.name} {dict(defines)} for {architecture}:\n{log}"
-    return kernel.name, why, Resources.read(log)
+    ptx, log = nvrtc.compile(text(kernel, defines, wg), options)
+    why = log if ptx is None else ""
+    if ptx is not None:
+        try:
+            Program(ptx)
+        except PtxError as error:
+            why = str(error)
+        log = assembled(ptx, architecture) if by_ptxas else log
+    where = f"{kernel.name} {dict(defines)} for {architecture}"
+    return kernel.name, f"{where}:\n{why}" if why else "", Resources.read(log)
 
 
 def main(write: bool = False, whole: bool = False) -> int:
@@ -86,7 +97,7 @@ def main(write: bool = False, whole: bool = False) -> int:
     nvrtc, found, own = Nvrtc(), variants(), hot()
     unreached = sorted(set(kernels()) - {kernel.name for kernel, *_ in found})
     unreached += sorted(set(kernels(PACKAGE)) - {kernel.name for kernel, *_ in own.values()})
-    known = [a for a in ARCHITECTURES if a in nvrtc.architectures()]
+    known = [a for a in (ARCHITECTURES if whole or write else SOME) if a in nvrtc.architectures()]
     named = [(None, variant) for variant in found] + list(own.items())
     for_portable = known if whole or write else known[:1] + known[-1:]
     jobs = [
@@ -98,7 +109,7 @@ def main(write: bool = False, whole: bool = False) -> int:
     taken: tuple[dict[str, dict[str, Resources]], ...] = ({}, {})
     failed: set[str] = set()
     with ThreadPoolExecutor() as pool:
-        results = pool.map(lambda job: compiled(nvrtc, job[1], job[2]), jobs)
+        results = pool.map(lambda job: compiled(nvrtc, *job[1:], by_ptxas=write), jobs)
         for (name, _, architecture), (kernel, why, resources) in zip(jobs, results, strict=True):
             if why:
                 failed.add(kernel)

@@ -1,12 +1,34 @@
-"""The CUDA compiler from its PyPI wheel, which needs neither a driver nor a card."""
+"""The CUDA compiler and ptxas from their PyPI wheels, which need neither a driver nor a card."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+
+def wheel(name: str) -> Path:
+    """Return where NVIDIA's wheels have their files."""
+    found = find_spec("nvidia") and find_spec("nvidia.cu13")
+    if found is None or not found.submodule_search_locations:
+        raise ModuleNotFoundError(f"needs CUDA's compiler: pip install {name}")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def assembled(ptx: str, architecture: str) -> str:
+    """Return what ptxas says of the machine code that it makes of PTX.
+
+    Raises:
+        CalledProcessError: It makes none.
+        FileNotFoundError: ptxas is not there: pip install nvidia-cuda-nvcc, of NVRTC's version.
+    """
+    command = (wheel("nvidia-cuda-nvcc") / "bin/ptxas", f"-arch={architecture}", "-v", "-o", os.devnull, "-")
+    done = subprocess.run(command, input=ptx, text=True, check=True, capture_output=True)
+    return done.stdout + done.stderr
 
 
 class Nvrtc:
@@ -17,10 +39,7 @@ class Nvrtc:
     """
 
     def __init__(self) -> None:
-        wheel = find_spec("nvidia.cu13")
-        if wheel is None or not wheel.submodule_search_locations:
-            raise ModuleNotFoundError("needs NVRTC: pip install nvidia-cuda-nvrtc (in the extra 'test')")
-        folder = Path(next(iter(wheel.submodule_search_locations))) / "lib"
+        folder = wheel("nvidia-cuda-nvrtc (in the extra 'test')") / "lib"
         # NVRTC looks for its second part by name only; loaded before, it is found wherever it lies.
         ctypes.CDLL(str(next(folder.glob("libnvrtc-builtins.so.*"))))
         self._lib = ctypes.CDLL(str(next(folder.glob("libnvrtc.so.*"))))
@@ -40,10 +59,11 @@ class Nvrtc:
         self._lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
-    def compile(self, text: str, options: Iterable[str]) -> tuple[bool, str]:
-        """Compile a text; return whether that worked, and all that the compiler and ptxas say."""
+    def compile(self, text: str, options: Iterable[str]) -> tuple[str | None, str]:
+        """Compile a text; return its PTX if that worked, and all that the compiler and ptxas say."""
         with self._compiled(text, options) as (program, status):
-            return status == 0, self._get(program, "ProgramLog").decode()
+            ptx = None if status else self._get(program, "PTX").decode()
+            return ptx, self._get(program, "ProgramLog").decode()
 
     def code(self, text: str, options: Iterable[str], kind: str = "CUBIN") -> bytes:
         """Compile a text; return the code, `CUBIN` for an architecture `sm_*`, `PTX` for `compute_*`.

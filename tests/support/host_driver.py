@@ -30,7 +30,7 @@ from ggmlb.core.errors import BackendUnavailable
 from ggmlb.interface.data import Bytes
 from tests.support.host_libraries import HostCollective, QueuedBlas
 from tests.support.host_streams import HostError, HostStream, Op, Point
-from tests.support.ptx import BACKWARD, build
+from tests.support.ptx import BACKWARD, Compiler, build
 
 POISON = 0xFF
 ALIGNMENT = 256
@@ -294,7 +294,7 @@ class HostDriver(Driver):
             for other in (a.device for a in found if a.device != device):
                 raise HostError(f"{name} touched memory of device {other}", 700)
             memory = [(a.address, a.address + a.array.size) for a in found]
-            built = build(launch.kernel, launch.defines, launch.wg, self._capability)
+            built = build(launch.kernel, launch.defines, launch.wg, Compiler(self._capability))
             built.run(block, launch.groups, memory, BACKWARD)
 
         def call(stream: int) -> None:

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from ggmlb.core.errors import BackendError, BackendUnavailable  # noqa: E402
 from tests.support.ptx import OF_CUPY  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-PLAYED = ROOT / "tests/support/played/cupy"
 NAMES = {"rt": cupy_driver.rt, "cu": cupy_driver.cu, "cupy": cupy}
 
 with warnings.catch_warnings():
@@ -82,53 +81,6 @@ def test_names_are_there_and_calls_fit_them(file: str) -> None:
         n_given = len(node.args) + len(node.keywords)
         assert required <= n_given <= len(told), ast.unparse(node)
         assert {k.arg for k in node.keywords} <= {p.name for p in told}, ast.unparse(node)
-
-
-def played(file: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a module of the played CuPy defines by its name in CuPy, with its parameters."""
-    module = ".".join(["cupy", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
-    for node in ast.parse((PLAYED / file).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            yield f"{module}.{node.name}", node.args
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):  # the table of calls
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Lambda):
-                    yield f"{module}.{key.value}", value.args
-        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield f"{module}.{node.name}", None
-            for part in node.body:
-                if isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
-                    yield f"{module}.{node.name}.{part.name}", part.args
-
-
-@pytest.mark.parametrize(
-    "file", [str(p.relative_to(PLAYED)) for p in PLAYED.rglob("*.py") if p.name != "_host.py"]
-)
-def test_the_played_cupy_promises_nothing_that_cupy_has_not(file: str) -> None:
-    for name, args in played(file):
-        if "nccl" in name and not cupy.cuda.nccl.available:
-            continue
-        thing: Any = cupy
-        for part in name.split(".")[1:]:
-            thing = getattr(thing, part)
-        told = parameters(thing) if isinstance(args, ast.arguments) else None
-        if told is None or any(p.kind is p.VAR_POSITIONAL for p in told):
-            continue
-        ours = [a.arg for a in (*args.args, *args.kwonlyargs) if a.arg not in ("self", "cls")]
-        assert [p.name for p in told][: len(ours)] == ours, name
-
-
-@pytest.mark.parametrize("module", ["runtime", "nccl"])
-def test_the_played_constants_are_cupys(module: str) -> None:
-    real = getattr(cupy.cuda, module)
-    if not getattr(real, "available", True):
-        pytest.skip("there is no NCCL")
-    text = (PLAYED / f"cuda/{module}.py").read_text(encoding="utf-8")
-    told = re.search(r"^# Constants of CuPy's.\n((?:\w+ = \d+\n)+)", text, re.M)
-    assert told is not None
-    for line in told[1].splitlines():
-        name, value = line.split(" = ")
-        assert getattr(real, name) == int(value), name
 
 
 def calls(driver: Driver) -> dict[str, Callable[[], object]]:

@@ -6,8 +6,6 @@ and barriers; no GPU takes part.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -20,9 +18,9 @@ from ggmlb.backends.gpu import Launch, Scratch, Target, declines
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES as GOLDEN
-from tests.support.ptx import build
+from tests.support.ptx import Compiler, Memory
 from tests.support.ptx.machine import why_not
-from tests.support.ptx.programs import ATTENTION, CARD, attention, beside_cpu
+from tests.support.ptx.programs import ATTENTION, CARD, attention, beside_cpu, computed
 from tests.support.ptx.runner import Runner, place
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -33,8 +31,8 @@ ALIKE = ("-n1", "-bcast")
 CASES = {case.id: case for case in GOLDEN}
 
 
-def lowered(built: Built) -> list[Step]:
-    lw = Lowering(CARD, 90)
+def lowered(built: Built, capability: int = 90) -> list[Step]:
+    lw = Lowering(CARD, capability)
     return [step for node in built.graph.nodes for step in lw.lower(node)]
 
 
@@ -42,41 +40,30 @@ def is_own(step: Step) -> bool:
     return isinstance(step, Gemm) or step.kernel.name in OWN
 
 
-def compile_all(steps: list[Step]) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        launches = {(s.kernel, s.defines, s.wg) for s in steps if isinstance(s, Launch)}
-        list(pool.map(lambda key: build(*key), launches))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_golden_programs(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "capability"),
+    [*((family, 90) for family in FAMILIES), ("mul_mat_id", 75), ("flash_attn", 75), ("flash_attn", 120)],
+)
+def test_golden_programs(family: str, capability: int) -> None:
     """The cases in which CUDA's own kernels, or cuBLAS, have a part; some of those that differ by type."""
-    run_golden([case for case in CASES.values() if case.family == family and not case.id.endswith(ALIKE)], 10)
+    cases = [case for case in CASES.values() if case.family == family and not case.id.endswith(ALIKE)]
+    run_golden(cases, 10, capability)
 
 
 @pytest.mark.slow
 def test_golden_products_of_every_type() -> None:
-    run_golden([case for case in CASES.values() if case.id.endswith(ALIKE)], 30)
+    run_golden([case for case in CASES.values() if case.id.endswith(ALIKE)], 30, 90)
 
 
-def run_golden(cases: list[Case], at_least: int) -> None:
-    chosen: list[tuple[str, Built, list[Step]]] = []
+def run_golden(cases: list[Case], at_least: int, capability: int) -> None:
+    n, memory = 0, Memory(Compiler(capability))
     for case in cases:
         built = case.build()
-        if any(declines(node) for node in built.graph.nodes):
+        if any(map(declines, built.graph.nodes)) or not any(map(is_own, lowered(built, capability))):
             continue
-        place(built.ctx)
-        steps = lowered(built)
-        if any(map(is_own, steps)):
-            chosen.append((case.id, built, steps))
-    assert len(chosen) >= at_least
-    compile_all([step for _, _, steps in chosen for step in steps])
-    wrong = []
-    for name, built, steps in chosen:
-        built.upload()
-        Runner().run(steps)
-        wrong += [f"{name}: {v.reason}" for v in built.compare().values() if not v.ok]
-    assert not wrong, "\n".join(wrong)
+        computed(case, memory, own=True)
+        n += 1
+    assert n >= at_least
 
 
 def test_every_kernel_is_reached_from_the_golden_programs() -> None:

@@ -47,7 +47,7 @@ def test_the_benchmark_of_a_card_runs_every_section(tmp_path: Path) -> None:
 
 CARDS = """
 import numpy as np
-from cupy._host import HOST
+from tests.support.played_cupy import HOST
 from ggmlb import BackendError, Context, DType, alloc_ctx_tensors
 from ggmlb.backends.cuda import CudaReg
 

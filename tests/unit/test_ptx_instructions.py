@@ -163,6 +163,18 @@ def inserted(bits: int) -> Callable[[int, int, int, int], int]:
     return insert
 
 
+def field(signed: bool) -> Callable[[int, int, int], int]:
+    """Bit by bit, as the manual's loop (9.7.1.22)."""
+
+    def extract(a: int, position: int, length: int) -> int:
+        position, length = position % 256, length % 256
+        sign = signed and length > 0 and a >> min(position + length - 1, 31) & 1
+        bits = [a >> position + i & 1 if i < length and position + i < 32 else sign for i in range(32)]
+        return sum(bit << i for i, bit in enumerate(bits))
+
+    return extract
+
+
 def permuted(control: Callable[[int], list[int]]) -> Callable[[int, int, int], int]:
     def permute(a: int, b: int, c: int) -> int:
         every = bytes_of(a) + bytes_of(b)
@@ -222,6 +234,7 @@ CASES |= {
     "not.pred": ("pred", ("pred",), lambda a: not a), "mov.pred": ("pred", ("pred",), lambda a: a),
     "dp4a.s32.s32": ("s32", ("u32", "u32", "s32"), dot(True)),
     "dp4a.u32.s32": ("s32", ("u32", "u32", "s32"), dot(False)),
+    "bfe.u32": ("u32", ("u32",) * 3, field(False)), "bfe.s32": ("s32", ("s32", "u32", "u32"), field(True)),
     "bfi.b32": ("u32", ("u32",) * 4, inserted(32)),
     "bfi.b64": ("u64", ("u64", "u64", "u32", "u32"), inserted(64)),
     "prmt.b32": ("u32", ("u32",) * 3, permuted(lambda c: [c >> 4 * i & 15 for i in range(4)])),
@@ -415,6 +428,19 @@ def test_conversion_between_integers(to: str, of: str) -> None:
     assert got.tolist() == [as_type(as_type(int(x), of), to) % (1 << result) for x in source]
 
 
+def test_a_carry_goes_on_to_the_next() -> None:
+    """9.7.2: the product of 32 bits each, and two more numbers, in 64 bits."""
+    a, b, c, d, low, high = (values("u32", seed) for seed in range(6))
+    run(
+        "".join(load("4", f"%w{i}", i) for i in range(4))
+        + "mad.lo.cc.u32 %w4, %w0, %w1, %w2; madc.hi.u32 %w5, %w0, %w1, %w3;"
+        + store("4", "%w4", 4) + store("4", "%w5", 5),
+        a, b, c, d, low, high,
+    )  # fmt: skip
+    for x, y, z, more, lower, upper in zip(*(v.tolist() for v in (a, b, c, d, low, high)), strict=True):
+        assert upper << 32 | lower == (x * y + z + (more << 32)) % (1 << 64)
+
+
 def test_parts_of_registers() -> None:
     """9.7.9.3: the first part is the lowest."""
     for whole_size, part_size in (("4", "2"), ("8", "4")):
@@ -509,7 +535,12 @@ def test_special_registers_tell_where_a_thread_is() -> None:
 def test_compare_and_swap_takes_turns() -> None:
     """9.7.13.4: one lane finds what was there before."""
     word, out = np.array([5], np.int32), np.zeros(32, np.int32)
-    run(f"add.u32 %w1, %t, 100; atom.global.cas.b32 %w0, [%a0], 5, %w1; {store('4', '%w0', 1)}", word, out)
+    run(
+        "add.u32 %w1, %t, 100; fence.sc.sys; atom.acquire.sys.global.cas.b32 %w0, [%a0], 5, %w1;"
+        f"{store('4', '%w0', 1)}",
+        word,
+        out,
+    )
     (first,) = np.flatnonzero(out == 5)
     assert word[0] == 100 + first
     assert set(np.delete(out, first)) == {word[0]}
@@ -612,6 +643,17 @@ def test_lanes_part_and_meet_again() -> None:
     assert (
         out.tolist() == np.where(ended, 0, LANES * (LANES + 1) // 2 + np.where(LANES % 2, 0, 1000)).tolist()
     )
+
+
+def test_a_branch_by_a_table() -> None:
+    """9.7.12.3."""
+    out = np.zeros(32, np.int32)
+    run(
+        "mov.u32 %w1, 0; and.b32 %w2, %t, 3; TABLE: .branchtargets A, B, A, C; brx.idx %w2, TABLE;"
+        f"A: add.u32 %w1, %w1, 1; B: add.u32 %w1, %w1, 10; C: add.u32 %w1, %w1, 100; {store('4', '%w1', 0)}",
+        out,
+    )
+    assert out.tolist() == [111, 110, 111, 100] * 8
 
 
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
@@ -717,6 +759,7 @@ def test_matrices_from_shared_memory(way: str) -> None:
 
 OTHERS = {
     "cvt integer", *(f"mov.b{n} {way}" for n in (32, 64) for way in ("pack", "unpack")), "ld", "st",
+    "mad.lo.cc.u32", "madc.hi.u32", "fence",
     "cp.async.cg.shared.global", "cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all",
     "atom.global.cas.b32", "ld.param", "bra", "ret", "exit", "bar.sync", "bar.warp.sync",
     *(f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")),

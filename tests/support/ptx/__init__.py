@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,11 @@ from ggmlb.backends.cuda.program import OPTIONS, text
 from ggmlb.backends.gpu import BadIndex, Defines, Kernel, Launch, Scratch
 from ggmlb.backends.gpu.bad_index import SLOT
 from scripts.nvrtc import Nvrtc
+from tests.support.ptx import clang
 from tests.support.ptx.machine import kept
 from tests.support.ptx.program import Program, PtxError, Span
 
-__all__ = ["BACKWARD", "FORWARD", "Memory", "PtxError", "Span", "build"]
+__all__ = ["BACKWARD", "FORWARD", "NVRTC", "Compiler", "Memory", "PtxError", "Span", "build"]
 
 FORWARD, BACKWARD = False, True
 """Orders in which warps and blocks have their turns."""
@@ -35,26 +36,38 @@ OF_CUPY = ("-ftz=true", "-std=c++17", "--device-as-default-execution-space")
 """Options that CuPy adds to those given."""
 
 
+class Compiler(NamedTuple):
+    """What makes PTX of a kernel: `nvrtc`, or `clang`; for cards of a capability, 90 for 9.0."""
+
+    capability: int = 90
+    name: str = "nvrtc"
+
+    def ptx(self, code: str, with_lines: bool = False) -> str:
+        """Return what it makes of a text, once for all processes.
+
+        Raises:
+            PtxError: It does not compile.
+        """
+        more = ("-lineinfo",) if with_lines else ()
+        if self.name == "clang":
+            return clang.ptx(code, self.capability)
+        options = (*OPTIONS, *OF_CUPY, f"-arch=compute_{self.capability}", *more)
+
+        def make(file: Path) -> None:
+            try:
+                file.write_bytes(_nvrtc().code(code, options, "PTX"))
+            except RuntimeError as error:
+                raise PtxError(f"it does not compile:\n{error}") from None
+
+        return kept("kernel.ptx", make, _nvrtc().version, *options, code).read_text()
+
+
+NVRTC = Compiler()
+
+
 @cache
 def _nvrtc() -> Nvrtc:
     return Nvrtc()
-
-
-def ptx(code: str, capability: int, *more: str) -> str:
-    """Return what NVRTC makes of a text for such cards; compiled once for all processes.
-
-    Raises:
-        PtxError: It does not compile.
-    """
-    options = (*OPTIONS, *OF_CUPY, f"-arch=compute_{capability}", *more)
-
-    def make(file: Path) -> None:
-        try:
-            file.write_bytes(_nvrtc().code(code, options, "PTX"))
-        except RuntimeError as error:
-            raise PtxError(f"it does not compile:\n{error}") from None
-
-    return kept("kernel.ptx", make, _nvrtc().version, *options, code).read_text()
 
 
 class Built:
@@ -62,13 +75,13 @@ class Built:
 
     Args:
         kernel: What it is; with `defines` and `wg`, as in a `Launch`.
-        capability: Of the card: 90 for 9.0.
+        compiler: Of its text.
     """
 
-    def __init__(self, kernel: Kernel, defines: Defines, wg: int, capability: int) -> None:
-        self._code, self._wg, self._capability = text(kernel, defines, wg), wg, capability
+    def __init__(self, kernel: Kernel, defines: Defines, wg: int, compiler: Compiler) -> None:
+        self._code, self._wg, self._compiler = text(kernel, defines, wg), wg, compiler
         self._name = f"{kernel.name} {dict(defines)}, WG {wg}"
-        self._program = Program(ptx(self._code, capability))
+        self._program = Program(compiler.ptx(self._code))
         head = re.search(rf"KERNEL {kernel.name}\(((?:[^()]|\(\w+\))*)\)", self._code)
         assert head is not None
         self._writes = [access == "OUT" for access in re.findall(r"(IN|OUT)\(", head[1])]
@@ -99,7 +112,7 @@ class Built:
 
     def _with_lines(self, why: str) -> str:
         """Put lines of the text where the machine gave instructions: the innermost one first."""
-        places = Program(ptx(self._code, self._capability, "-lineinfo")).lines
+        places = Program(self._compiler.ptx(self._code, with_lines=True)).lines
         lines = self._code.splitlines()
 
         def quote(match: re.Match[str]) -> str:
@@ -109,19 +122,21 @@ class Built:
 
 
 @cache
-def build(kernel: Kernel, defines: Defines, wg: int, capability: int = 90) -> Built:
+def build(kernel: Kernel, defines: Defines, wg: int, compiler: Compiler = NVRTC) -> Built:
     """Return a kernel, compiled once."""
-    return Built(kernel, defines, wg, capability)
+    return Built(kernel, defines, wg, compiler)
 
 
 class Memory:
     """Memory for tensors and scratch, each of its own; NaN before it is written.
 
     Attributes:
+        compiler: Of the kernels that are run.
         slots: Where launches note indices that are out of range.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiler: Compiler = NVRTC) -> None:
+        self.compiler = compiler
         self.slots: dict[BadIndex, Any] = {}
         self._scratch: dict[int, tuple[Scratch, Any]] = {}
 
@@ -138,7 +153,7 @@ class Memory:
         """Return where a mem begins."""
         return int(self.array(mem).ctypes.data) + mem.offset
 
-    def run(self, launch: Launch, order: bool = FORWARD, capability: int = 90) -> None:
+    def run(self, launch: Launch, order: bool = FORWARD) -> None:
         """Run a launch.
 
         Raises:
@@ -147,7 +162,8 @@ class Memory:
         arrays = [self.array(arg) for arg in launch.args if isinstance(arg, Mem)]
         memory = [(a.ctypes.data, a.ctypes.data + a.size) for a in arrays]
         block = argument_block(launch, lambda mem: int(self.array(mem).ctypes.data))
-        build(launch.kernel, launch.defines, launch.wg, capability).run(block, launch.groups, memory, order)
+        built = build(launch.kernel, launch.defines, launch.wg, self.compiler)
+        built.run(block, launch.groups, memory, order)
 
 
 def alone(nbytes: int, byte: int = 0xFF) -> np.ndarray[Any, np.dtype[np.uint8]]:

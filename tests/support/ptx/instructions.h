@@ -77,6 +77,16 @@ template <typename T> static inline T field_inserted(T a, T b, u32 position, u32
     const T mask = position >= 8*sizeof(T) ? 0 : ones << position;
     return (b & ~mask) | ((position >= 8*sizeof(T) ? 0 : a << position) & mask);
 }
+/* 9.7.1.22: above its highest bit the field's sign, that of a's last bit where it ends beyond it */
+template <typename T> static inline T field(T a, u32 position, u32 length)
+{
+    position &= 255, length &= 255;
+    const u32 last = least(position + length - 1, (u32)31);
+    const u32 sign = std::is_signed<T>::value && length ? (u32)a >> last & 1 : 0;
+    u32 x = 0;
+    for (u32 i = 0; i < 32; i++) x |= (i < length && position + i < 32 ? (u32)a >> (position + i) & 1 : sign) << i;
+    return (T)x;
+}
 static inline f32 from_half(u16 h)
 {
     const u32 sign = (u32)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 0x3ff;
@@ -164,6 +174,20 @@ template <typename W, typename P> static void unpack(Warp &w, const Insn &i)
     put<P>(w, o[1], [=](int l) { return (P)(a[l] >> 8*sizeof(P)); });
     define(w, o[0], undefined);
     define(w, o[1], undefined);
+}
+
+/* 9.7.2: with the carry of the last such instruction */
+static void multiply_add_low(Warp &w, const Insn &i)
+{
+    const u32 *o = i.operands, *a = lanes<u32>(w, o[1]), *b = lanes<u32>(w, o[2]), *c = lanes<u32>(w, o[3]);
+    EACH_LANE(w) w.carry = (w.carry & ~(1u << l)) | (u32)((a[l]*b[l] + (u64)c[l]) >> 32) << l;
+    each<u32, u32, u32, u32>(w, i, [](u32 a, u32 b, u32 c) { return a*b + c; });
+}
+static void multiply_add_high(Warp &w, const Insn &i)
+{
+    const u32 *o = i.operands, *a = lanes<u32>(w, o[1]), *b = lanes<u32>(w, o[2]), *c = lanes<u32>(w, o[3]), carry = w.carry;
+    put<u32>(w, o[0], [=](int l) { return (u32)((u64)a[l]*b[l] >> 32) + c[l] + (carry >> l & 1); });
+    define(w, o[0], w.undefined[o[1]] | w.undefined[o[2]] | w.undefined[o[3]]);
 }
 
 /* -- lanes that meet ---------------------------------------------------------------------------------------------------- */
@@ -306,10 +330,12 @@ struct Rounding {
 #define RIGHT c < 32 ? (u32)(((u64)b << 32 | a) >> c) : b
 
 static const Op OPS[] = {
-    /* 9.7.1 integers, 9.7.2 with carries: none */
+    /* 9.7.1 integers, 9.7.2 with carries */
     SIGNED(s16, s16) SIGNED(s32, s32) SIGNED(s64, s64) INTEGER(u16, u16) INTEGER(u32, u32) INTEGER(u64, u64)
     WIDE(s16, s16, s32) WIDE(u16, u16, u32) WIDE(s32, s32, s64) WIDE(u32, u32, u64)
     OP3("dp4a.s32.s32", s32, u32, u32, s32, (dot4<s8, s8>(a, b, c))) OP3("dp4a.u32.s32", s32, u32, u32, s32, (dot4<u8, s8>(a, b, c)))
+    OP3("bfe.u32", u32, u32, u32, u32, field(a, b, c)) OP3("bfe.s32", s32, s32, u32, u32, field(a, b, c))
+    OP("mad.lo.cc.u32", "4444", PLAIN, multiply_add_low(w, i)) OP("madc.hi.u32", "4444", PLAIN, multiply_add_high(w, i))
     OP4("bfi.b32", u32, u32, u32, u32, u32, field_inserted(a, b, c, e)) OP4("bfi.b64", u64, u64, u64, u32, u32, field_inserted(a, b, c, e))
     /* 9.7.3 floating point */
     ROUNDED2("add", a + b) ROUNDED2("sub", a - b) ROUNDED2("mul", a*b)
@@ -354,7 +380,7 @@ static const Op OPS[] = {
     OP("shfl.sync.up.b32", "4p4444", WARP, shuffle<UP>(w, i)) OP("shfl.sync.down.b32", "4p4444", WARP, shuffle<DOWN>(w, i))
     OP("shfl.sync.bfly.b32", "4p4444", WARP, shuffle<BUTTERFLY>(w, i)) OP("shfl.sync.idx.b32", "4p4444", WARP, shuffle<INDEX>(w, i))
     /* 9.7.12 control, 9.7.13 synchronisation */
-    OP("bra", "", BRANCH, ) OP("ret", "", EXIT, ) OP("exit", "", EXIT, ) OP("bar.sync", "4", BLOCK, )
+    OP("bra", "", BRANCH, ) OP("ret", "", EXIT, ) OP("exit", "", EXIT, ) OP("bar.sync", "4", BLOCK, ) OP("fence", "", PLAIN, )
     OP("bar.warp.sync", "4", WARP_WHOLE, whole_mask(w, i.operands[0]), synchronise(w))
     OP("vote.sync.any.pred", "pp4", WARP, vote_any(w, i))
     /* 9.7.14 matrices */

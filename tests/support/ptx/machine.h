@@ -48,7 +48,8 @@ struct Warp {
     u8 *registers;
     u32 *undefined;
     u32 pcs[N_LANES], pc, active;                          /* active: lanes that take part in the instruction */
-    u32 exists, alive, waiting, synced, unwritten;         /* when its last bar.warp.sync was; where it read what is undefined */
+    u32 exists, alive, waiting, carry;
+    u32 synced, unwritten;                                 /* when its last bar.warp.sync was; where it read what is undefined */
     int first;                                             /* the thread of lane 0 */
 };
 

@@ -37,7 +37,7 @@ NONE: Final = -(1 << 63)
 GAP: Final = 256
 """Bytes between arrays of a space, which belong to nobody."""
 
-_NO_MEANING = re.compile(r"\.(nc|volatile|relaxed|uni|L[12]::\w+)(?![\w:])")
+_NO_MEANING = re.compile(r"\.(nc|volatile|relaxed|acquire|sc|sys|uni|L[12]::\w+)(?![\w:])")
 """Modifiers that say how, not what: caches, order, that all threads go one way, that memory is only read."""
 
 _TYPE = re.compile(r"[bsuf](?:8|16|32|64)$")
@@ -50,6 +50,7 @@ _PARAM = re.compile(
 _ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)\s*([^{]*)\{", re.DOTALL)
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
 _LOCATION = re.compile(r"^\s*\.loc\s+\d+\s+(\d+)[^\n]*?(?:inlined_at\s+\d+\s+(\d+)[^\n]*)?$", re.MULTILINE)
+_TARGETS = re.compile(r"([\w$]+):\s*\.branchtargets\s+([^;]*);")
 _LABEL = re.compile(r"([\w$]+):(?!:)[\s{}]*")
 _STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\[[^\]]*\]|[^,|\s{}]+")
@@ -157,7 +158,12 @@ class Program:
     # -- instructions --------------------------------------------------------------------------------
 
     def _statements(self, body: str) -> Iterator[str]:
-        """Yield labels with their colon, places in the source as `loc n n`, and the rest."""
+        """Yield labels with their colon, places in the source as `loc n n`, and the rest.
+
+        A branch by a table (9.7.12.3) becomes one for each of its places.
+        """
+        tables = {name: targets.split(",") for name, targets in _TARGETS.findall(body)}
+        body = _TARGETS.sub("", body)
         for statement in _LOCATION.sub(lambda m: f"loc {m[1]} {m[2] or ''};", body).split(";"):
             left = statement.strip("{} \t\n")
             while label := _LABEL.match(left):
@@ -166,6 +172,11 @@ class Program:
             if declared := _REGISTERS.match(left):
                 size = 1 if declared[1] == "pred" else int(declared[1][1:]) // 8
                 self._declared |= {name.strip().split("<")[0]: size for name in declared[2].split(",")}
+            elif by_table := re.match(r"brx\.idx\s+(%\w+),\s*([\w$]+)", left):
+                self._declared["%is_target"] = 1
+                for i, target in enumerate(tables[by_table[2]]):
+                    yield f"setp.eq.u32 %is_target, {by_table[1]}, {i}"
+                    yield f"@%is_target bra {target.strip()}"
             elif left and not left.startswith((".pragma", ".local", ".shared")):
                 yield left
 
@@ -266,7 +277,7 @@ class Program:
     def _operand(self, text: str, size: int) -> int:
         """Return the register of an operand: a constant has one of its own."""
         if text == "_":
-            self._declared["_"] = size
+            self._declared[text := f"%_{size}"] = size
         if text[0] == "%" or text in self._declared:
             return self._register(text)
         number = _NUMBER.match(text)

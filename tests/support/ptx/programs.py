@@ -18,8 +18,9 @@ from ggmlb.backends.gpu import Launch, Target, lower
 from ggmlb.backends.gpu.lowering.matmul import Glu
 from ggmlb.core.enums import GluOp
 from ggmlb.core.tensor import Tensor
+from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES
-from tests.support.ptx import BACKWARD, FORWARD
+from tests.support.ptx import BACKWARD, FORWARD, Memory
 from tests.support.ptx.runner import Runner, place
 
 CARD = Target(False, 132, 128)
@@ -159,7 +160,9 @@ def attention(shape: str, kv: DType, target: Target = CARD, own: bool = True) ->
     return beside_cpu(y, ctx, hide, target, own)
 
 
-def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> list[Step]:
+def golden(
+    case_id: str, wg: int = 128, own: bool = False, groups: int = 0, memory: Memory | None = None
+) -> list[Step]:
     """A golden program by the portable kernels, or by CUDA's `own` where there are.
 
     Args:
@@ -167,12 +170,20 @@ def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> l
         wg: Threads of a block, where kernels leave it open.
         own: Whether CUDA's own kernels and cuBLAS may have a part.
         groups: Where not 0, kernels that shard rows get so many blocks: then each has several.
+        memory: What runs the kernels; steps are those for its compiler's cards.
     """
     (case,) = (c for c in CASES if c.id == case_id)
+    return computed(case, memory or Memory(), wg, own, groups)[1]
+
+
+def computed(
+    case: Case, memory: Memory, wg: int = 128, own: bool = False, groups: int = 0
+) -> tuple[Built, list[Step]]:
+    """As `golden`, of a case; return its tensors too."""
     built = case.build()
     place(built.ctx)
     target = replace(CARD, wg=wg)
-    lw = Lowering(target, 90)
+    lw = Lowering(target, memory.compiler.capability)
     steps: list[Step] = [
         step for n in built.graph.nodes for step in (lw.lower(n) if own else lower(n, target))
     ]
@@ -184,10 +195,10 @@ def golden(case_id: str, wg: int = 128, own: bool = False, groups: int = 0) -> l
             for s in steps
         ]
     built.upload()
-    Runner().run(steps, order=BACKWARD)
+    Runner(memory).run(steps, order=BACKWARD)
     wrong = {name: v.reason for name, v in built.compare().items() if not v.ok}
     assert not wrong, wrong
-    return steps
+    return built, steps
 
 
 DEALS_OUT = {

@@ -18,8 +18,8 @@ from tests.support.ptx.blas import HostBlas
 class Runner:
     """Memory, a library, and the tables that were uploaded."""
 
-    def __init__(self) -> None:
-        self.memory = Memory()
+    def __init__(self, memory: Memory | None = None) -> None:
+        self.memory = memory or Memory()
         self.blas = HostBlas()
         self.workspace = alone(1024)
         self.cublas = CuBlas(self.blas, self.workspace.ctypes.data // 256 * 256 + 256, 512)

@@ -1,5 +1,0 @@
-"""The error of CuPy's pool."""
-
-
-class OutOfMemoryError(MemoryError):
-    pass

@@ -1,0 +1,1 @@
+"""For a process with this folder first on its path: CuPy over a played driver."""

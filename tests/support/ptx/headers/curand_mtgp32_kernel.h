@@ -1,0 +1,1 @@
+/* Nothing: Clang includes it with the others, and it is a large package of its own. */
