@@ -417,6 +417,3 @@ def install() -> None:
         for name, value in names.items():
             assert hasattr(place, name) or name == "nccl", f"{place} has no {name}"
             setattr(place, name, value)
-
-
-install()
