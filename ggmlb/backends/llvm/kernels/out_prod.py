@@ -46,6 +46,10 @@ def scratch_nbytes(unit: int) -> int:
     return DEPTH * unit * 4
 
 
+BAND = 32
+"""Columns of the second operand, in those that meet a tile together, that stay in a cache meanwhile."""
+
+
 class _Place:
     """A chunk: its matrix, its part of the rows of the result, and its columns.
 
@@ -73,40 +77,51 @@ class _Place:
         return self.y + self.args["y_nb1"] * c
 
 
-def out_prod(k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool, unit: int) -> None:
-    """Sum outer products: `ARGS`."""
+def out_prod(
+    k: Kernel, dtype: str, b_dtype: str, is_interleaved: bool, unit: int, b_steps: tuple[int, int]
+) -> None:
+    """Sum outer products: `ARGS`; `b_steps` are `b_nb0` and `b_nb1`, each where it is an element, else 0."""
     place, n, n_columns = _Place(k, unit), k.level.lanes, columns_at_once(k.level)
-    p, n_vectors = place.args, min(2, unit // n)
+    p, n_vectors, band = place.args, min(2, unit // n), BAND * n_columns
     packed = p["scratch"] + k.thread * p["nbytes"]
+    across, along = (step or p[name] for step, name in zip(b_steps, ("b_nb0", "b_nb1"), strict=True))
+    zero = k.const(vec(F32, n), 0)
     with k.loop(0, place.depth, DEPTH) as begin:
         count = k.least(place.depth - begin, DEPTH)
-        with k.loop(place.first * unit, place.last * unit, unit) as first:
-            end = k.least(first + unit, place.m)
+        with k.loop(place.start, place.n, band) as left, k.loop(place.first, place.last) as number:
+            first = number * unit
+            end, right = k.least(first + unit, place.m), k.least(left + band, place.n)
             if is_interleaved:
                 _unpack_strips(k, dtype, place, (begin, count), (first, end), packed, unit)
             else:
                 with k.loop(0, count) as i:
                     row = place.a + (begin + i) * p["a_nb1"]
                     convert(k, "f32", dtype, packed + i * (4 * unit) - first * 4, row, first, end)
-            with k.loop(first, end, n_vectors * n) as at, k.loop(place.start, place.n, n_columns) as column:
-                zero = k.const(vec(F32, n), 0)
+            with k.loop(first, end, n_vectors * n) as at, k.loop(left, right, n_columns) as column:
                 sums = [[k.variable(zero) for _ in range(n_columns)] for _ in range(n_vectors)]
-                # Beyond the last column the last one is read again.
-                columns = [
-                    place.b + k.least(column + c, place.n - 1) * p["b_nb0"] + begin * p["b_nb1"]
-                    for c in range(n_columns)
-                ]
-                of = packed + (at - first) * 4
-                with k.loop(0, count) as i:
-                    row, step = of + i * (4 * unit), i * p["b_nb1"]
-                    weights = [k.load(vec(F32, n), row + v * n * 4) for v in range(n_vectors)]
-                    for c, x in enumerate(columns):
-                        factor = load_float(k, b_dtype, x + step).splat(n)
-                        for v in range(n_vectors):
-                            sums[v][c].set(k.fma(weights[v], factor, sums[v][c].now))
+
+                def multiply(columns: list[Value], at: Value = at, first: Value = first) -> None:
+                    of = packed + (at - first) * 4
+                    with k.loop(0, count) as i:
+                        weights = [
+                            k.load(vec(F32, n), of + i * (4 * unit) + v * n * 4) for v in range(n_vectors)
+                        ]
+                        for c, x in enumerate(columns):
+                            factor = load_float(k, b_dtype, x + i * along).splat(n)
+                            for v in range(n_vectors):
+                                slot = sums[v][c]
+                                slot.set(k.fma(weights[v], factor, slot.now))
+
+                b = place.b + begin * along
+                # Addresses at fixed distances are found faster; beyond the last column, it is read again.
+                with k.build.if_else((column + n_columns <= place.n).raw) as (whole, partly):
+                    with whole:
+                        multiply([b + column * across + c * across for c in range(n_columns)])
+                    with partly:
+                        multiply([b + k.least(column + c, place.n - 1) * across for c in range(n_columns)])
                 with k.when(begin > 0):
                     add_written(k, sums, place, at, column)
-                store(k, [[s.now for s in row] for row in sums], place, at, (column, place.start))
+                store(k, [[s.now for s in row] for row in sums], place, at, (column, left))
 
 
 def _unpack_strips(

@@ -203,8 +203,8 @@ def _chosen(node: Tensor, steps: Steps) -> None:
         steps.emit(kernel, (*types, packed), args, parts * n_matrices)
 
 
-DEEP_NBYTES = 8 << 20
-"""Bytes of the second operand of an outer product that are read again for each of few chunks only."""
+SHARED_NBYTES = 1 << 18
+"""Bytes of columns of an outer product from which on few chunks share them, each with many rows."""
 
 
 @RULES.rule(Op.OUT_PROD, operands(READ, FLOATS, out=F32), in_rows(0, RESULT))
@@ -215,8 +215,8 @@ def _out_prod(node: Tensor, steps: Steps) -> None:
     unit = out_prod.unit(level, name(a), n)
     units, most_bands = -(-n // unit), -(-m // float_tiles.columns_at_once(level))
     chunks = steps.chunks(n * m * depth * matrices / 25, units * most_bands * matrices)
-    if b.nbytes > DEEP_NBYTES:
-        chunks = min(chunks, 2 * steps.n_threads * matrices)
+    if m * tiles.DEPTH * 4 > SHARED_NBYTES:
+        chunks = min(chunks, 3 * steps.n_threads * matrices)
     parts = -(-units // max(1, units * matrices // chunks))
     bands = min(most_bands, -(-chunks // (matrices * parts)))
     nbytes = -(-out_prod.scratch_nbytes(unit) // 64) * 64
@@ -225,7 +225,8 @@ def _out_prod(node: Tensor, steps: Steps) -> None:
         n, m, depth, *node.ne[2:], node.ne[2] // a.ne[2], node.ne[3] // a.ne[3], parts, bands,
         steps.scratch(nbytes * steps.n_threads), nbytes,
     )  # fmt: skip
-    params = (name(a), name(b), is_interleaved(a), unit)
+    b_steps = tuple(nb if nb == b.dtype.type_size else 0 for nb in b.nb[:2])
+    params = (name(a), name(b), is_interleaved(a), unit, b_steps)
     steps.emit(out_prod.out_prod, params, args, matrices * parts * bands)
 
 
