@@ -106,12 +106,15 @@ class Library:
 
 
 class Ggmlb(Library):
+    params: dict[str, Any] | None = None
+    """Of its stream."""
+
     def __init__(self, case: Case, threads: int) -> None:
         import ggmlb
 
         super().__init__()
         self._leafs, self._nodes = ggmlb.Context(), ggmlb.Context()
-        self._backend = ggmlb.init_by_name(case.device)
+        self._backend = ggmlb.init_by_name(case.device, self.params)
         use_threads(self._backend, threads)
         self.result = case.build(self)
         self._graph = ggmlb.Graph().build_forward_expand(self.result)

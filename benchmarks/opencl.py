@@ -1,101 +1,146 @@
-"""OpenCL beside NumPy and ggml, op by op, in one run.
+"""OpenCL on two runtimes, with both work splits, beside the LLVM device and ggml, in one run.
 
-Each library computes in a process of its own; they take turns and never run at the same time. The times are
-medians over the rounds, of each turn's best call. NumPy has all weights as float32. A call of ggmlb is a
-whole `graph_compute`: queueing the plan and waiting for it. GB/s and GFLOP/s are those of OpenCL: what the op
-must move and compute, divided by its time.
+PoCL is PyPI's, Intel's runtime for CPUs is installed in build/opencl (`make test-opencl RUNTIME=intel`), ggml
+is that of the device `ggml:CPU`. `cpu` gives each core its own rows, `gpu` shares a row among the work-items
+of a group, as on cards: on a CPU it is there to be tested, not to be fast. Each library computes in a process
+of its own; they take turns and never run at the same time. The times are medians over the rounds, of each
+turn's best call: a whole `graph_compute`, queueing the plan and waiting for it.
 
-    python benchmarks/opencl.py [--rounds 7] [--threads 2] [--ops mul_mat]
+    python benchmarks/opencl.py [--rounds 5] [--threads 2] [--ops mul_mat]
 """
 
 from __future__ import annotations
 
-import os
 import statistics
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from libraries import Case, Ggml, Ggmlb, Numpy, recorded
+from decode import Sizes, decode
+from libraries import Case, Ggmlb, recorded
 from report import Table, save
-from turns import Players, arguments, best_s
+from turns import Players, arguments
 
 from ggmlb.core.context import Context
-from ggmlb.testing.perf import flops, moved_nbytes
+from ggmlb.core.dtypes import DType
+from ggmlb.core.ops.spec import Perf
+
+sys.path.append(str(Path(__file__).parents[1]))
+from tests.support.opencl_runtimes import environment
+
+SENTENCES = [f"Sentence {i} tells of kernels, queues and {'many ' * (i % 7)}work-items." for i in range(16)]
 
 
-class OpenCl(Ggmlb):
-    def memories(self, device: Any) -> list[Any]:
-        return [device.buffer_type, device.packed_buffer_type]  # on a CPU it is not offered by itself
+class Player(Ggmlb):
+    """A device of ours."""
+
+    device = "OpenCL0"
+
+    def __init__(self, case: Case, threads: int) -> None:
+        import ggmlb
+
+        self._embedder: Any = None
+        if case.op == "MiniLM":
+            from ggmlb.models import BertEmbedder
+
+            device = ggmlb.device_by_name(self.device)
+            opened = partial(device.init_backend, self.params)
+            device.init_backend = lambda params=None: opened()  # type: ignore[method-assign]
+            self._embedder = BertEmbedder(devices=[self.device])
+        else:
+            memory = ggmlb.device_by_name(self.device).buffer_type.name
+            super().__init__(replace(case, device=self.device, storage=memory), threads)
+
+    def run(self) -> None:
+        if self._embedder is None:
+            super().run()
+        else:
+            self._vectors = self._embedder.embed(SENTENCES)
+
+    def values(self) -> Any:
+        return super().values() if self._embedder is None else np.ravel(self._vectors)
+
+    def close(self) -> None:
+        if self._embedder is None:
+            super().close()
+        else:
+            self._embedder.close()
 
 
-LIBRARIES = {"OpenCL": OpenCl, "NumPy": Numpy, "ggml": Ggml}
+class ByCores(Player):
+    """OpenCL with the work split of CPUs."""
 
-DECODE = "arithmetic: unpacking a block takes more instructions than its products"
-LIMITS = {
-    "mul_mat(f32,f32;n=1)": "memory", "mul_mat(f16,f32;n=1)": "memory", "mul_mat(q8_0,f32;n=1)": "memory",
-    "mul_mat(q4_0,f32;n=1)": DECODE, "mul_mat(q4_k,f32;n=1)": DECODE,
-    "mul_mat(f32,f32;n=512)": "arithmetic: vectors of 8 floats; the processor has 16",
-    "rms_norm(f32)": "memory (cache), and the start of the kernel",
-    "soft_max_ext(f32)": "arithmetic: exp as a polynomial",
-    "mul_mat_id(f16,f32;n=64)": "arithmetic",
-    "flash_attn_ext(f32,f16;n=512,kv=1024)": "arithmetic",
+    params = {"work_split": "cpu"}  # noqa: RUF012
+
+
+class ByGroups(Player):
+    """OpenCL with the work split of GPUs."""
+
+    params = {"work_split": "gpu"}  # noqa: RUF012
+
+
+class Llvm(Player):
+    device = "LLVM"
+
+
+class GgmlCpu(Player):
+    device = "ggml:CPU"
+
+
+LIBRARIES = {
+    "PoCL, cpu": ByCores, "PoCL, gpu": ByGroups, "Intel, cpu": ByCores, "Intel, gpu": ByGroups,
+    "LLVM": Llvm, "ggml": GgmlCpu,
 }  # fmt: skip
-"""What keeps OpenCL from being faster, by size of the record."""
-PACKED = ("mul_mat(q8_0,f32;n=1)", "mul_mat(q4_0,f32;n=1)")
-"""Products measured with packed weights too."""
+OPENCL = tuple(name for name in LIBRARIES if "," in name)
+
+
+def environments() -> dict[str, dict[str, str]]:
+    """Return for each OpenCL runtime that it is alone, with a cache of its own."""
+    return {name: environment(name.partition(",")[0].lower()) for name in OPENCL}
+
+
+CHOSEN = (
+    "mul_mat(f32,f32;n=1)", "mul_mat(q8_0,f32;n=1)", "mul_mat(q4_0,f32;n=1)", "mul_mat(f32,f32;n=512)",
+    "mul_mat_id(f16,f32;n=64)", "flash_attn_ext(f32,f16;n=512,kv=1024)", "rms_norm(f32)", "soft_max_ext(f32)",
+)  # fmt: skip
+SIZES = Sizes(n_layers=4, n_embd=1024, n_ff=2816, n_heads=16, n_heads_kv=4, head=64, n_kv=256)
+
+
+def sized(perf: Perf) -> Case:
+    """Return the case of a record's size, with the operands' extents in its text."""
+    case = Case.of(perf)
+    operands = case.build(Context()).sources[:2]
+    return replace(case, what=", ".join(f"{t.dtype.name.lower()} {t.ne}" for t in operands))
+
+
 CASES = [
-    Case.of(perf, device="OpenCL0", storage=memory, note=LIMITS[perf.id])
-    for memory, chosen in (("OpenCL0", LIMITS), ("OpenCL0_Packed", PACKED))
-    for perf in recorded()
-    if perf.id in chosen
+    *(sized(perf) for perf in recorded() if perf.id in CHOSEN),
+    Case("decode step", "4 layers of 1024, q4_0, 256 cached", partial(decode, SIZES, DType.Q4_0), nmse=1e-2),
+    Case("MiniLM", "16 sentences", lambda c: None, nmse=1e-4),
 ]
-
-BUSY = """
-**Much else ran at the same time: the ratios say little.** It slows every library, ggml's spinning
-threads most. Run it again on a quiet machine before relying on it.
-"""
-
-
-def read_bandwidth() -> float:
-    """What NumPy reads while it sums 256 MB [GB/s], by one thread."""
-    memory = np.ones(1 << 26, np.float32)
-    return memory.nbytes / best_s(memory.sum, rounds=5) / 1e9
 
 
 def main() -> None:
-    args = arguments(__doc__, rounds=7).parse_args()
-    table = Table(
-        "op", "what", "memory", "OpenCL [ms]", "NumPy [ms]", "ggml [ms]", "NumPy/OpenCL", "ggml/OpenCL",
-        "GB/s", "GFLOP/s", "NMSE", "limited by",
-    )  # fmt: skip
-    bandwidth = read_bandwidth()
+    args = arguments(__doc__, rounds=5).parse_args()
+    table = Table("op", "what", *(f"{name} [ms]" for name in LIBRARIES), "ggml / best OpenCL", "NMSE")
     with Players(__file__, args.threads) as players:
         for case, rounds, nmse in players.measured(args):
-            ours, numpy, ggml = (statistics.median(rounds[name]) for name in LIBRARIES)
-            node = case.build(Context())
-            table.row(
-                case.op, case.what, case.storage, *(f"{1e3 * s:.3g}" for s in (ours, numpy, ggml)),
-                *(f"{figure / ours:.2f}" for figure in (numpy, ggml)),
-                *(f"{amount / ours / 1e9:.1f}" for amount in (moved_nbytes(node), flops(node))),
-                f"{nmse:.0e}", case.note,
-            )  # fmt: skip
+            times = {name: statistics.median(rounds[name]) for name in LIBRARIES}
+            best = min(times[name] for name in OPENCL)
+            shown = (f"{1e3 * s:.3g}" for s in times.values())
+            table.row(case.op, case.what, *shown, f"{times['ggml'] / best:.2f}", f"{nmse:.0e}")
     if args.ops:
         return
-    busy = BUSY if max(players.load) > (os.cpu_count() or 1) else ""
-    about = f"""OpenCL beside NumPy and ggml
-Made by `python benchmarks/opencl.py`: {args.rounds} rounds, {args.threads} threads each, on PoCL, an OpenCL
-for CPUs: the kernels are those that GPUs run, with the work split for cores. One thread of NumPy reads
-{bandwidth:.1f} GB/s. The machine was shared: its load (of one minute, all libraries included)
-was {players.loads}.
-
-{busy}
-OpenCL0_Packed keeps blocks in groups of eight with the scales in front, so that a GPU reads each eight
-elements by one aligned load. On PoCL it does not pay: runs put it between as fast as plain memory and a sixth
-slower. So it is offered on GPUs only, where nobody has measured it yet. What limits an op was judged
-from these figures and the kernels, not from a profile.
+    about = f"""OpenCL on two runtimes, beside LLVM and ggml
+Made by `python benchmarks/opencl.py`: {args.rounds} rounds, {args.threads} threads each. Weights lie in each
+device's plain memory. The machine's load (of one minute, all libraries included) was {players.loads}. The
+last ratio is ggml's time by the better OpenCL's: above 1, OpenCL is faster.
 
 {__doc__.partition("    python")[0]}"""
-    save("opencl", about, table, packages=("numpy", "pyopencl", "ggml-python"))
+    save("opencl", about, table, packages=("numpy", "pyopencl", "pocl-binary-distribution", "xllamacpp"))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Neither's idle threads disturb the other so. The script that is run has `LIBRARIES`, classes by name that are
 made of a case and a number of threads, with `run`, `values` and `close`; and `CASES`, with `op`, `what`,
-`build` and `nmse`. With one thread its processor time is measured, which other work on the machine disturbs
-least.
+`build` and `nmse`. `environments()` may return what a library's process needs besides. With one thread its
+processor time is measured, which other work on the machine disturbs least.
 """
 
 from __future__ import annotations
@@ -51,10 +51,15 @@ class Players:
         self._cases = importlib.import_module(module).CASES
         self._pipes: dict[str, Any] = {}
         self._processes = []
+        environments = getattr(importlib.import_module(module), "environments", dict)()
         for name in importlib.import_module(module).LIBRARIES:
             self._pipes[name], other = context.Pipe()
             process = context.Process(target=_play, args=(module, name, threads, other), daemon=True)
+            usual = dict(os.environ)
+            os.environ.update(environments.get(name, {}))
             process.start()
+            os.environ.clear()
+            os.environ.update(usual)
             self._processes.append(process)
 
     def measured(
