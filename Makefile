@@ -10,7 +10,7 @@
 #   make test-ray    devices of other machines: two nodes of Ray on this one (installs Ray: 70 MB)
 #   make test-ggml   ggml's own test-backend-ops over all devices (builds ggml: cmake, g++); GGML_ARGS="-d LLVM"
 #   make test-vulkan ggml's Vulkan as a device, on Mesa's driver for the CPU where there is no card (installs both)
-#   make test-opencl RUNTIME=pocl|intel|rusticl|oclgrind: one OpenCL runtime, installed in build/opencl; oclgrind finds races
+#   make test-opencl RUNTIME=pocl|pocl6|intel|rusticl|rusticl25|oclgrind: one OpenCL runtime, installed in build/opencl
 #   make test-gpu    tests that need a CUDA card;  make bench-gpu: the card at its limits, beside PyTorch
 #   make sanitize-gpu  compute-sanitizer's memcheck and racecheck over the tests of test-gpu
 #   make notebooks   run every notebook from top to bottom

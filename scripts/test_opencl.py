@@ -149,10 +149,12 @@ def golden(name: str, split: str, chosen: list[str], jobs: int, env: dict[str, s
     failed = [
         o.case for o in run(partial(Worker, name, split, env), chosen, jobs, progress) if o.status == FAILED
     ]
-    for case in failed:
-        print(f"FAILED {case}")
-    print(f"{progress}, with the work split of {split.upper()}s", flush=True)
-    return not failed and progress.counts[OK] > 0
+    known = {case for case in chosen if f"{split} {case}" in RUNTIMES[name].faults}
+    wrong = {*failed} ^ known  # a fault that is gone is to be taken off the list
+    for case in sorted(wrong):
+        print(f"FAILED {case}" if case in failed else f"FAILED {case}: it passes, but is listed as a fault")
+    print(f"{progress}, with the work split of {split.upper()}s; known faults: {len(known)}", flush=True)
+    return not wrong and progress.counts[OK] > 0
 
 
 def behaviour(name: str, env: dict[str, str]) -> bool:

@@ -34,6 +34,7 @@ class Runtime:
         splits: The work splits that are tested on it.
         finds_races: Whether it writes races between work-items to the log that OCLGRIND_LOG names.
         release: The Debian release whose C library it needs; empty for this system's.
+        faults: Work splits with programs that fail by its fault (docs/opencl-faults.md).
     """
 
     says: str
@@ -44,6 +45,7 @@ class Runtime:
     splits: tuple[str, ...] = ("gpu", "cpu")
     finds_races: bool = False
     release: str = ""
+    faults: frozenset[str] = frozenset()
 
 
 def _run(*command: str | Path, cwd: Path = ROOT) -> None:
@@ -148,11 +150,13 @@ RUNTIMES = {
         f"{DEBIAN}/libpocl.so.2",
         release="trixie",
         env={"POCL_DEVICES": "cpu"},  # PyOpenCL's knows none of that name
+        faults=frozenset({"gpu cross_entropy_loss_back-0"}),
     ),
     "rusticl25": Runtime(
         "rusticl",
         _by_release("trixie", "mesa-opencl-icd"),
         f"{DEBIAN}/libRusticlOpenCL.so.1",
+        splits=("gpu",),  # the other one's mul_mat_id ends the process
         release="trixie",
         env={"RUSTICL_ENABLE": "llvmpipe"},
     ),
