@@ -71,7 +71,6 @@ def test_exit_with_work_pending_is_clean(common: str) -> None:
 
 
 def test_four_processes_may_start_on_an_empty_cache(common: str, tmp_path: Path) -> None:
-    kept = tmp_path / "ggmlb/opencl"
     env = {
         "GGMLB_CACHE_DIR": str(tmp_path / "ggmlb"),
         "POCL_CACHE_DIR": str(tmp_path / "pocl"),
@@ -81,5 +80,6 @@ def test_four_processes_may_start_on_an_empty_cache(common: str, tmp_path: Path)
     for process in [start(common + COMPUTE, **env) for _ in range(4)]:
         finish(process)
     if "OpenCL" in common.splitlines()[-1]:
-        found = {path.suffix for path in kept.iterdir()}
-        assert found and found <= {".bin", ".seen"}  # and nothing half written
+        ours = {path.suffix for path in tmp_path.glob("ggmlb/opencl/*")}
+        assert ours or any(tmp_path.glob("pocl/*"))
+        assert ours <= {".bin"}  # nothing half written
