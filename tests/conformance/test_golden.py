@@ -1,7 +1,8 @@
 """The golden programs on each device: every case that it does not decline must be what ggml computed.
 
-All of them run in a device's own way. In other ways, which share its kernels, a sample runs: the cases that
-reach a kernel, or a type of its first operand, for the first time. The CPU has more: `test_cpu_golden.py`.
+All of them run in a device's own way, on OpenCL in that of GPUs. In other ways, which share its kernels, a
+sample runs: the cases that reach a kernel, or a type of its first operand, for the first time. The CPU has
+more: `test_cpu_golden.py`.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def _levels() -> list[str]:
 
 PLAYED = Way("played", {}, cuda, 3)
 WAYS = [
-    pytest.param(Way("OpenCL0", {}), id="opencl"),
-    pytest.param(Way("OpenCL0", {"work_split": "other"}, portable), id="opencl, other split"),
+    pytest.param(Way("OpenCL0", {"work_split": "gpu"}), id="opencl, as on GPUs"),
+    pytest.param(Way("OpenCL0", {"work_split": "cpu"}, portable), id="opencl, as on CPUs"),
     pytest.param(Way("LLVM", {"n_threads": 3}), id="llvm"),
     *(
         pytest.param(Way("LLVM", {"n_threads": 3, "simd": level}, ops), id=f"llvm, {level}")
@@ -130,8 +131,6 @@ def test_what_is_claimed(kind: str, devices: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, way: Way, devices: dict[str, Any]) -> None:
     device, params = device_of(way.kind, devices), way.params
-    if params.get("work_split") == "other":
-        params = {"work_split": "gpu" if device.work_split == "cpu" else "cpu"}
     cases, kinds = claimed(device, family), way.kinds
     with device.init_backend(params) as stream:
         if kinds is not None:
