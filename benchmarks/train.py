@@ -141,7 +141,7 @@ def factors(shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[np.ndarray
             (rng.standard_normal((RANK, n_in)) / math.sqrt(n_in)).astype(np.float32),
             (0.01 * rng.standard_normal((n_out, RANK))).astype(np.float32),
         )
-        for name, (n_out, n_in) in shapes.items()
+        for name, (n_out, n_in) in sorted(shapes.items())
     }
 
 

@@ -25,19 +25,25 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/architecture.md").read_text().encode("ascii", "ignore").decode()
 
 
-def test_the_loss_falls_as_pytorchs_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty steps from the same factors, with two batches by turns: of quantised weights, within noise."""
+@pytest.mark.parametrize(
+    ("devices", "n_steps", "mean", "most"), [("CPU", 8, 1e-3, 2e-3), ("LLVM,CPU", 30, 0.01, 0.03)]
+)
+def test_the_loss_falls_as_pytorchs_does(
+    monkeypatch: pytest.MonkeyPatch, devices: str, n_steps: int, mean: float, most: float
+) -> None:
+    """Steps from the same factors, with two batches by turns; the LLVM device rounds activations to bytes."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     train = importlib.import_module("train")
     monkeypatch.setattr(train, "N_CTX", 64)
-    monkeypatch.setitem(train.RATES, "SmolLM2", 1e-3)
+    monkeypatch.setitem(train.RATES, "SmolLM2", 3e-4)
     with TextModel(default_text_model(), ["CPU"], n_ctx=64) as model:
         tokens = np.array(model.tokens_of(TEXT), np.int32)
     sequences = tokens[: len(tokens) // 65 * 65].reshape(-1, 65)
-    steps = [train.our_llama(2, "LLVM,CPU"), train.torch_llama(2, "")]
-    ours, theirs = (np.array([step(sequences[4 * (i % 2) :][:4]) for i in range(30)]) for step in steps)
-    assert np.abs(ours - theirs).max() < 0.02 * theirs[0]
-    assert theirs[-2:].mean() < 0.8 * theirs[:2].mean()
+    steps = [train.our_llama(2, devices), train.torch_llama(2, "")]
+    ours, theirs = (np.array([step(sequences[4 * (i % 2) :][:4]) for i in range(n_steps)]) for step in steps)
+    far = np.abs(ours / theirs - 1)
+    assert far.mean() < mean and far.max() < most
+    assert theirs[-2:].mean() < (0.98 if n_steps < 10 else 0.85) * theirs[:2].mean()
 
 
 def test_llama_cpp_has_the_same_adapter(tmp_path: Path) -> None:

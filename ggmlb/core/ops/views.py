@@ -211,7 +211,7 @@ def _back_view(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     scale = 4 // size  # strides in the gradient, f32
     nb1, nb2, nb3 = (n * scale for n in node.nb[1:])
     zeros = c.fill(base if base.dtype is F32 else c.cast(base, F32), 0)
-    return c.acc(zeros, grad, nb1, nb2, nb3, (node.view_offs - base.view_offs) * scale)
+    return c.acc_inplace(zeros, grad, nb1, nb2, nb3, (node.view_offs - base.view_offs) * scale)
 
 
 def _back_permute(c: Context, node: Tensor, grad: Tensor) -> Tensor:
