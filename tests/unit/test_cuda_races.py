@@ -182,10 +182,7 @@ def test_golden_programs_have_none(family: str, wg: int) -> None:
             golden(case.id, wg, own=wg == CARD.wg)
 
 
-BARRIERS = mutants(("barrier", "wait"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", BARRIERS, ids=str)
+@pytest.mark.parametrize("mutant", mutants(), ids=str)
 def test_every_barrier_is_needed_and_missed(mutant: Mutant) -> None:
     assert found(mutant), "nothing fails without it: either no program needs it, or none would tell"
