@@ -182,7 +182,6 @@ def test_golden_programs_have_none(family: str, wg: int) -> None:
             golden(case.id, wg, own=wg == CARD.wg)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutant", mutants(), ids=str)
 def test_every_barrier_is_needed_and_missed(mutant: Mutant) -> None:
     assert found(mutant), "nothing fails without it: either no program needs it, or none would tell"
