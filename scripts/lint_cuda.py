@@ -79,7 +79,8 @@ def compiled(
 ) -> tuple[str, str, Resources]:
     """Return the kernel's name, what is wrong with it, and what the code takes of a card."""
     kernel, defines, wg = variant
-    options = [*OPTIONS, *OF_CUPY, f"-arch={architecture}", "--ptxas-options=-v"]
+    last = [architecture.replace("sm", "compute")] if by_ptxas else [architecture, "--ptxas-options=-v"]
+    options = [*OPTIONS, *OF_CUPY, "-arch", *last]
     ptx, log = nvrtc.compile(text(kernel, defines, wg), options)
     why = log if ptx is None else ""
     if ptx is not None:

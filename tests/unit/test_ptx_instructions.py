@@ -234,6 +234,7 @@ CASES |= {
     "not.pred": ("pred", ("pred",), lambda a: not a), "mov.pred": ("pred", ("pred",), lambda a: a),
     "dp4a.s32.s32": ("s32", ("u32", "u32", "s32"), dot(True)),
     "dp4a.u32.s32": ("s32", ("u32", "u32", "s32"), dot(False)),
+    "popc.b32": ("u32", ("u32",), int.bit_count),
     "bfe.u32": ("u32", ("u32",) * 3, field(False)), "bfe.s32": ("s32", ("s32", "u32", "u32"), field(True)),
     "bfi.b32": ("u32", ("u32",) * 4, inserted(32)),
     "bfi.b64": ("u64", ("u64", "u64", "u32", "u32"), inserted(64)),

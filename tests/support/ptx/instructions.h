@@ -353,7 +353,7 @@ static const Op OPS[] = {
     COMPARED_REAL("ltu", !(a >= b)) COMPARED_REAL("leu", !(a > b)) COMPARED_REAL("gtu", !(a <= b)) COMPARED_REAL("geu", !(a < b))
     COMPARED_REAL("num", a == a && b == b) COMPARED_REAL("nan", a != a || b != b)
     /* 9.7.8 bits and shifts */
-    BITWISE(16, u16) BITWISE(32, u32) BITWISE(64, u64)
+    BITWISE(16, u16) BITWISE(32, u32) BITWISE(64, u64) OP1("popc.b32", u32, u32, (u32)__builtin_popcount(a))
     OP2("and.pred", bool, bool, bool, a & b) OP2("or.pred", bool, bool, bool, a | b) OP2("xor.pred", bool, bool, bool, a ^ b)
     OP1("not.pred", bool, bool, !a)
     FUNNEL("l.wrap", c & 31, LEFT) FUNNEL("l.clamp", c, LEFT) FUNNEL("r.wrap", c & 31, RIGHT) FUNNEL("r.clamp", c, RIGHT)
