@@ -95,6 +95,8 @@ class Signature(IndexedGraph):
 
     def _places(self, tensors: list[Tensor]) -> tuple[list[Any], ...]:
         """Return where tensors lie, and those of the user."""
+        if not tensors:
+            return [], [], []
         placed = self._placed(tensors)[:-2]
         return [t.buffer for t in self._roots(tensors)[:-2]], [*placed], [t.offset for t in placed]
 
