@@ -7,7 +7,7 @@ Graphs with equal signatures are computed by the same `Program`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from math import copysign
@@ -63,9 +63,9 @@ class Signature(IndexedGraph):
         self.params: list[dict[str, Any]] = [t.params for t in tensors]
         self.keep()
         outside = {*self.outside}
-        self.inner = itemgetter(*[i for i in range(len(tensors)) if i not in outside], -1, -1)
-        self._roots = itemgetter(*[i for i, base in enumerate(self.bases) if base < 0], -1, -1)
-        self._placed = itemgetter(*self.outside, -1, -1)
+        self.inner = _picker([i for i in range(len(tensors)) if i not in outside])
+        self._roots = _picker([i for i, base in enumerate(self.bases) if base < 0])
+        self._placed = _picker([*self.outside])
         self._where = self._places(tensors), {b: b.usage for b in self.foreign}
         self.requests = _requests(tensors, user)
 
@@ -95,10 +95,8 @@ class Signature(IndexedGraph):
 
     def _places(self, tensors: list[Tensor]) -> tuple[list[Any], ...]:
         """Return where tensors lie, and those of the user."""
-        if not tensors:
-            return [], [], []
-        placed = self._placed(tensors)[:-2]
-        return [t.buffer for t in self._roots(tensors)[:-2]], [*placed], [t.offset for t in placed]
+        placed = self._placed(tensors)
+        return [t.buffer for t in self._roots(tensors)], [*placed], [t.offset for t in placed]
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters equal the kept ones, including the signs of zeros."""
@@ -110,6 +108,13 @@ class Signature(IndexedGraph):
 
 
 _NO_PARAMS: dict[str, Any] = {}
+
+
+def _picker(numbers: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that returns the elements of these numbers."""
+    if len(numbers) > 1:  # itemgetter returns a single element by itself
+        return itemgetter(*numbers)
+    return lambda items: tuple(items[i] for i in numbers)
 
 
 def _requests(tensors: Sequence[Tensor], user: Mapping[Tensor, int]) -> dict[int, int]:
