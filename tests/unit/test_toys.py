@@ -212,7 +212,8 @@ def test_a_new_type(tree: Tree) -> None:
     tree.replace("ggmlb/core/dtypes.py", "\n    Q2_0 = ", "\n    Q8_TOY = 99, 16, simple.Q8_TOY\n    Q2_0 = ")
     tree.append("ggmlb/core/quants/simple.py", CODEC)
     tree.run("-c", TYPE_PROGRAM)
-    assert passed(tree, "CPU", "--ops", "mul_mat,get_rows,cpy", "--pattern", "q8_toy") == {"test", "support"}
+    modes = passed(tree, "CPU", "--ops", "mul_mat,get_rows,cpy", "--pattern", "q8_toy")
+    assert modes == {"test", "grad", "support"}
     tree.check("A new type")
 
 
