@@ -97,7 +97,9 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/generate.py --save --device ggml:CPU
 	$(BIN)/python benchmarks/experts.py --save
 	$(BIN)/python benchmarks/llvm_ops.py
-	$(BIN)/python benchmarks/llvm_ops.py --threads 1
+	GGMLB_SIMD=avx2 $(BIN)/python benchmarks/llvm_ops.py
+	$(BIN)/python benchmarks/roofline.py
+	GGMLB_SIMD=avx2 $(BIN)/python benchmarks/roofline.py
 	$(BIN)/python benchmarks/llvm_decode.py --threads 1
 	$(BIN)/python benchmarks/embed.py --threads 1 --devices LLVM,CPU
 	$(BIN)/python benchmarks/embed.py --threads 1 --devices LLVM,CPU --weights q8_0

@@ -62,11 +62,11 @@ class Case:
     peer: str = "CPU"
 
     @classmethod
-    def of(cls, perf: Perf, where: str = "", **facts: Any) -> Case:
+    def of(cls, perf: Perf, where: str = "", scale: int = SCALE, **facts: Any) -> Case:
         """Return the case of a record's size; `where` is added to its text."""
         error = float("inf") if perf.fn in UNORDERED else ROUGH.get(perf.fn, 1e-6)
         text = perf.text.replace(";", ", ").replace(",kv", ", kv").replace("=", " = ") + where
-        return cls(perf.fn, text, lambda c: perf.build(c, SCALE), nmse=error, **facts)
+        return cls(perf.fn, text, lambda c: perf.build(c, scale), nmse=error, **facts)
 
 
 def recorded(*fns: str) -> Iterator[Perf]:

@@ -1,13 +1,15 @@
 """The LLVM device beside ggml, op by op, in one run.
 
 As `ops.py` does it: two processes that take turns, with the same data and threads; results are compared
-before anything is measured. The column `ratio` is the median of the rounds' ratios of best calls. `GB/s` is
-the weight's or cache's bytes over our time, and then what reading as many bytes alone reaches, by a loop of
-vector loads over as many threads. ggml's weights lie in its plain memory, but where a row says "beside
-CPU_REPACK" or "beside AMX": these kinds of memory are to ggml what LLVM_Repacked is here. Parts can be run
-apart, each in less than two minutes; the page holds what was last measured of each. ggml is that of
-ggml-python, or else the library that `ggml:CPU` found; with GGMLB_SIMD, ggmlb alone poses as another class of
-machine, which has a page of its own.
+before anything is measured. A cell has our time [ms], and in brackets the median of the rounds' ratios of
+best calls: of ggml's time to ours. `!` marks what takes longer than is asked: products of plain weights with
+one column at most as long as ggml's (1/1.2 for q4_0, q4_1, q8_0, q4_K, q6_K), of 32 and more 1/1.3, repacked
+weights 1/1.2 of ggml's CPU_REPACK, attention of one query half. ggml's weights lie in its plain memory, but
+where a row says "beside CPU_REPACK", which is to ggml what LLVM_Repacked is here.
+
+With GGMLB_SIMD=avx2, ggmlb poses as a machine of that class, which has a page of its own, and ggml is PyPI's
+xllamacpp, which is compiled for AVX2; else ggml-python, which is compiled for the machine it is installed on.
+Parts can be run apart, each in less than two minutes; the page holds what was last measured of each.
 
     [GGMLB_SIMD=avx2] python benchmarks/llvm_ops.py [--rounds 3] [--threads 2] [--parts n1,ops] [--ops add]
 """
@@ -18,46 +20,54 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from libraries import Case, Ggml, Ggmlb, OnGgml, recorded
-from ops import EVEN, milliseconds, verdict
+from ops import EVEN, milliseconds
 from report import Table, save
 from turns import Players, arguments, best_s
 
-from ggmlb.core.context import Context
 from ggmlb.core.dtypes import DType
-from ggmlb.core.enums import Op
-from ggmlb.core.ops.matmul import product
 from ggmlb.system import env
 
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel
 
-LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml if find_spec("ggml") else OnGgml}
+SIMD = env.text("GGMLB_SIMD")
+NATIVE = find_spec("ggml") is not None and SIMD != "avx2"
+"""Whether ggml is the one compiled for this machine."""
+LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml if NATIVE else OnGgml}
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ4_NL", "IQ4_XS", "MXFP4",
 )  # fmt: skip
-ROWS = (1, 2, 4, 8, 32, 512)
+ROWS = (1, 2, 4, 8, 32, 128, 512)
+SQUARES = (576, 1024, 2048, 4096)
+SQUARE_TYPES, SQUARE_ROWS = ("F32", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), (1, 8, 128)
 REPACKED = "LLVM_Repacked"
-"""The device's own memory for weights; ggml's lie in plain memory, but in parts that begin with `peer`."""
-PEERS = {
-    (1, "AMX"): ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"),
-    **{(n, "CPU_REPACK"): ("Q4_0", "Q4_K", "IQ4_NL") for n in ROWS},
-}
-"""ggml's own memory for weights, which llama.cpp uses where it can: columns, its name, types that it takes.
-Products of several columns in AMX memory end in an illegal instruction on the machine of the figures."""
-FASTER = {(1, "Q4_0"), (1, "Q8_0"), (1, "Q4_K"), *((512, name) for name in TYPES)}
-"""Products that should take 1/1.3 of ggml's time; all else at most as long."""
+"""The device's own memory for weights."""
+CPU_REPACK = ("Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
+"""Types that ggml's own memory for weights takes on x86."""
+MORE = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
+"""Those whose products with one column should take 1/1.2 of ggml's time."""
+KEYS = (128, 512, 2048, 8192)
 
 OPS = (*EVEN, "rope", "get_rows", "set_rows", "cpy", "flash_attn_ext", "mul_mat_id")
 N_NODES = 1000
+
+
+class Cell(NamedTuple):
+    """Where a case stands on the page."""
+
+    section: str
+    row: str
+    column: str
 
 
 def tiny(c: Any) -> Any:
@@ -67,39 +77,95 @@ def tiny(c: Any) -> Any:
     return x
 
 
-def products(n: int, names: tuple[str, ...] = TYPES, storage: str = "CPU", peer: str = "CPU") -> list[Case]:
-    where = "" if storage == "CPU" else f", {storage}"
+def product(section: str, name: str, k: int, m: int, n: int, storage: str, peer: str) -> tuple[Cell, Case]:
+    """A product of `n` columns with a weight of `m` rows."""
+    target = 1.3 if n >= 32 else 1.2 if name in MORE else 1.0
     if peer != "CPU":
-        where = f"{where} beside {peer}"
+        target = 1.2
+    elif storage != "CPU":
+        target = 1.3 if n >= 32 else 1.0
+    where = "plain" if storage == "CPU" else "repacked" if peer == "CPU" else f"repacked beside {peer}"
+    row = name.lower() if section == "products" else f"{m} x {k}, {name.lower()}"
+
+    def build(c: Any) -> Any:
+        return c.mul_mat(c.new_tensor(DType[name], (k, m)), c.new_tensor(DType.F32, (k, n)))
+
+    asked = target if n == 1 or n >= 32 or peer != "CPU" else 1.0
+    case = Case("mul_mat", f"{row}, n = {n}, {where}", build, asked, 1e-3, storage, peer=peer)
+    return Cell(section, f"{row}, {where}", f"n = {n}"), case
+
+
+def products(n: int, names: Iterable[str] = TYPES) -> list[tuple[Cell, Case]]:
+    made = []
+    for name in names:
+        memories = [
+            ("CPU", "CPU"),
+            (REPACKED, "CPU"),
+            *([(REPACKED, "CPU_REPACK")] if name in CPU_REPACK else []),
+        ]
+        made += [product("products", name, 14336, 4096, n, *memory) for memory in memories]
+    return made
+
+
+def square(size: int) -> list[tuple[Cell, Case]]:
     return [
-        Case.of(
-            product(DType[name], n),
-            where,
-            target=None if peer != "CPU" else 1.3 if (n, name) in FASTER else 1.0,
-            storage=storage,
-            peer=peer,
-        )
-        for name in names
+        product("squares", name, size, size, n, storage, "CPU")
+        for name in SQUARE_TYPES
+        if size % DType[name].block_size == 0
+        for storage in ("CPU", REPACKED)
+        for n in SQUARE_ROWS
     ]
 
 
-PARTS: dict[str, list[Case]] = {
-    **{f"n{n}": products(n) for n in ROWS},
-    **{f"r{n}": products(n, storage=REPACKED) for n in ROWS},
-    **{f"peer-{peer}-{n}": products(n, types, REPACKED, peer) for (n, peer), types in PEERS.items()},
-    "ops": [Case.of(perf, target=1.0) for perf in recorded(*OPS)],
-    "graphs": [Case("add", f"{N_NODES} nodes of 64 elements", tiny, 0.67, 1e-9)],
+def attend(name: str, head: int, group: int, kv: int) -> tuple[Cell, Case]:
+    """Attention of one token: 8 heads of keys and values, each for `group` of queries."""
+
+    def build(c: Any) -> Any:
+        q = c.new_tensor(DType.F32, (head, 1, 8 * group))
+        k, v = (c.new_tensor(DType[name], (head, kv, 8)) for _ in range(2))
+        return c.flash_attn_ext(q, k, v, c.new_tensor(DType.F16, (kv, 1)), head**-0.5, 0.0, 0.0)
+
+    row = f"{name.lower()}, 8 heads of {head}{f', each for {group} of queries' if group > 1 else ''}"
+    # ggml adds up values in halves: with 8192 of them, by hundredths.
+    return Cell("attention", row, f"{kv} keys"), Case("flash_attn_ext", f"{row}, {kv} keys", build, 2.0, 2e-2)
+
+
+def attention(name: str, head: int) -> list[tuple[Cell, Case]]:
+    return [attend(name, head, group, kv) for group in (1, 4) for kv in KEYS]
+
+
+def others() -> list[tuple[Cell, Case]]:
+    cases = [Case.of(perf, target=1.0) for perf in recorded(*OPS)]
+    cases.append(Case("add", f"{N_NODES} nodes of 64 elements", tiny, 0.67, 1e-9))
+    return [(Cell("ops", f"{case.op}: {case.what}", "LLVM"), case) for case in cases]
+
+
+PARTS: dict[str, list[tuple[Cell, Case]]] = {
+    **{f"n{n}": products(n) for n in ROWS[:-1]},
+    **{f"n512{part}": products(512, TYPES[i::2]) for i, part in enumerate("ab")},
+    **{f"s{size}": square(size) for size in SQUARES},
+    **{
+        f"a{head}-{name.lower()}": attention(name, head)
+        for head in (64, 128, 256)
+        for name in ("F16", "Q8_0")
+    },
+    "ops": others(),
 }
-PART_OF, CASES = zip(
-    *((name, replace(case, device="LLVM")) for name, part in PARTS.items() for case in part), strict=True
+PART_OF, CELLS, CASES = zip(
+    *((name, cell, replace(case, device="LLVM")) for name, part in PARTS.items() for cell, case in part),
+    strict=True,
 )
 
-SIMD = env.text("GGMLB_SIMD")
 MEASURED = Path(tempfile.gettempdir()) / "ggmlb_llvm_ops_{}_{}.json"
 """What was measured so far, by the class of machine and the number of threads."""
-COLUMNS = ("op", "what", "ggml [ms]", "ggmlb [ms]", "ratio", "target", "GB/s", "reading", "NMSE")
-READ_MIB = (64, 512)
 CLOCK = "Times are of the processor, which that work disturbs less."
+READ_MIB = (64, 512)
+TITLES = {
+    "products": "weight of 4096 x 14336",
+    "squares": "weight",
+    "attention": "keys and values",
+    "ops": "op",
+}
 
 
 def read(k: Kernel) -> None:
@@ -116,28 +182,65 @@ def read(k: Kernel) -> None:
     k.store(sums[0].now + sums[1].now + sums[2].now + sums[3].now, to + k.chunk * 64)
 
 
+class Emitted:
+    """A kernel alone, in 8 chunks for each thread, with integers as arguments.
+
+    Args:
+        emit: Makes it.
+        threads: That run it.
+        args: Its arguments.
+    """
+
+    def __init__(self, emit: Any, threads: int, *args: int) -> None:
+        from ggmlb.backends.llvm.codegen import loader
+        from ggmlb.backends.llvm.codegen.library import library
+        from ggmlb.backends.llvm.pool import Pool
+
+        # Those on disk are named by the sources of the package alone.
+        address = loader.load(library().compile(emit, (), emit.__name__), emit.__name__)
+        self._args = np.array(args, np.int64)
+        self._table = np.array([[address, self._args.ctypes.data, 8 * threads]], np.int64)
+        self._pool = Pool(threads, library())
+
+    def run(self) -> None:
+        self._pool.run(self._table.ctypes.data, 0, 1, True)
+
+    def close(self) -> None:
+        self._pool.free()
+
+
+class Reading(Emitted):
+    """Reading of so many bytes, as fast as it goes."""
+
+    def __init__(self, threads: int, nbytes: int) -> None:
+        self._memory, self._sums = np.ones(nbytes + 4096, np.uint8), np.zeros(4096, np.uint8)
+        super().__init__(read, threads, self._memory.ctypes.data, nbytes, self._sums.ctypes.data)
+
+
 def read_speed(threads: int, nbytes: int) -> float:
     """The best speed of reading memory [GB/s]."""
-    from ggmlb.backends.llvm.codegen.library import library
-    from ggmlb.backends.llvm.pool import Pool
-
-    memory, sums = np.ones(nbytes + 4096, np.uint8), np.zeros(1024, np.uint8)
-    args = np.array([memory.ctypes.data, nbytes, sums.ctypes.data], np.int64)
-    table = np.array([[library().address(read), args.ctypes.data, 8]], np.int64)
-    pool = Pool(threads, library())
-    clock = time.thread_time if threads == 1 else time.perf_counter
-    best = best_s(lambda: pool.run(table.ctypes.data, 0, 1, True), 20, clock)
-    pool.free()
+    reading = Reading(threads, nbytes)
+    best = best_s(reading.run, 20, time.thread_time if threads == 1 else time.perf_counter)
+    reading.close()
     return nbytes / best / 1e9
 
 
-def speed(case: Case, seconds: float, threads: int) -> tuple[str, str]:
-    """What is read of the weight per second, where that is what takes the time, and by reading alone."""
-    node = case.build(Context())
-    if node.op is not Op.MUL_MAT or node.ne[1] > 8:
-        return "", ""
-    nbytes = node.sources[0].nbytes
-    return f"{nbytes / seconds / 1e9:.1f}", f"{read_speed(threads, nbytes):.1f}"
+def peer() -> str:
+    """Which ggml it is, and the instructions that it was compiled for."""
+    if NATIVE:
+        import ggml
+
+        names = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx_int8")
+        has = [name.upper() for name in names if getattr(ggml, f"ggml_cpu_has_{name}")()]
+        return f"ggml-python, compiled here for {', '.join(has)}"
+    import xllamacpp
+
+    told = [
+        part.split("=") for part in xllamacpp.get_system_info().partition(":")[2].split("|") if "=" in part
+    ]
+    return (
+        f"PyPI's xllamacpp, compiled for {', '.join(name.strip() for name, on in told if on.strip() == '1')}"
+    )
 
 
 def main() -> None:
@@ -148,36 +251,49 @@ def main() -> None:
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     with Players(__file__, args.threads) as players:
         for part in args.parts.split(","):
-            table = Table(*COLUMNS)
+            cells = []
             numbers = [i for i, name in enumerate(PART_OF) if name == part]
-            for case, seconds, nmse in players.measured(args, numbers):
+            for number, (case, seconds, nmse) in zip(
+                numbers, players.measured(args, numbers), strict=not args.ops
+            ):
                 ours, theirs = seconds["ggmlb"], seconds["ggml"]
                 ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-                figures = (milliseconds(theirs), milliseconds(ours), f"{ratio:.2f}")
-                speeds = speed(case, min(ours), args.threads)
-                table.row(case.op, case.what, *figures, verdict(case, ratio), *speeds, f"{nmse:.0e}")
-            known[part] = {"rows": table.rows, "load": players.load[-len(table.rows) - 1 :]}
+                missed = " !" if ratio < case.target else ""
+                cells.append((*CELLS[number], f"{milliseconds(ours)} ({ratio:.2f}){missed}", nmse))
+                print(*cells[-1], flush=True)
+            known[part] = {"cells": cells, "load": players.load[-len(cells) - 1 :]}
+            if not args.ops:
+                path.write_text(json.dumps(known))
     if args.ops:
         return
     known["read"] = {str(n): read_speed(args.threads, n << 20) for n in READ_MIB}
     path.write_text(json.dumps(known))
-    tables = []
-    for part in PARTS:
-        if part in known:
-            table = Table(*COLUMNS)
-            table.rows = [tuple(row) for row in known[part]["rows"]]
-            tables.append(table)
-    loads = [x for part in known.values() if "load" in part for x in part["load"]]
-    reads = ", ".join(f"{known['read'][str(n)]:.0f} GB/s from {n} MiB" for n in READ_MIB)
-    about = f"""The LLVM device{f", posing as {SIMD}," if SIMD else ""} beside ggml
-Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. Sizes are those
-of mode `perf` on a CPU, twice along each edge. Reading alone: {reads}. The machine was shared with other
-work: its load, of one minute, both libraries included, was {min(loads):.1f} to {max(loads):.1f}.
-{CLOCK if args.threads == 1 else ""}
+    write(known, args)
 
-{__doc__.partition("    python")[0]}"""
+
+def write(known: dict[str, Any], args: Any) -> None:
+    """Write the page of all parts that were measured."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for part in PARTS:
+        for section, row, column, cell, _ in known.get(part, {"cells": ()})["cells"]:
+            found.setdefault(section, {}).setdefault(row, {})[column] = cell
+    tables = []
+    for section, rows in found.items():
+        columns = list(dict.fromkeys(cell.column for cell in CELLS if cell.section == section))
+        table = Table(TITLES[section], *columns)
+        table.rows = [(row, *(cells.get(c, "") for c in columns)) for row, cells in rows.items()]
+        tables.append(table)
+    loads = [x for part in PARTS if part in known for x in known[part]["load"]]
+    reads = ", ".join(f"{known['read'][str(n)]:.0f} GB/s from {n} MiB" for n in READ_MIB)
+    load = f"{min(loads):.1f} to {max(loads):.1f}"
+    about = f"""The LLVM device{f", posing as {SIMD.upper()}," if SIMD else ""} beside ggml
+Made by `python benchmarks/llvm_ops.py`: {args.rounds} rounds, {args.threads} thread(s) each. ggml is
+{peer()}. Reading alone: {reads}. The load of the machine, of one minute, both
+libraries included, was {load}. {CLOCK if args.threads == 1 else ""}
+
+{__doc__.partition("    [GGMLB")[0]}"""
     name = "_".join(["llvm", *([SIMD] if SIMD else []), *(["1"] if args.threads == 1 else [])])
-    save(name, about, *tables, packages=("numpy", "llvmlite", "ggml-python", "xllamacpp"))
+    save(name, about, *tables, packages=("numpy", "llvmlite", "ggml-python" if NATIVE else "xllamacpp"))
 
 
 if __name__ == "__main__":
