@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,12 +221,6 @@ def _launch(
 # -- streams and memory ----------------------------------------------------------------------------
 
 
-@contextmanager
-def _device(device: int = 0) -> Iterator[None]:
-    with HOST.on(device):
-        yield
-
-
 class Stream:
     """A stream that is current within a block: what was queued on it runs before, as NumPy has no streams."""
 
@@ -257,21 +251,13 @@ def _current_stream() -> Stream:
     return getattr(_local, "stream", None) or Stream(null=True)
 
 
-class _Owner:
-    """Of memory that is freed with its last array."""
-
-    def __init__(self, size: int) -> None:
-        self.device = HOST.current_device or 0
-        with HOST.on(self.device):
-            self.address = HOST.malloc(max(size, 1))
-
-    def __del__(self) -> None:
-        HOST.free(self.address)
-
-
 def _alloc(size: int) -> Any:
-    owner = _Owner(size)
-    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(owner.address, size, owner, owner.device), 0)
+    """Return memory that is freed with its last array."""
+    device = HOST.current_device or 0
+    with HOST.on(device):
+        address = HOST.malloc(max(size, 1))
+    weakref.finalize(owner := set[None](), HOST.free, address)
+    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, size, owner, device), 0)
 
 
 # -- arrays: CuPy's, whose numbers NumPy reads and computes ------------------------------------------
@@ -396,7 +382,7 @@ def install() -> None:
         cu: {"launchKernel": _answered("launchKernel", _launch)},
         ctypes: {"CDLL": _library},
         cupy.cuda: {
-            "is_available": lambda: True, "Device": _device, "alloc": _alloc, "nccl": NCCL,
+            "is_available": lambda: True, "Device": HOST.on, "alloc": _alloc, "nccl": NCCL,
             "alloc_pinned_memory": lambda size: np.zeros(size, np.uint8),
             "Stream": Stream, "get_current_stream": _current_stream,
         },
