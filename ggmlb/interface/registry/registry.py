@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ggmlb.core import arguments
 from ggmlb.core.enums import DeviceType, as_enum
-from ggmlb.core.errors import BackendBroken, BackendUnavailable, Error, RegistryError, did_you_mean
+from ggmlb.core.errors import (
+    BackendBroken,
+    BackendError,
+    BackendUnavailable,
+    Error,
+    RegistryError,
+    did_you_mean,
+)
 from ggmlb.interface import Backend, BackendReg, Device
 from ggmlb.interface.registry import discovery
 from ggmlb.interface.registry.candidate import check_reg, whole_imports
@@ -357,7 +364,10 @@ def _named(name: str, things: Iterable[_Named]) -> _Named | None:
 
 def _opened(device: Device, params: Mapping[str, Any] | None = None) -> Backend:
     with log.timed("devices", log.INFO, "%s opened", device.name):
-        return device.init_backend(params)
+        try:
+            return device.init_backend(params)
+        except OSError as error:  # its modules cannot be read: too many open files
+            raise BackendError(f"{device.name} cannot be opened: {error}") from error
 
 
 def _depth() -> int:
