@@ -338,8 +338,8 @@ def _iq4_xs(at: Fields, k: Kernel, p: Any) -> list[Any]:
 
 
 def _iq4_xs_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -> list[Value]:
-    p = blocks[0] + (at["qs"] + 32 * i)
-    return [look_up(k, IQ4, q) for q in _nibble_pair(k, p, p + 16, n)]
+    a, b = (blocks[0] + (at["qs"] + 16 * run) for run in (2 * i, 2 * i + 1))
+    return [look_up(k, IQ4, q) for q in _nibble_pair(k, a, b, n)]
 
 
 def _iq4_xs_scales(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
