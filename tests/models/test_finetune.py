@@ -37,7 +37,7 @@ def test_training_measures_the_logits_and_makes_them_likelier(
     with TextModel(models(kind), n_ctx=64, **PLACES[place]) as model:
         untrained = model.logits(TEXT[:12])
         adapter = model.new_adapter("attn_(q|v|output)|attn_qkv|ffn_down", rank=3, seed=5)
-        assert np.array_equal(model.logits(TEXT[:12]), untrained)
+        np.testing.assert_allclose(model.logits(TEXT[:12]), untrained, rtol=1e-3, atol=1e-3)
         with model.training(adapter, AdamW(0.01), **SIZES) as training:
             data, before = training.dataset(TEXT), Result()
             training.opt.epoch(data, None, before, n_train=0)

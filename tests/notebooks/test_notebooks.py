@@ -75,5 +75,5 @@ def test_its_outputs_are_committed(path: Path) -> None:
 def test_the_notebooks_show_pictures() -> None:
     """The split graphs and timelines, which an untrusted page once showed as a paragraph of words."""
     n_pictures = {p.stem: sum(n for cell in shown(nbformat.read(p, 4)) for _, n in cell) for p in NOTEBOOKS}
-    expected = {"backend": 0, "generate": 0, "memory": 0, "quickstart": 1, "scheduler": 3, "split_model": 1}
-    assert n_pictures == expected
+    expected = {"quickstart": 1, "scheduler": 3, "split_model": 1}
+    assert {stem: n for stem, n in n_pictures.items() if n} == expected

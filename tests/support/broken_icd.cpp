@@ -7,7 +7,8 @@ namespace {
 
 constexpr int SUCCESS = 0, DEVICE_NOT_FOUND = -1, OUT_OF_HOST_MEMORY = -6, INVALID_PLATFORM = -32,
               INVALID_DEVICE = -33;
-constexpr unsigned PLATFORM_EXTENSIONS = 0x0904, PLATFORM_ICD_SUFFIX = 0x0920, DEVICE_PLATFORM = 0x1031;
+constexpr unsigned PLATFORM_EXTENSIONS = 0x0904, PLATFORM_ICD_SUFFIX = 0x0920, DEVICE_PLATFORM = 0x1031,
+                   DEVICE_LOCAL_MEM_SIZE = 0x1023;
 
 enum Fault { NO_NAME, NO_DEVICES, DEVICES_RAISE, DEVICE_RAISES, NO_CONTEXT, NO_QUEUE, N_FAULTS };
 
@@ -63,13 +64,15 @@ int device_ids(Object *platform, unsigned long, unsigned room, Object **out, uns
 
 int device_info(Object *device, unsigned name, size_t room, void *out, size_t *needed)
 {
-    static const unsigned long long yes = 1;
+    static const unsigned long long yes = 1, local_memory = 65536;
     if (device->fault == DEVICE_RAISES)
         return INVALID_DEVICE;
     if (name == DEVICE_PLATFORM) {
         const Object *platform = &platforms[device->fault];
         return give(&platform, sizeof platform, room, out, needed);
     }
+    if (name == DEVICE_LOCAL_MEM_SIZE)
+        return give(&local_memory, sizeof local_memory, room, out, needed);
     return give(&yes, room ? room : sizeof yes, room, out, needed);
 }
 
