@@ -256,7 +256,7 @@ def test_the_command_prints_what_fits(models: Callable[..., Path], capsys: Any) 
     asked = ["fit", path, "-d", f"{CARD},CPU", "--ctx", "256", "--way", "layers"]
     assert run([*asked, "--cpu-experts"]) == 0
     text = capsys.readouterr().out
-    assert re.search("beside these, the process: about .* MiB .resident .*, vocabulary .*, scratch ", text)
+    assert re.search("beside these, the process: about .* [MG]iB .resident .*, vocabulary .*, scratch ", text)
     assert f"{CARD}: layers 0-4, the output; each token reads" in text
     assert "CPU: the embeddings, experts of layers 0-4; each token reads" in text
     assert run([*asked, "--json", "--kv-on", "CPU"]) == 0
