@@ -53,6 +53,15 @@ def test_without_weights_the_first_neighbours_decide_and_inputs_stay_on_the_last
         assert sched.get_tensor_backend(x) is bench.cpu
 
 
+def test_a_computed_input_runs_where_its_op_does(make_bench):
+    bench = make_bench(FakeReg(2, declines=lambda t: "no kernel for silu" if t.op is Op.UNARY else None))
+    ctx = Context()
+    y = ctx.set_input(ctx.silu(ctx.sqr(new_input(ctx, 4))))
+    with Scheduler([bench.cpu, bench.gpu0]) as sched:
+        sched.split_graph(Graph().build_forward_expand(y))
+        assert sched.get_tensor_backend(y) is bench.cpu
+
+
 def test_a_device_that_declines_an_op_hands_it_on_and_the_reason_is_kept(make_bench):
     bench = make_bench(FakeReg(2, declines=lambda t: "no kernel for silu" if t.op is Op.UNARY else None))
     ctx = Context()

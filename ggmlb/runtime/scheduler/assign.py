@@ -180,7 +180,8 @@ class Assignment:
             if computes and causes[i] is _PLACED:
                 ids[i] = self._owner_of_result(i)
         for i in graph.flagged:
-            if ids[i] < 0 and graph.flags[i] & TensorFlag.INPUT:
+            is_input = ids[i] < 0 and graph.flags[i] & TensorFlag.INPUT
+            if is_input and (not self._computes[i] or self.supports(self._last, i)):
                 self._set(i, self._last, Cause.INPUT)
 
     def _honour(self, i: int, wanted: int) -> bool:
