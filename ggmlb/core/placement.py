@@ -98,6 +98,14 @@ def zeros_of(params: Iterable[Mapping[str, Any]]) -> Zeros:
     ]
 
 
+def are_equal(a: Any, b: Any) -> bool:
+    """Whether facts with parameters are equal; arrays in a custom function's data have no truth value."""
+    try:
+        return bool(a == b)
+    except ValueError:
+        return False
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share a byte, by their placement or, before it, by their view sources."""
     if a.buffer is not None and b.buffer is not None:

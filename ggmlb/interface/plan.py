@@ -9,7 +9,7 @@ from ggmlb.core.enums import TensorFlag
 from ggmlb.core.errors import FreedError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Unique
-from ggmlb.core.placement import Zeros, placement_clock, zeros_of
+from ggmlb.core.placement import Zeros, are_equal, placement_clock, zeros_of
 from ggmlb.core.repeats import RepeatedGraph
 from ggmlb.core.tensor import Tensor
 
@@ -103,7 +103,7 @@ class GraphPlan(Unique):
         now = placement_clock.now
         if self._checked_at == now:
             return True
-        if self._binding is not None and not _is_same(binding(self.nodes), self._binding):
+        if self._binding is not None and not are_equal(binding(self.nodes), self._binding):
             return False
         for buffer in self._memory:
             if buffer is not None and buffer.is_freed:
@@ -134,10 +134,3 @@ def binding(nodes: tuple[Tensor, ...]) -> Binding:
                 facts += (s.buffer, s.offset)
     facts += params
     return facts, zeros_of(params)
-
-
-def _is_same(a: Binding, b: Binding) -> bool:
-    try:
-        return a == b
-    except ValueError:  # arrays in a custom function's data have no truth value
-        return False

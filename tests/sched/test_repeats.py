@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -37,6 +38,7 @@ class Model:
         odd: What is different about one layer, the number `at`.
         first_on: The layers up to this one lie on the first device.
         shared: Whether the layers' weights lie in one buffer.
+        before: Nodes between the input and the first layer.
     """
 
     n_layers: int = 12
@@ -45,9 +47,10 @@ class Model:
     at: int = 5
     first_on: int = 12
     shared: bool = False
+    before: int = 0
 
 
-OPS = ("norm", "mix", "gate", "keep", "look", "scale", "inplace", "skip")
+OPS = ("norm", "mix", "gate", "keep", "look", "scale", "inplace", "skip", "far", "custom")
 ODD = (
     "",
     "scale",
@@ -61,6 +64,7 @@ ODD = (
     "alias",
     "output",
     "swap",
+    "leaf view",
 )
 
 models = st.builds(
@@ -71,7 +75,12 @@ models = st.builds(
     at=st.integers(0, 13),
     first_on=st.integers(0, 14),
     shared=st.booleans(),
+    before=st.sampled_from((0, 20)),
 )
+
+
+def added(y: Any, x: Any, ith: int, nth: int, data: Any) -> None:
+    y[...] = x + data[0]
 
 
 class Layers:
@@ -79,6 +88,7 @@ class Layers:
 
     def __init__(self, m: Model, backends: list[Backend], stack: ExitStack) -> None:
         self.model, self.backends, self.layers = m, backends, []
+        self.data = np.arange(2 * m.n_layers).reshape(-1, 2)
         contexts: dict[int, Context] = {}
         for i in range(m.n_layers):
             where = 0 if i < m.first_on else len(backends) - 1
@@ -105,6 +115,15 @@ class Layers:
         c, m, g = Context(), self.model, Graph()
         x0 = x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 2)))
         rows = c.set_input(c.new_tensor(DType.I64, (2,)))
+        far, chain = (c.sin(x), c.cos(x)), []
+        for _ in range(m.before):  # more than a layer before the first that reads what lies far
+            x = c.tanh(x)
+            chain.append(x)
+        if "far" in m.ops and sched is not None:
+            g.build_forward_expand(*far)
+            for where, tensors in ((0, far), (-1, chain)):
+                for t in tensors:
+                    sched.set_tensor_backend(t, self.backends[where])
         previous = first = x
         for i, w in enumerate(self.layers):
             odd = m.odd if i == m.at else ""
@@ -126,6 +145,10 @@ class Layers:
                     x = c.scale_bias(x, 0.5 if odd == "scale" else 0.75, -0.0 if odd == "sign" else 0.0)
                 elif op == "inplace":
                     x = c.silu_inplace(x)
+                elif op == "far":
+                    x = c.add(c.add(x, far[0]), far[1])
+                elif op == "custom":
+                    x = c.map_custom1(x, added, userdata=self.data[i])
                 else:
                     x = c.add(x, previous)
             if odd == "flag":
@@ -136,6 +159,8 @@ class Layers:
                 sched.set_tensor_backend(x, self.backends[-1])
             previous = x
             first = x if not i else first
+        if m.odd == "leaf view":
+            x = c.mul(x, c.view_tensor(self.layers[m.at % m.n_layers]["gain"]))
         return g.build_forward_expand(c.set_output(c.sqr(x))), x0, rows, g.nodes[-1]
 
 
@@ -192,11 +217,15 @@ def stacks():
     with ExitStack() as stack:
         cpu, llvm = (stack.enter_context(init_by_name(name)) for name in ("CPU", "LLVM"))
         fakes = [stack.enter_context(d.init_backend()) for d in FakeReg(2).devices]
-        yield {"CPU": [cpu], "LLVM": [llvm, cpu], "fakes": [*fakes, cpu], "fake": [fakes[0], cpu]}
+        yield {"CPU": [cpu], "LLVM": [llvm, cpu], "fakes": [*fakes, cpu], "fake": [fakes[0], cpu],
+            "mixed": [fakes[0], llvm]}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*must be on one device:RuntimeWarning")
-@pytest.mark.parametrize("name", ["CPU", "LLVM", "fakes", "fake"])
+@pytest.mark.parametrize("name", ["CPU", "LLVM", "fakes", "fake", "mixed"])
+@example(m=Model(14, ("norm", "mix", "gate"), "leaf view", 7, first_on=0, shared=True))
+@example(m=Model(14, ("norm", "mix", "gate", "custom"), first_on=0))
+@example(m=Model(14, ("norm", "mix", "inplace", "far"), first_on=0, before=20))
 @example(m=Model(11, ("norm", "look", "look"), first_on=0))  # groups over the border of two parts
 @example(m=Model(8, ("norm", "norm", "look", "mix"), first_on=0))
 @example(m=Model(12, ("norm", "norm", "keep"), "flag", 0, first_on=0))  # the first part reads a copy

@@ -242,6 +242,7 @@ class Table:
         before, at, after = (int(ends[i - 1]) if i else 0 for i in (start - n, start, end))
         mine = places[at:after] < len(self._addresses)
         numbers = np.array([whole.numbers[t] for t in self._numbers], np.int64)
+        numbers[numbers >= len(repeats.kept)] = -1  # copies, which all parts read alike
         first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
         if not np.array_equal(repeats.before[second], first):
             raise Unlike

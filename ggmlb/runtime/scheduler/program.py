@@ -18,7 +18,7 @@ from weakref import ref
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import GraphError
 from ggmlb.core.graph import Graph
-from ggmlb.core.placement import placement_clock, zeros_of
+from ggmlb.core.placement import are_equal, placement_clock, zeros_of
 from ggmlb.core.repeats import RepeatedGraph, Repeats
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
@@ -100,10 +100,7 @@ class Signature(IndexedGraph):
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters equal the kept ones, including the signs of zeros."""
-        try:
-            same = self.params == params
-        except ValueError:  # arrays in a custom function's data have no truth value
-            return False
+        same = are_equal(self.params, params)
         return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros])
 
 

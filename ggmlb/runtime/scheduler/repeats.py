@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from operator import eq
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from ggmlb.core.placement import are_equal
 from ggmlb.core.repeats import KEPT, Repeats
 from ggmlb.runtime.indexed_graph import IndexedGraph
 
@@ -72,7 +72,7 @@ def find_repeats(graph: Signature) -> Repeats | None:
         return None
     end = start + n_parts * n
     leafs = _leafs_of_parts(reads[start:end].reshape(n_parts, -1), n_before + start, n_before, n)
-    if leafs is None or not _are_apart(reads, leafs, start, end, n, n_before):
+    if leafs is None or not _are_apart(graph, reads, leafs, start, end, n):
         return None
     if not graph.requests.keys().isdisjoint(leafs.ravel().tolist()):
         return None
@@ -128,14 +128,15 @@ def _leafs_of_parts(reads: Numbers, node: int, n_before: int, n: int) -> Numbers
     return leafs if fits else None
 
 
-def _are_apart(reads: Numbers, leafs: Numbers, start: int, end: int, n: int, n_before: int) -> bool:
-    """Whether the other nodes read nothing of the parts but the last one's nodes.
+def _are_apart(graph: Signature, reads: Numbers, leafs: Numbers, start: int, end: int, n: int) -> bool:
+    """Whether the other tensors read, or are views of, nothing of the parts but the last one's nodes.
 
     Nor may a part read a view of a leaf of the part before: for the last part, another leaf stands there.
     """
+    n_before = graph.n_leafs
     is_own = np.zeros(n_before + len(reads) + 1, np.bool_)
     is_own[leafs] = True
-    before, after = reads[:start], reads[end:]
+    before, after = np.append(reads[:start], graph.bases[:n_before]), reads[end:]
     second = reads[start + n : start + 2 * n] - n_before
     crossing = second[(second >= start) & (second < start + n)]
     return not (
@@ -200,7 +201,7 @@ def _same_nodes(graph: Signature, period: int) -> npt.NDArray[np.bool_]:
     n = graph.n_leafs
     facts: list[list[Any]] = [graph.ops, graph.layouts, graph.flags, graph.view_offs, graph.params]
     rows: list[tuple[object, ...]] = list(zip(*[x[n:] for x in facts], graph.n_sources, strict=True))
-    same = np.fromiter(map(eq, rows, rows[period:]), np.bool_, len(rows) - period)
+    same = np.fromiter(map(are_equal, rows, rows[period:]), np.bool_, len(rows) - period)
     zeros = {(i - n, name, sign) for i, name, sign in graph.zeros if i >= n}
     special = [i - n for i in (*graph.outside, *graph.requests) if i >= n]
     special += [i for i, name, sign in zeros if (i + period, name, sign) not in zeros]
