@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ggmlb.models.folder import default_text_model
 from ggmlb.models.gguf import Vocabulary
 from ggmlb.models.gguf.mixtures import MIXTURES
 from ggmlb.models.gguf.quantizing import plan_types, quantize_gguf
-from tests.support.cuda_played import played_log_probs
+from tests.support.cuda_played import on_played_cards
 from tests.support.llama_cpp import (
     N_CTX,
     N_FORCED,
@@ -140,7 +140,7 @@ def measured(path: Path, sequences: list[list[int]], place: Place, is_float: boo
     if (missing := set(place.devices) - HERE) and not place.is_played:
         pytest.skip(f"not here: {', '.join(sorted(missing))}")
     expected, theirs = references(path, tuple(map(tuple, sequences)))
-    compute = played_log_probs if place.is_played else our_log_probs
+    compute = partial(on_played_cards, our_log_probs) if place.is_played else our_log_probs
     found = compute(path, sequences, **place.of(path))
     ours, peers = (np.nanmean(distances(x, expected), axis=-1) for x in (found, theirs))
     middle: Callable[..., float] = np.mean

@@ -1,8 +1,8 @@
 """CuPy with no card: the installed one, but what it would ask of CUDA is answered by the played driver.
 
-Its arrays, pointers, errors and constants are CuPy's own. So what else runs on a card only is run without:
-`CupyDriver`, `tests/gpu`, `scripts/test_gpu.py`, `benchmarks/gpu.py`, each in a process that has `played/`
-first on its path. docs/cuda.md says why CuPy does not run over a libcuda.so.1 of ours.
+Its arrays, pointers, errors and constants are CuPy's own; arrays compute nothing. So what else runs on a card
+only is run without: `CupyDriver`, `scripts/test_gpu.py`, `benchmarks/gpu.py`, each in a process that has
+`played/` first on its path. docs/cuda.md says why CuPy does not run over a libcuda.so.1 of ours.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import ctypes
 import functools
 import os
 import sys
-import threading
 import time
 import types
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import cupy
 import numpy as np
@@ -37,13 +35,9 @@ from tests.support.ptx.program import Program, Span
 HOST = HostDriver(n_devices=int(os.environ.get("PLAYED_CARDS", "1")), capacity=8 << 30)
 
 NOT_READY, PEER_ALREADY_ENABLED, TOO_MANY_PEERS = 600, 704, 711
-LEGACY = 1
-"""The handle of the default stream, which has nothing to do here."""
-
 _peers: set[tuple[int, int]] = set()
 _pinned: dict[int, Any] = {}
 _programs: list[tuple[str, Program]] = []
-_local = threading.local()
 
 
 def _raw(address: int, nbytes: int) -> Bytes:
@@ -71,11 +65,6 @@ def _properties(device: int) -> dict[str, Any]:
 def _new_stream(flags: int) -> int:
     assert flags == rt.streamNonBlocking
     return HOST.stream_new()
-
-
-def _synchronize(stream: int) -> None:
-    if stream > LEGACY or stream in HOST.streams:
-        HOST.stream_synchronize(stream)
 
 
 def _attributes(ptr: int) -> SimpleNamespace:
@@ -129,7 +118,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "hostUnregister": lambda ptr: HOST.unregister(_raw(ptr, 1)),
     "streamCreateWithFlags": _new_stream,
     "streamDestroy": HOST.stream_free,
-    "streamSynchronize": _synchronize,
+    "streamSynchronize": HOST.stream_synchronize,
     "streamWaitEvent": lambda stream, event, flags=0: HOST.stream_wait(stream, event),
     "streamBeginCapture": lambda stream, mode=rt.streamCaptureModeRelaxed: HOST.capture_begin(stream),
     "streamEndCapture": HOST.capture_end,
@@ -187,23 +176,12 @@ class RawKernel:
 
     def __call__(self, grid: Any, block: Any, args: Any) -> None:
         (cycles,) = args
-        HOST.put(_current_stream().ptr, Op("spin", lambda: time.sleep(cycles / 2e9)))
+        HOST.put(Stream.current[-1].ptr, Op("spin", lambda: time.sleep(cycles / 2e9)))
 
 
-def _launch(
-    f: int,
-    gx: int,
-    gy: int,
-    gz: int,
-    bx: int,
-    by: int,
-    bz: int,
-    shared: int,
-    stream: int,
-    params: int,
-    extra: int,
-) -> None:
+def _launch(f: int, *rest: Any) -> None:
     name, program = _programs[f - 1]
+    grid, block, (shared, stream, params, extra) = rest[:3], rest[3:6], rest[6:]
     kinds = (ctypes.c_void_p * 5).from_address(extra)
     assert (params, kinds[0], kinds[2], kinds[4] or 0) == (0, 1, 2, 0)  # CU_LAUNCH_PARAM_*
     arguments = ctypes.string_at(kinds[1] or 0, ctypes.c_size_t.from_address(kinds[3] or 0).value)
@@ -212,7 +190,7 @@ def _launch(
     def run() -> None:
         memory = [a for a in HOST._allocations.values() if a.device == device]
         spans = [Span(a.address, a.address + a.array.size) for a in memory]
-        program.launch((gx, gy, gz), (bx, by, bz), arguments, spans, BACKWARD, shared)
+        program.launch(grid, block, arguments, spans, BACKWARD, shared)
 
     HOST._check("launch")
     HOST.put(stream, Op(name, run))
@@ -222,92 +200,40 @@ def _launch(
 
 
 class Stream:
-    """A stream that is current within a block: what was queued on it runs before, as NumPy has no streams."""
+    """A stream that is current within a block."""
 
-    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+    current: ClassVar[list[Stream]] = []
+
+    def __init__(self, ptr: int | None = None, non_blocking: bool = False) -> None:
         with HOST.on(HOST.current_device or 0):
-            self.ptr = 0 if null else HOST.stream_new()
+            self.ptr = HOST.stream_new() if ptr is None else ptr
 
     @classmethod
     def from_external(cls, obj: Any) -> Stream:
-        stream = cls(null=True)
-        version, stream.ptr = obj.__cuda_stream__()
-        assert (version, type(stream.ptr)) == (0, int)
-        return stream
+        version, ptr = obj.__cuda_stream__()
+        assert (version, type(ptr)) == (0, int)
+        return cls(ptr)
 
     def __enter__(self) -> Stream:
-        self.synchronize()
-        self._before, _local.stream = _current_stream(), self
+        self.current.append(self)
         return self
 
     def __exit__(self, *args: object) -> None:
-        _local.stream = self._before
+        self.current.pop()
 
     def synchronize(self) -> None:
-        rt.streamSynchronize(self.ptr)
+        HOST.stream_synchronize(self.ptr)
 
 
-def _current_stream() -> Stream:
-    return getattr(_local, "stream", None) or Stream(null=True)
+class Memory:
+    """Memory of the current device, which is freed with this."""
 
+    def __init__(self, size: int) -> None:
+        with HOST.on(HOST.current_device or 0):
+            self.ptr = HOST.malloc(size)
 
-def _alloc(size: int) -> Any:
-    """Return memory that is freed with its last array."""
-    device = HOST.current_device or 0
-    with HOST.on(device):
-        address = HOST.malloc(max(size, 1))
-    weakref.finalize(owner := set[None](), HOST.free, address)
-    return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, size, owner, device), 0)
-
-
-# -- arrays: CuPy's, whose numbers NumPy reads and computes ------------------------------------------
-
-
-def _numbers(array: Any) -> Any:
-    """Return the memory of an array as NumPy sees it."""
-    span = array.dtype.itemsize + sum(
-        (n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)
-    )
-    return np.ndarray(
-        array.shape, array.dtype, _raw(array.data.ptr, span if array.size else 0), 0, array.strides
-    )
-
-
-def _arange(*args: Any, dtype: Any = None) -> Any:
-    values = np.arange(*args, dtype=dtype)
-    made = cupy.ndarray(values.shape, values.dtype, _alloc(values.nbytes))
-    _numbers(made)[...] = values
-    return made
-
-
-def _asarray(a: Any) -> Any:
-    """Of what has the interface, as CuPy reads it: memory, and the stream to wait for."""
-    facts = a.__cuda_array_interface__
-    address, read_only = facts["data"]
-    assert not read_only
-    if facts.get("stream") is not None:
-        rt.streamSynchronize(facts["stream"])
-    place = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, 0, a, 0), 0)
-    return cupy.ndarray(facts["shape"], np.dtype(facts["typestr"]), place, facts.get("strides"))
-
-
-def _from_dlpack(array: Any) -> Any:
-    assert array.__dlpack_device__()[0] == 2, "not on CUDA"
-    return array.__dlpack__(stream=1, max_version=(1, 0), copy=None)
-
-
-def _in_place(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    def compute(array: Any, other: Any) -> Any:
-        function(values := _numbers(array), other, out=values)
-        return array
-
-    return compute
-
-
-def _interface(array: Any) -> dict[str, Any]:
-    strides = None if array.flags.c_contiguous else array.strides
-    facts = {"shape": array.shape, "typestr": array.dtype.str, "descr": array.dtype.descr, "strides": strides}
-    return {**facts, "data": (array.data.ptr if array.size else 0, False), "stream": LEGACY, "version": 3}
+    def __del__(self) -> None:
+        HOST.free(self.ptr)
 
 
 # -- NCCL and other libraries ------------------------------------------------------------------------
@@ -382,20 +308,12 @@ def install() -> None:
         cu: {"launchKernel": _answered("launchKernel", _launch)},
         ctypes: {"CDLL": _library},
         cupy.cuda: {
-            "is_available": lambda: True, "Device": HOST.on, "alloc": _alloc, "nccl": NCCL,
-            "alloc_pinned_memory": lambda size: np.zeros(size, np.uint8),
-            "Stream": Stream, "get_current_stream": _current_stream,
+            "is_available": lambda: True, "Device": lambda device=0: HOST.on(device), "alloc": Memory,
+            "alloc_pinned_memory": lambda size: np.zeros(size, np.uint8), "Stream": Stream, "nccl": NCCL,
         },
         cupy: {
-            "RawModule": RawModule, "RawKernel": RawKernel, "arange": _arange, "asarray": _asarray,
-            "from_dlpack": _from_dlpack, "get_default_memory_pool": lambda: pool,
+            "RawModule": RawModule, "RawKernel": RawKernel, "get_default_memory_pool": lambda: pool,
             "get_default_pinned_memory_pool": lambda: pool,
-        },
-        cupy.ndarray: {
-            "get": lambda array: _numbers(array).copy(), "__iadd__": _in_place(np.add),
-            "__imul__": _in_place(np.multiply), "__cuda_array_interface__": property(_interface),
-            "__dlpack_device__": lambda array: (2, array.data.mem.device_id),
-            "__dlpack__": lambda array, **options: array,
         },
     }  # fmt: skip
     sys.modules["cupy.cuda.nccl"] = NCCL
