@@ -11,3 +11,5 @@ apt-get -qq download "clang-$version" "libclang-cpp$version" "libllvm$version" "
 for package in *.deb; do dpkg -x "$package" .; done
 cuda=$("$python" -c 'from scripts.nvrtc import Nvrtc; print(Nvrtc().version)')
 "$python" -m pip install --quiet "nvidia-cuda-runtime==$cuda.*" "nvidia-cuda-crt==$cuda.*" "nvidia-nvvm==$cuda.*"
+# Clang takes a folder for CUDA's only with a `bin` in it, as the compiler's own package would bring.
+mkdir -p "$("$python" -c 'from scripts.nvrtc import wheel; print(wheel("nvidia-cuda-runtime"))')/bin"

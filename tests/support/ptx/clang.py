@@ -29,7 +29,7 @@ def _command() -> tuple[str, ...]:
     if found is None:
         raise FileNotFoundError("needs Clang: scripts/install_clang.sh")
     cuda = wheel("nvidia-cuda-runtime")
-    if not (cuda / "include/cuda_runtime.h").exists() or not (cuda / "nvvm/libdevice").exists():
+    if not all((cuda / part).exists() for part in ("bin", "include/cuda_runtime.h", "nvvm/libdevice")):
         raise FileNotFoundError("needs CUDA's headers and libdevice: scripts/install_clang.sh")
     return found, f"--cuda-path={cuda}", f"-I{EMPTY}"
 
