@@ -28,15 +28,19 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
 
 WORDS: Final = {
+    "AdamW": "AdamW(...)",
     "Backend": "a backend, as init_by_name(name) or device.init_backend() opens one",
     "BackendReg": "a BackendReg, as reg_by_name(name) finds one",
     "Buffer": "a buffer, as alloc_ctx_tensors makes one",
     "BufferType": "a buffer type, as device.buffer_type",
     "Context": "a Context, which holds tensors",
+    "Dataset": "a Dataset, as Dataset(data, labels=labels)",
     "Device": "a device, as device_by_name(name) finds one",
     "Event": "an event, as device.event_new() makes one",
     "Graph": "a graph, as Graph().build_forward_expand(tensor) makes one",
     "GraphPlan": "a plan, as graph_plan_create(graph) makes one",
+    "SGD": "SGD(...)",
+    "Scheduler": "a Scheduler, as Scheduler([backend]) makes one",
     "SplitState": "a SplitState",
     "Tensor": "a tensor, as from_array or new_tensor makes one",
     "bool": "True or False",
@@ -50,12 +54,15 @@ WORDS: Final = {
 ALIASES: Final = {
     "AbortCallback": "Callable",
     "BufferIds": "Sequence[int]",
+    "Callback": "Callable",
     "Custom": "Callable",
     "Devices": "str | Backend | Sequence[str | Backend] | None",
     "EvalCallback": "Callable",
     "GetSplitState": "Callable",
     "Ne": "Sequence[int]",
+    "Optimizer": "AdamW | SGD",
     "Path": "os.PathLike[str]",
+    "Schedule": "Callable",
 }
 
 _ARRAYS: Final = {"int": "iu", "float": "iuf"}

@@ -71,13 +71,14 @@ def _read_gguf(path: Path) -> tuple[str, Arrays]:
 
 
 def _write_safetensors(path: Path, state: str, arrays: Arrays) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, beside, {KEY: state})
         os.replace(beside, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write {path}: {error}") from None
     finally:
         beside.unlink(missing_ok=True)

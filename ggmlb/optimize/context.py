@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +24,8 @@ from ggmlb import (
     alloc_ctx_tensors,
     cpu_buffer_type,
 )
-from ggmlb.core.errors import ArgumentError, Error, did_you_mean
-from ggmlb.core.lifetime import Closeable
+from ggmlb.core.errors import ArgumentError, Error, FreedError, did_you_mean
+from ggmlb.core.lifetime import Closeable, Unique
 from ggmlb.optimize.checkpoint import read, write
 from ggmlb.optimize.dataset import Dataset
 from ggmlb.optimize.optimizers import AdamW, Optimizer
@@ -66,7 +67,7 @@ Schedule = Callable[["OptContext"], Optimizer]
 """Returns the hyperparameters of the next step (ggml_opt_get_optimizer_params); always of one optimizer."""
 
 
-class OptContext(Closeable):
+class OptContext(Unique, Closeable):
     """Trains the parameters of a graph (ggml_opt_context); a context manager, which frees its memory.
 
     Parameters are the tensors under `outputs` that `set_param` marks: f32, and placed in a buffer. Moments
@@ -126,7 +127,7 @@ class OptContext(Closeable):
         self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         self.outputs = outputs
         self.opt_period = opt_period
-        self.n_batch = n_batch or outermost(self.inputs[0])
+        self.n_batch = batch_size(inputs, n_batch)
         self.rng = np.random.default_rng(seed)
         self.iteration = 0
         self._n_accumulated = 0
@@ -141,12 +142,11 @@ class OptContext(Closeable):
         self.loss = self._ctx.set_output(self._build_loss(LossType.parse(loss_type)))
         self._forward = Graph().build_forward_expand(self.outputs, self.loss, *self._measured())
         self.params = _named(t for t in self._forward.nodes if t.op is Op.NONE)
-        self._check_params()
-        first = optimizer(self) if callable(optimizer) else optimizer
-        self.optimizer: Optimizer = first
+        self._check_leafs()
+        self.optimizer: Optimizer = self._scheduled() if callable(optimizer) else optimizer
         self._buffers: list[Buffer] = []
         try:
-            self._build_steps(first)
+            self._build_steps(self.optimizer)
         except BaseException:
             self.close()
             raise
@@ -157,6 +157,10 @@ class OptContext(Closeable):
 
     def _build_loss(self, loss_type: LossType) -> Tensor:
         ctx, y = self._ctx, self.outputs
+        if y.dtype is not DType.F32:
+            raise ArgumentError(
+                f"OptContext: the outputs are {y.describe()}; a loss is made of f32: cast them"
+            )
         if self._class_labels and loss_type is not LossType.CROSS_ENTROPY:
             raise ArgumentError(f"OptContext: class_labels are for a cross entropy, not for {loss_type.name}")
         if loss_type is LossType.SUM:
@@ -183,7 +187,12 @@ class OptContext(Closeable):
     def _measured(self) -> list[Tensor]:
         return [t for t in (self.pred, self.n_correct) if t is not None]
 
-    def _check_params(self) -> None:
+    def _check_leafs(self) -> None:
+        for i, tensor in enumerate(self.inputs):
+            if not any(leaf is tensor for leaf in self._forward.leafs):
+                raise ArgumentError(
+                    f"OptContext: inputs[{i}] is {tensor.describe()}; give leafs that the outputs depend on"
+                )
         if not self.params:
             raise ArgumentError(
                 "OptContext: the outputs depend on no parameter; mark the weights to train by set_param"
@@ -215,6 +224,10 @@ class OptContext(Closeable):
         graph.build_backward_expand(ctx, {self.loss: one, **accs})
         self._gradients = graph
         grads = {p: accs.get(p, g) for p in params if (g := graph.grad(p)) is not None}
+        if not grads:
+            raise ArgumentError(
+                "OptContext: no gradient reaches the parameters: all ways to them round, count or choose"
+            )
         steps = {p: optimizer.step(ctx, p, g, self._moments[p], self._numbers) for p, g in grads.items()}
         if accs:
             self._training = graph
@@ -258,7 +271,10 @@ class OptContext(Closeable):
         Raises:
             AllocationError: A device lacks room.
             UnsupportedOpError: No device runs a node.
+            FreedError: It was closed.
         """
+        if not self._buffers:
+            raise FreedError("OptContext.alloc: it was closed; make another")
         self._graph = self._training if backward else self._forward
         self._scheduler.alloc_graph(self._graph)
 
@@ -278,7 +294,24 @@ class OptContext(Closeable):
         for tensor, array in zip(self.inputs, data, strict=True):
             _fill(tensor, array)
         if self.labels is not None and labels is not None:
-            _fill(self.labels, labels)
+            _fill(self.labels, self._checked(np.asarray(labels)))
+
+    def _checked(self, labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return labels that the loss takes."""
+        n, n_rows = self.outputs.ne[0], self.outputs.n_rows
+        are_numbers = labels.dtype.kind in "iu" and labels.size == n_rows
+        if self._class_labels and not (are_numbers and labels.min() >= 0 and labels.max() < n):
+            found = f", from {labels.min()} to {labels.max()}" if are_numbers else ""
+            raise ArgumentError(
+                f"set_batch: labels are {labels.dtype}{list(labels.shape)}{found}; with class_labels give "
+                f"{n_rows} whole numbers from 0 to {n - 1}, one for each row of the outputs"
+            )
+        if self.pred is not None and not self._class_labels and n > 1 and are_numbers:
+            raise ArgumentError(
+                f"set_batch: labels are {labels.dtype}{list(labels.shape)}; give each row's probabilities "
+                f"{list(self.outputs.shape)}, or set class_labels for numbers of classes"
+            )
+        return labels
 
     def eval(self, result: Result | None = None) -> None:
         """Compute the placed graph with the current inputs, and take a step when one is due (ggml_opt_eval).
@@ -319,7 +352,7 @@ class OptContext(Closeable):
 
     def _write_numbers(self) -> None:
         if self._schedule is not None:
-            made = self._schedule(self)
+            made = self._scheduled()
             if type(made) is not type(self.optimizer):
                 raise ArgumentError(
                     f"OptContext: the schedule returned {made!r}, and before it "
@@ -327,6 +360,12 @@ class OptContext(Closeable):
                 )
             self.optimizer = made
         self._numbers.set_array(self.optimizer.numbers(self.iteration + 1))
+
+    def _scheduled(self) -> Optimizer:
+        made = self._schedule(self) if self._schedule is not None else None
+        if not isinstance(made, Optimizer):
+            raise ArgumentError(f"OptContext: the schedule returned {made!r}; return AdamW(...) or SGD(...)")
+        return made
 
     # -- epochs --------------------------------------------------------------------------------
 
@@ -399,8 +438,15 @@ class OptContext(Closeable):
         """
         if not 0 <= val_split < 1:
             raise ArgumentError(f"fit: val_split is {val_split}; give a share from 0 to below 1")
+        if n_epochs < 0:
+            raise ArgumentError(f"fit: n_epochs is {n_epochs}; give 0 or more")
         logical = self.n_batch * self.opt_period
         n_train = int(len(dataset) * (1 - val_split)) // logical * logical
+        if n_train == 0:
+            raise ArgumentError(
+                f"fit: {len(dataset)} data points, of which a share of {val_split} is set aside, do not fill "
+                f"a step of {logical}; give more"
+            )
         found: list[Epoch] = []
         for _ in range(n_epochs):
             dataset.shuffle(self.rng, n_train)
@@ -461,9 +507,15 @@ class OptContext(Closeable):
         return f"<OptContext of {len(self.params)} parameters, {n:,} elements: {self.optimizer}>"
 
 
-def outermost(tensor: Tensor) -> int:
-    """Return the outermost extent above 1."""
-    return tensor.ne[tensor.n_dims - 1]
+def batch_size(inputs: Tensor | Sequence[Tensor], n_batch: int | None) -> int:
+    """Return the data points of a batch: as given, or the first input's outermost extent above 1."""
+    if not isinstance(inputs, Tensor) and not inputs:
+        raise ArgumentError("OptContext: there are no inputs; give one or more")
+    first = inputs if isinstance(inputs, Tensor) else inputs[0]
+    n = first.ne[first.n_dims - 1] if n_batch is None else n_batch
+    if n < 1:
+        raise ArgumentError(f"OptContext: n_batch is {n}; give 1 or more")
+    return n
 
 
 def _named(params: Iterable[Tensor]) -> dict[str, Tensor]:

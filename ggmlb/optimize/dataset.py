@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core import arguments
 from ggmlb.core.errors import ArgumentError
 
 Array = npt.NDArray[Any]
 
 
+@arguments.checked_methods
 class Dataset:
     """Data points, and the labels of each (ggml_opt_dataset).
 
@@ -23,11 +25,14 @@ class Dataset:
 
     Raises:
         ArgumentError: There are no arrays, or they have different numbers of data points.
+        DTypeError: An array holds no numbers.
     """
 
     def __init__(self, *data: npt.ArrayLike, labels: npt.ArrayLike | None = None, n_shard: int = 1) -> None:
-        self.data: tuple[Array, ...] = tuple(np.asarray(array) for array in data)
-        self.labels: Array | None = None if labels is None else np.asarray(labels)
+        self.data: tuple[Array, ...] = tuple(arguments.real_numbers(array, "Dataset") for array in data)
+        self.labels: Array | None = None
+        if labels is not None:
+            self.labels = arguments.real_numbers(labels, "Dataset")
         arrays = [*self.data, *([] if self.labels is None else [self.labels])]
         counts = {array.shape[0] if array.ndim else 0 for array in arrays}
         if not self.data or len(counts) != 1 or 0 in counts:
@@ -62,8 +67,9 @@ class Dataset:
         Raises:
             ArgumentError: There are not so many.
         """
-        if not 0 <= i < len(self) // n:
-            raise ArgumentError(f"get_batch: batch {i} of {n}; there are {len(self) // n} of that size")
+        n_batches = len(self) // n if n > 0 else 0
+        if not 0 <= i < n_batches:
+            raise ArgumentError(f"get_batch: batch {i} of {n}; there are {n_batches} of that size")
         chosen = self._order[i * n : (i + 1) * n]
         labels = None if self.labels is None else self.labels[chosen]
         return tuple(array[chosen] for array in self.data), labels

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ggmlb import Scheduler, Tensor
+from ggmlb.core import arguments
 from ggmlb.core.errors import ArgumentError
-from ggmlb.optimize.context import LossType, OptContext, Schedule, outermost
+from ggmlb.optimize.context import LossType, OptContext, Schedule, batch_size
 from ggmlb.optimize.dataset import Dataset
 from ggmlb.optimize.optimizers import AdamW, Optimizer
 from ggmlb.optimize.result import Callback, Epoch
 
 
+@arguments.checked
 def fit(
     scheduler: Scheduler,
     inputs: Tensor | Sequence[Tensor],
@@ -53,7 +55,7 @@ def fit(
         ArgumentError: An argument is out of range.
         Error: As `OptContext`.
     """
-    n_batch = n_batch or outermost(inputs if isinstance(inputs, Tensor) else inputs[0])
+    n_batch = batch_size(inputs, n_batch)
     logical = n_batch if n_batch_logical is None else n_batch_logical
     if logical < n_batch or logical % n_batch:
         raise ArgumentError(f"fit: n_batch_logical is {logical}; give a multiple of {n_batch}, a batch")

@@ -37,7 +37,9 @@ def test_training_measures_the_logits_and_makes_them_likelier(
     with TextModel(models(kind), n_ctx=64, **PLACES[place]) as model:
         untrained = model.logits(TEXT[:12])
         adapter = model.new_adapter("attn_(q|v|output)|attn_qkv|ffn_down", rank=3, seed=5)
-        np.testing.assert_allclose(model.logits(TEXT[:12]), untrained, rtol=1e-3, atol=1e-3)
+        # It adds zeros. OpenCL fuses less then, so that sums round otherwise, and kept keys to other halves.
+        most = 1e-3 if "OpenCL0" in PLACES[place]["devices"] else 0.0
+        np.testing.assert_allclose(model.logits(TEXT[:12]), untrained, rtol=0, atol=most)
         with model.training(adapter, AdamW(0.01), **SIZES) as training:
             data, before = training.dataset(TEXT), Result()
             training.opt.epoch(data, None, before, n_train=0)

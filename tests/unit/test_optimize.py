@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import ArgumentError, Context, Graph, ModelError, Scheduler, Tensor
+from ggmlb import ArgumentError, Context, FreedError, Graph, ModelError, Scheduler, ShapeError, Tensor
 from ggmlb.optimize import SGD, AdamW, Dataset, LossType, OptContext, Progress, Result, fit, progress_bar
 
 rng = np.random.default_rng(3)
@@ -173,6 +173,8 @@ def test_files_that_are_no_checkpoints(linear: Linear, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is no checkpoint"):
         opt.load(tmp_path / "other.gguf")
     (tmp_path / "cut.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ModelError, match="cannot write"):
+        opt.save(tmp_path / "no folder" / "state.safetensors")
     for name in ("cut.safetensors", "missing.safetensors"):
         with pytest.raises(ModelError, match="cannot read"):
             opt.load(tmp_path / name)
@@ -277,10 +279,48 @@ def test_what_does_not_fit_is_told(linear: Linear) -> None:
         opt.fit(Dataset(X, labels=Y), val_split=1)
     with pytest.raises(ArgumentError, match="n_batch_logical is 24; give a multiple of 16"):
         fit(linear.scheduler, linear.x, linear.y, Dataset(X, labels=Y), "sum", n_batch_logical=24)
+    data, classes = Dataset(X, labels=Y), Dataset(X, labels=CLASSES)
+    for given, options, why in (
+        (data, {"val_split": 0.9}, "48 data points, .* 0.9 is set aside, do not fill a step of 16"),
+        (data, {"n_epochs": -1}, "n_epochs is -1; give 0 or more"),
+        (data, {"n_batch": 0}, "n_batch is 0; give 1 or more"),
+        (data, {"optimizer": "adamw"}, r"optimizer is 'adamw'; give .* AdamW\(...\)"),
+        (data, {"optimizer": lambda _: 0.1}, r"returned 0.1; return AdamW\(...\) or SGD"),
+        (X, {}, "dataset is a numpy.ndarray; give a Dataset"),
+        (data, {"inputs": []}, "there are no inputs"),
+        (
+            data,
+            {"inputs": c.new_tensor("f32", 6, "other")},
+            "'other'.*; give leafs that the outputs",
+        ),
+        (data, {"outputs": c.argmax(linear.y)}, "outputs are ARGMAX i32.*: cast them"),
+        (data, {"outputs": c.round(linear.y)}, "no gradient reaches the parameters"),
+        (
+            classes,
+            {},
+            r"labels are int32\[16\]; give each row's probabilities \[16, 3\], or set class",
+        ),
+        (
+            Dataset(X, labels=CLASSES + 1),
+            {"class_labels": True},
+            "from 1 to 3; .* numbers from 0 to 2",
+        ),
+        (Dataset(X, labels=CLASSES / 2), {"class_labels": True}, r"float64\[16\]; .* 16 whole numbers"),
+    ):
+        of = {"inputs": linear.x, "outputs": linear.y, "dataset": given, "loss_type": "cross_entropy"}
+        with pytest.raises(ArgumentError, match=why):
+            fit(linear.scheduler, **{**of, **options})  # type: ignore[arg-type]
     kinds = iter([SGD(), AdamW()])
     changing = linear.opt("sum", lambda _: next(kinds))
     with pytest.raises(ArgumentError, match=r"returned AdamW\(.*, and before it SGD; return one kind"):
         changing.epoch(Dataset(X))
+
+
+def test_a_closed_context_is_told(linear: Linear) -> None:
+    opt = linear.opt("sum")
+    opt.close()
+    with pytest.raises(FreedError, match="it was closed"):
+        opt.epoch(Dataset(X))
 
 
 def test_datasets() -> None:
@@ -294,6 +334,10 @@ def test_datasets() -> None:
     assert all(order[i + 1] == order[i] + 1 for i in (0, 2, 4))
     with pytest.raises(ArgumentError, match="batch 3 of 3; there are 3 of that size"):
         data.get_batch(3, 3)
+    with pytest.raises(ArgumentError, match="batch 0 of 0"):
+        data.get_batch(0, 0)
+    with pytest.raises(ShapeError, match=r"Dataset: .*inhomogeneous"):
+        Dataset([[1, 2], [3]])
     with pytest.raises(ArgumentError, match=r"shapes \[2\], \[3\]"):
         Dataset(np.zeros(2), labels=np.zeros(3))
     assert repr(Result()) == "<Result of no batch>" and len(data) == 10
