@@ -191,9 +191,18 @@ class NewFactors:
 
     def place(self, architecture: str, weights: Homes) -> Placed:
         """Place new factors beside the weights; see `FactorSource`."""
-        names = [n for n in weights if re.search(self.targets, n) and len(weights[n][0].shape) == 2]
+        try:
+            targets = re.compile(self.targets)
+        except re.error as error:
+            raise ArgumentError(
+                f"new_adapter: targets {self.targets!r} are no regular expression: {error}"
+            ) from None
+        names = [n for n in weights if targets.search(n) and len(weights[n][0].shape) == 2]
         if not names:
-            raise ArgumentError(f"new_adapter: targets {self.targets!r} match none of {', '.join(weights)}")
+            known = dict.fromkeys(re.sub(r"(?<=blk\.)\d+", "N", n) for n in weights)
+            raise ArgumentError(f"new_adapter: targets {self.targets!r} match none of {', '.join(known)}")
+        if self.rank > (most := min(min(weights[n][0].shape) for n in names)):
+            raise ArgumentError(f"new_adapter: the rank is {self.rank}; a weight has {most} rows or columns")
         rng = np.random.default_rng(self.seed)
 
         def values(a: Tensor, b: Tensor) -> tuple[npt.ArrayLike, npt.ArrayLike]:

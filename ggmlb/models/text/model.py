@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, BufferType, DType, Scheduler
+from ggmlb.core import arguments
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
@@ -377,6 +378,7 @@ class TextModel(ModelOnDevices):
         self._check("load_adapter")
         return self._parts.load_adapter(AdapterFile(Path(path), trainable), scale)
 
+    @arguments.checked
     def new_adapter(
         self,
         targets: str = r"attn_[qkv]\.weight|attn_output\.weight",
@@ -404,6 +406,7 @@ class TextModel(ModelOnDevices):
             NewFactors(targets, rank, 2.0 * rank if alpha is None else alpha, seed)
         )
 
+    @arguments.checked
     def training(
         self,
         adapter: Adapter,
@@ -442,6 +445,10 @@ class TextModel(ModelOnDevices):
             raise ArgumentError(f"training: the model {kind}: ops of such models have no gradients")
         if n_ctx < 1 or n_batch < 1:
             raise ArgumentError(f"training: n_ctx is {n_ctx}, n_batch {n_batch}; give 1 or more")
+        if n_ctx > (most := self.config.n_ctx_train):
+            raise ArgumentError(
+                f"training: n_ctx is {n_ctx}; the model was made for sequences of up to {most}"
+            )
         graph = TrainingGraph(self.config, self._parts.tensors, n_ctx, n_batch, self._changes)
         return Training(graph, self.backends, adapter, optimizer, opt_period, seed)
 
