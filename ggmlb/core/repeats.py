@@ -146,13 +146,13 @@ class Repeats:
             The first and the end, equal if the order has no nodes of parts; `None` if it does not repeat.
         """
         first, n = self.short_node, self.n_nodes
-        places = {i: place for place, i in enumerate(order) if first <= i < first + KEPT * n}
-        start = min((place for i, place in places.items() if first + n <= i < first + 2 * n), default=-1)
-        if start < 0:
-            return None if places else (0, 0)
-        end = 2 * start - places.get(order[start] - n, start)
-        found = np.array(order[start:end], np.int64)
-        if end == start or not np.array_equal(self.before[found], order[2 * start - end : start]):
+        numbers = np.array(order, np.int64)
+        places = np.flatnonzero((numbers >= first) & (numbers < first + KEPT * n))
+        if not places.size:
+            return 0, 0
+        half = places.size // KEPT
+        start, end = int(places[0]) + half, int(places[-1]) + 1
+        if end - start != half or (numbers[start:end] - n != numbers[start - half : start]).any():
             return None
         return start, end
 

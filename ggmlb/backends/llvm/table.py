@@ -247,20 +247,15 @@ class Table:
         if not np.array_equal(repeats.before[second], first):
             raise Unlike
         begins = self._starts_of(whole.memory())
-
-        def where(number: int) -> int:
-            buffer = whole.buffers[number]
-            return whole.offsets[number] + (0 if buffer is None else begins[buffer])
-
+        starts = [0 if b is None else begins.get(b, 0) for b in whole.buffers]
+        addresses = np.array(starts, np.int64) + whole.offsets
         more = np.tile(slots[at:after], (repeats.n_left_out, 1))
-        operands = more[:, mine]
-        for i in np.flatnonzero((operands[0] != slots[before:at][mine]) & (first != second)):
-            operands[:, i] = [where(k) for k in repeats.left_out(second[i : i + 1]).ravel().tolist()]
-        more[:, mine] = operands
+        moved = np.flatnonzero((slots[at:after] != slots[before:at])[mine] & (first != second))
+        more[:, np.flatnonzero(mine)[moved]] = addresses[repeats.left_out(second[moved])]
         late = np.flatnonzero(places[at:] < len(self._addresses)) + at
         here = numbers[places[late]]
-        for i in np.flatnonzero(repeats.late[here] != repeats.early[here]):
-            slots[late[i]] = where(int(repeats.late[here[i]]))
+        moved = repeats.late[here] != repeats.early[here]
+        slots[late[moved]] = addresses[repeats.late[here[moved]]]
         if ((more ^ slots[at:after]) & ALIGNED).any():
             raise Unlike
         self.results = repeats.expand(self.results)
