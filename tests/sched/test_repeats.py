@@ -280,3 +280,25 @@ def test_a_failure_names_the_node_of_a_layer_that_was_left_out(stacks):
         indices[17].set_array(np.array([1, 9]))
         with pytest.raises(BackendError, match=r"'rows 17'.*row number 9 for a tensor of 4 rows"):
             sched.graph_compute(graph)
+
+
+@pytest.mark.parametrize("shifted", [{}, {7: 16}, {3: 32, 15: 4}])
+def test_layers_at_other_alignments_compute_the_same(stacks, shifted):
+    weights, c = Context(), Context()
+    layers = [weights.new_tensor(DType.F32, (WIDTH,)) for _ in range(20)]
+    x0 = x = c.set_input(c.new_tensor(DType.F32, (WIDTH, 2)))
+    expected = np.ones((2, WIDTH))
+    with stacks["LLVM"][0].device.buffer_type.alloc_buffer(1 << 16) as buffer:
+        for i, w in enumerate(layers):
+            w.buffer, w.offset = buffer, 1024 * i + shifted.get(i, 0)
+            w.set_array(np.linspace(1, 1.5, WIDTH) + i / 64)
+            x = c.sqrt(c.sqr(c.sin(c.mul(x, w))))
+            expected = np.abs(np.sin(expected * w.to_numpy()))
+        graph = Graph().build_forward_expand(c.set_output(x))
+        with Scheduler(stacks["LLVM"]) as sched:
+            sched.alloc_graph(graph)
+            assert sched._program._repeats is not None
+            x0.set_array(np.ones((2, WIDTH)))
+            sched.graph_compute(graph)
+            np.testing.assert_allclose(x.to_numpy(), expected, rtol=1e-3)
+            assert bool(sched.splits[0].plan._table.results) == (not shifted), "bound by a shorter graph"
