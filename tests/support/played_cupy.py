@@ -8,7 +8,6 @@ only is run without: `CupyDriver`, `scripts/test_gpu.py`, `benchmarks/gpu.py`, e
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 import time
@@ -28,6 +27,7 @@ from ggmlb.backends.cuda.driver import CopyKind, address_of
 from ggmlb.core.dtypes import DType
 from ggmlb.interface.data import Bytes
 from tests.support.host_driver import HostDriver
+from tests.support.host_libraries import HostCollective
 from tests.support.host_streams import HostError, Op
 from tests.support.ptx import BACKWARD, Compiler
 from tests.support.ptx.program import Program, Span
@@ -60,11 +60,6 @@ def _properties(device: int) -> dict[str, Any]:
     place = {"pciDomainID": domain, "pciBusID": bus, "pciDeviceID": slot}
     about = {"name": facts.name.encode(), "integrated": int(facts.is_integrated)}
     return {**about, **place, "major": major, "minor": minor, "multiProcessorCount": facts.n_units}
-
-
-def _new_stream(flags: int) -> int:
-    assert flags == rt.streamNonBlocking
-    return HOST.stream_new()
 
 
 def _attributes(ptr: int) -> SimpleNamespace:
@@ -116,7 +111,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "freeHost": lambda ptr: _pinned.pop(ptr).fill(0xFF),
     "hostRegister": lambda ptr, size, flags: HOST.register(_raw(ptr, size)),
     "hostUnregister": lambda ptr: HOST.unregister(_raw(ptr, 1)),
-    "streamCreateWithFlags": _new_stream,
+    "streamCreateWithFlags": lambda flags: {rt.streamNonBlocking: HOST.stream_new}[flags](),
     "streamDestroy": HOST.stream_free,
     "streamSynchronize": HOST.stream_synchronize,
     "streamWaitEvent": lambda stream, event, flags=0: HOST.stream_wait(stream, event),
@@ -141,7 +136,6 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def _answered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
     def call(*args: Any) -> Any:
         assert all(isinstance(arg, (int, np.integer)) for arg in args), f"{name} takes numbers, not {args}"
         try:
@@ -239,16 +233,12 @@ class Memory:
 # -- NCCL and other libraries ------------------------------------------------------------------------
 
 
-class NcclError(RuntimeError):
-    pass
-
-
 class _Nccl(types.ModuleType):
     """NCCL as CuPy binds it."""
 
     available = True
     NCCL_FLOAT16, NCCL_FLOAT32, NCCL_BFLOAT16, NCCL_SUM = 6, 7, 9, 0
-    NcclError = NcclError
+    NcclError = type("NcclError", (RuntimeError,), {})
     group: list[tuple[int, int, int, int]] | None = None
 
     def groupStart(self) -> None:
@@ -260,12 +250,10 @@ class _Nccl(types.ModuleType):
         assert self.group is not None
         calls, self.group = self.group, None
         if "sum" in HOST.fail:
-            raise NcclError("a call of the group failed")
-        types = {6: DType.F16, 7: DType.F32, 9: DType.BF16}
-        collective: Any = HOST.collective([])
-        collective.all_reduce(
-            [(place, stream) for place, *_, stream in calls], calls[0][1], types[calls[0][2]]
-        )
+            raise self.NcclError("a call of the group failed")
+        dtype = {6: DType.F16, 7: DType.F32, 9: DType.BF16}[calls[0][2]]
+        places = [(place, stream) for place, *_, stream in calls]
+        HostCollective(HOST).all_reduce(places, calls[0][1], dtype)
 
     class NcclCommunicator:
         @staticmethod
@@ -276,7 +264,7 @@ class _Nccl(types.ModuleType):
             assert (send, op) == (receive, NCCL.NCCL_SUM)
             assert NCCL.group is not None, "one thread calls for all devices: in a group"
             if NCCL.group and "sum" in HOST.fail:
-                raise NcclError("unhandled system error")
+                raise NCCL.NcclError("unhandled system error")
             NCCL.group.append((send, count, datatype, stream))
 
         def destroy(self) -> None:
@@ -287,16 +275,13 @@ NCCL = _Nccl("cupy.cuda.nccl")
 _load = ctypes.CDLL
 
 
-def _exec_update(executable: Any, graph: Any, outcome: Any) -> int:
-    return 0 if HOST.exec_update(executable.value, graph.value) else 910
-
-
 def _library(name: Any, *args: Any, **options: Any) -> Any:
     """Load a library, but for those of CUDA that the backend loads itself."""
     is_ours = sys._getframe(1).f_globals.get("__name__", "").startswith("ggmlb.")
     file = Path(name).name if is_ours and isinstance(name, str) else ""
     if file.startswith("libcuda.so"):
-        return SimpleNamespace(cuGraphExecUpdate_v2=_exec_update)
+        update: Any = lambda old, graph, _: 0 if HOST.exec_update(old.value, graph.value) else 910  # noqa: E731
+        return SimpleNamespace(cuGraphExecUpdate_v2=update)
     return HOST.blas() if file.startswith("libcublas.so") else _load(name, *args, **options)
 
 

@@ -550,7 +550,7 @@ def test_compare_and_swap_takes_turns() -> None:
 COPY = "mad.wide.u32 %q1, %t, 16, %a0; mov.u32 %w1, s; mad.lo.u32 %w1, %t, 16, %w1;"
 
 
-@pytest.mark.parametrize("wait", ["cp.async.wait_group 1;", "cp.async.wait_group 0;", "cp.async.wait_all;"])
+@pytest.mark.parametrize("wait", ["cp.async.wait_group 1;", "cp.async.wait_group 0;"])
 def test_a_copy_is_there_when_its_group_was_waited_for(wait: str) -> None:
     """9.7.9.25.3: 16 bytes, or zeros; the last group may be on its way."""
     source, out = np.arange(256, dtype=np.int32), np.zeros(32, np.int32)
@@ -761,7 +761,7 @@ def test_matrices_from_shared_memory(way: str) -> None:
 OTHERS = {
     "cvt integer", *(f"mov.b{n} {way}" for n in (32, 64) for way in ("pack", "unpack")), "ld", "st",
     "mad.lo.cc.u32", "madc.hi.u32", "fence",
-    "cp.async.cg.shared.global", "cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all",
+    "cp.async.cg.shared.global", "cp.async.commit_group", "cp.async.wait_group",
     "atom.global.cas.b32", "ld.param", "bra", "ret", "exit", "bar.sync", "bar.warp.sync",
     *(f"shfl.sync.{mode}.b32" for mode in ("up", "down", "bfly", "idx")),
     "vote.sync.any.pred", *(f"ldmatrix.sync.aligned.m8n8.x4{way}.shared.b16" for way in ("", ".trans")),

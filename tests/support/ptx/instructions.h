@@ -375,7 +375,7 @@ static const Op OPS[] = {
     OP1("cvt.f64.f32", f64, f32, a) OP1("cvt.rn.f32.f64", f32, f64, (f32)a) OP1("cvt.rn.ftz.f32.f64", f32, f64, z((f32)a))
     OP("ld", "*", PLAIN, load(w, i)) OP("st", "*", PLAIN, store(w, i)) OP("ld.param", "*", PLAIN, load_param(w, i))
     OP("cp.async.cg.shared.global", "mm44", PLAIN, copy_later(w, i)) OP("cp.async.commit_group", "", PLAIN, copy_commit(w))
-    OP("cp.async.wait_group", "4", PLAIN, copy_wait(w, *lanes<u32>(w, i.operands[0]))) OP("cp.async.wait_all", "", PLAIN, copy_wait(w, 0))
+    OP("cp.async.wait_group", "4", PLAIN, copy_wait(w, *lanes<u32>(w, i.operands[0])))
     OP("atom.global.cas.b32", "4m44", PLAIN, compare_and_swap(w, i))
     OP("shfl.sync.up.b32", "4p4444", WARP, shuffle<UP>(w, i)) OP("shfl.sync.down.b32", "4p4444", WARP, shuffle<DOWN>(w, i))
     OP("shfl.sync.bfly.b32", "4p4444", WARP, shuffle<BUTTERFLY>(w, i)) OP("shfl.sync.idx.b32", "4p4444", WARP, shuffle<INDEX>(w, i))
