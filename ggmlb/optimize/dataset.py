@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core import arguments
+from ggmlb.core.arguments import checked_methods, real_numbers
 from ggmlb.core.errors import ArgumentError
 
 Array = npt.NDArray[Any]
 
 
-@arguments.checked_methods
+@checked_methods
 class Dataset:
     """Data points, and the labels of each (ggml_opt_dataset).
 
@@ -29,10 +29,10 @@ class Dataset:
     """
 
     def __init__(self, *data: npt.ArrayLike, labels: npt.ArrayLike | None = None, n_shard: int = 1) -> None:
-        self.data: tuple[Array, ...] = tuple(arguments.real_numbers(array, "Dataset") for array in data)
+        self.data: tuple[Array, ...] = tuple(real_numbers(array, "Dataset") for array in data)
         self.labels: Array | None = None
         if labels is not None:
-            self.labels = arguments.real_numbers(labels, "Dataset")
+            self.labels = real_numbers(labels, "Dataset")
         arrays = [*self.data, *([] if self.labels is None else [self.labels])]
         counts = {array.shape[0] if array.ndim else 0 for array in arrays}
         if not self.data or len(counts) != 1 or 0 in counts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ggmlb import Scheduler, Tensor
-from ggmlb.core import arguments
+from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError
 from ggmlb.optimize.context import LossType, OptContext, Schedule, batch_size
 from ggmlb.optimize.dataset import Dataset
@@ -13,7 +13,7 @@ from ggmlb.optimize.optimizers import AdamW, Optimizer
 from ggmlb.optimize.result import Callback, Epoch
 
 
-@arguments.checked
+@checked
 def fit(
     scheduler: Scheduler,
     inputs: Tensor | Sequence[Tensor],

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ggmlb import Context, Tensor
-from ggmlb.core import arguments
+from ggmlb.core.arguments import checked_methods
 from ggmlb.core.errors import ArgumentError
 
 
-@arguments.checked_methods
+@checked_methods
 @dataclass(frozen=True, slots=True)
 class AdamW:
     """AdamW (Loshchilov & Hutter), as PyTorch's; the defaults are ggml's.
@@ -56,7 +56,7 @@ class AdamW:
         return ctx.opt_step_adamw(param, grad, first, second, numbers)
 
 
-@arguments.checked_methods
+@checked_methods
 @dataclass(frozen=True, slots=True)
 class SGD:
     """Gradient descent with weight decay.

@@ -58,10 +58,10 @@ ALLOWED = {
 """Exceptions: (module, what it imports)."""
 
 BESIDE_PUBLIC_NAMES = (
-    "ggmlb.core.errors", "ggmlb.core.lifetime", "ggmlb.inspect.compare", "ggmlb.inspect.html",
-    "ggmlb.interface.memory_table", "ggmlb.optimize",
+    "ggmlb.core.arguments", "ggmlb.core.errors", "ggmlb.core.lifetime", "ggmlb.inspect.compare",
+    "ggmlb.inspect.html", "ggmlb.interface.memory_table", "ggmlb.optimize",
 )  # fmt: skip
-"""What models and training may import besides public names: errors, closing, sizes by device, tables."""
+"""What models and training may import besides public names: checks, errors, closing, sizes, tables."""
 
 Sources = Mapping[str, str]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, BufferType, DType, Scheduler
-from ggmlb.core import arguments
+from ggmlb.core.arguments import checked
 from ggmlb.core.errors import ArgumentError, FreedError, ModelError
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
@@ -378,7 +378,7 @@ class TextModel(ModelOnDevices):
         self._check("load_adapter")
         return self._parts.load_adapter(AdapterFile(Path(path), trainable), scale)
 
-    @arguments.checked
+    @checked
     def new_adapter(
         self,
         targets: str = r"attn_[qkv]\.weight|attn_output\.weight",
@@ -406,7 +406,7 @@ class TextModel(ModelOnDevices):
             NewFactors(targets, rank, 2.0 * rank if alpha is None else alpha, seed)
         )
 
-    @arguments.checked
+    @checked
     def training(
         self,
         adapter: Adapter,
