@@ -100,9 +100,10 @@ bench: $(VENV)/.bench
 	GGMLB_SIMD=avx2 $(BIN)/python benchmarks/llvm_ops.py
 	$(BIN)/python benchmarks/roofline.py
 	GGMLB_SIMD=avx2 $(BIN)/python benchmarks/roofline.py
-	$(BIN)/python benchmarks/llvm_decode.py --threads 1
-	$(BIN)/python benchmarks/embed.py --threads 1 --devices LLVM,CPU
-	$(BIN)/python benchmarks/embed.py --threads 1 --devices LLVM,CPU --weights q8_0
+	$(BIN)/python benchmarks/llvm_decode.py
+	GGMLB_SIMD=avx2 $(BIN)/python benchmarks/llvm_decode.py
+	for weights in "" q8_0; do for simd in "" avx2; do \
+		GGMLB_SIMD=$$simd $(BIN)/python benchmarks/embed.py --devices LLVM,CPU --weights "$$weights" || exit 1; done; done
 
 # With what is installed, where that is enough: a machine with a card may have no network.
 # $(1): modules that must be there; $(2): the script; $(3): what is installed into .venv where they are not

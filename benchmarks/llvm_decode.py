@@ -2,9 +2,9 @@
 
 Three processes take turns, with the same data and threads (`turns.py`); results are compared before anything
 is measured. `fusion` is the median of the rounds' ratios of the time without fusion (GGMLB_FUSE=0) to that
-with it; `ratio` that of ggml's time to ours with it.
+with it; `ratio` that of ggml's time to ours with it. ggml is the one of `llvm_ops.py`.
 
-    python benchmarks/llvm_decode.py [--rounds 5] [--threads 2]
+    [GGMLB_SIMD=avx2] python benchmarks/llvm_decode.py [--rounds 5] [--threads 2]
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import statistics
 from functools import partial
 
 from decode import Sizes, decode
-from libraries import Case, Ggml, Ggmlb
+from libraries import Case, Ggmlb
+from llvm_ops import NATIVE, PEER, SIMD, peer
 from ops import milliseconds
 from report import Table, save
 from turns import Players, arguments
@@ -45,8 +46,7 @@ class Apart(Fused):
         super().__init__(case, threads)
 
 
-LIBRARIES = {"fused": Fused, "apart": Apart, "ggml": Ggml}
-
+LIBRARIES = {"fused": Fused, "apart": Apart, "ggml": PEER}
 
 MODELS = {
     "8 layers of 512": Sizes(8, 512, 1408, 8, 4, 64, 256),
@@ -72,17 +72,13 @@ def main() -> None:
             table.row(case.what, *times, f"{fusion:.2f}", f"{ratio:.2f}", f"{nmse:.0e}")
     if args.ops:
         return
-    about = f"""A decode step on the LLVM device
+    about = f"""A decode step on the LLVM device{f", posing as {SIMD.upper()}" if SIMD else ""}
 Made by `python benchmarks/llvm_decode.py`: {args.rounds} rounds, {args.threads} thread(s) each. The load of
-the machine, of one minute, all three included, was {players.loads}.
+the machine, of one minute, all three included, was {players.loads}. ggml is {peer()}.
 
-{__doc__.partition("    python")[0]}"""
-    save(
-        f"llvm_decode_{args.threads}" if args.threads == 1 else "llvm_decode",
-        about,
-        table,
-        packages=("numpy", "llvmlite", "ggml-python"),
-    )
+{__doc__.partition("    [GGMLB")[0]}"""
+    name = "_".join(["llvm_decode", *([SIMD] if SIMD else []), *(["1"] if args.threads == 1 else [])])
+    save(name, about, table, packages=("numpy", "llvmlite", "ggml-python" if NATIVE else "xllamacpp"))
 
 
 if __name__ == "__main__":

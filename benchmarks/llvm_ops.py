@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 SIMD = env.text("GGMLB_SIMD")
 NATIVE = find_spec("ggml") is not None and SIMD != "avx2"
 """Whether ggml is the one compiled for this machine."""
-LIBRARIES = {"ggmlb": Ggmlb, "ggml": Ggml if NATIVE else OnGgml}
+PEER = Ggml if NATIVE else OnGgml
+LIBRARIES = {"ggmlb": Ggmlb, "ggml": PEER}
 
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",

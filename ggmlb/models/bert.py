@@ -277,10 +277,11 @@ class BertGraph:
         ids[is_token] = np.concatenate(sequences)
         mask = np.empty(self.mask.ne[::-1], np.float32)
         mask[...] = np.where(is_token, np.float32(0), np.float32(-np.inf))[:, None, None, :]
-        pool = is_token / lengths if self._config.pooling == "mean" else np.eye(1, self._n_tokens)
+        pool = np.empty(is_token.shape, np.float32)
+        pool[:] = is_token / lengths if self._config.pooling == "mean" else np.eye(1, self._n_tokens)
         self.ids.set(ids)
         self.mask.set(mask)
-        self.pool.set(np.broadcast_to(pool, is_token.shape).astype(np.float32))
+        self.pool.set(pool)
 
     # Hidden states are `[n_embd, n_tokens * n_batch]` throughout.
 

@@ -155,7 +155,7 @@ class BertEmbedder(ModelOnDevices):
             self._runs.start(graph)
             self._runs.wait()
             found = graph.embeddings.to_numpy().reshape(len(members), -1)
-            is_unit = np.isclose(np.linalg.norm(found, axis=1), 1, atol=LENGTH_ERROR)
+            is_unit = np.abs(np.linalg.norm(found, axis=1) - 1) <= LENGTH_ERROR
             if not is_unit.all():
                 raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")
             embeddings[members] = found
