@@ -30,6 +30,9 @@ _BLOCK_ROWS = 8
 FEW, FEW_FLOATS = 4, 8
 """Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
 
+FEW_PACKED = 5
+"""The same of floats in strips, where a tile is soon made: with more, registers of AVX2 do not suffice."""
+
 PANEL_NBYTES = 1 << 19
 """Bytes of quantised activations that meet all of a weight, tile after tile; floats gain nothing by it."""
 
@@ -110,7 +113,8 @@ def product(
 def is_many(node: Tensor) -> bool:
     """Whether a product has more rows of activations than those for which the weight is read as it lies."""
     a, b = node.operand(0), node.operand(1)
-    return b.ne[1] > (FEW if a.dtype.is_quantized else FEW_FLOATS)
+    few = FEW if a.dtype.is_quantized else FEW_PACKED if is_interleaved(a) else FEW_FLOATS
+    return b.ne[1] > few
 
 
 def can_have_epilogue(node: Tensor) -> bool:
