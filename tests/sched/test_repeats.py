@@ -221,7 +221,7 @@ def stacks():
             "mixed": [fakes[0], llvm]}  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*must be on one device:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*(must be on one device|falls back to another device):RuntimeWarning")
 @pytest.mark.parametrize("name", ["CPU", "LLVM", "fakes", "fake", "mixed"])
 @example(m=Model(14, ("norm", "mix", "gate"), "leaf view", 7, first_on=0, shared=True))
 @example(m=Model(14, ("norm", "mix", "gate", "custom"), first_on=0))
