@@ -33,14 +33,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What is no terminal gets whole lines, unless somebody set a width; pytest-xdist does, in its workers.
 os.environ.pop("COLUMNS", None)
 
-# Deadlines are off: this suite runs on shared machines, and has benchmarks for speed. Fast tests draw the same
-# examples each time, so that a failure is the change's; `thorough`, of `make test-all`, draws others.
+# Deadlines are off: this suite runs on shared machines, and has benchmarks for speed. Fast tests draw the
+# same examples each time, so that a failure is the change's; `thorough`, of `make test-all`, draws others.
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
-settings.register_profile(
-    "thorough", settings.get_profile("default"), max_examples=2000, derandomize=False
-)
+settings.register_profile("thorough", settings.get_profile("default"), max_examples=2000, derandomize=False)
 settings.load_profile("default")
 
 
