@@ -86,28 +86,31 @@ def ratios(page: str, column: str = "ratio", among: str = "") -> list[float]:
 
 def test_figures_are_those_of_the_results() -> None:
     """Whoever records anew corrects the README as well."""
-    for peer in ("PyTorch", "ONNX Runtime"):
-        one, some, many = ratios("embed_llvm_cpu.md", f"ggmlb to {peer}")
-        assert f"| {one:.1f}, {some:.1f} and {many:.1f} |" in row_of(peer)
+    peers = (ratios("embed_llvm_cpu.md", f"ggmlb to {peer}") for peer in ("PyTorch", "ONNX Runtime"))
+    sentences = "; ".join("{:.1f}, {:.1f} and {:.1f}".format(*found) for found in peers)
+    assert f"| {sentences} |" in row_of("embed_llvm_cpu.md", 3)
+    steps = "; ".join(map(str, bold_ratios("train.md", "speed")))
+    assert f"| {steps} |" in row_of("train.md", 3)
     decode = ratios("llvm_decode.md")
-    assert f"| {min(decode):.1f} to {max(decode):.1f} |" in row_of("ggml")
-    for simd, machine in (("best", "AVX-512"), ("avx2", "AVX2")):
-        prompt, token = (text_ratios(simd, column) for column in ("prefill", "decode at 32"))
+    assert f"| {min(decode):.1f} to {max(decode):.1f} |" in row_of("llvm_decode.md", 3)
+    for simd, machine in (("best", "Zen 5"), ("avx2", "AVX2")):
+        columns = ("prefill", "decode at 32")
+        prompt, token = (bold_ratios("generate.md", column, simd) for column in columns)
         told = rf"\| {min(prompt)} to {max(prompt)}( times as fast)?; {min(token)} to {max(token)} \|"
         assert re.search(told, row_of(machine, 1))
 
 
-def row_of(name: str, column: int = 2) -> str:
+def row_of(name: str, column: int) -> str:
     """The row of the README's table with a name in a column, from 1."""
     rows = [line for line in README.splitlines() if line.startswith("| ")]
     (row,) = [row for row in rows if name in row.split("|")[column] and "---" not in row]
     return row
 
 
-def text_ratios(simd: str, column: str) -> list[float]:
-    """Ratios of text generation, in bold on its page."""
-    page = (RESULTS / "generate.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if line[:1] == "|"]
+def bold_ratios(page: str, column: str, simd: str = "") -> list[float]:
+    """Ratios in bold on a page, of rows with kernels of a class."""
+    lines = (RESULTS / page).read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line[:1] == "|"]
     at = [i for i, cell in enumerate(rows[0]) if cell == column][-1]
-    bold = [re.findall(r"\*\*([\d.]+)", row[at]) for row in rows if row[2] == simd]
-    return [round(float(ratio), 1) for (ratio,) in bold]
+    found = [re.findall(r"\*\*([\d.]+)", row[at]) for row in rows if simd in row]
+    return [round(float(ratio), 1) for ratios in found for ratio in ratios]
