@@ -38,6 +38,15 @@ def columns_at_once(level: Level, dtype: str) -> int:
     return amx.ROWS if _in_registers(level, dtype) else _chosen_columns(level)
 
 
+def rows_together(level: Level, dtype: str) -> int:
+    """Return how many rows of activations a tile should meet, even if they leave the nearest caches.
+
+    For others the weight is packed anew. Vectors read activations slowly enough for a further cache, tile
+    registers several times as fast.
+    """
+    return 2 * amx.ROWS if _in_registers(level, dtype) else 128
+
+
 def _in_registers(level: Level, dtype: str) -> bool:
     """Whether to use tile registers; with few elements per scale, vectors are faster."""
     return level.tiles and FORMS[dtype].group == 32
@@ -235,38 +244,35 @@ def _multiply_bytes(
     dot, offset = Dot(k, n), _offset(k.level, form)
     if form.wide:
         _any_flags(k, columns, size, flags)
-    with k.loop(0, size >> 5) as block:
+    # A loop over groups keeps LLVM from holding the sums of one while it multiplies the next.
+    with k.loop(0, size // form.group) as number:
+        block = number // (32 // form.group)
         factors = [k.load(F32, x.scales + block * 4) for x in columns]
-        for part in range(32 // form.group):
-            number = block * (32 // form.group) + part
 
-            def add(
-                codes: list[Value], groups: list[list[Group]], times: float, number: Value = number
-            ) -> None:
-                def read(word: Value) -> tuple[list[Value], list[Value]]:
-                    word = number * (form.group // 4) + word
-                    of = packed.codes + word * (4 * TILE_ROWS)
-                    weights = [k.load(bytes_, of + first * 4, 4) for first in vectors]
-                    return weights, [k.load(I32, x + word * 4).splat(n).bits(bytes_) for x in codes]
+        def add(codes: list[Value], groups: list[list[Group]], times: float) -> None:
+            def read(word: Value) -> tuple[list[Value], list[Value]]:
+                word = number * (form.group // 4) + word
+                of = packed.codes + word * (4 * TILE_ROWS)
+                weights = [k.load(bytes_, of + first * 4, 4) for first in vectors]
+                return weights, [k.load(I32, x + word * 4).splat(n).bits(bytes_) for x in codes]
 
-                add_words(groups, form.group // 4, read)
-                for v, first in enumerate(vectors):
-                    scale = k.load(floats, packed.scales + (number * TILE_ROWS + first) * 4)
-                    for c, factor in enumerate(factors):
-                        both = scale * (factor * times).splat(n)
-                        sums[v][c].set(k.fma(groups[v][c].total().to_float(), both, sums[v][c].now))
+            add_words(groups, form.group // 4, read)
+            for v, first in enumerate(vectors):
+                scale = k.load(floats, packed.scales + (number * TILE_ROWS + first) * 4)
+                for c, factor in enumerate(factors):
+                    both = scale * (factor * times).splat(n)
+                    sums[v][c].set(k.fma(groups[v][c].total().to_float(), both, sums[v][c].now))
 
-            add(
-                [x.codes for x in columns],
-                [[begin(dot, form.group, offset, form.most, number, x) for x in columns] for _ in vectors],
-                1.0,
-            )
-            high = [x.high for x in columns if x.high is not None]
-            if high:
-                with k.when(k.load(I8, flags + block).zext(I32) > 0):
-                    add(high, [[dot.group(offset, form.most) for _ in high] for _ in vectors], float(HIGH))
-            if not form.has_min:
-                continue
+        add(
+            [x.codes for x in columns],
+            [[begin(dot, form.group, offset, form.most, number, x) for x in columns] for _ in vectors],
+            1.0,
+        )
+        high = [x.high for x in columns if x.high is not None]
+        if high:
+            with k.when(k.load(I8, flags + block).zext(I32) > 0):
+                add(high, [[dot.group(offset, form.most) for _ in high] for _ in vectors], float(HIGH))
+        if form.has_min:
             totals = [k.load(F32, x.sums + number * 4).splat(n) for x in columns]
             for v, first in enumerate(vectors):
                 minimum = k.load(floats, packed.minimums + (number * TILE_ROWS + first) * 4)

@@ -36,6 +36,9 @@ FEW_PACKED = 5
 PANEL_NBYTES = 1 << 19
 """Bytes of quantised activations that meet all of a weight, tile after tile; floats gain nothing by it."""
 
+PANEL_ROWS = 32
+"""The fewest rows of activations for which a weight is packed anew."""
+
 NO_TAIL = tiles.Epilogue()
 
 
@@ -82,7 +85,7 @@ def product(
         level = steps.library.target.level
         most = byte_tiles.columns_at_once(level, name(a)) if quantized else float_tiles.columns_at_once(level)
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
-            panels = matrices = _panels(n, nb[1], most)
+            panels = matrices = _panels(n, nb[1], byte_tiles.rows_together(level, name(a)))
         if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
             n //= panels
             nb, y_nb = (1, nb[1], n * nb[1], 0), (4, y_nb[1], n * y_nb[1], 0)
@@ -137,10 +140,10 @@ def rows_at_once(weight: Tensor, n: int) -> int:
     return _BLOCK_ROWS if weight.dtype.is_quantized else _FLOAT_ROWS[n]
 
 
-def _panels(n: int, row_nbytes: int, most: int) -> int:
+def _panels(n: int, row_nbytes: int, together: int) -> int:
     """Into how many panels to cut rows of activations: each stays in a cache while it meets a weight."""
-    fits = max(PANEL_NBYTES // row_nbytes, 2 * most)
-    return next((p for p in range(-(-n // fits), n // (2 * most) + 1) if n % p == 0), 1)
+    fits = max(PANEL_NBYTES // row_nbytes, together)
+    return next((p for p in range(-(-n // fits), n // PANEL_ROWS + 1) if n % p == 0), 1)
 
 
 def _parts(steps: Steps, matrices: int, work: float, most: int) -> int:
