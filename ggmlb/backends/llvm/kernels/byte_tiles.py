@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ggmlb.backends.llvm.kernels.activations import Parts
     from ggmlb.backends.llvm.kernels.blocks import Form
 
-TILE_ROWS = 16
-"""Rows of a tile of bytes."""
-
 
 def layout(dtype: str) -> Layout:
     """How the activations lie."""
@@ -47,6 +44,11 @@ def rows_together(level: Level, dtype: str) -> int:
     return 2 * amx.ROWS if _in_registers(level, dtype) else 128
 
 
+def tile_rows(level: Level, dtype: str, is_chosen: bool = False) -> int:
+    """Return the rows of a tile: at least two vectors, so that each activation that is read serves both."""
+    return ROWS if _in_registers(level, dtype) and not is_chosen else max(ROWS, 2 * level.lanes)
+
+
 def _in_registers(level: Level, dtype: str) -> bool:
     """Whether to use tile registers; with few elements per scale, vectors are faster."""
     return level.tiles and FORMS[dtype].group == 32
@@ -57,12 +59,12 @@ def _chosen_columns(level: Level) -> int:
     return 8 if level.lanes == 16 else 4
 
 
-def scratch_nbytes(k: int, dtype: str) -> int:
-    """Bytes that a thread needs to pack a tile of rows of `k` elements."""
+def scratch_nbytes(k: int, dtype: str, n_rows: int) -> int:
+    """Bytes that a thread needs to pack a tile of `n_rows` rows of `k` elements."""
     form, whole = FORMS[dtype], -(-k // DEPTH) * DEPTH
     floats = whole // form.group * (2 if form.has_min else 1)
     flags = -(-k // 32 // FLAGS) * FLAGS if form.wide else 0
-    return TILE_ROWS * (whole + 4 * floats) + flags
+    return n_rows * (whole + 4 * floats) + flags
 
 
 def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, words: Value) -> None:
@@ -75,15 +77,16 @@ def _transpose(k: Kernel, source: Value, stride: int, to: Value, n_rows: int, wo
                 k.store(column, to + (w + i) * (n_rows * 4) + first * 4)
 
 
-class _Tile:
-    """Addresses of the parts of a packed tile: codes, scales, minimums; and flags of activations."""
+class _Strip:
+    """Addresses of the parts of a packed strip: codes, scales, minimums if there are any; and its end."""
 
     def __init__(self, form: Form, size: Value, scratch: Value) -> None:
         whole = (size + (DEPTH - 1)) // DEPTH * DEPTH
         self.codes = scratch
-        self.scales = scratch + whole * TILE_ROWS
-        self.minimums = self.scales + whole // form.group * (4 * TILE_ROWS)
-        self.flags = self.minimums  # types with the one have not the other
+        self.scales = scratch + whole * ROWS
+        floats = whole // form.group * (4 * ROWS)
+        self.minimums = self.scales + floats
+        self.end = self.minimums + floats if form.has_min else self.minimums
 
 
 def _offset(level: Level, form: Form, signed: bool = False) -> int | None:
@@ -101,15 +104,15 @@ def _packed(form: Form, codes: Value, offset: int | None) -> Value:
 
 
 def _pack_bytes(
-    k: Kernel, form: Form, packed: _Tile, rows: list[Value], place: Place, offset: int | None
+    k: Kernel, form: Form, packed: _Strip, rows: list[Value], place: Place, offset: int | None
 ) -> None:
     (tile, first, last), size, nb1 = rows, place.k, place.a_nb1
-    local = k.local(TILE_ROWS * DEPTH)
+    local = k.local(ROWS * DEPTH)
     per_turn = DEPTH // form.block
     n_blocks = size // form.block
     with k.loop(0, n_blocks, per_turn) as begin:
         count = k.least(n_blocks - begin, per_turn)
-        with k.loop(0, TILE_ROWS) as r:
+        with k.loop(0, ROWS) as r:
             row = tile + k.least(first + r, last) * nb1
             with k.loop(0, count) as b:
                 at = row + (begin + b) * form.nbytes
@@ -117,17 +120,17 @@ def _pack_bytes(
                     k.store(_packed(form, run, offset), local + r * DEPTH + b * form.block + 32 * i)
                 scales, minimums = form.scales(k, [at])
                 groups = form.block // form.group
-                to = (begin + b) * (groups * 4 * TILE_ROWS) + r * 4
+                to = (begin + b) * (groups * 4 * ROWS) + r * 4
                 for g in range(groups):
-                    k.store(scales[g], packed.scales + to + g * 4 * TILE_ROWS)
+                    k.store(scales[g], packed.scales + to + g * 4 * ROWS)
                     if minimums is not None:
-                        k.store(minimums[g], packed.minimums + to + g * 4 * TILE_ROWS)
-        to = packed.codes + begin * (form.block * TILE_ROWS)
-        _transpose(k, local, DEPTH, to, TILE_ROWS, k.i64(DEPTH // 4))
+                        k.store(minimums[g], packed.minimums + to + g * 4 * ROWS)
+        to = packed.codes + begin * (form.block * ROWS)
+        _transpose(k, local, DEPTH, to, ROWS, k.i64(DEPTH // 4))
 
 
 def _unpack_strip(
-    k: Kernel, dtype: str, packed: _Tile, place: Place, strip: Value, offset: int | None
+    k: Kernel, dtype: str, packed: _Strip, place: Place, strip: Value, offset: int | None
 ) -> None:
     form, n_blocks = FORMS[dtype], place.k // FORMS[dtype].block
     base = place.a + strip * (place.a_nb1 * ROWS)
@@ -152,12 +155,13 @@ def _unpack_strip(
 
 def quantized(k: Kernel, dtype: str, is_interleaved: bool, n_columns: int, epilogue: Epilogue) -> None:
     """Multiply blocks with bytes: arguments of a product, scratch and its size per thread, the epilogue's."""
-    _quantized(k, dtype, is_interleaved, n_columns, Place(k, TILE_ROWS), epilogue)
+    _quantized(k, dtype, is_interleaved, n_columns, Place(k, tile_rows(k.level, dtype)), epilogue)
 
 
 def chosen_quantized(k: Kernel, dtype: str, is_interleaved: bool) -> None:
     """Multiply chosen matrices of blocks; see `matvec.Chosen`."""
-    _quantized(k, dtype, is_interleaved, _chosen_columns(k.level), Chosen(k, TILE_ROWS), Epilogue())
+    place = Chosen(k, tile_rows(k.level, dtype, is_chosen=True))
+    _quantized(k, dtype, is_interleaved, _chosen_columns(k.level), place, Epilogue())
 
 
 def _quantized(
@@ -166,21 +170,26 @@ def _quantized(
     form = FORMS[dtype]
     scratch, stride = k.ints(2)
     finish = epilogue.read(k)
-    packed = _Tile(form, place.k, scratch + k.thread * stride)
     on_tiles = _in_registers(k.level, dtype) and place.step is not None
+    n_strips = tile_rows(k.level, dtype, is_chosen=place.step is None) // ROWS
+    packed = [_Strip(form, place.k, scratch + k.thread * stride)]
+    for _ in range(1, n_strips):
+        packed.append(_Strip(form, place.k, packed[-1].end))
     offset = _offset(k.level, form, signed=on_tiles)
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
     with registers, k.loop(place.first, place.last) as tile:
-        first = tile * TILE_ROWS
-        if is_interleaved:
-            _unpack_strip(k, dtype, packed, place, tile, offset)
-        else:
-            _pack_bytes(k, form, packed, [place.a, first, place.m - 1], place, offset)
+        first = tile * (n_strips * ROWS)
+        for i, to in enumerate(packed):
+            if is_interleaved:
+                strip = k.least(tile * n_strips + i, (place.m - 1) // ROWS)
+                _unpack_strip(k, dtype, to, place, strip, offset)
+            else:
+                _pack_bytes(k, form, to, [place.a, first + i * ROWS, place.m - 1], place, offset)
         with k.loop(0, place.n, n_columns) as start:
             column = start
             if on_tiles:
                 column = k.least(start, place.n - n_columns)  # the last ones may be multiplied again
-                sums = _multiply_tiles(k, dtype, packed, place, column, n_columns)
+                sums = _multiply_tiles(k, dtype, packed[0], place, column, n_columns)
             else:
                 # Beyond the last row of activations the last one is read again.
                 rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
@@ -189,7 +198,7 @@ def _quantized(
 
 
 def _multiply_tiles(
-    k: Kernel, dtype: str, packed: _Tile, place: Place, column: Value, n_columns: int
+    k: Kernel, dtype: str, packed: _Strip, place: Place, column: Value, n_columns: int
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each row of activations, from `column` on."""
     form, step, n = FORMS[dtype], place.step, k.level.lanes
@@ -200,32 +209,32 @@ def _multiply_tiles(
     sums = [k.variable(k.const(floats, 0)) for _ in range(n_columns)]
     room = [k.local(2 * size) for _ in range(1 + form.wide)]
     if form.wide:
-        _any_flags(k, all_parts, place.k, packed.flags)
+        _any_flags(k, all_parts, place.k, packed.end)
 
     def each(block: Value) -> Iterator[tuple[Value, Value, float]]:
         """The products of a block: with which codes, where they go, and what they count."""
         to = (block & 1) * size
         yield x.codes, room[0] + to, 1.0
         if x.high is not None:
-            with k.when(k.load(I8, packed.flags + block).zext(I32) > 0):
+            with k.when(k.load(I8, packed.end + block).zext(I32) > 0):
                 yield x.high, room[1] + to, float(HIGH)
 
     def multiply(block: Value) -> None:
         for of, to, _ in each(block):
-            amx.product(k, of + block * 32, step, packed.codes + block * (32 * TILE_ROWS), form.has_min, to)
+            amx.product(k, of + block * 32, step, packed.codes + block * (32 * ROWS), form.has_min, to)
 
     multiply(k.i64(0))
     with k.loop(0, n_blocks) as block:
         with k.when(block + 1 < n_blocks):
             multiply(block + 1)  # a block ahead: what was just written from tiles takes long to be read
         for _, found, times in each(block):
-            scale = k.load(floats, packed.scales + block * (4 * TILE_ROWS)) * times
+            scale = k.load(floats, packed.scales + block * (4 * ROWS)) * times
             for c, slot in enumerate(sums):
                 factor = k.load(F32, x.scales + step * c + block * 4).splat(n)
                 value = k.load(vec(I32, n), found + amx.ROW_NBYTES * c, 64).to_float()
                 slot.set(k.fma(value, scale * factor, slot.now))
         if form.has_min:
-            minimum = k.load(floats, packed.minimums + block * (4 * TILE_ROWS))
+            minimum = k.load(floats, packed.minimums + block * (4 * ROWS))
             for c, slot in enumerate(sums):
                 total = k.load(F32, x.sums + step * c + block * 4)
                 slot.set(k.fma(minimum, total.splat(n), slot.now))
@@ -233,11 +242,11 @@ def _multiply_tiles(
 
 
 def _multiply_bytes(
-    k: Kernel, dtype: str, packed: _Tile, rows: list[Value], size: Value
+    k: Kernel, dtype: str, packed: list[_Strip], rows: list[Value], size: Value
 ) -> list[list[Value]]:
     """Return the sums for each vector of rows and each column."""
-    form, n, flags = FORMS[dtype], k.level.lanes, packed.flags
-    vectors = range(0, TILE_ROWS, n)
+    form, n, flags = FORMS[dtype], k.level.lanes, packed[-1].end
+    vectors = [(strip, first) for strip in packed for first in range(0, ROWS, n)]
     floats, bytes_, zero = vec(F32, n), vec(I8, 4 * n), k.const(vec(F32, n), 0)
     sums = [[k.variable(zero) for _ in rows] for _ in vectors]
     columns = [parts(row, size, layout(dtype)) for row in rows]
@@ -252,13 +261,13 @@ def _multiply_bytes(
         def add(codes: list[Value], groups: list[list[Group]], times: float) -> None:
             def read(word: Value) -> tuple[list[Value], list[Value]]:
                 word = number * (form.group // 4) + word
-                of = packed.codes + word * (4 * TILE_ROWS)
-                weights = [k.load(bytes_, of + first * 4, 4) for first in vectors]
+                at = word * (4 * ROWS)
+                weights = [k.load(bytes_, strip.codes + at + first * 4, 4) for strip, first in vectors]
                 return weights, [k.load(I32, x + word * 4).splat(n).bits(bytes_) for x in codes]
 
             add_words(groups, form.group // 4, read)
-            for v, first in enumerate(vectors):
-                scale = k.load(floats, packed.scales + (number * TILE_ROWS + first) * 4)
+            for v, (strip, first) in enumerate(vectors):
+                scale = k.load(floats, strip.scales + (number * ROWS + first) * 4)
                 for c, factor in enumerate(factors):
                     both = scale * (factor * times).splat(n)
                     sums[v][c].set(k.fma(groups[v][c].total().to_float(), both, sums[v][c].now))
@@ -274,8 +283,8 @@ def _multiply_bytes(
                 add(high, [[dot.group(offset, form.most) for _ in high] for _ in vectors], float(HIGH))
         if form.has_min:
             totals = [k.load(F32, x.sums + number * 4).splat(n) for x in columns]
-            for v, first in enumerate(vectors):
-                minimum = k.load(floats, packed.minimums + (number * TILE_ROWS + first) * 4)
+            for v, (strip, first) in enumerate(vectors):
+                minimum = k.load(floats, strip.minimums + (number * ROWS + first) * 4)
                 for slot, total in zip(sums[v], totals, strict=True):
                     slot.set(k.fma(minimum, total, slot.now))
     return [[slot.now for slot in row] for row in sums]

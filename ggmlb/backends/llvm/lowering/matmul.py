@@ -189,7 +189,7 @@ def _chosen(node: Tensor, steps: Steps) -> None:
         matvec.sort, (),
         (steps.address(ids), *ids.nb[:2], n_used, n_tokens, n_matrices, starts, order, *steps.report),
     )  # fmt: skip
-    shape = _tile_shape(steps, name(a), k, quantized)
+    shape = _tile_shape(steps, name(a), k, quantized, is_chosen=True)
     rows = rows_at_once(a, 1) if few else shape.rows
     rows = rows if packed or m >= rows else 1
     parts = _parts(steps, n_matrices, k * m * n / n_matrices / 20, -(-m // rows))
@@ -244,8 +244,9 @@ class _TileShape(NamedTuple):
     nbytes: int
 
 
-def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool) -> _TileShape:
+def _tile_shape(steps: Steps, dtype: str, k: int, quantized: bool, is_chosen: bool = False) -> _TileShape:
     level = steps.library.target.level
     if quantized:
-        return _TileShape(byte_tiles.TILE_ROWS, -(-byte_tiles.scratch_nbytes(k, dtype) // 64) * 64)
+        rows = byte_tiles.tile_rows(level, dtype, is_chosen)
+        return _TileShape(rows, -(-byte_tiles.scratch_nbytes(k, dtype, rows) // 64) * 64)
     return _TileShape(float_tiles.tile_rows(level), -(-float_tiles.scratch_nbytes(level) // 64) * 64)
