@@ -130,7 +130,7 @@ def _print_sum(out: Console, device: str, mode: str, cases: Sequence[Result]) ->
     told = ", ".join(f"{n[o]} {o.value}" for o in Outcome if n[o] or o in (Outcome.PASSED, Outcome.FAILED))
     bad = any(n[o] for o in Outcome if o.is_bad)
     took = sum(r.time_s or 0 for r in cases) if mode != "perf" else 0
-    time = f" in {took:.1f} s" if took else ""
+    time = f"; the cases took {took:.1f} s together" if took else ""  # of all processes
     families = {r.family for r in cases}
     ran = {r.family for r in cases if r.outcome.ran}
     told += f"; {len(ran)} of {len(families)} families ran" if ran != families else ""
