@@ -110,7 +110,7 @@ def test_what_cannot_be_trained_is_told(models: Callable[..., Path]) -> None:
         for rank, why in (
             (0, "the rank is 0"),
             ("8", "rank is '8'; give a whole number"),
-            (9999, "a weight has"),
+            (9999, "the rank is 9999; give at most"),
         ):
             with pytest.raises(ArgumentError, match=why):
                 model.new_adapter(rank=rank)  # type: ignore[arg-type]

@@ -202,7 +202,9 @@ class NewFactors:
             known = dict.fromkeys(re.sub(r"(?<=blk\.)\d+", "N", n) for n in weights)
             raise ArgumentError(f"new_adapter: targets {self.targets!r} match none of {', '.join(known)}")
         if self.rank > (most := min(min(weights[n][0].shape) for n in names)):
-            raise ArgumentError(f"new_adapter: the rank is {self.rank}; a weight has {most} rows or columns")
+            raise ArgumentError(
+                f"new_adapter: the rank is {self.rank}; give at most {most}, the least extent of a weight"
+            )
         rng = np.random.default_rng(self.seed)
 
         def values(a: Tensor, b: Tensor) -> tuple[npt.ArrayLike, npt.ArrayLike]:
