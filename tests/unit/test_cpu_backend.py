@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import threadpoolctl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ggmlb.backends.cpu import backend_reg
 from ggmlb.backends.cpu.blas import one_blas_thread
@@ -20,6 +22,8 @@ from ggmlb.core.errors import ArgumentError, UnsupportedOpError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.runtime.alloc import alloc_ctx_tensors
+from ggmlb.testing.cases import FAMILIES
+from tests.support.oracle import programs
 
 REG = backend_reg()
 DEVICE = REG.devices[0]
@@ -68,6 +72,27 @@ class TestDevice:
         odd = Tensor(DType.I32, (4, 4, 1, 1), op=Op.MUL_MAT, src=(a, a))
         assert DEVICE.declines(odd) == "the result is i32: only f32"
         assert not DEVICE.supports_op(odd)
+
+    @pytest.mark.parametrize("family", sorted(FAMILIES))
+    @settings(max_examples=20)
+    @given(data=st.data())
+    def test_it_declines_no_layout_that_ggml_computes(self, family, data):
+        program = data.draw(programs(family))
+        for node in program.case(family, []).build().graph.nodes:
+            assert DEVICE.declines(node) is None
+
+    def test_groups_are_normalised_in_place_in_part_of_a_tensor(self, cpu):
+        values = np.random.default_rng(0).standard_normal((2, 4, 3, 7), np.float32)
+        ctx = Context()
+        whole, copy = ctx.from_array(values), ctx.from_array(values[:, :3, :, :5].copy())
+        part = ctx.view_4d(whole, 5, 3, 3, 2, *whole.nb[1:], 0)
+        results = ctx.group_norm_inplace(part, 2, 1e-5), ctx.group_norm(copy, 2, 1e-5)
+        with alloc_ctx_tensors(ctx, cpu):
+            assert cpu.graph_compute(Graph().build_forward_expand(*results)) is Status.SUCCESS
+            inside, alone = (t.to_numpy() for t in results)
+            np.testing.assert_allclose(inside, alone, atol=1e-6)
+            values[:, :3, :, :5] = alone
+            np.testing.assert_allclose(whole.to_numpy(), values, atol=1e-6)
 
     def test_parameters_are_checked(self):
         with DEVICE.init_backend({"n_threads": 1}) as backend:

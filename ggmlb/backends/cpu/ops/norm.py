@@ -70,22 +70,21 @@ def l2_norm(lw: CpuLowering, t: Tensor) -> None:
     lw.rowwise(kernel, t, *t.sources, work=WORK)
 
 
-def _contiguous(node: Tensor) -> str | None:
-    return None if node.is_contiguous() else "the result is not contiguous"
-
-
-@RULES.rule(Op.GROUP_NORM, operands(FLOATS), _contiguous)
+@RULES.rule(Op.GROUP_NORM, operands(FLOATS))
 def group_norm(lw: CpuLowering, t: Tensor) -> None:
     """`norm` over groups of channels (dimension 2); the last group may have fewer."""
     n_channels, plane = t.ne[2], t.ne[0] * t.ne[1]
     per_group = -(-n_channels // t.params["n_groups"])
     (a,) = t.sources
-    y, x = View.of(t), lw.packed(a)
+    result, x = View.of(t), lw.packed(a)
+    y = result if result.is_packed() else lw.view(lw.scratch(t.ne[::-1]))
     whole = n_channels // per_group * per_group
     for start, n, size in ((0, whole, per_group), (whole, n_channels - whole, n_channels - whole)):
         if n:
             kernel = normalise(size * plane, t.params["eps"])
             lw.tiled(kernel, *(_groups(v, start, n, size) for v in (y, x)), inner=1, work=WORK)
+    if y is not result:
+        lw.copy(result, y)
 
 
 def _groups(view: View, start: int, n: int, size: int) -> View:
