@@ -287,3 +287,14 @@ def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
     if kind not in "biuf" and not is_extension:
         raise DTypeError(f"{call}: the array holds {array.dtype}; give real numbers")
     return array
+
+
+def generator(seed: int, call: str) -> np.random.Generator:
+    """Return random numbers that a caller's seed begins.
+
+    Raises:
+        ArgumentError: It is negative.
+    """
+    if seed < 0:
+        raise ArgumentError(f"{call}: seed is {seed}; give 0 or more")
+    return np.random.default_rng(seed)

@@ -24,6 +24,7 @@ from ggmlb import (
     alloc_ctx_tensors,
     cpu_buffer_type,
 )
+from ggmlb.core.arguments import generator
 from ggmlb.core.errors import ArgumentError, Error, FreedError, did_you_mean
 from ggmlb.core.lifetime import Closeable, Unique
 from ggmlb.optimize.checkpoint import read, write
@@ -128,7 +129,7 @@ class OptContext(Unique, Closeable):
         self.outputs = outputs
         self.opt_period = opt_period
         self.n_batch = batch_size(inputs, n_batch)
-        self.rng = np.random.default_rng(seed)
+        self.rng = generator(seed, "OptContext")
         self.iteration = 0
         self._n_accumulated = 0
         self._scheduler = scheduler

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import Backend, Context, DType, Tensor, alloc_ctx_tensors, save_gguf
+from ggmlb.core.arguments import generator
 from ggmlb.core.errors import ArgumentError, ModelError, did_you_mean, shown
 from ggmlb.core.lifetime import Closeable
 from ggmlb.interface.memory_table import Space
@@ -205,7 +206,7 @@ class NewFactors:
             raise ArgumentError(
                 f"new_adapter: the rank is {self.rank}; give at most {most}, the least extent of a weight"
             )
-        rng = np.random.default_rng(self.seed)
+        rng = generator(self.seed, "new_adapter")
 
         def values(a: Tensor, b: Tensor) -> tuple[npt.ArrayLike, npt.ArrayLike]:
             bound = 1 / math.sqrt(a.ne[0])  # that of PyTorch's Linear

@@ -395,7 +395,7 @@ class TextModel(ModelOnDevices):
             seed: Of the random factors; those on the other side are 0.
 
         Raises:
-            ArgumentError: No weight is meant, or the rank is not positive.
+            ArgumentError: No weight is meant, the rank is not positive, or the seed is negative.
             AllocationError: A device lacks room.
             FreedError: The model was closed.
         """
