@@ -11,28 +11,14 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
-from ggmlb.backends.cpu import backend_reg
 from ggmlb.core.enums import Status
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.testing.cases import FAMILIES, NOT_OF_GGML
-from tests.support.oracle import GgmlProcess, Missing, Refused, programs
+from tests.support.oracle import Missing, Refused, programs
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]
 
 POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
-
-
-@pytest.fixture(scope="module")
-def ggml():
-    process = GgmlProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="module")
-def cpu():
-    with backend_reg().devices[0].init_backend() as backend:
-        yield backend
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NOT_OF_GGML))

@@ -32,15 +32,6 @@ IN_GGML = {
 
 
 @pytest.fixture(scope="module")
-def ggml():
-    from tests.support.oracle import GgmlProcess
-
-    process = GgmlProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="module")
 def scheduler():
     with ggmlb.init_by_name("CPU") as cpu, Scheduler([cpu]) as made:
         yield made

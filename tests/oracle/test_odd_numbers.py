@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 if importlib.util.find_spec("ggml") is None:
     pytest.skip("ggml-python is not installed: pip install 'ggmlb[oracle]'", allow_module_level=True)
 
-from ggmlb import Backend, DType, init_by_name
+from ggmlb import Backend, DType
 from tests.support.odd_numbers import computed, difference, variants
 from tests.support.oracle import GgmlProcess, Missing, Refused
 
@@ -33,19 +32,6 @@ STEP = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 TABLES = ("gelu", "gelu_quick", "geglu", "geglu_quick")
 """What ggml takes from tables of float16."""
-
-
-@pytest.fixture(scope="module")
-def ggml() -> Iterator[GgmlProcess]:
-    process = GgmlProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[Backend]:
-    with init_by_name("CPU") as backend:
-        yield backend
 
 
 @pytest.mark.parametrize("family", [*FUNCTIONS, *GATED, *OTHERS])
