@@ -111,6 +111,13 @@ class Repeats:
         """The parts' leafs in the shorter graph."""
         return [[self.origins[i] for i in self.leafs[k].tolist()] for k in (0, -1)]
 
+    def nodes_like(self, number: int) -> Sequence[int]:
+        """Return the numbers of the nodes that one of the shorter graph stands for, its own included."""
+        i, n = number - self.short_node, self.n_nodes
+        if 0 <= i < n:
+            return range(self.node + i, self.gap[1], n)
+        return (int(self.late[number]),) if i >= n else (self.kept[number],)
+
     def is_common(self, number: int) -> bool:
         """Whether all parts that read a tensor of the shorter graph read the same, not one each."""
         first, n = self.short_node, self.n_nodes

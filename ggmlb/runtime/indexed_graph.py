@@ -132,7 +132,7 @@ class IndexedGraph:
         padded = (*tensors, None, None)
         is_same = (
             len({*tensors}) == len(tensors)
-            and (*chain(*sources), None, None) == sources_of(padded)
+            and tuple(chain.from_iterable([*sources, (None, None)])) == sources_of(padded)
             and (*[t.view_src for t in tensors], None, None) == bases_of(padded)
             and list(map(len, sources)) == self.n_sources
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import compress
+from itertools import compress, count
 from math import copysign
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MAX_PROGRAMS = 8
 """Most cached programs: applications rarely alternate between more topologies."""
 
+N_FIRST = 64
+"""Nodes that are compared before the others: graphs of other sizes differ in them already."""
+
 
 class Signature(IndexedGraph):
     """A graph with everything that its split, allocation and plans depend on.
@@ -44,8 +47,7 @@ class Signature(IndexedGraph):
 
     Attributes:
         layouts, view_offs, params: Of tensors, and of their ops, by number.
-        inner: Getter of the items of tensors that are not `outside`; of the last tensor twice more.
-        zeros: The parameters that are zero, with their signs.
+        inner: Getter of the items of tensors that are not `outside`.
         requests: Backend index of tensors with a request, by number.
     """
 
@@ -58,53 +60,71 @@ class Signature(IndexedGraph):
                     tensor.buffer = None
             placement_clock.tick()
         self.layouts = [t.layout for t in tensors]
-        self._layouts_of_nodes = [t.layout for t in graph.nodes]
+        self._first_layouts = [t.layout for t in graph.nodes[:N_FIRST]]
         self.view_offs = [t.view_offs for t in tensors]
         self.params: list[dict[str, Any]] = [t.params for t in tensors]
-        self.keep()
-        outside = {*self.outside}
-        self.inner = _picker([i for i in range(len(tensors)) if i not in outside])
-        self._roots = _picker([i for i, base in enumerate(self.bases) if base < 0])
-        self._placed = _picker([*self.outside])
-        self._where = self._places(tensors), {b: b.usage for b in self.foreign}
+        is_inner = bytearray(b"\1") * len(tensors)
+        for i in self.outside:
+            is_inner[i] = 0
+        self.inner = _picker(list(compress(count(), is_inner)))
+        self._placed = _picker(self.outside)
+        placed = self._placed(tensors)
+        self._where = placed, [t.offset for t in placed], {b: b.usage for b in self.foreign}
         self.requests = _requests(tensors, user)
 
-    def keep(self) -> None:
-        """Copy the current parameters, which may change later."""
-        self.params = [p.copy() if p else _NO_PARAMS for p in self.params]
-        self.zeros = zeros_of(self.params)
+    def keep(self, repeats: Repeats | None = None) -> None:
+        """Copy the current parameters, which may change later; those of equal parts once."""
+        numbers: Sequence[int] = range(len(self.params)) if repeats is None else repeats.kept
+        params = [p.copy() if p else _NO_PARAMS for p in map(self.params.__getitem__, numbers)]
+        zeros = zeros_of(params)
+        if repeats is None:
+            self.params, self._zeros = params, [((i,), name, sign) for i, name, sign in zeros]
+        else:
+            self.params = list(map(params.__getitem__, repeats.origins[:-1]))
+            self._zeros = [(repeats.nodes_like(i), name, sign) for i, name, sign in zeros]
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
         """Return the tensors of a graph by number, if its split, allocation and plans are the same."""
-        if [t.layout for t in graph.nodes] != self._layouts_of_nodes:
+        if [t.layout for t in graph.nodes[:N_FIRST]] != self._first_layouts:
             return None  # before anything else, as most often the sizes differ
         tensors = self.numbered(graph)
-        places, usage = self._where
         is_same = (
             tensors is not None
             and [t.layout for t in tensors] == self.layouts
             and [t.op for t in tensors] == self.ops
             and [t.flags for t in tensors] == self.flags
             and [t.view_offs for t in tensors] == self.view_offs
-            and self._places(tensors) == places
-            and not any([b.is_freed or b.usage is not kind for b, kind in usage.items()])
+            and self._are_there(tensors)
             and self.has_params([t.params for t in tensors])
             and _requests(tensors, user) == self.requests
         )
         return tensors if is_same else None
 
-    def _places(self, tensors: list[Tensor]) -> tuple[list[Any], ...]:
-        """Return where tensors lie, and those of the user."""
-        placed = self._placed(tensors)
-        return [t.buffer for t in self._roots(tensors)], [*placed], [t.offset for t in placed]
+    def _are_there(self, tensors: list[Tensor]) -> bool:
+        """Whether the same tensors of the user lie where they lay, and no others."""
+        placed, offsets, usage = self._where
+        buffers, bases = [t.buffer for t in tensors], self.bases
+        return (
+            self._placed(tensors) == placed
+            and [t.offset for t in placed] == offsets
+            and not any([b.is_freed or b.usage is not kind for b, kind in usage.items()])
+            and (buffers == self.buffers or _roots_of(buffers, bases) == _roots_of(self.buffers, bases))
+        )
 
     def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
         """Whether all parameters equal the kept ones, including the signs of zeros."""
         same = are_equal(self.params, params)
-        return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self.zeros])
+        return same and all(
+            [copysign(1.0, params[i][name]) == sign for like, name, sign in self._zeros for i in like]
+        )
 
 
 _NO_PARAMS: dict[str, Any] = {}
+
+
+def _roots_of(buffers: Sequence[Buffer | None], bases: Sequence[int]) -> list[Buffer | None]:
+    """Return the buffers of what is no view: a view may have been made before its source was placed."""
+    return [buffer for buffer, base in zip(buffers, bases, strict=True) if base < 0]
 
 
 def _picker(numbers: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -187,7 +207,9 @@ class Program:
         self._whole: Image | None = None
         self._whole_splits: list[Split] = []
         may_repeat = n_copies == 1 and all(b.device.answers_alike for b in rules.backends)
-        self._split(find_repeats(signature) if may_repeat else None)
+        repeats = find_repeats(signature) if may_repeat else None
+        signature.keep(repeats)
+        self._split(repeats)
 
     def _split(self, repeats: Repeats | None) -> None:
         """Choose backends and cut into splits, by a shorter graph if there are equal parts."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from math import copysign
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ggmlb.core.placement import are_equal
+from ggmlb.core.placement import are_equal, zeros_of
 from ggmlb.core.repeats import KEPT, Repeats
 from ggmlb.runtime.indexed_graph import IndexedGraph
 
@@ -42,9 +43,8 @@ class ShortGraph(IndexedGraph):
         self.listed, self.unlisted = range(len(kept)), range(0)
         self.n_leafs = graph.n_leafs - repeats.leafs[1:-1].size
         self.bases = [origins[graph.bases[i]] for i in kept]
-        ends = [0, *accumulate(graph.n_sources)]
         first, last = (i - graph.n_leafs for i in repeats.gap)
-        sources = graph.sources[: ends[first]] + graph.sources[ends[last] :]
+        sources = graph.sources[: sum(graph.n_sources[:first])] + graph.sources[sum(graph.n_sources[:last]) :]
         self.sources = [origins[s] for s in sources]
         self.n_sources = graph.n_sources[:first] + graph.n_sources[last:]
         self.outside = [i for i, b in enumerate(self.buffers) if b is not None and self.bases[i] < 0]
@@ -61,13 +61,15 @@ def find_repeats(graph: Signature) -> Repeats | None:
     kinds = np.append(_kinds_of_leafs(graph), np.arange(-n_before - n_tensors, -n_before))[reads]
     grown = reads[n:] - reads[:-n]
     equal = (kinds[n:] == kinds[:-n]) | (grown == n) & (reads[:-n] >= n_before)
-    same = equal.all(axis=1) & _same_nodes(graph, n)
-    starts, ends = np.flatnonzero(np.diff(np.pad(same.view(np.int8), 1))).reshape(-1, 2).T
-    if not starts.size:
-        return None
-    longest = (ends - starts).argmax()
-    start = _place_to_cut(reads, int(starts[longest]), n, n_before)
-    n_parts = (int(ends[longest]) - start + n - n // 4) // n  # with some nodes like theirs behind them
+    same = equal.all(axis=1)
+    special = [i - n_before for i in (*graph.outside, *graph.requests) if i >= n_before]
+    same[[j for i in special for j in (i, i - n) if 0 <= j < len(same)]] = False
+    start, end = _longest(same)
+    while unlike := _unlike(graph, start, end, n):
+        same[unlike] = False
+        start, end = _longest(same)
+    start = _place_to_cut(reads, start, n, n_before)
+    n_parts = (end - start + n - n // 4) // n  # with some nodes like theirs behind them
     if (n_parts - KEPT) * n < LEAST_LEFT_OUT:
         return None
     end = start + n_parts * n
@@ -188,22 +190,40 @@ def _period(ops: Sequence[Op]) -> int:
 
 def _reads(graph: Signature) -> Numbers:
     """Return what each node reads: its sources, and last what it is a view of; -1 where there is none."""
-    counts = np.array(graph.n_sources)
+    counts = np.fromiter(graph.n_sources, np.int64)
     reads = np.full((len(counts), counts.max(initial=0) + 1), -1, np.int64)
     nodes = np.repeat(np.arange(len(counts)), counts)
-    reads[nodes, np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts)] = graph.sources
-    reads[:, -1] = graph.bases[graph.n_leafs :]
+    reads[nodes, np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts)] = np.fromiter(
+        graph.sources, np.int64
+    )
+    reads[:, -1] = np.fromiter(graph.bases[graph.n_leafs :], np.int64)
     return reads
 
 
-def _same_nodes(graph: Signature, period: int) -> npt.NDArray[np.bool_]:
-    """Return for each node whether that a period later is equal, sources aside."""
-    n = graph.n_leafs
-    facts: list[list[Any]] = [graph.ops, graph.layouts, graph.flags, graph.view_offs, graph.params]
-    rows: list[tuple[object, ...]] = list(zip(*[x[n:] for x in facts], graph.n_sources, strict=True))
-    same = np.fromiter(map(are_equal, rows, rows[period:]), np.bool_, len(rows) - period)
-    zeros = {(i - n, name, sign) for i, name, sign in graph.zeros if i >= n}
-    special = [i - n for i in (*graph.outside, *graph.requests) if i >= n]
-    special += [i for i, name, sign in zeros if (i + period, name, sign) not in zeros]
-    same[[j for i in special for j in (i, i - period) if 0 <= j < len(same)]] = False
-    return same
+def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the start and the end of the longest run; equal if there is none."""
+    edges = np.flatnonzero(np.diff(np.pad(same.view(np.int8), 1))).reshape(-1, 2)
+    start, end = edges[np.diff(edges).argmax()].tolist() if edges.size else (0, 0)
+    return start, end
+
+
+def _unlike(graph: Signature, start: int, end: int, period: int) -> list[int]:
+    """Return nodes of a run that are not equal to those a period later, sources aside; none if all are."""
+    nodes = slice(graph.n_leafs + start, graph.n_leafs + end + period)
+    n, params = end - start, graph.params[nodes]
+    facts: tuple[list[Any], ...] = (graph.ops, graph.layouts, graph.flags, graph.view_offs)
+    for fact in (graph.n_sources[start : end + period], *[x[nodes] for x in facts], params):
+        if are_equal(fact[:-period], fact[period:]):
+            continue
+        parts = [fact[i : i + period] for i in range(0, n + period, period)]  # most are equal
+        odd = [k * period for k, pair in enumerate(pairwise(parts)) if not are_equal(*pair)]
+        nodes_of = (i for k in odd for i in range(k, min(k + period, n)))
+        found = [start + i for i in nodes_of if not are_equal(fact[i], fact[i + period])]
+        if found:
+            return found
+    return [
+        start + i - period
+        for k, name, sign in zeros_of(params[:period])
+        for i in range(k + period, n + period, period)
+        if copysign(1.0, params[i][name]) != sign
+    ]
