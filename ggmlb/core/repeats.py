@@ -210,6 +210,7 @@ class RepeatedGraph(Graph):
         repeats: The parts.
         numbers: Numbers of the shorter graph's tensors.
         short_order: Numbers of its nodes, in order.
+        window: Where those of the last part come in that order.
         buffers, offsets: By number in the whole graph, where tensors lie.
         make: Makes a graph of all nodes.
     """
@@ -220,15 +221,17 @@ class RepeatedGraph(Graph):
         repeats: Repeats,
         numbers: dict[Tensor | None, int],
         short_order: list[int],
+        window: tuple[int, int],
         places: tuple[Sequence[Buffer | None], Sequence[int]],
         make: Callable[[], Graph],
     ) -> None:
         self._short = short
         self.repeats = repeats
         self.numbers = numbers
-        self.short_order = short_order
+        self.short_order, self.window = short_order, window
         self.buffers, self.offsets = places
         self.make = make
+        self._memory = short.memory().union([self.buffers[i] for i in repeats.leafs.ravel().tolist()])
         self.owner_checks = short.owner_checks
 
     @property
@@ -236,17 +239,12 @@ class RepeatedGraph(Graph):
         """The shorter graph."""
         return self._short
 
-    @property
-    def order(self) -> list[int]:
-        """Numbers of the nodes."""
-        return self.repeats.expand(self.short_order)
-
     def memory(self) -> set[Buffer | None]:
         """Return the buffers in which its tensors lie."""
-        return self._short.memory().union([self.buffers[i] for i in self.repeats.leafs.ravel().tolist()])
+        return self._memory
 
     def __len__(self) -> int:
-        start, end = self.repeats.window(self.short_order) or (0, 0)
+        start, end = self.window
         return len(self.short_order) + self.repeats.n_left_out * (end - start)
 
     def __getattr__(self, name: str) -> Any:

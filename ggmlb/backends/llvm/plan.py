@@ -24,7 +24,7 @@ class LlvmPlan(GraphPlan):
         super().__init__(backend, graph)
         self._pool = backend.pool
         whole = graph if isinstance(graph, RepeatedGraph) else None
-        self._order = whole and whole.order
+        self._short = whole and (whole.repeats, whole.short_order)
         with progress.task(f"{backend.name}: compiling kernels") as task:
             try:
                 self._items = fuse(graph.short, backend.can_fuse, by_place=False)
@@ -65,8 +65,9 @@ class LlvmPlan(GraphPlan):
         row, limit, i = table.errors[:3].tolist()
         table.errors[:] = 0
         at = next(k for k, end in enumerate(table.ends) if end >= i)
-        if table.results and self._order is not None:
-            node = self.nodes[self._order.index(table.results[at])]
+        if table.results and self._short is not None:
+            repeats, order = self._short
+            node = self.nodes[repeats.expand(order).index(repeats.expand(table.results)[at])]
         else:
             item = self._items[at]
             node = item.result if isinstance(item, Group) else item

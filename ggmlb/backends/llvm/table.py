@@ -96,7 +96,8 @@ class Again(NamedTuple):
         start, end = self.start, self.end
         if sizes is not None:
             start, end = int(sizes[:start].sum()), int(sizes[:end].sum())
-        return np.concatenate([values[:end], *[values[start:end]] * self.times, values[end:]])
+        times = (self.times, *[1] * (values.ndim - 1))
+        return np.concatenate([values[:end], np.tile(values[start:end], times), values[end:]])
 
 
 class Unlike(Exception):
@@ -116,7 +117,7 @@ class Table:
         address: Of the first step.
         n_steps: Number of steps.
         ends: For each item, those of the whole graph, the number of steps up to its end.
-        results: Numbers of the whole graph's items.
+        results: Numbers of the items, if they stand for those of a whole graph; else none.
         shares: Whether any step is for several threads.
         errors: Row number, limit and step of the first fault that a kernel found; zeros if none.
 
@@ -141,14 +142,14 @@ class Table:
         operands = [_operands(item) for item in items]
         self._read({*chain.from_iterable(operands)} - {None})
         found: list[Lowered] = []
-        numbers: list[list[int]] = []
-        for item, tensors in zip(items, operands, strict=True):
-            of_item = list(map(self._numbers.__getitem__, tensors))
-            found.append(self._lowered(item, tensors, of_item) if tensors else NOTHING)
-            numbers.append(of_item)
+        flat: list[int] = []
         n = len(self._addresses)
-        places = np.array([x for of_item in numbers for x in (n, n + 1, n + 2, n + 3, *of_item)], np.int64)
-        sizes = np.array([OPERANDS + len(of_item) for of_item in numbers], np.int64)
+        for item, tensors in zip(items, operands, strict=True):
+            numbers = list(map(self._numbers.__getitem__, tensors))
+            found.append(self._lowered(item, tensors, numbers) if tensors else NOTHING)
+            flat += (n, n + 1, n + 2, n + 3, *numbers)
+        places = np.array(flat, np.int64)
+        sizes = np.array([OPERANDS + len(tensors) for tensors in operands], np.int64)
         slots = np.array([*self._addresses, *self._memory(found)], np.int64)[places]
         again = Again()
         if whole is not None:
@@ -156,16 +157,16 @@ class Table:
             again, slots = self._unroll(whole, found, places, slots, np.cumsum(sizes))
         self._bind(found, again, sizes, slots & ~ALIGNED)
         # Only what is run stays: the stream owns its plans, and must not be kept alive by them.
-        del self._backend, self._task, self._kinds, self._addresses, self._forms, self._numbers
+        del self._backend, self._task, self._kinds, self._addresses, self._forms, self._numbers, self._starts
 
     def _read(self, tensors: Collection[Tensor | None]) -> None:
         """Number operands, and look up where each is, and its form; an absent one is the last."""
         placed = [t for t in tensors if t is not None and t.buffer is not None]
         buffers = [t.buffer for t in placed]
-        bases = self._starts_of({*buffers})
-        self._addresses = [bases[b] + t.offset for t, b in zip(placed, buffers, strict=True) if b is not None]
-        packs = {b for b in bases if type(b.buft).packing is not BufferType.packing}
-        packings = [b.packing(t) if b in packs else "" for t, b in zip(placed, buffers, strict=True)]
+        self._starts = starts = self._starts_of({*buffers})
+        self._addresses = [starts[b] + t.offset for t, b in zip(placed, buffers, strict=True)]
+        packs = {b: b.packing for b in starts if b and type(b.buft).packing is not BufferType.packing}
+        packings = [packs[b](t) if b in packs else "" for t, b in zip(placed, buffers, strict=True)]
         layouts = [t.layout for t in placed]
         keys = zip(layouts, [a & ALIGNED for a in self._addresses], packings, strict=True)
         self._forms = list(map(self._kinds.forms.setdefault, keys, self._kinds.numbers))
@@ -174,7 +175,7 @@ class Table:
         self._forms.append(ABSENT)
         self._addresses.append(0)
 
-    def _starts_of(self, buffers: Collection[Buffer | None]) -> dict[Buffer, int]:
+    def _starts_of(self, buffers: Collection[Buffer | None]) -> dict[Buffer | None, int]:
         """Return the addresses of buffers, whose memory is kept."""
         memories = {b: b.base for b in buffers if b is not None}
         self._kept += memories.values()
@@ -246,20 +247,24 @@ class Table:
         first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
         if not np.array_equal(repeats.before[second], first):
             raise Unlike
-        begins = self._starts_of(whole.memory())
-        starts = [0 if b is None else begins.get(b, 0) for b in whole.buffers]
-        addresses = np.array(starts, np.int64) + whole.offsets
         more = np.tile(slots[at:after], (repeats.n_left_out, 1))
         moved = np.flatnonzero((slots[at:after] != slots[before:at])[mine] & (first != second))
-        more[:, np.flatnonzero(mine)[moved]] = addresses[repeats.left_out(second[moved])]
+        more[:, np.flatnonzero(mine)[moved]] = self._addresses_of(whole, repeats.left_out(second[moved]))
         late = np.flatnonzero(places[at:] < len(self._addresses)) + at
         here = numbers[places[late]]
         moved = repeats.late[here] != repeats.early[here]
-        slots[late[moved]] = addresses[repeats.late[here[moved]]]
+        slots[late[moved]] = self._addresses_of(whole, repeats.late[here[moved]])
         if ((more ^ slots[at:after]) & ALIGNED).any():
             raise Unlike
-        self.results = repeats.expand(self.results)
         return Again(start, end, repeats.n_left_out), np.concatenate([slots[:at], more.ravel(), slots[at:]])
+
+    def _addresses_of(self, whole: RepeatedGraph, numbers: Ints) -> Ints:
+        """Return where tensors of the whole graph are."""
+        flat = numbers.ravel().tolist()
+        buffers = list(map(whole.buffers.__getitem__, flat))
+        self._starts |= self._starts_of({*buffers} - self._starts.keys())
+        starts = np.array(list(map(self._starts.__getitem__, buffers)), np.int64)
+        return (starts + list(map(whole.offsets.__getitem__, flat))).reshape(numbers.shape)
 
     def _bind(self, found: Sequence[Lowered], again: Again, sizes: Ints, slots: Ints) -> None:
         """Write the table: the steps of items, some of which come again, with the slots of all."""

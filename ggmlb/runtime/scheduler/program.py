@@ -47,6 +47,7 @@ class Signature(IndexedGraph):
 
     Attributes:
         layouts, view_offs, params: Of tensors, and of their ops, by number.
+        offsets: Of the tensors that are `outside`.
         inner: Getter of the items of tensors that are not `outside`.
         requests: Backend index of tensors with a request, by number.
     """
@@ -69,7 +70,8 @@ class Signature(IndexedGraph):
         self.inner = _picker(list(compress(count(), is_inner)))
         self._placed = _picker(self.outside)
         placed = self._placed(tensors)
-        self._where = placed, [t.offset for t in placed], {b: b.usage for b in self.foreign}
+        self.offsets = [t.offset for t in placed]
+        self._there = placed, {b: b.usage for b in self.foreign}
         self.requests = _requests(tensors, user)
 
     def keep(self, repeats: Repeats | None = None) -> None:
@@ -102,11 +104,11 @@ class Signature(IndexedGraph):
 
     def _are_there(self, tensors: list[Tensor]) -> bool:
         """Whether the same tensors of the user lie where they lay, and no others."""
-        placed, offsets, usage = self._where
+        placed, usage = self._there
         buffers, bases = [t.buffer for t in tensors], self.bases
         return (
             self._placed(tensors) == placed
-            and [t.offset for t in placed] == offsets
+            and [t.offset for t in placed] == self.offsets
             and not any([b.is_freed or b.usage is not kind for b, kind in usage.items()])
             and (buffers == self.buffers or _roots_of(buffers, bases) == _roots_of(self.buffers, bases))
         )
@@ -307,23 +309,26 @@ class Program:
         if repeats is None:
             self.buffers, self.offsets = buffers[:n], offsets[:n]
         else:
-            origins = repeats.origins[:-1]
-            self.buffers, self.offsets = [buffers[i] for i in origins], [offsets[i] for i in origins]
-            self._place_own(repeats)
+            self.buffers, self.offsets = self._places(repeats, buffers, offsets)
         self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
         if not allocator.keeps_places():
             allocator.prepare(self.whole.clones())
 
-    def _place_own(self, repeats: Repeats) -> None:
-        """Note where the leafs of parts are, and their views."""
-        signature, buffers, offsets = self.signature, self.buffers, self.offsets
-        own = {*repeats.leafs.ravel().tolist()}
-        for i in own:
-            buffers[i], offsets[i] = signature.buffers[i], signature.tensors[i].offset
+    def _places(
+        self, repeats: Repeats, buffers: Sequence[Buffer | None], offsets: Sequence[int]
+    ) -> tuple[list[Buffer | None], list[int]]:
+        """Return where all tensors are, given where those of the shorter graph are."""
+        signature, origins = self.signature, repeats.origins[:-1]
+        there, bases, view_offs = signature.buffers, signature.bases, signature.view_offs
+        whole = [buffers[i] if b is None else b for b, i in zip(there, origins, strict=True)]
+        at = list(map(offsets.__getitem__, origins))
+        for i, offset in zip(signature.outside, signature.offsets, strict=True):
+            at[i] = offset
         for i in signature.views:
-            base = signature.bases[i]
-            if base in own:
-                buffers[i], offsets[i] = buffers[base], offsets[base] + signature.view_offs[i]
+            base = bases[i]
+            if there[base] is not None:
+                whole[i], at[i] = there[base], at[base] + view_offs[i]
+        return whole, at
 
     def place(self) -> None:
         """Place the tensors of the bound graph at the places of their clones."""
@@ -400,10 +405,11 @@ class Program:
     def _repeated(self, index: int, short: Graph, repeats: Repeats) -> Graph:
         """Return the whole graph of a split."""
         order = self.parts[index].order
-        if repeats.window(order) == (0, 0):
+        window = repeats.window(order) or (0, 0)
+        if window == (0, 0):
             return short
-        make = partial(_whole_graph, ref(self), index)
-        return RepeatedGraph(short, repeats, self.image.numbers, order, (self.buffers, self.offsets), make)
+        make, places = partial(_whole_graph, ref(self), index), (self.buffers, self.offsets)
+        return RepeatedGraph(short, repeats, self.image.numbers, order, window, places, make)
 
     def forget_plans(self) -> None:
         """Drop the plans, whose bound tensors have changed."""

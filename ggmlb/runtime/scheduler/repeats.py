@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -58,10 +59,9 @@ def find_repeats(graph: Signature) -> Repeats | None:
     if not n or graph.unlisted or not isinstance(graph.listed, range):
         return None
     reads = _reads(graph)
-    kinds = np.append(_kinds_of_leafs(graph), np.arange(-n_before - n_tensors, -n_before))[reads]
-    grown = reads[n:] - reads[:-n]
-    equal = (kinds[n:] == kinds[:-n]) | (grown == n) & (reads[:-n] >= n_before)
-    same = equal.all(axis=1)
+    kinds = _kinds(graph)[reads]
+    is_moved = (reads[n:] - reads[:-n] == n) & (reads[:-n] >= n_before)
+    same = ((kinds[n:] == kinds[:-n]) | is_moved).all(axis=1)
     special = [i - n_before for i in (*graph.outside, *graph.requests) if i >= n_before]
     same[[j for i in special for j in (i, i - n) if 0 <= j < len(same)]] = False
     start, end = _longest(same)
@@ -114,8 +114,8 @@ def _leafs_of_parts(reads: Numbers, node: int, n_before: int, n: int) -> Numbers
         n_before: Number of the graph's leafs.
         n: Nodes of a part.
     """
-    grown = np.diff(reads, axis=0)
-    common, first = (grown == 0).all(axis=0), reads[0]
+    grown, first = reads[1:] - reads[:-1], reads[0]
+    common = (grown == 0).all(axis=0)
     numbers = node + np.arange(n).repeat(reads.shape[1] // n)
     is_moved = (grown == n).all(axis=0) & (first >= n_before) & (first >= node - n) & (first < numbers)
     rest = ~common & ~is_moved
@@ -150,32 +150,29 @@ def _are_apart(graph: Signature, reads: Numbers, leafs: Numbers, start: int, end
     )
 
 
-def _kinds_of_leafs(graph: Signature) -> Numbers:
-    """Return numbers that are equal for equal leafs in memory of one kind."""
-    kinds: dict[object, int] = {}
-    memory = {b: (b.buft, b.usage, b.is_read_only) for b in graph.foreign}
-    n = graph.n_leafs
-    rows = zip(range(n), graph.layouts, graph.flags, graph.buffers, graph.bases)  # noqa: B905 (the first n)
-    return np.array(
-        [
-            kinds.setdefault(
-                (layout, flags, memory[buffer]) if buffer is not None and base < 0 else i, len(kinds)
-            )
-            for i, layout, flags, buffer, base in rows
-        ],
-        np.int64,
-    )
+def _kinds(graph: Signature) -> Numbers:
+    """Return numbers by number that are equal for equal leafs in memory of one kind; -1 for `None`, the last."""
+    numbers: dict[object, int] = {}
+    memory = {
+        b: numbers.setdefault((b.buft, b.usage, b.is_read_only), i) for i, b in enumerate(graph.foreign)
+    }
+    kinds = np.arange(len(graph.tensors) + 1)
+    kinds[-1] = -1
+    leafs = graph.outside[: bisect_left(graph.outside, graph.n_leafs)]
+    layouts, flags, buffers, first = graph.layouts, graph.flags, graph.buffers, numbers.setdefault
+    kinds[leafs] = [first((layouts[i], flags[i], memory[buffers[i]]), i) for i in leafs]  # type: ignore[index]
+    return kinds
 
 
 def _overlaps(placed: Sequence[Tensor]) -> bool:
     """Whether any two tensors share a byte."""
-    buffers = np.fromiter([id(t.buffer) for t in placed], np.int64)
-    starts, sizes = (
-        np.fromiter(x, np.int64) for x in ([t.offset for t in placed], [t.nbytes for t in placed])
-    )
+    n = len(placed)
+    buffers = np.fromiter([id(t.buffer) for t in placed], np.int64, n)
+    starts = np.fromiter([t.offset for t in placed], np.int64, n)
+    ends = starts + np.fromiter([t.nbytes for t in placed], np.int64, n)
     order = np.lexsort([starts, buffers])
-    follow = np.diff(buffers[order]) == 0
-    return bool((follow & (np.diff(starts[order]) < sizes[order][:-1])).any())
+    buffers, starts, ends = buffers[order], starts[order], ends[order]
+    return bool(((buffers[1:] == buffers[:-1]) & (starts[1:] < ends[:-1])).any())
 
 
 def _period(ops: Sequence[Op]) -> int:
@@ -202,9 +199,13 @@ def _reads(graph: Signature) -> Numbers:
 
 def _longest(same: npt.NDArray[np.bool_]) -> tuple[int, int]:
     """Return the start and the end of the longest run; equal if there is none."""
-    edges = np.flatnonzero(np.diff(np.pad(same.view(np.int8), 1))).reshape(-1, 2)
-    start, end = edges[np.diff(edges).argmax()].tolist() if edges.size else (0, 0)
-    return start, end
+    padded = np.zeros(len(same) + 2, np.bool_)
+    padded[1:-1] = same
+    starts, ends = (padded[1:] != padded[:-1]).nonzero()[0].reshape(-1, 2).T
+    if not starts.size:
+        return 0, 0
+    longest = (ends - starts).argmax()
+    return int(starts[longest]), int(ends[longest])
 
 
 def _unlike(graph: Signature, start: int, end: int, period: int) -> list[int]:

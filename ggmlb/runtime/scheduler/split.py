@@ -175,7 +175,7 @@ class Split:
 
     def repeats(self, repeats: Repeats) -> bool:
         """Whether a split of a shorter graph treats its parts alike, and copies nothing of them."""
-        orders = (self.view_numbers, self.numbers, self.ordered, self.order)
+        orders = (self.view_numbers, self.numbers, self.ordered)  # and so `order`, which is part of it
         are_common = all(repeats.is_common(i.number) for i in self.inputs)
         return are_common and None not in map(repeats.window, orders)
 
