@@ -24,7 +24,7 @@ class LlvmPlan(GraphPlan):
         super().__init__(backend, graph)
         self._pool = backend.pool
         whole = graph if isinstance(graph, RepeatedGraph) else None
-        self._short = whole and (whole.repeats, whole.short_order)
+        self._short = (whole.repeats, whole.short_order) if whole is not None else None
         with progress.task(f"{backend.name}: compiling kernels") as task:
             try:
                 self._items = fuse(graph.short, backend.can_fuse, by_place=False)

@@ -263,8 +263,8 @@ class Table:
         flat = numbers.ravel().tolist()
         buffers = list(map(whole.buffers.__getitem__, flat))
         self._starts |= self._starts_of({*buffers} - self._starts.keys())
-        starts = np.array(list(map(self._starts.__getitem__, buffers)), np.int64)
-        return (starts + list(map(whole.offsets.__getitem__, flat))).reshape(numbers.shape)
+        starts, offsets = map(self._starts.__getitem__, buffers), map(whole.offsets.__getitem__, flat)
+        return np.reshape(np.array([*starts], np.int64) + np.array([*offsets], np.int64), numbers.shape)
 
     def _bind(self, found: Sequence[Lowered], again: Again, sizes: Ints, slots: Ints) -> None:
         """Write the table: the steps of items, some of which come again, with the slots of all."""

@@ -78,12 +78,11 @@ class Signature(IndexedGraph):
         """Copy the current parameters, which may change later; those of equal parts once."""
         numbers: Sequence[int] = range(len(self.params)) if repeats is None else repeats.kept
         params = [p.copy() if p else _NO_PARAMS for p in map(self.params.__getitem__, numbers)]
-        zeros = zeros_of(params)
-        if repeats is None:
-            self.params, self._zeros = params, [((i,), name, sign) for i, name, sign in zeros]
-        else:
-            self.params = list(map(params.__getitem__, repeats.origins[:-1]))
-            self._zeros = [(repeats.nodes_like(i), name, sign) for i, name, sign in zeros]
+        self.params = params if repeats is None else list(map(params.__getitem__, repeats.origins[:-1]))
+        self._zeros: list[tuple[Sequence[int], str, float]] = [
+            ((i,) if repeats is None else repeats.nodes_like(i), name, sign)
+            for i, name, sign in zeros_of(params)
+        ]
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
         """Return the tensors of a graph by number, if its split, allocation and plans are the same."""

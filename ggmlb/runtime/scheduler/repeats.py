@@ -151,7 +151,7 @@ def _are_apart(graph: Signature, reads: Numbers, leafs: Numbers, start: int, end
 
 
 def _kinds(graph: Signature) -> Numbers:
-    """Return numbers by number that are equal for equal leafs in memory of one kind; -1 for `None`, the last."""
+    """Return a number for each tensor, the same for equal leafs in memory of one kind; -1 for `None`."""
     numbers: dict[object, int] = {}
     memory = {
         b: numbers.setdefault((b.buft, b.usage, b.is_read_only), i) for i, b in enumerate(graph.foreign)
