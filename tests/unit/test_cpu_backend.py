@@ -94,6 +94,17 @@ class TestDevice:
             values[:, :3, :, :5] = alone
             np.testing.assert_allclose(whole.to_numpy(), values, atol=1e-6)
 
+    def test_groups_are_normalised_where_a_row_has_one_element(self, cpu):
+        """Its stride is any number; here the other dimensions lie side by side."""
+        ctx = Context()
+        a = ctx.from_array(np.random.default_rng(0).standard_normal((2, 1, 4, 3), np.float32))
+        odd = ctx.permute(a, 1, 2, 0, 3)
+        assert odd.ne == (1, 3, 4, 2)
+        results = ctx.group_norm(odd, 2, 1e-5), ctx.group_norm(ctx.cont(odd), 2, 1e-5)
+        with alloc_ctx_tensors(ctx, cpu):
+            assert cpu.graph_compute(Graph().build_forward_expand(*results)) is Status.SUCCESS
+            np.testing.assert_array_equal(*(t.to_numpy() for t in results))
+
     def test_parameters_are_checked(self):
         with DEVICE.init_backend({"n_threads": 1}) as backend:
             assert backend.n_threads == 1

@@ -1,4 +1,4 @@
-"""Programs that hypothesis draws, of the kinds that ggml's CPU backend takes."""
+"""Programs that hypothesis draws."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from ggmlb.testing.draw import Program
 
 
 class Hypothesis:
-    """Choices that hypothesis makes, and shrinks."""
+    """Choices that hypothesis makes, and shrinks.
 
-    beyond = False
+    Args:
+        draw: Of hypothesis.
+        beyond: Whether to choose what ggml's CPU backend does not take, too.
+    """
+
     large = False
     plain = False
 
-    def __init__(self, draw: st.DrawFn) -> None:
+    def __init__(self, draw: st.DrawFn, beyond: bool) -> None:
         self.draw = draw
+        self.beyond = beyond
 
     def integer(self, low: int, high: int) -> int:
         return self.draw(st.integers(low, high))
@@ -35,12 +40,12 @@ class Hypothesis:
     def extents(self, limits: Sequence[int]) -> Sequence[int]:
         if self.integer(0, 19) == 19:
             limits = (30 * limits[0], *limits[1:])
-        return tuple(self.integer(1, n) for n in limits)
+        return tuple(self.integer(1, n if self.integer(0, 4) else 1) for n in limits)
 
 
 @st.composite
-def programs(draw: st.DrawFn, name: str) -> Program:
+def programs(draw: st.DrawFn, name: str, beyond: bool = False) -> Program:
     """Programs of a family."""
-    program = Program(Hypothesis(draw))
+    program = Program(Hypothesis(draw, beyond))
     FAMILIES[name](program)
     return program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,8 +90,11 @@ def group_norm(lw: CpuLowering, t: Tensor) -> None:
 
 def _groups(view: View, start: int, n: int, size: int) -> View:
     """`n` channels of a packed view as rows of `size` channels each."""
-    part = view.cut(1, start, n)
-    shape, strides = part.shape, part.strides
-    return part.reshaped(
-        (shape[0], n // size, size * shape[2] * shape[3]), (strides[0], size * strides[1], strides[3])
+    n_images, n_channels, *plane = view.shape
+    item = view.item.itemsize
+    channel = item * math.prod(plane)
+    return view.reshaped(
+        (n_images, n // size, size * math.prod(plane)),
+        (n_channels * channel, size * channel, item),
+        start * channel,
     )

@@ -1,0 +1,109 @@
+"""Random programs: layouts do not matter to the CPU, and other devices compute what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from ggmlb import Backend, Device, Error, Status, alloc_ctx_tensors, init_by_name
+from ggmlb.core.enums import NO_OPS
+from ggmlb.testing.cases import FAMILIES
+from ggmlb.testing.draw import Program
+from ggmlb.testing.programs import Built, Step
+from tests.support.gpus import LLVM, OPENCL, device_fixture
+from tests.support.oracle import programs
+
+device = device_fixture(LLVM, OPENCL)
+
+POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Backend]:
+    with init_by_name("CPU") as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def stream(device: Device) -> Iterator[Backend]:
+    with device.init_backend() as backend:
+        yield backend
+
+
+@contextmanager
+def computed(backend: Backend, program: Program, expected: Any = ()) -> Iterator[Built | None]:
+    """A program that was computed; `None` if it cannot be built, or the backend declines a node."""
+    try:
+        built = program.case("random", expected).build()
+    except Error:
+        yield None
+        return
+    nodes = [node for node in built.graph.nodes if node.op not in NO_OPS]
+    if any(backend.device.declines(node) for node in nodes):
+        yield None
+        return
+    with alloc_ctx_tensors(built.ctx, backend) as buffer:
+        buffer.clear(POISON)
+        built.upload()
+        assert backend.graph_compute(built.graph) is Status.SUCCESS
+        yield built
+
+
+def outputs(program: Program, built: Built) -> list[tuple[int, list[int], bytes]]:
+    found = [built.tensors[name] for name in program.outputs]
+    return [(int(t.dtype), list(t.ne), t.packed().tobytes()) for t in found]
+
+
+def compare(program: Program, backend: Backend, reference: Backend, other: Program) -> None:
+    """Compare a program on a backend with another one on the reference."""
+    note(repr(program))
+    with computed(reference, other) as built:
+        expected = None if built is None else outputs(other, built)
+    if expected is not None:
+        with computed(backend, program, expected) as built:
+            if built is not None:
+                assert {n: v.reason for n, v in built.compare().items() if not v.ok} == {}
+
+
+def in_order(program: Program) -> Program:
+    """The program with a contiguous copy of each operand that is a view of a leaf."""
+    leafs = {f"${leaf.name}" for leaf in program.leafs}
+    steps: list[Step] = []
+    copies: dict[str, str] = {}
+    for step in program.steps:
+        steps.append(replace(step, args=_named(step.args, copies)))
+        if step.fn in ("permute", "view_4d") and step.args[0] in leafs and step.out not in program.outputs:
+            steps.append(Step(f"{step.out}c", "cont", (f"${step.out}",)))
+            copies[f"${step.out}"] = f"${step.out}c"
+    return replace(program, steps=steps)
+
+
+def _named(args: Any, names: dict[str, str]) -> Any:
+    if isinstance(args, (list, tuple)):
+        return type(args)(_named(arg, names) for arg in args)
+    return names.get(args, args) if isinstance(args, str) else args
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=12)
+@given(data=st.data())
+def test_layouts_of_operands_change_no_result(family: str, data: st.DataObject, cpu: Backend) -> None:
+    program = data.draw(programs(family, beyond=True))
+    compare(program, cpu, cpu, in_order(program))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@settings(max_examples=100)
+@given(data=st.data())
+def test_devices_compute_what_the_cpu_does(
+    family: str, data: st.DataObject, stream: Backend, cpu: Backend
+) -> None:
+    program = data.draw(programs(family, beyond=True))
+    compare(program, stream, cpu, program)
