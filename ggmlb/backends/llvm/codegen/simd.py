@@ -355,25 +355,33 @@ def fold(k: Kernel, x: Value, both: Callable[[Value, Value], Value]) -> Value:
     return x[0]
 
 
-def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value]) -> Value:
-    """Combine the lanes of each vector to one; a power of two of them, at most the lanes."""
+def folds(vectors: Sequence[Value], both: Callable[[Value, Value], Value], each: int = 1) -> Value:
+    """Combine the lanes of each vector to one, or to `each`: a lane with those that many further on.
+
+    A power of two of vectors; as many results as lanes at most. With more than one of each, these are four.
+    """
     n = lanes_of(vectors[0].type)
-    found = list(vectors)
-    order = [[i] for i in range(len(found))]
-    low = [i // 2 + n * (i % 2) for i in range(n)]
-    high = [i + n // 2 for i in low]
+    found, n_results = list(vectors), each * len(vectors)
+    order = [[i * each + j for j in range(each)] for i in range(len(found))]
+    four = min(4, n)  # shuffles within 16 bytes cost least
+    low = [i + j + n * of for i in range(0, n, four) for j in range(four // 2) for of in (0, 1)]
+    high = [i + four // 2 for i in low]
     while len(found) > 1:
+        step = 4 if len(order[0]) >= 4 else 1
+        if step == 4:
+            low = [i // 2 * 4 + n * (i % 2) + j for i in range(n // 4) for j in range(4)]
+            high = [i + n // 2 for i in low]
         pairs = zip(found[::2], found[1::2], strict=True)
         found = [both(a.shuffle(low, b), a.shuffle(high, b)) for a, b in pairs]
         order = [
-            [x for pair in zip(a, b, strict=True) for x in pair]
+            [x for i in range(0, len(a), step) for of in (a, b) for x in of[i : i + step]]
             for a, b in zip(order[::2], order[1::2], strict=True)
         ]
     result = found[0]
-    while n > len(vectors):
+    while n > n_results:
         n //= 2
         result = both(result.shuffle(range(n)), result.shuffle(range(n, 2 * n)))
-    return result.shuffle([order[0].index(i) for i in range(len(vectors))])
+    return result.shuffle([order[0].index(i) for i in range(n_results)])
 
 
 def total(k: Kernel, x: Value) -> Value:

@@ -7,11 +7,12 @@ are first converted to float32, keys transposed, and then multiplied in register
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, folds, greatest, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I64, Value, vec
+from ggmlb.backends.llvm.kernels.attention_codes import Queries, add_values
 from ggmlb.backends.llvm.kernels.attention_units import (
     BLOCK_ROWS,
     MANY_ROWS,
@@ -20,10 +21,7 @@ from ggmlb.backends.llvm.kernels.attention_units import (
     Softmax,
     Unit,
     arguments,
-    block_reader,
-    codes_reader,
     finished,
-    highest,
     load_cached,
     n_units_of,
     record_nbytes,
@@ -35,14 +33,22 @@ from ggmlb.backends.llvm.kernels.tiles import transposed
 from ggmlb.core.dtypes import DType
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
+    from ggmlb.backends.llvm.codegen.emit import Kernel
 
 
 KEYS_AT_ONCE = 4
 """Keys that are multiplied together, with few queries: asked for in larger numbers, lines of memory wait for
 each other."""
 
+AHEAD = 32
+"""Keys."""
+UNROLLED = 64
+"""Products of vectors of floats that are written out, without a loop."""
+
 # -- few queries -----------------------------------------------------------------------------------
+
+FEW_TILE = 256
+"""Keys of a tile with few queries."""
 
 
 def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
@@ -51,7 +57,8 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
     width = width_for(k, d_k, d_v)
-    logits, queries = (k.local(4 * n_rows * n) for n in (TILE, d_k))
+    weights, queries = (k.local(4 * n_rows * n) for n in (FEW_TILE, d_k))
+    codes = None if shape.k in SIZES else Queries(k, d_k, n_rows, FORMS[shape.k].has_min)
     record = record_nbytes(d_v)
     own = k.local(n_rows * record)
     with units(k, p, n_rows, split) as (unit, part):
@@ -59,18 +66,24 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
         rows = [Softmax.at(k, found + r * record, d_v) for r in range(n_rows)]
         for r, row in enumerate(rows):
             row.begin(d_v, width)
-            _scaled_query(k, shape, unit.query(r), queries + r * d_k * 4, scale, width)
-        with k.loop(part.first, part.stop, TILE) as begin:
-            count = k.least(p["n_kv"] - begin, TILE)
+            query = queries + r * d_k * 4
+            _scaled_query(k, shape, unit.query(r), query, scale, width)
+            if codes is not None:
+                codes.take(r, query)
+        with k.loop(part.first, part.stop, FEW_TILE) as begin:
+            count = k.least(part.stop - begin, FEW_TILE)
             if shape.mask:
                 count = _n_seen(k, unit, begin, count, k.i64(n_rows))
             with k.when(count > 0):
-                _few_products(k, shape, unit, begin, count, queries, logits, n_rows, width)
+                if codes is None:
+                    _few_products(k, shape, unit, begin, count, queries, weights, n_rows, width)
+                else:
+                    _few_codes(k, shape, unit, begin, count, codes, weights)
                 for r, row in enumerate(rows):
-                    _finish_logits(k, shape, unit, r, begin, count, logits + r * TILE * 4, softcap)
-                    level = row.rescale(highest(k, logits + r * TILE * 4), d_v, width)
-                    row.weigh(logits + r * TILE * 4, TILE, level)
-                _few_values(k, shape, unit, begin, count, logits, rows, width)
+                    at = weights + r * FEW_TILE * 4
+                    most = _finish_logits(k, shape, unit, r, begin, count, at, softcap)
+                    row.weigh(at, count, row.rescale(most, d_v, width))
+                _few_values(k, shape, unit, begin, count, weights, rows, width)
         if not split:
             for r, row in enumerate(rows):
                 row.end(unit.result(r), unit.sink(r) if shape.sinks else None, d_v, width)
@@ -111,30 +124,43 @@ def _few_products(
     """Write the products of all queries with the tile's keys."""
     together = max(1, min(width, KEYS_AT_ONCE, _sums_at_once(k) // n_rows))
     together = 1 << (together.bit_length() - 1)
+    step = width * _part(shape.d_k // width, UNROLLED // (together * n_rows))
     zero = k.const(vec(F32, width), 0)
     with k.loop(0, count, together) as j:
-        places = [k.least(begin + j + i, begin + count - 1) for i in range(together)]
+        places = [begin + k.least(j + i, count - 1) for i in range(together)]
         keys = [unit.keys + place * unit.p["k1"] for place in places]
-        for place in places:
-            _prefetch(k, unit.values + place * unit.p["v1"], shape.v, shape.d_v)
+        for key in keys:
+            _prefetch(k, key + AHEAD * unit.p["k1"], shape.k, shape.d_k)
         sums = [[k.variable(zero) for _ in range(together)] for _ in range(n_rows)]
-
-        def add(i: Value, x: list[Value], sums: list[list[Variable]] = sums) -> None:
-            for r in range(n_rows):
-                q = k.load(vec(F32, width), queries + (i + r * shape.d_k) * 4)
-                for slot, of in zip(sums[r], x, strict=True):
-                    slot.set(k.fma(of, q, slot.now))
-
-        if shape.k in SIZES:
-            with k.loop(0, shape.d_k, width) as i:
-                add(i, [load_cached(k, shape.k, key, i, width) for key in keys])
-        else:
-            with k.loop(0, shape.d_k // 32) as block:
-                readers = [block_reader(k, shape.k, key, block, width) for key in keys]
-                with k.loop(0, 32, width) as i:
-                    add(block * 32 + i, [read(i) for read in readers])
+        with k.loop(0, shape.d_k, step) as first:
+            for i in (first + at for at in range(0, step, width)):
+                x = [load_floats(k, shape.k, key + i * SIZES[shape.k], width) for key in keys]
+                for r in range(n_rows):
+                    q = k.load(vec(F32, width), queries + (i + r * shape.d_k) * 4)
+                    for slot, of in zip(sums[r], x, strict=True):
+                        slot.set(k.fma(of, q, slot.now))
         for r in range(n_rows):
-            k.store(folds([slot.now for slot in sums[r]], operator.add), logits + r * TILE * 4 + j * 4)
+            k.store(folds([slot.now for slot in sums[r]], operator.add), logits + (j + r * FEW_TILE) * 4)
+
+
+def _few_codes(
+    k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, codes: Queries, logits: Value
+) -> None:
+    """Write the products of all queries with the tile's keys, which are quantised."""
+    lanes = k.level.lanes
+    with k.loop(0, count, lanes) as j:
+        places = [begin + k.least(j + i, count - 1) for i in range(lanes)]
+        keys = [unit.keys + place * unit.p["k1"] for place in places]
+        for key in keys:
+            _prefetch(k, key + AHEAD * unit.p["k1"], shape.k, shape.d_k)
+        products = codes.products(shape.k, keys)
+        for r, product in enumerate(products):
+            k.store(product, logits + (j + r * FEW_TILE) * 4)
+
+
+def _part(n: int, most: int) -> int:
+    """The greatest divisor of `n` that is at most `most`, or 1."""
+    return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, most))
 
 
 def _prefetch(k: Kernel, row: Value, dtype: str, n: int) -> None:
@@ -152,17 +178,21 @@ def _finish_logits(
     count: Value,
     at: Value,
     softcap: Value,
-) -> None:
-    """Turn products of a tile into logits; what lies beyond the last key becomes minus infinity."""
+) -> Value:
+    """Turn products of a tile into logits, minus infinity beyond the last key; return the greatest."""
     lanes = k.level.lanes
     row, slope = unit.mask(r)
-    with k.loop(0, TILE, lanes) as j:
+    most = k.variable(k.const(vec(F32, lanes), float("-inf")))
+    with k.loop(0, count, lanes) as j:
         inside = k.first_lanes(lanes, count - j)
         bias = None
         if shape.mask:
             bias = load_floats(k, "f16", row + (begin + j) * 2, lanes, inside)
         x = finished(k, shape, k.load(vec(F32, lanes), at + j * 4), softcap, bias, slope)
-        k.store(k.select(inside, x, float("-inf")), at + j * 4)
+        x = k.select(inside, x, float("-inf"))
+        k.store(x, at + j * 4)
+        most.set(k.maximum(most.now, x))
+    return greatest(k, most.now)
 
 
 def _few_values(
@@ -170,66 +200,31 @@ def _few_values(
     width: int,
 ) -> None:  # fmt: skip
     """Add the tile's values, as weighed, to those of each query."""
-    nb1, step = unit.p["v1"], max(1, _sums_at_once(k) // len(rows)) * width
-    n_blocks = shape.d_v // 32
 
-    def ask(j: Value, part: Value, n_parts: int) -> None:
-        """Ask for a part of the row of the key that is a tile further on."""
-        size = -(-DType.parse(shape.k).row_size(shape.d_k) // n_parts)
-        row = unit.keys + (begin + j + TILE) * unit.p["k1"] + part * size
-        for at in range(0, size, 64):
-            k.prefetch(row + at)
+    def value(j: Value) -> Value:
+        return unit.values + (begin + j) * unit.p["v1"]
 
-    if shape.v in SIZES or FORMS[shape.v].has_min:
-        for first in range(0, shape.d_v, step):
-            columns = [k.i64(i) for i in range(first, min(shape.d_v, first + step), width)]
-
-            def read(j: Value, columns: list[Value] = columns, first: int = first) -> list[Value]:
-                row = unit.values + (begin + j) * nb1
-                if not first:
-                    ask(j, k.i64(0), 1)
-                return [load_cached(k, shape.v, row, c, width) for c in columns]
-
-            _add_values(k, count, weights, rows, columns, read, width)
+    ahead = AHEAD * unit.p["v1"]
+    if shape.v not in SIZES:
+        to = [row.values for row in rows]
+        add_values(k, shape.v, shape.d_v, value, count, FEW_TILE, weights, to, _sums_at_once(k), ahead)
         return
-    scaled, form, n = k.local(4 * TILE * len(rows)), FORMS[shape.v], k.level.lanes
-    with k.loop(0, n_blocks) as block:
-        with k.loop(0, count, n) as j:  # scales make weights, so that codes need not be multiplied
-            places = [begin + k.least(j + i, count - 1) for i in range(n)]
-            scales, _ = form.scales(k, [unit.values + place * nb1 + block * form.nbytes for place in places])
-            for at in range(0, 4 * TILE * len(rows), 4 * TILE):
-                k.store(k.load(vec(F32, n), weights + j * 4 + at) * scales, scaled + j * 4 + at)
-        step = min(step & -step, 32)
-        for first in range(0, 32, step):
-            places = [k.i64(i) for i in range(first, first + step, width)]
-
-            def read_codes(
-                j: Value, block: Value = block, places: list[Value] = places, first: int = first
-            ) -> list[Value]:
+    step = max(1, _sums_at_once(k) // len(rows)) * width
+    for first in range(0, shape.d_v, step):
+        columns = range(first, min(shape.d_v, first + step), width)
+        slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
+        with k.loop(0, count, 2) as j:  # what follows an odd number of keys has a weight of 0
+            for i, at in enumerate((j, k.least(j + 1, count - 1))):
                 if not first:
-                    ask(j, block, n_blocks)
-                codes = codes_reader(k, shape.v, unit.values + (begin + j) * nb1, block, width)
-                return [codes(i) for i in places]
-
-            columns = [block * 32 + i for i in places]
-            _add_values(k, count, scaled, rows, columns, read_codes, width)
-
-
-def _add_values(
-    k: Kernel, count: Value, weights: Value, rows: Sequence[Softmax], columns: list[Value],
-    read: Callable[[Value], list[Value]], width: int,
-) -> None:  # fmt: skip
-    """Add some columns of a tile's values, read by the number of the key, to those of each query."""
-    slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
-    with k.loop(0, count) as j:
-        x = read(j)
-        for r, line in enumerate(slots):
-            weight = k.load(F32, weights + r * TILE * 4 + j * 4).splat(width)
-            for slot, of in zip(line, x, strict=True):
-                slot.set(k.fma(of, weight, slot.now))
-    for of_row, line in zip(rows, slots, strict=True):
-        for slot, c in zip(line, columns, strict=True):
-            k.store(slot.now, of_row.values + c * 4)
+                    _prefetch(k, value(at) + ahead, shape.v, shape.d_v)
+                x = [load_floats(k, shape.v, value(at) + c * SIZES[shape.v], width) for c in columns]
+                for r, line in enumerate(slots):
+                    weight = k.load(F32, weights + (j + (i + r * FEW_TILE)) * 4).splat(width)
+                    for slot, of in zip(line, x, strict=True):
+                        slot.set(k.fma(of, weight, slot.now))
+        for row, line in zip(rows, slots, strict=True):
+            for slot, c in zip(line, columns, strict=True):
+                k.store(slot.now, row.values + c * 4)
 
 
 # -- many queries ----------------------------------------------------------------------------------
@@ -266,9 +261,8 @@ def many(k: Kernel, shape: Shape, split: bool) -> None:
                 _blocks(k, queries, d_k, keys, TILE, logits, TILE, padded, k.i64(d_k), TILE, False)
                 with k.loop(0, n_rows) as r:
                     at = logits + r * (TILE * 4)
-                    _finish_logits(k, shape, unit, r, begin, count, at, softcap)
-                    level = softmax(r).rescale(highest(k, at), d_v, width)
-                    softmax(r).weigh(at, TILE, level)
+                    most = _finish_logits(k, shape, unit, r, begin, count, at, softcap)
+                    softmax(r).weigh(at, count, softmax(r).rescale(most, d_v, width))
                 _blocks(k, logits, TILE, cached, d_v, values, record // 4, padded, count, d_v, True)
         if not split:
             with k.loop(0, n_rows) as r:

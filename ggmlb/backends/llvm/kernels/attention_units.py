@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from ggmlb.backends.llvm.codegen.simd import SIZES, exp, greatest, load_floats, tanh, total
+from ggmlb.backends.llvm.codegen.simd import SIZES, exp, load_floats, tanh, total
 from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.core.dtypes import DType
@@ -256,12 +256,3 @@ class Softmax:
         factor = k.select(sum_ > 0.0, 1.0 / sum_, 0.0).splat(width)
         with k.loop(0, d_v, width) as i:
             k.store(k.load(vec(F32, width), self.values + i * 4) * factor, to + i * 4)
-
-
-def highest(k: Kernel, logits: Value) -> Value:
-    """The greatest of a tile of logits in memory."""
-    lanes = k.level.lanes
-    top = k.load(vec(F32, lanes), logits)
-    for j in range(lanes, TILE, lanes):
-        top = k.maximum(top, k.load(vec(F32, lanes), logits + j * 4))
-    return greatest(k, top)

@@ -1,0 +1,235 @@
+"""Attention of few queries to quantised keys and values, by products of integers of 16 bits.
+
+Queries, and weights times the scales of values, are rounded to 16 bits; codes need 8. For keys, lanes are
+of four keys in turns, so that their sums stay there; for values, lanes are columns, and keys go by pairs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ggmlb.backends.llvm.codegen.simd import Dot, folds, greatest, total
+from ggmlb.backends.llvm.codegen.value import F32, I8, I16, I32, Value, like, vec
+from ggmlb.backends.llvm.kernels.blocks import FORMS
+from ggmlb.core.dtypes import DType
+
+if TYPE_CHECKING:
+    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.kernels.blocks import Form
+
+_MOST, _LEAST = 32767.0, 1e-33
+_ROUND = 12582912.0
+"""Added to a small number, it leaves the nearest integer in the lowest bits."""
+
+
+def codes_of(k: Kernel, dtype: str, block: Value, first: int, n: int) -> Value:
+    """`n` of a block's 32 codes, signed."""
+    form = FORMS[dtype]
+    if dtype == "q8_0":
+        return k.load(vec(I8, n), block + (DType.Q8_0.codec.offsets["qs"] + first))
+    (codes,) = form.codes(k, block)
+    return (codes - form.offset if form.offset else codes).shuffle(range(first, first + n))
+
+
+class Rounding:
+    """Rounds numbers to integers of 16 bits that are multiplied with a factor, for which all are seen first.
+
+    Args:
+        k: The emitted kernel.
+    """
+
+    def __init__(self, k: Kernel) -> None:
+        self._k = k
+        self._type = vec(F32, k.level.lanes)
+        self._most, self._odd = (k.variable(k.const(self._type, 0)) for _ in range(2))
+
+    def see(self, x: Value) -> None:
+        """Note a vector of numbers."""
+        k = self._k
+        self._most.set(k.maximum(k.generic("fabs", x), self._most.now))
+        self._odd.set(self._odd.now + x * 0.0)
+
+    def factor(self) -> Value:
+        """What the integers are multiplied with: not finite where a number is not."""
+        return greatest(self._k, self._most.now) * (1 / _MOST) + total(self._k, self._odd.now)
+
+    def write(self, values: Value, n: Value | int, to: Value) -> None:
+        """Round `n` numbers in memory, in whole vectors."""
+        k, most = self._k, greatest(self._k, self._most.now)
+        inverse = k.select(most > _LEAST, _MOST / most, 0.0).splat(self._type.count)
+        with k.loop(0, n, self._type.count) as i:
+            x = k.fma(k.load(self._type, values + i * 4), inverse, k.const(self._type, _ROUND))
+            k.store(x.bits(like(x.type, I32)).trunc(I16), to + i * 2)
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+class Queries:
+    """Queries as integers of 16 bits: of two neighbours, four times each, in the order of `_columns`.
+
+    Args:
+        k: The emitted kernel.
+        d_k: Their size.
+        n_rows: How many.
+        has_min: Whether keys have minimums.
+    """
+
+    def __init__(self, k: Kernel, d_k: int, n_rows: int, has_min: bool) -> None:
+        self.k, self.d_k = k, d_k
+        self._words = k.local(2 * d_k)
+        self._pairs = [k.local(8 * d_k) for _ in range(n_rows)]
+        self._sums = [k.local(d_k // 8) for _ in range(n_rows)] if has_min else []
+        self._factors = [k.variable(k.const(F32, 0)) for _ in range(n_rows)]
+
+    def take(self, r: int, query: Value) -> None:
+        """Round a query of float32."""
+        k, lanes, rounding = self.k, self.k.level.lanes, Rounding(self.k)
+        with k.loop(0, self.d_k, lanes) as i:
+            rounding.see(k.load(vec(F32, lanes), query + i * 4))
+        rounding.write(query, self.d_k, self._words)
+        self._factors[r].set(rounding.factor())
+        with k.loop(0, self.d_k // 2, lanes) as i:
+            pairs = k.load(vec(I32, lanes), self._words + i * 4)
+            for column in range(4):
+                copies = pairs.shuffle([part + column for part in range(0, lanes, 4) for _ in range(4)])
+                k.store(copies, self._pairs[r] + i * 16 + column * (lanes * 4))
+        if self._sums:
+            with k.loop(0, self.d_k // 32) as block:
+                codes = k.load(vec(I16, 32), self._words + block * 64).sext(I32).to_float()
+                k.store(total(k, codes), self._sums[r] + block * 4)
+
+    def products(self, dtype: str, keys: Sequence[Value]) -> list[Value]:
+        """Return each query's products with as many keys as there are lanes."""
+        k, lanes, form = self.k, self.k.level.lanes, FORMS[dtype]
+        fours = [keys[i : i + 4] for i in range(0, lanes, 4)]
+        zero, none = k.const(vec(F32, lanes), 0), k.const(vec(I32, lanes), 0)
+        sums = [[k.variable(zero) for _ in fours] for _ in self._pairs]
+        more = [k.variable(zero) for _ in self._sums]
+        with k.loop(0, self.d_k // 32) as block:
+            at = block * form.nbytes
+            scales, minimums = form.scales(k, [key + at for key in keys])
+            for i, four in enumerate(fours):
+                ints = [none] * len(sums)
+                for first in range(0, 32, 2 * lanes):
+                    codes = [codes_of(k, dtype, key + at, first, 2 * lanes).sext(I16) for key in four]
+                    for column, of_keys in enumerate(_columns(codes)):
+                        place = block * 256 + (first * 8 + column * lanes * 4)
+                        for r, pairs in enumerate(self._pairs):
+                            pair = k.load(of_keys.type, pairs + place)
+                            ints[r] = ints[r] + Dot(k, lanes).pairs(of_keys, pair)
+                scale = scales.shuffle([4 * i + j % 4 for j in range(lanes)])
+                for of_row, line in zip(ints, sums, strict=True):
+                    line[i].set(k.fma(of_row.to_float(), scale, line[i].now))
+            if minimums is not None:
+                for slot, at_sum in zip(more, self._sums, strict=True):
+                    slot.set(k.fma(k.load(F32, at_sum + block * 4).splat(lanes), minimums, slot.now))
+        found = [folds([slot.now for slot in line], operator.add, 4) for line in sums]
+        if more:
+            found = [x + slot.now for x, slot in zip(found, more, strict=True)]
+        return [x * factor.now.splat(lanes) for x, factor in zip(found, self._factors, strict=True)]
+
+
+def _columns(rows: Sequence[Value]) -> list[Value]:
+    """Of each 16 bytes of four vectors, the first four bytes of all, the second, and so on."""
+    type_ = rows[0].type
+    n = type_.count // 2
+    a, b, c, d = (row.bits(vec(I32, n)) for row in rows)
+    parts, two, both = range(0, n, 4), (0, 1), (0, n)
+    orders = [[part + at + i + other for part in parts for i in two for other in both] for at in (0, 2)]
+    pairs = [[part + at + i + other for part in parts for other in both for i in two] for at in (0, 2)]
+    found = []
+    for order in orders:
+        first, second = a.shuffle(order, b), c.shuffle(order, d)
+        found += [first.shuffle(pair, second).bits(type_) for pair in pairs]
+    return found
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def add_values(
+    k: Kernel, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
+    to: Sequence[Value], n_sums: int, ahead: Value,
+) -> None:  # fmt: skip
+    """Add rows of values, as weighed, to the sums of each query.
+
+    Args:
+        k: The emitted kernel.
+        dtype: Type of the values.
+        d_v: Their number in a row.
+        row: Returns the address of a row, by its number.
+        count: Rows.
+        most: Rows at most.
+        weights: Address of each query's weights, `most` of float32: 0 from `count` on to a whole vector.
+        to: Address of each query's sums.
+        n_sums: Vectors of sums that registers hold.
+        ahead: How many bytes further what comes next is asked for.
+    """
+    form, lanes, n_rows, n_blocks = FORMS[dtype], k.level.lanes, len(to), d_v // 32
+    n = 2 * lanes  # codes of a key that meet those of another
+    at_once = max(1, n_sums // (2 * n_rows))
+    together = max(b for b in range(1, n_blocks + 1) if n_blocks % b == 0 and b * 32 <= max(32, at_once * n))
+    words = [[k.local(2 * most) for _ in to] for _ in range(together)]
+    half = min(16, n) // 2
+    low = [i + j for i in range(0, n, 2 * half) for j in range(half)]
+    places = [low, [i + half for i in low]]
+    whole = places[0] + places[1]
+    with k.loop(0, n_blocks, together) as first:
+        factors = _scaled(k, form, row, first, count, most, weights, words, ahead)
+        pieces = [(i, at) for i in range(together) for at in range(0, 32, n)]
+        for start in range(0, len(pieces), at_once):
+            some = pieces[start : start + at_once]
+            zero = k.const(vec(I32, lanes), 0)
+            sums = [[[k.variable(zero) for _ in places] for _ in to] for _ in some]
+            with k.loop(0, count, 2) as j:
+                rows = [row(j), row(k.least(j + 1, count - 1))]
+                for (i, at), of_piece in zip(some, sums, strict=True):
+                    a, b = (codes_of(k, dtype, x + (first + i) * form.nbytes, at, n) for x in rows)
+                    pairs = [k.load(I32, line + j * 2).splat(lanes).bits(vec(I16, n)) for line in words[i]]
+                    for part, order in enumerate(places):
+                        both = a.shuffle([c + n * of for c in order for of in (0, 1)], b).sext(I16)
+                        for slots, pair in zip(of_piece, pairs, strict=True):
+                            slots[part].set(slots[part].now + Dot(k, lanes).pairs(both, pair))
+            for (i, at), of_piece in zip(some, sums, strict=True):
+                for r, slots in enumerate(of_piece):
+                    factor, bias = factors[i][r]
+                    found = [slot.now.to_float() * factor.splat(lanes) for slot in slots]
+                    for part in range(2):
+                        address = to[r] + ((first + i) * 32 + (at + part * lanes)) * 4
+                        order = [whole.index(part * lanes + c) for c in range(lanes)]
+                        value = found[0].shuffle(order, found[1]) + k.load(vec(F32, lanes), address)
+                        k.store(value if bias is None else value + bias.splat(lanes), address)
+
+
+def _scaled(
+    k: Kernel, form: Form, row: Callable[[Value], Value], first: Value, count: Value, most: int,
+    weights: Value, words: Sequence[Sequence[Value]], ahead: Value,
+) -> list[list[tuple[Value, Value | None]]]:  # fmt: skip
+    """Round weights times the scales of some blocks; return factors and minimums by block and query."""
+    lanes, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
+    scaled = [[k.local(4 * most) for _ in line] for line in words]
+    roundings = [[Rounding(k) for _ in line] for line in words]
+    biases = [[k.variable(zero) for _ in line] for line in words] if form.has_min else []
+    with k.loop(0, count, lanes) as j:
+        rows = [row(k.least(j + i, count - 1)) + first * form.nbytes for i in range(lanes)]
+        for at in rows:
+            for line in range(0, len(words) * form.nbytes, 64):
+                k.prefetch(at + ahead + line)
+        weight = [k.load(zero.type, weights + (j + r * most) * 4) for r in range(len(words[0]))]
+        for i, (line, seen) in enumerate(zip(scaled, roundings, strict=True)):
+            scales, minimums = form.scales(k, [at + i * form.nbytes for at in rows])
+            for r, (of, to, rounding) in enumerate(zip(weight, line, seen, strict=True)):
+                rounding.see(of * scales)
+                k.store(of * scales, to + j * 4)
+                if minimums is not None:
+                    biases[i][r].set(k.fma(of, minimums, biases[i][r].now))
+    found = []
+    for i, (line, seen, to) in enumerate(zip(scaled, roundings, words, strict=True)):
+        for of, rounding, at in zip(line, seen, to, strict=True):
+            rounding.write(of, count, at)
+        added = [total(k, slot.now) for slot in biases[i]] if biases else [None] * len(seen)
+        found.append([(rounding.factor(), bias) for rounding, bias in zip(seen, added, strict=True)])
+    return found
