@@ -41,14 +41,15 @@ KEYS_AT_ONCE = 4
 each other."""
 
 AHEAD = 32
-"""Keys."""
+"""Keys between what is computed and what is asked for of floats."""
+
 UNROLLED = 64
 """Products of vectors of floats that are written out, without a loop."""
 
 # -- few queries -----------------------------------------------------------------------------------
 
-FEW_TILE = 256
-"""Keys of a tile with few queries."""
+FLOAT_TILE, CODE_TILE = 256, 128
+"""Keys of a tile with few queries: of floats; of codes, whose values are asked for a tile before."""
 
 
 def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
@@ -56,8 +57,8 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
     shape = Shape(*shape)
     p, scale, softcap = arguments(k)
     d_k, d_v = shape.d_k, shape.d_v
-    width = width_for(k, d_k, d_v)
-    weights, queries = (k.local(4 * n_rows * n) for n in (FEW_TILE, d_k))
+    width, tile = width_for(k, d_k, d_v), _few_tile(shape)
+    weights, queries = (k.local(4 * n_rows * n) for n in (tile, d_k))
     codes = None if shape.k in SIZES else Queries(k, d_k, n_rows, FORMS[shape.k].has_min)
     record = record_nbytes(d_v)
     own = k.local(n_rows * record)
@@ -70,8 +71,8 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
             _scaled_query(k, shape, unit.query(r), query, scale, width)
             if codes is not None:
                 codes.take(r, query)
-        with k.loop(part.first, part.stop, FEW_TILE) as begin:
-            count = k.least(part.stop - begin, FEW_TILE)
+        with k.loop(part.first, part.stop, tile) as begin:
+            count = k.least(part.stop - begin, tile)
             if shape.mask:
                 count = _n_seen(k, unit, begin, count, k.i64(n_rows))
             with k.when(count > 0):
@@ -80,7 +81,7 @@ def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
                 else:
                     _few_codes(k, shape, unit, begin, count, codes, weights)
                 for r, row in enumerate(rows):
-                    at = weights + r * FEW_TILE * 4
+                    at = weights + r * tile * 4
                     most = _finish_logits(k, shape, unit, r, begin, count, at, softcap)
                     row.weigh(at, count, row.rescale(most, d_v, width))
                 _few_values(k, shape, unit, begin, count, weights, rows, width)
@@ -117,6 +118,11 @@ def _scaled_query(k: Kernel, shape: Shape, query: Value, to: Value, scale: Value
         k.store(q * scale.splat(width), to + i * 4)
 
 
+def _few_tile(shape: Shape) -> int:
+    """Keys of a tile with few queries."""
+    return FLOAT_TILE if shape.k in SIZES else CODE_TILE
+
+
 def _few_products(
     k: Kernel, shape: Shape, unit: Unit, begin: Value, count: Value, queries: Value, logits: Value,
     n_rows: int, width: int,
@@ -140,7 +146,9 @@ def _few_products(
                     for slot, of in zip(sums[r], x, strict=True):
                         slot.set(k.fma(of, q, slot.now))
         for r in range(n_rows):
-            k.store(folds([slot.now for slot in sums[r]], operator.add), logits + (j + r * FEW_TILE) * 4)
+            k.store(
+                folds([slot.now for slot in sums[r]], operator.add), logits + (j + r * _few_tile(shape)) * 4
+            )
 
 
 def _few_codes(
@@ -151,11 +159,11 @@ def _few_codes(
     with k.loop(0, count, lanes) as j:
         places = [begin + k.least(j + i, count - 1) for i in range(lanes)]
         keys = [unit.keys + place * unit.p["k1"] for place in places]
-        for key in keys:
-            _prefetch(k, key + AHEAD * unit.p["k1"], shape.k, shape.d_k)
+        for place in places:  # values are asked for meanwhile, and the next tile's keys later
+            _prefetch(k, unit.values + place * unit.p["v1"], shape.v, shape.d_v)
         products = codes.products(shape.k, keys)
         for r, product in enumerate(products):
-            k.store(product, logits + (j + r * FEW_TILE) * 4)
+            k.store(product, logits + (j + r * _few_tile(shape)) * 4)
 
 
 def _part(n: int, most: int) -> int:
@@ -204,11 +212,19 @@ def _few_values(
     def value(j: Value) -> Value:
         return unit.values + (begin + j) * unit.p["v1"]
 
-    ahead = AHEAD * unit.p["v1"]
+    def ask(j: Value, block: Value) -> None:
+        """Ask for a part of two keys that are a tile further on."""
+        size = -(-DType.parse(shape.k).row_size(shape.d_k) // (shape.d_v // 32))
+        for i in range(2):
+            row = unit.keys + (begin + j + (_few_tile(shape) + i)) * unit.p["k1"] + block * size
+            for at in range(0, size, 64):
+                k.prefetch(row + at)
+
     if shape.v not in SIZES:
         to = [row.values for row in rows]
-        add_values(k, shape.v, shape.d_v, value, count, FEW_TILE, weights, to, _sums_at_once(k), ahead)
+        add_values(k, shape.v, shape.d_v, value, count, _few_tile(shape), weights, to, _sums_at_once(k), ask)
         return
+    ahead = AHEAD * unit.p["v1"]
     step = max(1, _sums_at_once(k) // len(rows)) * width
     for first in range(0, shape.d_v, step):
         columns = range(first, min(shape.d_v, first + step), width)
@@ -219,7 +235,7 @@ def _few_values(
                     _prefetch(k, value(at) + ahead, shape.v, shape.d_v)
                 x = [load_floats(k, shape.v, value(at) + c * SIZES[shape.v], width) for c in columns]
                 for r, line in enumerate(slots):
-                    weight = k.load(F32, weights + (j + (i + r * FEW_TILE)) * 4).splat(width)
+                    weight = k.load(F32, weights + (j + (i + r * _few_tile(shape))) * 4).splat(width)
                     for slot, of in zip(line, x, strict=True):
                         slot.set(k.fma(of, weight, slot.now))
         for row, line in zip(rows, slots, strict=True):

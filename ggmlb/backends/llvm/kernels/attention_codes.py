@@ -29,7 +29,7 @@ def codes_of(k: Kernel, dtype: str, block: Value, first: int, n: int) -> Value:
     form = FORMS[dtype]
     if dtype == "q8_0":
         return k.load(vec(I8, n), block + (DType.Q8_0.codec.offsets["qs"] + first))
-    (codes,) = form.codes(k, block)
+    codes: Value = form.codes(k, block)[0]
     return (codes - form.offset if form.offset else codes).shuffle(range(first, first + n))
 
 
@@ -152,7 +152,7 @@ def _columns(rows: Sequence[Value]) -> list[Value]:
 
 def add_values(
     k: Kernel, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
-    to: Sequence[Value], n_sums: int, ahead: Value,
+    to: Sequence[Value], n_sums: int, ask: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
     """Add rows of values, as weighed, to the sums of each query.
 
@@ -166,19 +166,19 @@ def add_values(
         weights: Address of each query's weights, `most` of float32: 0 from `count` on to a whole vector.
         to: Address of each query's sums.
         n_sums: Vectors of sums that registers hold.
-        ahead: How many bytes further what comes next is asked for.
+        ask: Called with each second row and each block.
     """
     form, lanes, n_rows, n_blocks = FORMS[dtype], k.level.lanes, len(to), d_v // 32
     n = 2 * lanes  # codes of a key that meet those of another
     at_once = max(1, n_sums // (2 * n_rows))
-    together = max(b for b in range(1, n_blocks + 1) if n_blocks % b == 0 and b * 32 <= max(32, at_once * n))
+    together = max(b for b in range(1, max(4, at_once * n // 32) + 1) if n_blocks % b == 0)
     words = [[k.local(2 * most) for _ in to] for _ in range(together)]
     half = min(16, n) // 2
     low = [i + j for i in range(0, n, 2 * half) for j in range(half)]
     places = [low, [i + half for i in low]]
     whole = places[0] + places[1]
     with k.loop(0, n_blocks, together) as first:
-        factors = _scaled(k, form, row, first, count, most, weights, words, ahead)
+        factors = _scaled(k, form, row, first, count, most, weights, words)
         pieces = [(i, at) for i in range(together) for at in range(0, 32, n)]
         for start in range(0, len(pieces), at_once):
             some = pieces[start : start + at_once]
@@ -187,6 +187,8 @@ def add_values(
             with k.loop(0, count, 2) as j:
                 rows = [row(j), row(k.least(j + 1, count - 1))]
                 for (i, at), of_piece in zip(some, sums, strict=True):
+                    if not at:
+                        ask(j, first + i)
                     a, b = (codes_of(k, dtype, x + (first + i) * form.nbytes, at, n) for x in rows)
                     pairs = [k.load(I32, line + j * 2).splat(lanes).bits(vec(I16, n)) for line in words[i]]
                     for part, order in enumerate(places):
@@ -206,7 +208,7 @@ def add_values(
 
 def _scaled(
     k: Kernel, form: Form, row: Callable[[Value], Value], first: Value, count: Value, most: int,
-    weights: Value, words: Sequence[Sequence[Value]], ahead: Value,
+    weights: Value, words: Sequence[Sequence[Value]],
 ) -> list[list[tuple[Value, Value | None]]]:  # fmt: skip
     """Round weights times the scales of some blocks; return factors and minimums by block and query."""
     lanes, zero = k.level.lanes, k.const(vec(F32, k.level.lanes), 0)
@@ -215,9 +217,6 @@ def _scaled(
     biases = [[k.variable(zero) for _ in line] for line in words] if form.has_min else []
     with k.loop(0, count, lanes) as j:
         rows = [row(k.least(j + i, count - 1)) + first * form.nbytes for i in range(lanes)]
-        for at in rows:
-            for line in range(0, len(words) * form.nbytes, 64):
-                k.prefetch(at + ahead + line)
         weight = [k.load(zero.type, weights + (j + r * most) * 4) for r in range(len(words[0]))]
         for i, (line, seen) in enumerate(zip(scaled, roundings, strict=True)):
             scales, minimums = form.scales(k, [at + i * form.nbytes for at in rows])
@@ -227,9 +226,9 @@ def _scaled(
                 if minimums is not None:
                     biases[i][r].set(k.fma(of, minimums, biases[i][r].now))
     found = []
-    for i, (line, seen, to) in enumerate(zip(scaled, roundings, words, strict=True)):
-        for of, rounding, at in zip(line, seen, to, strict=True):
-            rounding.write(of, count, at)
-        added = [total(k, slot.now) for slot in biases[i]] if biases else [None] * len(seen)
-        found.append([(rounding.factor(), bias) for rounding, bias in zip(seen, added, strict=True)])
+    for i, of_block in enumerate(words):
+        for values, rounding, at in zip(scaled[i], roundings[i], of_block, strict=True):
+            rounding.write(values, count, at)
+        added = [total(k, slot.now) for slot in biases[i]] if biases else [None] * len(of_block)
+        found.append([(rounding.factor(), bias) for rounding, bias in zip(roundings[i], added, strict=True)])
     return found
