@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ggmlb import Backend, Device, init_by_name
+from ggmlb import Backend, Device
 from ggmlb.testing.cases import FAMILIES
 from tests.support.gpus import LLVM, OPENCL, device_fixture
 from tests.support.odd_numbers import computed, difference, variants
@@ -48,12 +48,6 @@ PADDED = {"conv_2d_direct", "conv_2d_dw_direct", "conv_3d_direct"}
 
 STEPS = {"float16": 2.0**-24, "bfloat16": 1e-40}
 """The distance of the least numbers of short types."""
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[Backend]:
-    with init_by_name("CPU") as backend:
-        yield backend
 
 
 @pytest.fixture(scope="module")
