@@ -11,15 +11,14 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from ggmlb import Backend, Device, Error, Status, alloc_ctx_tensors, init_by_name
+from ggmlb import Backend, Error, Status, alloc_ctx_tensors, init_by_name
 from ggmlb.core.enums import NO_OPS
+from ggmlb.core.errors import BackendUnavailable, RegistryError
 from ggmlb.testing.cases import FAMILIES
+from ggmlb.testing.devices import device_named
 from ggmlb.testing.draw import Program
 from ggmlb.testing.programs import Built, Step
-from tests.support.gpus import LLVM, OPENCL, device_fixture
 from tests.support.oracle import programs
-
-device = device_fixture(LLVM, OPENCL)
 
 POISON = 0xFF  # NaN in every float type, so that an element that is not written shows
 
@@ -30,8 +29,12 @@ def cpu() -> Iterator[Backend]:
         yield backend
 
 
-@pytest.fixture(scope="module")
-def stream(device: Device) -> Iterator[Backend]:
+@pytest.fixture(scope="module", params=["LLVM", "OpenCL0", "ggml:CPU", "Meta(CPU,OpenCL0)"])
+def stream(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    try:
+        device = device_named(request.param)
+    except (RegistryError, BackendUnavailable) as error:
+        pytest.skip(str(error))
     with device.init_backend() as backend:
         yield backend
 

@@ -33,7 +33,7 @@ from ggmlb.system import disk_cache, env, progress
 if TYPE_CHECKING:
     from ggmlb.backends.ggml.device import GgmlDevice
 
-EDITION: Final = 2
+EDITION: Final = 3
 """Changes when trials do, so that older verdicts are not used."""
 
 PATIENCE_S: Final = 300.0
@@ -105,12 +105,13 @@ def _class(s: Shape, exact: bool) -> str:
     sizes = ["0" if n == 0 else "1" if n == 1 else "s" if n <= 8 else "m" for n in s.ne]
     inner = str(s.ne[0]) if exact and s.ne[0] <= 1024 else sizes[0]
     whole = next((k for k in (256, 32, 4, 2) if s.ne[0] and s.ne[0] % k == 0), 1)
-    order = sorted((i for i in range(4) if s.ne[i] > 1), key=lambda i: (s.nb[i], i))
-    packed, has_gaps = size, False
+    order = sorted(range(4), key=lambda i: (s.nb[i], i))  # ggml asserts it of dimensions of extent 1, too
+    packed, has_gaps = size, s.ne[0] == 1 and s.nb[0] != size
     for i in order:
-        has_gaps |= s.nb[i] != packed
-        packed = s.nb[i] * (s.ne[i] // block if i == 0 else s.ne[i])
-    layout = "".join(map(str, order)) if order != sorted(order) else ""
+        if s.ne[i] > 1:
+            has_gaps |= s.nb[i] != packed
+            packed = s.nb[i] * (s.ne[i] // block if i == 0 else s.ne[i])
+    layout = "".join(map(str, order)) if order != [0, 1, 2, 3] else ""
     return f"{s.dtype.name.lower()}[{inner}/{whole},{','.join(sizes[1:])}]{layout}{'g' if has_gaps else ''}"
 
 
