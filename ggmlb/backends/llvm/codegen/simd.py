@@ -40,9 +40,10 @@ class Dot:
         return zero
 
     def start_from(self, count: Value, offset: int | None) -> Value:
-        """The same, for lanes that all meet the same signed bytes, from the sum of these."""
+        """The same, for lanes that all meet the same signed bytes, from -128 times the sum of these."""
         if shift := self._shift(offset):
-            return (count * -shift).splat(self.lanes)
+            assert shift == 128
+            return count.splat(self.lanes)
         return self.k.const(vec(I32, self.lanes), 0)
 
     def _shift(self, offset: int | None) -> int:
@@ -420,11 +421,30 @@ def _power_of_two(k: Kernel, x: Value) -> tuple[Value, Value]:
     return n, k.fma(n, k.const(x.type, -_LN2_LOW), r)
 
 
+def _is_avx512(k: Kernel, x: Value) -> bool:
+    """Whether there are vectors of 16 lanes, and lanes for some of them."""
+    return k.level.lanes == 16 and lanes_of(x.type) % 16 == 0
+
+
+def _all(k: Kernel) -> tuple[Value, Value]:
+    """Operands of an intrinsic: the mask of all of 16 lanes, and rounding as usual."""
+    return k.const(I16, -1), k.const(I32, 4)
+
+
+def _by_vectors(k: Kernel, fn: Callable[..., Value], *operands: Value) -> Value:
+    """Apply a function to each 16 lanes."""
+    if lanes_of(operands[0].type) == 16:
+        return fn(*operands)
+    low, high = (_by_vectors(k, fn, *half) for half in zip(*(x.split() for x in operands), strict=True))
+    return low.join(high)
+
+
 def _scaled(k: Kernel, x: Value, n: Value) -> Value:
     """`x 2^n`."""
-    if k.level.lanes == 16 and lanes_of(x.type) == 16:
-        mask, rounding = k.const(I16, -1), k.const(I32, 4)
-        return k.call("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, x, mask, rounding)
+    if _is_avx512(k, x):
+        return _by_vectors(
+            k, lambda x, n: k.call("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, x, *_all(k)), x, n
+        )
     # In two factors, because one alone has not the range.
     exponent = n.to_int()
     half = k.select(exponent < -126, k.const(exponent.type, -126), exponent)
@@ -591,10 +611,10 @@ def sin_cos(k: Kernel, x: Value) -> tuple[Value, Value]:
 
 def over_one_plus_exp(k: Kernel, x: Value, z: Value) -> Value:
     """`x / (1 + exp(-z))`, for `x` that is NaN where `z` is."""
-    if k.level.lanes == 16 and lanes_of(x.type) == 16:
-        most, absolute_least = k.const(x.type, 104.0), k.const(I32, 2)
-        rest = (k.const(x.type, 0.0), k.const(I16, -1), k.const(I32, 4))
-        z = k.call("llvm.x86.avx512.mask.range.ps.512", x.type, z, most, absolute_least, *rest)
+    if _is_avx512(k, x):
+        most, absolute_least, zero = k.const(vec(F32, 16), 104.0), k.const(I32, 2), k.const(vec(F32, 16), 0.0)
+        name = "llvm.x86.avx512.mask.range.ps.512"
+        z = _by_vectors(k, lambda z: k.call(name, z.type, z, most, absolute_least, zero, *_all(k)), z)
     else:
         z = _between(k, z, -104.0, 104.0)
     return x / (_exp(k, -z) + 1.0)

@@ -7,7 +7,8 @@ of the first two of each four neighbours, and of the others.
 Weights of 8 bits need more precision: some channels of a model's hidden states are many times as large as
 their neighbours, which lose precision with a common scale of 8 bits. For such weights, a block with an
 outlier has codes `128 high + low`; `k` high parts (int8) follow, and `k / 32` flags of blocks with high
-parts, so that products can skip the others. Sums of codes are then whole (int32).
+parts, so that products can skip the others. In place of sums of codes, there is then what a block's products
+with codes that are 128 too large have to begin at (int32).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CREST = 5.0
 AT_ONCE = 4
 """Blocks that are quantised together."""
 
-FLAGS = 16
+FLAGS = 32
 """Flags that are read at a time."""
 
 
@@ -55,8 +56,8 @@ class Layout(NamedTuple):
 
     def row_nbytes(self, k: Any) -> Any:
         """Bytes of a quantised row of `k` elements."""
-        codes, more = self.codes_nbytes(k), k // 8 + k // self.sums * 4 + k // 4
-        return codes + more + (codes + _flags_nbytes(k) if self.wide else 0)
+        codes, more = self.codes_nbytes(k), k // 8 + k // self.sums * 4
+        return codes + more + (k // 8 + codes + _flags_nbytes(k) if self.wide else k // 4)
 
 
 class Parts(NamedTuple):
@@ -66,7 +67,8 @@ class Parts(NamedTuple):
         codes: The codes, or their low parts.
         scales: Of 32 each.
         sums: Of values.
-        counts: Sums of 16 codes each, in two parts if no row is to have high parts.
+        counts: Sums of 16 codes each, in two parts; where rows may have high parts, what products of 32 codes
+            begin at.
         high: The high parts of codes, if a row is to have them.
         flags: Whether a block has high parts.
     """
@@ -92,7 +94,7 @@ def parts(address: Value, k: Value, layout: Layout) -> Parts:
     counts = sums + k // layout.sums * 4
     if not layout.wide:
         return Parts(address, scales, sums, counts)
-    high = counts + (k >> 2)
+    high = counts + (k >> 3)
     return Parts(address, scales, sums, counts, high, high + codes)
 
 
@@ -149,9 +151,11 @@ def _quantize(k: Kernel, dtype: str, source: Value, block: Value, n: int, to: Pa
     k.store(scales, to.scales + block * 4)
     if layout.sums == 32:
         sums = sums.shuffle(range(0, 2 * n, 2)) + sums.shuffle(range(1, 2 * n, 2))
+    if to.high is not None:
+        counts = sums * -HIGH
     spread = scales.shuffle([i * layout.sums // 32 for i in range(32 * n // layout.sums)])
     k.store(sums.to_float() * spread, to.sums + block * (128 // layout.sums))
-    k.store(counts, to.counts + block * 8)
+    k.store(counts, to.counts + block * (4 * lanes_of(counts.type) // n))
     if stands_out is not None and to.flags is not None:
         k.store(stands_out.zext(I8), to.flags + block)
 
@@ -185,9 +189,7 @@ def begin(
     k = dot.k
     if x.high is None:
         return dot.group(offset, most, scale, counts(k, dot.lanes, size, group, x))
-    # What an offset takes away of whole codes is taken at once.
-    whole = [k.load(I32, x.counts + (group * (size // 16) + i) * 4) for i in range(size // 16)]
-    return dot.group(offset, most, scale, start=dot.start_from(sum(whole[1:], whole[0]), offset))
+    return dot.group(offset, most, scale, start=dot.start_from(k.load(I32, x.counts + group * 4), offset))
 
 
 def _both(fn: Callable[[Value, Value], Value], x: Value) -> Value:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+from llvmlite import ir
 
 from ggmlb.backends.llvm.codegen.simd import Dot, add_words
-from ggmlb.backends.llvm.codegen.value import F32, I8, I32, Value, vec
-from ggmlb.backends.llvm.kernels import amx
+from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I32, I64, Value, vec
+from ggmlb.backends.llvm.kernels import amx, tiles
 from ggmlb.backends.llvm.kernels.activations import FLAGS, HIGH, Layout, begin, parts
 from ggmlb.backends.llvm.kernels.blocks import FORMS
 from ggmlb.backends.llvm.kernels.interleaved import ROWS, Interleaved, fields_of, lanes, prefetches, spread
@@ -17,11 +19,14 @@ from ggmlb.backends.llvm.kernels.matvec import Chosen, Place
 from ggmlb.backends.llvm.kernels.tiles import DEPTH, Epilogue, store, transposed
 
 if TYPE_CHECKING:
-    from ggmlb.backends.llvm.codegen.emit import Kernel
+    from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
     from ggmlb.backends.llvm.codegen.host import Level
     from ggmlb.backends.llvm.codegen.simd import Group
     from ggmlb.backends.llvm.kernels.activations import Parts
     from ggmlb.backends.llvm.kernels.blocks import Form
+
+PASS = 0.35
+"""What it costs to meet a tile once more, in rows of activations."""
 
 
 def layout(dtype: str) -> Layout:
@@ -30,9 +35,15 @@ def layout(dtype: str) -> Layout:
     return Layout(form.wide, form.group if form.has_min else 32)
 
 
-def columns_at_once(level: Level, dtype: str) -> int:
-    """Return the most rows of activations multiplied by a tile at once."""
-    return amx.ROWS if _in_registers(level, dtype) else _chosen_columns(level)
+def columns(level: Level, dtype: str, n: int) -> int:
+    """Return how many of `n` rows of activations a tile multiplies at once.
+
+    Those beyond the last are computed in vain, which is dearer than another pass.
+    """
+    if _in_registers(level, dtype):
+        return tiles.columns(n, amx.ROWS)
+    most = _chosen_columns(level)
+    return min(range(most, most // 2, -1), key=lambda c: -(-n // c) * (c + PASS))
 
 
 def rows_together(level: Level, dtype: str) -> int:
@@ -55,7 +66,7 @@ def _in_registers(level: Level, dtype: str) -> bool:
 
 
 def _chosen_columns(level: Level) -> int:
-    """As `columns_at_once`, for rows that are not contiguous."""
+    """Return the most rows of activations that vectors multiply by a tile at once."""
     return 8 if level.lanes == 16 else 4
 
 
@@ -87,6 +98,52 @@ class _Strip:
         floats = whole // form.group * (4 * ROWS)
         self.minimums = self.scales + floats
         self.end = self.minimums + floats if form.has_min else self.minimums
+
+    def word(self, k: Kernel, group: Value, size: int, word: Value, first: int) -> Value:
+        """Four neighbouring codes of each row of a vector: a word of those of a group, of `size` elements."""
+        at = (group * (size // 4) + word) * (4 * ROWS) + first * 4
+        return k.load(vec(I8, 4 * k.level.lanes), self.codes + at, 4)
+
+    def scale(self, k: Kernel, group: Value, first: int) -> Value:
+        """The scales of a group."""
+        return k.load(vec(F32, k.level.lanes), self.scales + (group * ROWS + first) * 4)
+
+    def minimum(self, k: Kernel, group: Value, first: int) -> Value:
+        """The minimums of a group."""
+        return k.load(vec(F32, k.level.lanes), self.minimums + (group * ROWS + first) * 4)
+
+
+class _Lying(NamedTuple):
+    """A strip that is read as it lies in the weight, like a packed one."""
+
+    dtype: str
+    base: Value
+
+    def word(self, k: Kernel, group: Value, size: int, word: Value, first: int) -> Value:
+        """See `_Strip`."""
+        return self._block(k, group, first, word * (4 * ROWS))["qs"].bytes(4)[0]
+
+    def scale(self, k: Kernel, group: Value, first: int) -> Value:
+        """See `_Strip`."""
+        return SCALES[self.dtype](self._block(k, group, first)).scale(0)
+
+    def minimum(self, k: Kernel, group: Value, first: int) -> Value:
+        """See `_Strip`."""
+        raise NotImplementedError
+
+    def ask(self, k: Kernel, block: Value) -> None:
+        """Prefetch what lies some way behind a block."""
+        for first in range(0, ROWS, lanes(k.level)):
+            for call in prefetches(k, self.dtype, self.base, block, k.i64(first)):
+                call()
+
+    def _block(self, k: Kernel, block: Value, first: int, ahead: Value | int = 0) -> Interleaved:
+        return Interleaved(k, fields_of(self.dtype), self.base + ahead, block, k.i64(first))
+
+
+def _lies_ready(level: Level, dtype: str, is_interleaved: bool) -> bool:
+    """Whether vectors can read codes, of whole bytes, from the weight's strips."""
+    return is_interleaved and FORMS[dtype].wide and lanes(level) == level.lanes
 
 
 def _offset(level: Level, form: Form, signed: bool = False) -> int | None:
@@ -171,17 +228,23 @@ def _quantized(
     scratch, stride = k.ints(2)
     finish = epilogue.read(k)
     on_tiles = _in_registers(k.level, dtype) and place.step is not None
+    lies_ready = not on_tiles and _lies_ready(k.level, dtype, is_interleaved)
     n_strips = tile_rows(k.level, dtype, is_chosen=place.step is None) // ROWS
     packed = [_Strip(form, place.k, scratch + k.thread * stride)]
     for _ in range(1, n_strips):
         packed.append(_Strip(form, place.k, packed[-1].end))
-    offset = _offset(k.level, form, signed=on_tiles)
+    offset = None if lies_ready else _offset(k.level, form, signed=on_tiles)
     registers = amx.tiles(k, n_columns, form.group) if on_tiles else nullcontext()
     with registers, k.loop(place.first, place.last) as tile:
         first = tile * (n_strips * ROWS)
+        strips: list[_Strip | _Lying] = []
         for i, to in enumerate(packed):
+            strip = k.least(tile * n_strips + i, (place.m - 1) // ROWS)
+            if lies_ready:
+                strips.append(_Lying(dtype, place.a + strip * (place.a_nb1 * ROWS)))
+                continue
+            strips.append(to)
             if is_interleaved:
-                strip = k.least(tile * n_strips + i, (place.m - 1) // ROWS)
                 _unpack_strip(k, dtype, to, place, strip, offset)
             else:
                 _pack_bytes(k, form, to, [place.a, first + i * ROWS, place.m - 1], place, offset)
@@ -193,7 +256,7 @@ def _quantized(
             else:
                 # Beyond the last row of activations the last one is read again.
                 rows = [place.column(k.least(column + c, place.n - 1)) for c in range(n_columns)]
-                sums = _multiply_bytes(k, dtype, packed, rows, place.k)
+                sums = _multiply_bytes(k, dtype, strips, rows, place.k, offset, start.equals(0))
             store(k, sums, place, first, (column, start), finish)
 
 
@@ -242,52 +305,92 @@ def _multiply_tiles(
 
 
 def _multiply_bytes(
-    k: Kernel, dtype: str, packed: list[_Strip], rows: list[Value], size: Value
+    k: Kernel,
+    dtype: str,
+    strips: Sequence[_Strip | _Lying],
+    rows: list[Value],
+    size: Value,
+    offset: int | None,
+    is_first: Value,
 ) -> list[list[Value]]:
-    """Return the sums for each vector of rows and each column."""
-    form, n, flags = FORMS[dtype], k.level.lanes, packed[-1].end
-    vectors = [(strip, first) for strip in packed for first in range(0, ROWS, n)]
-    floats, bytes_, zero = vec(F32, n), vec(I8, 4 * n), k.const(vec(F32, n), 0)
+    """Return the sums for each vector of rows and each column.
+
+    Args:
+        k: The emitted kernel.
+        dtype: The weight's type.
+        strips: The tile.
+        rows: Addresses of rows of activations.
+        size: Their elements.
+        offset: Of the strips' codes.
+        is_first: Whether no other rows of activations have met the tile, so that it lies far away.
+    """
+    form, n = FORMS[dtype], k.level.lanes
+    vectors = [(strip, first) for strip in strips for first in range(0, ROWS, n)]
+    zero, dot = k.const(vec(F32, n), 0), Dot(k, n)
     sums = [[k.variable(zero) for _ in rows] for _ in vectors]
     columns = [parts(row, size, layout(dtype)) for row in rows]
-    dot, offset = Dot(k, n), _offset(k.level, form)
-    if form.wide:
-        _any_flags(k, columns, size, flags)
+    ahead = [strip.ask for strip in strips if isinstance(strip, _Lying)]
+
+    def add(
+        number: Value,
+        codes: list[Value],
+        groups: list[list[Group]],
+        factors: list[Value],
+        slots: list[list[Variable]],
+    ) -> None:
+        """Add a group's products with rows of codes to the sums of these."""
+
+        def read(word: Value) -> tuple[list[Value], list[Value]]:
+            weights = [strip.word(k, number, form.group, word, first) for strip, first in vectors]
+            at = (number * (form.group // 4) + word) * 4
+            return weights, [k.load(I32, x + at).splat(n).bits(vec(I8, 4 * n)) for x in codes]
+
+        add_words(groups, form.group // 4, read)
+        for (strip, first), line, to in zip(vectors, groups, slots, strict=True):
+            scale = strip.scale(k, number, first)
+            for group, factor, slot in zip(line, factors, to, strict=True):
+                slot.set(k.fma(group.total().to_float(), scale * factor, slot.now))
+
+    for c, x in enumerate(columns):
+        if x.high is None:
+            continue
+        with _blocks_with_high_parts(k, x, size) as block:
+            groups = [[dot.group(offset, form.most)] for _ in vectors]
+            factor = (k.load(F32, x.scales + block * 4) * float(HIGH)).splat(n)
+            add(block, [x.high], groups, [factor], [[line[c]] for line in sums])
     # A loop over groups keeps LLVM from holding the sums of one while it multiplies the next.
     with k.loop(0, size // form.group) as number:
-        block = number // (32 // form.group)
-        factors = [k.load(F32, x.scales + block * 4) for x in columns]
-
-        def add(codes: list[Value], groups: list[list[Group]], times: float) -> None:
-            def read(word: Value) -> tuple[list[Value], list[Value]]:
-                word = number * (form.group // 4) + word
-                at = word * (4 * ROWS)
-                weights = [k.load(bytes_, strip.codes + at + first * 4, 4) for strip, first in vectors]
-                return weights, [k.load(I32, x + word * 4).splat(n).bits(bytes_) for x in codes]
-
-            add_words(groups, form.group // 4, read)
-            for v, (strip, first) in enumerate(vectors):
-                scale = k.load(floats, strip.scales + (number * ROWS + first) * 4)
-                for c, factor in enumerate(factors):
-                    both = scale * (factor * times).splat(n)
-                    sums[v][c].set(k.fma(groups[v][c].total().to_float(), both, sums[v][c].now))
-
-        add(
-            [x.codes for x in columns],
-            [[begin(dot, form.group, offset, form.most, number, x) for x in columns] for _ in vectors],
-            1.0,
-        )
-        high = [x.high for x in columns if x.high is not None]
-        if high:
-            with k.when(k.load(I8, flags + block).zext(I32) > 0):
-                add(high, [[dot.group(offset, form.most) for _ in high] for _ in vectors], float(HIGH))
+        if ahead:
+            with k.when(is_first):
+                for ask in ahead:
+                    ask(k, number)
+        groups = [[begin(dot, form.group, offset, form.most, number, x) for x in columns] for _ in vectors]
+        factors = [k.load(F32, x.scales + number // (32 // form.group) * 4).splat(n) for x in columns]
+        add(number, [x.codes for x in columns], groups, factors, sums)
         if form.has_min:
             totals = [k.load(F32, x.sums + number * 4).splat(n) for x in columns]
-            for v, (strip, first) in enumerate(vectors):
-                minimum = k.load(floats, strip.minimums + (number * ROWS + first) * 4)
-                for slot, total in zip(sums[v], totals, strict=True):
+            for (strip, first), line in zip(vectors, sums, strict=True):
+                minimum = strip.minimum(k, number, first)
+                for slot, total in zip(line, totals, strict=True):
                     slot.set(k.fma(minimum, total, slot.now))
     return [[slot.now for slot in row] for row in sums]
+
+
+@contextmanager
+def _blocks_with_high_parts(k: Kernel, x: Parts, size: Value) -> Iterator[Value]:
+    """Run the block for the number of each block of a row that has them."""
+    assert x.flags is not None
+    n_blocks = size >> 5
+    with k.loop(0, n_blocks, FLAGS) as first:
+        flags = (k.load(vec(I8, FLAGS), x.flags + first) > 0).bits(ir.IntType(FLAGS)).zext(I64)
+        inside = (k.i64(1) << k.least(n_blocks - first, FLAGS)) - 1
+        rest = k.variable(flags & inside)
+        with k.while_() as (_, end):
+            turn = k.build.append_basic_block("turn")
+            k.build.cbranch((rest.now > 0).raw, turn, end)
+            k.build.position_at_end(turn)
+            yield first + k.call("llvm.cttz.i64", I64, rest.now, k.const(I1, 1))
+            rest.set(rest.now & (rest.now - 1))
 
 
 def _any_flags(k: Kernel, columns: list[Parts], size: Value, to: Value) -> None:

@@ -106,12 +106,15 @@ def store(
     with k.build.if_else((first + len(sums) * n <= place.m).raw) as (whole, partly):
         for inside, context in ((True, whole), (False, partly)):
             with context:
+                # Two vectors as one: of each alone, a function would wait for its own operations in turn.
+                joined = inside and len(sums) == 2
+                lines = [[a.join(b) for a, b in zip(*sums, strict=True)]] if joined else sums
                 for c in range(len(sums[0])):
                     at = column + c
                     inner = Value(k, k.build.and_((at >= start).raw, (at < place.n).raw))
                     with k.when(inner):
                         to = place.result(at) + first * 4
-                        for v, row in enumerate(sums):
+                        for v, row in enumerate(lines):
                             mask = None if inside else k.first_lanes(n, place.m - first - v * n)
                             value = row[c]
                             if finish is not None:

@@ -83,7 +83,6 @@ def product(
     panels, extents = 1, b.ne[2:]
     if is_many(node):
         level = steps.library.target.level
-        most = byte_tiles.columns_at_once(level, name(a)) if quantized else float_tiles.columns_at_once(level)
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
             panels = matrices = _panels(n, nb[1], byte_tiles.rows_together(level, name(a)))
         if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
@@ -95,7 +94,12 @@ def product(
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
         params: tuple[Any, ...] = (name(a),) if quantized else (name(a), name(b))
-        params = (*params, packed, tiles.columns(n, most), epilogue)
+        columns = (
+            byte_tiles.columns(level, name(a), n)
+            if quantized
+            else tiles.columns(n, float_tiles.columns_at_once(level))
+        )
+        params = (*params, packed, columns, epilogue)
         more = () if added is None else (steps.address(added), added.nb[1] if added.ne[1] > 1 else 0)
         steps.emit(kernel, params, (*args(0, n, parts), scratch, nbytes, *more), parts * matrices)
         return
