@@ -208,6 +208,7 @@ def _few_values(
     width: int,
 ) -> None:  # fmt: skip
     """Add the tile's values, as weighed, to those of each query."""
+    tile = _few_tile(shape)
 
     def value(j: Value) -> Value:
         return unit.values + (begin + j) * unit.p["v1"]
@@ -216,28 +217,29 @@ def _few_values(
         """Ask for a part of two keys that are a tile further on."""
         size = -(-DType.parse(shape.k).row_size(shape.d_k) // (shape.d_v // 32))
         for i in range(2):
-            row = unit.keys + (begin + j + (_few_tile(shape) + i)) * unit.p["k1"] + block * size
+            row = unit.keys + (begin + j + (tile + i)) * unit.p["k1"] + block * size
             for at in range(0, size, 64):
                 k.prefetch(row + at)
 
     if shape.v not in SIZES:
         to = [row.values for row in rows]
-        add_values(k, shape.v, shape.d_v, value, count, _few_tile(shape), weights, to, _sums_at_once(k), ask)
+        add_values(k, shape.v, shape.d_v, value, count, tile, weights, to, _sums_at_once(k), ask)
         return
-    ahead = AHEAD * unit.p["v1"]
+    ahead, together = AHEAD * unit.p["v1"], 2 if k.level.lanes == 16 else 1
     step = max(1, _sums_at_once(k) // len(rows)) * width
     for first in range(0, shape.d_v, step):
         columns = range(first, min(shape.d_v, first + step), width)
         slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
-        with k.loop(0, count, 2) as j:  # what follows an odd number of keys has a weight of 0
-            for i, at in enumerate((j, k.least(j + 1, count - 1))):
+        with k.loop(0, count, together) as j:  # what follows the last key has a weight of 0
+            for i in range(together):
+                row = value(k.least(j + i, count - 1) if i else j)
                 if not first:
-                    _prefetch(k, value(at) + ahead, shape.v, shape.d_v)
-                x = [load_floats(k, shape.v, value(at) + c * SIZES[shape.v], width) for c in columns]
-                for r, line in enumerate(slots):
-                    weight = k.load(F32, weights + (j + (i + r * _few_tile(shape))) * 4).splat(width)
-                    for slot, of in zip(line, x, strict=True):
-                        slot.set(k.fma(of, weight, slot.now))
+                    _prefetch(k, row + ahead, shape.v, shape.d_v)
+                for c, of_column in zip(columns, zip(*slots, strict=True), strict=True):
+                    x = load_floats(k, shape.v, row + c * SIZES[shape.v], width)
+                    for r, slot in enumerate(of_column):
+                        weight = k.load(F32, weights + (j + (i + r * tile)) * 4).splat(width)
+                        slot.set(k.fma(x, weight, slot.now))
         for row, line in zip(rows, slots, strict=True):
             for slot, c in zip(line, columns, strict=True):
                 k.store(slot.now, row.values + c * 4)
