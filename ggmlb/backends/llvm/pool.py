@@ -23,8 +23,8 @@ from ggmlb.system.process import process_state, start_thread
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.library import Library
 
-SPINS = 25000
-"""Polls of an idle worker before it sleeps, of about 40 ns each."""
+SPINS = 40000
+"""Polls of an idle worker before it sleeps, of about 25 ns each."""
 
 
 class Pool:
@@ -45,9 +45,9 @@ class Pool:
         n_words = driver.control_words(self.n)
         self._control = aligned_empty(n_words * 8).view(np.int64)
         self._control[:] = 0
-        self._control[driver.STATE + 2] = _address_of_yield()
-        self._control[driver.STATE + 3] = self.n
-        self._ends = self._control[driver.STATE + 1 :][:1]  # `driver` may be gone when Python ends
+        self._control[driver.YIELD] = _address_of_yield()
+        self._control[driver.THREADS] = self.n
+        self._ends = self._control[driver.STOP :][:1]  # `driver` may be gone when Python ends
         self._address = self._control.ctypes.data
         self._workers = []
         self._most = self.n

@@ -232,11 +232,11 @@ def _few_values(
         slots = [[k.variable(k.load(vec(F32, width), row.values + c * 4)) for c in columns] for row in rows]
         with k.loop(0, count, together) as j:  # what follows the last key has a weight of 0
             for i in range(together):
-                row = value(k.least(j + i, count - 1) if i else j)
+                at = value(k.least(j + i, count - 1) if i else j)
                 if not first:
-                    _prefetch(k, row + ahead, shape.v, shape.d_v)
+                    _prefetch(k, at + ahead, shape.v, shape.d_v)
                 for c, of_column in zip(columns, zip(*slots, strict=True), strict=True):
-                    x = load_floats(k, shape.v, row + c * SIZES[shape.v], width)
+                    x = load_floats(k, shape.v, at + c * SIZES[shape.v], width)
                     for r, slot in enumerate(of_column):
                         weight = k.load(F32, weights + (j + (i + r * tile)) * 4).splat(width)
                         slot.set(k.fma(x, weight, slot.now))

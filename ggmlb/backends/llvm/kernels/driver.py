@@ -6,12 +6,18 @@ thread has a word with the remaining chunks of its share of the open step. It ta
 reuse its cache from the previous step, in alternating order; then it steals chunks of others, from the
 far end. A step is done when all its chunks are done, without waiting for threads that took none.
 
+A line of memory that another core has written takes a tenth to a quarter of a microsecond to come, as long
+as a small chunk. So each thread has all that it needs for a step in lines of its own, an idle one polls
+nothing else, and each adds up what it has done before it adds that to the chunks of all.
+
 The control block, in words of 8 bytes, each group in cache lines of its own:
 
-    0    kernel, arguments and chunks of the open step
-    8    chunks that are done
-    16   1 while a plan is computed; 1 to stop; the address of sched_yield, or 0; threads; number of the step
-    24   for each thread: number of the step << 40 | last chunk of its share + 1 << 20 | first
+    0    chunks done by workers, of all steps
+    16   1 while a plan is computed
+    32   1 to stop; the address of sched_yield, or 0; threads
+    48   of the calling thread: number of the step; chunks done by workers before it
+    64   for each thread: number of the step << 40 | last chunk of its share + 1 << 20 | first;
+         kernel, arguments and chunks of the step
 
 A word with a chunk belongs to the open step: a thread that takes a chunk by compare-and-exchange of the
 word has therefore read the kernel and arguments of that step.
@@ -28,17 +34,16 @@ from ggmlb.backends.llvm.codegen.value import I64, Value
 if TYPE_CHECKING:
     from ggmlb.backends.llvm.codegen.emit import Kernel, Variable
 
-STEP, DONE, STATE, WORDS = 0, 8, 16, 24
+DONE, STATE, STOP, NUMBER, WORDS, THREAD_WORDS = 0, 16, 32, 48, 64, 16
+YIELD, THREADS, BEFORE = STOP + 1, STOP + 2, NUMBER + 1
 STEP_WORDS = 3
 CHUNK_BITS = 20
-SPINS_BEFORE_YIELD = 4096
-
-_STOP, _YIELD, _THREADS, _NUMBER = (8 * (STATE + i) for i in range(1, 5))
+POLLS_BEFORE_HELP, SPINS_BEFORE_YIELD = 64, 4096
 
 
 def control_words(n_threads: int) -> int:
     """Words of the control block."""
-    return WORDS + -(-n_threads // 8) * 8
+    return WORDS + n_threads * THREAD_WORDS
 
 
 def run(k: Kernel) -> None:
@@ -57,21 +62,22 @@ def run(k: Kernel) -> None:
 
 
 def _share(k: Kernel, control: Value, kernel: Value, args: Value, n_chunks: Value) -> None:
-    for j, value in enumerate((kernel, args, n_chunks)):
-        k.store(value, control + 8 * (STEP + j), 8)
-    k.store(k.i64(0), control + 8 * DONE, 8)
-    number, n_threads = k.load(I64, control + _NUMBER, 8) + 1, k.load(I64, control + _THREADS, 8)
-    k.store(number, control + _NUMBER, 8)
-    first = k.variable(k.i64(0))
-    with k.loop(0, n_threads) as thread:
-        end = n_chunks * (thread + 1) // n_threads
-        word = (number << 2 * CHUNK_BITS) | (end << CHUNK_BITS) | first.now
+    number, n_threads = k.load(I64, control + 8 * NUMBER, 8) + 1, k.load(I64, control + 8 * THREADS, 8)
+    k.store(number, control + 8 * NUMBER, 8)
+    with k.loop(0, n_threads) as i:
+        thread = n_threads - 1 - i  # its own last
+        first, end = (n_chunks * at // n_threads for at in (thread, thread + 1))
+        for j, value in enumerate((kernel, args, n_chunks), 1):
+            k.store(value, _word(control, thread) + 8 * j, 8)
+        word = (number << 2 * CHUNK_BITS) | (end << CHUNK_BITS) | first
         k.build.store_atomic(word.raw, _pointer(k, _word(control, thread)), "release", 8)
-        first.set(end)
-    _work(k, control, k.i64(0))
+    own = k.variable(k.i64(0))
+    _work(k, control, k.i64(0), n_threads, own)
+    before = k.load(I64, control + 8 * BEFORE, 8) + n_chunks - own.now
+    k.store(before, control + 8 * BEFORE, 8)
     spins = k.variable(k.i64(0))
     with k.while_() as (_, end_):
-        done = _atomic_load(k, control + 8 * DONE) >= n_chunks
+        done = _atomic_load(k, control + 8 * DONE) >= before
         wait = k.build.append_basic_block("wait")
         k.build.cbranch(done.raw, end_, wait)
         k.build.position_at_end(wait)
@@ -84,32 +90,39 @@ def _share(k: Kernel, control: Value, kernel: Value, args: Value, n_chunks: Valu
 def serve(k: Kernel) -> None:
     """Take chunks until nothing came for `limit` turns: `(control, thread, limit, unused)`."""
     control, thread, limit = k.args, k.chunk, k.n_chunks
+    n_threads = k.load(I64, control + 8 * THREADS, 8)
     idle = k.variable(k.i64(0))
     with k.while_() as (again, end):
-        _work(k, control, thread, idle)
+        first, last = _share_of(_atomic_load(k, _word(control, thread)))
+        helps = (idle.now % POLLS_BEFORE_HELP).equals(POLLS_BEFORE_HELP - 1)
+        with k.when((first < last) | helps):
+            own = k.variable(k.i64(0))
+            _work(k, control, thread, n_threads, own)
+            with k.when(own.now > 0):
+                idle.set(k.i64(0))
         _pause(k)
         idle.set(idle.now + 1)
-        stop = k.load(I64, control + _STOP, 8)
+        seldom = k.build.append_basic_block("seldom")
+        k.build.cbranch((idle.now % SPINS_BEFORE_YIELD).equals(0).raw, seldom, again)
+        k.build.position_at_end(seldom)
+        _yield(k, control)
+        stop = k.load(I64, control + 8 * STOP, 8)
         busy = _atomic_load(k, control + 8 * STATE)
-        with k.when((idle.now % SPINS_BEFORE_YIELD).equals(0)):
-            _yield(k, control)
         waited = k.select(idle.now > limit, k.i64(1) - busy, 0)
         k.build.cbranch(((stop | waited) > 0).raw, end, again)
 
 
-def _work(k: Kernel, control: Value, thread: Value, idle: Variable | None = None) -> None:
-    """Take chunks and do them, the thread's own first, until nobody has any; then `idle` begins anew."""
-    n_threads = k.load(I64, control + _THREADS, 8)
-    owner, left = k.variable(thread), k.variable(n_threads)
-    low = (1 << CHUNK_BITS) - 1
+def _work(k: Kernel, control: Value, thread: Value, n_threads: Value, own: Variable) -> None:
+    """Take chunks and do them, the thread's own first, until nobody has any; `own` counts them."""
+    owner, left, told = k.variable(thread), k.variable(n_threads), k.variable(k.i64(0))
     with k.while_() as (again, end):
         word = _atomic_load(k, _word(control, owner.now))
-        first, last = word & low, (word >> CHUNK_BITS) & low
+        first, last = _share_of(word)
         claim, following = (k.build.append_basic_block(name) for name in ("claim", "following"))
         k.build.cbranch((first < last).raw, claim, following)
 
         k.build.position_at_end(claim)
-        kernel, args, n_chunks = (k.load(I64, control + 8 * (STEP + j), 8) for j in range(3))
+        kernel, args, n_chunks = (k.load(I64, _word(control, owner.now) + 8 * j, 8) for j in range(1, 4))
         number = word >> 2 * CHUNK_BITS
         others = k.select(owner.now.equals(thread), k.i64(0), 1)
         backwards = ((number ^ others) & 1) > 0
@@ -120,13 +133,15 @@ def _work(k: Kernel, control: Value, thread: Value, idle: Variable | None = None
         mine = k.build.append_basic_block("mine")
         k.build.cbranch(k.build.extract_value(pair, 1), mine, again)
         k.build.position_at_end(mine)
-        if idle is not None:
-            idle.set(k.i64(0))
         _call(k, kernel, args, k.select(backwards, last - 1, first), n_chunks, thread)
-        k.build.atomic_rmw("add", _pointer(k, control + 8 * DONE), ir.Constant(I64, 1), "acq_rel")
+        own.set(own.now + 1)
         k.build.branch(again)
 
         k.build.position_at_end(following)
+        with k.when((own.now > told.now) & (thread > 0)):
+            more = own.now - told.now
+            k.build.atomic_rmw("add", _pointer(k, control + 8 * DONE), more.raw, "acq_rel")
+            told.set(own.now)
         left.set(left.now - 1)
         owner.set(k.select((owner.now + 1).equals(n_threads), k.i64(0), owner.now + 1))
         k.build.cbranch((left.now > 0).raw, again, end)
@@ -134,8 +149,14 @@ def _work(k: Kernel, control: Value, thread: Value, idle: Variable | None = None
         k.build.unreachable()
 
 
+def _share_of(word: Value) -> tuple[Value, Value]:
+    """The first chunk of a thread's share that is left, and the one after the last."""
+    low = (1 << CHUNK_BITS) - 1
+    return word & low, (word >> CHUNK_BITS) & low
+
+
 def _word(control: Value, thread: Value) -> Value:
-    return control + 8 * WORDS + thread * 8
+    return control + 8 * WORDS + thread * (8 * THREAD_WORDS)
 
 
 def _call(k: Kernel, kernel: Value, *args: Value) -> None:
@@ -158,7 +179,7 @@ def _pause(k: Kernel) -> None:
 
 
 def _yield(k: Kernel, control: Value) -> None:
-    function = k.load(I64, control + _YIELD, 8)
+    function = k.load(I64, control + 8 * YIELD, 8)
     with k.when(function > 0):
         pointer = k.build.inttoptr(function.raw, ir.FunctionType(ir.VoidType(), []).as_pointer())
         k.build.call(pointer, [])
