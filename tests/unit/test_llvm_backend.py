@@ -23,7 +23,7 @@ from ggmlb.backends.llvm.codegen.emit import Kernel
 from ggmlb.backends.llvm.codegen.host import target_for
 from ggmlb.backends.llvm.codegen.library import Library
 from ggmlb.backends.llvm.codegen.value import I64
-from ggmlb.backends.llvm.kernels import elementwise
+from ggmlb.backends.llvm.kernels import elementwise, float_bands
 from ggmlb.backends.llvm.lowering import lower, walks
 from ggmlb.backends.llvm.plan import LlvmPlan
 from ggmlb.backends.llvm.pool import Pool
@@ -92,6 +92,14 @@ def test_products(dtype: str, m: int, n: int, llvm: LlvmBackend) -> None:
     # Activations as bytes: an error of some thousandths of each value.
     error = 3e-4 if kind.is_quantized else 1e-9
     check(lambda c, leaf: c.mul_mat(leaf(kind, k, m, 2), leaf(F32, k, n, 4, 3)), llvm, error)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("n", [5, 12])
+def test_bands_of_floats_meet_pieces_of_activations(dtype: str, n: int, llvm: LlvmBackend) -> None:
+    k, m = 2500, 130
+    assert float_bands.suits(llvm.library.target.level, k, m, n)
+    check(lambda c, leaf: c.mul_mat(leaf(DType[dtype], k, m, 2), leaf(F32, k, n, 4)), llvm)
 
 
 @pytest.mark.parametrize("n", [1, 3, 20])

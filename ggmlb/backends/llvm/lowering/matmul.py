@@ -9,6 +9,7 @@ from ggmlb.backends.common.rules import F32, FLOATS, RESULT, in_rows, operands
 from ggmlb.backends.llvm.kernels import (
     activations,
     byte_tiles,
+    float_bands,
     float_tiles,
     interleaved,
     interleaved_products,
@@ -80,9 +81,15 @@ def product(
             k, m, count, *extents, b.ne[2] // a.ne[2] * panels, b.ne[3] // a.ne[3], parts,
         )  # fmt: skip
 
-    panels, extents = 1, b.ne[2:]
+    panels, extents, level = 1, b.ne[2:], steps.library.target.level
+    if not quantized and not packed and float_bands.suits(level, k, m, n):
+        parts = _parts(steps, matrices, k * m * n / 25, -(-m // float_bands.rows_at_once(level, n)))
+        nbytes = float_bands.scratch_nbytes(level, n)
+        scratch = steps.scratch(nbytes * steps.n_threads)
+        params: tuple[Any, ...] = (name(a), name(b), float_bands.columns_at_once(n))
+        steps.emit(float_bands.floats, params, (*args(0, n, parts), scratch, nbytes), parts * matrices)
+        return
     if is_many(node):
-        level = steps.library.target.level
         if quantized and matrices == 1 and (added is None or added.ne[1] == 1):
             panels = matrices = _panels(n, nb[1], byte_tiles.rows_together(level, name(a)))
         if panels > 1:  # the rows of a panel are those of a matrix, whose weight is the same
@@ -93,7 +100,7 @@ def product(
         scratch = steps.scratch(nbytes * steps.n_threads)
         parts = _parts(steps, matrices, k * m * n / (60 if quantized else 25), -(-m // rows))
         kernel: Callable[..., None] = byte_tiles.quantized if quantized else float_tiles.floats
-        params: tuple[Any, ...] = (name(a),) if quantized else (name(a), name(b))
+        params = (name(a),) if quantized else (name(a), name(b))
         columns = (
             byte_tiles.columns(level, name(a), n)
             if quantized
