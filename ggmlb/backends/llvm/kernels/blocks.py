@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.llvm.codegen.simd import from_half, look_up
 from ggmlb.backends.llvm.codegen.value import F32, I1, I8, I16, I32, I64, Value, like, vec
@@ -25,6 +25,22 @@ Pair = Callable[["Kernel", Sequence[Value], int, int], list[Value]]
 
 Fields = dict[str, int]
 """Where in a block each field begins [bytes]."""
+
+
+class Whole(NamedTuple):
+    """Scales of a block of groups of 16, as integers of 16 bits.
+
+    Attributes:
+        d: Their factor.
+        scales: A vector of them.
+        m: Factor of the minimums, if there are any.
+        minimums: A vector of these.
+    """
+
+    d: Value
+    scales: Value
+    m: Value | None = None
+    minimums: Value | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +60,7 @@ class Form:
             group, as vectors.
         pair: Read the codes of two runs, by the addresses of blocks, the pair's number, and the bytes of a
             vector: one of 64, with a run in each half; or two of 32, with a half of a run in each.
-        whole: Read the factor of the scales of a block of groups of 16, and these as integers of 16 bits.
+        whole: Read the scales, and minimums, of a block of groups of 16 as integers.
         wide: Whether activations have codes of two bytes; see `activations`.
         together: Runs whose codes have bits in the same bytes.
     """
@@ -58,7 +74,7 @@ class Form:
     codes: Callable[[Kernel, Any], list[Any]]
     scales: Callable[[Kernel, Sequence[Value]], tuple[Value, Value | None]]
     pair: Pair
-    whole: Callable[[Kernel, Value], tuple[Value, Value]] | None = None
+    whole: Callable[[Kernel, Value], Whole] | None = None
     wide: bool = False
     together: int = 1
 
@@ -239,9 +255,10 @@ def _q5_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
 # -- groups of 16: q2_K, q3_K, q6_K -----------------------------------------------------------------
 
 
-def _of_whole(whole: Any, at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, None]:
-    d, ints = whole(at, k, blocks[0])
-    return ints.to_float() * d.splat(16), None
+def _of_whole(whole: Any, at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value | None]:
+    d, scales, m, minimums = whole(at, k, blocks[0])
+    found = scales.to_float() * d.splat(16)
+    return found, None if m is None else minimums.to_float() * m.splat(16)
 
 
 def _q2_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -254,14 +271,11 @@ def _q2_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -
     return [_shifted(k, _twice(k, p + h, n), (first, first + 2), 3) for h in _in_turns(n)]
 
 
-def _q2_k_whole(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
-    return _half(k, p + at["d"]), (_bytes(k, p + at["scales"], 16) & 15).zext(I16)
-
-
-def _q2_k_scales(at: Fields, k: Kernel, blocks: Sequence[Value]) -> tuple[Value, Value]:
-    scales, _ = _of_whole(_q2_k_whole, at, k, blocks)
-    minimums = _bytes(k, blocks[0] + at["scales"], 16) >> 4
-    return scales, _floats(k, minimums, -_half(k, blocks[0] + at["dmin"]))
+def _q2_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
+    both = _bytes(k, p + at["scales"], 16)
+    return Whole(
+        _half(k, p + at["d"]), (both & 15).zext(I16), -_half(k, p + at["dmin"]), (both >> 4).zext(I16)
+    )
 
 
 def _q3_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -286,12 +300,12 @@ def q3_k_words(w: list[Value]) -> list[Value]:
     ]
 
 
-def _q3_k_whole(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
+def _q3_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
     """As `q3_k_words`, of the words in one vector."""
     words, four = k.load(vec(I32, 3), p + at["scales"]), vec(I32, 4)
     low = (words.shuffle([0, 1, 0, 1]) >> k.table(four, [0, 0, 4, 4])) & 0x0F0F0F0F
     high = (words.shuffle([2, 2, 2, 2]) >> k.table(four, [0, 2, 4, 6])) & 0x03030303
-    return _half(k, p + at["d"]), (low | (high << 4)).bits(vec(I8, 16)).zext(I16) - 32
+    return Whole(_half(k, p + at["d"]), (low | (high << 4)).bits(vec(I8, 16)).zext(I16) - 32)
 
 
 def _q6_k(at: Fields, k: Kernel, p: Any) -> list[Any]:
@@ -316,8 +330,8 @@ def _q6_k_pair(at: Fields, k: Kernel, blocks: Sequence[Value], i: int, n: int) -
     return found
 
 
-def _q6_k_whole(at: Fields, k: Kernel, p: Value) -> tuple[Value, Value]:
-    return _half(k, p + at["d"]), _bytes(k, p + at["scales"], 16).sext(I16)
+def _q6_k_whole(at: Fields, k: Kernel, p: Value) -> Whole:
+    return Whole(_half(k, p + at["d"]), _bytes(k, p + at["scales"], 16).sext(I16))
 
 
 # -- codes that stand for uneven levels -------------------------------------------------------------
@@ -388,7 +402,7 @@ FORMS: dict[str, Form] = dict(
         _form("q5_0", 32, 16, 16, _few_bits, _d, _few_bits_pair),
         _form("q5_1", 32, 0, 31, _few_bits, _dm, _few_bits_pair),
         _form("q8_0", 32, None, 128, _eight_bits, _d, _eight_bits_pair, wide=True),
-        _form("q2_k", 16, 0, 3, _q2_k, _q2_k_scales, _q2_k_pair, _q2_k_whole, together=4),
+        _form("q2_k", 16, 0, 3, _q2_k, partial(_of_whole, _q2_k_whole), _q2_k_pair, _q2_k_whole, together=4),
         _form("q3_k", 16, 4, 4, _q3_k, partial(_of_whole, _q3_k_whole), _q3_k_pair, _q3_k_whole, together=8),
         _form("q4_k", 32, 0, 15, _q4_k, _six_bit_pairs, _q4_k_pair, together=2),
         _form("q5_k", 32, 0, 31, _q5_k, _six_bit_pairs, _q5_k_pair, together=8),

@@ -213,13 +213,13 @@ def _blocks(
         with k.loop(0, n_rows) as r:
             start = base + r * place.a_nb1 + (run * 32) // form.block * form.nbytes
             blocks = [start + i * form.nbytes for i in range(max(1, count * 32 // form.block))]
-            if to_later is not None:
-                for ahead in range(0, len(blocks) * form.nbytes, 64):
-                    k.prefetch(start + to_later + ahead)
             slots = [k.variable(k.load(floats, sums + r * line + 4 * n * c)) for c in range(len(columns))]
             _add_runs(k, form, blocks, runs, slots)
             for c, slot in enumerate(slots):
                 k.store(slot.now, sums + r * line + 4 * n * c)
+            if to_later is not None:  # at the end, as LLVM moves no reading over it
+                for ahead in range(0, len(blocks) * form.nbytes, 64):
+                    k.prefetch(start + to_later + ahead)
 
     whole, unit_nbytes = place.k // UNIT, UNIT // form.block * form.nbytes
     ahead, next_rows = -(-AHEAD // unit_nbytes), place.a_nb1 * (n_rows - 1)
@@ -293,29 +293,42 @@ def _add_runs(
 ) -> None:
     """Add products of a row's runs to sums in lanes, one for each column."""
     n, count = _lanes(k.level), columns[0].n
+    pairs = [form.pair(k, blocks if count > 1 else 2 * blocks, i, 4 * n) for i in range(-(-count // 2))]
+    if form.whole is not None and _in_ints(k, form):
+        d, ints, m, minimums = form.whole(k, blocks[0])
+        for x, slot in zip(columns, slots, strict=True):
+            if m is not None and minimums is not None:
+                slot.set(k.fma(_of_groups(k, minimums.to_float(), x, n), m.splat(n), slot.now))
+            found = _whole_sums(k, form, pairs, x, ints)
+            if form.offset:
+                offset = k.const(found.type, -form.offset)
+                found = k.fma(_of_groups(k, ints.to_float(), x, n), offset, found)
+            slot.set(k.fma(found, d.splat(n), slot.now))
+        return
     scales, minimums = form.scales(k, blocks)
-    n_groups = scales.type.count
     if form.offset:  # what it takes away is a minimum
         minimums = scales * float(-form.offset)
-    if minimums is not None:
-        for x, slot in zip(columns, slots, strict=True):
-            sums = k.load(scales.type, x.sums)
-            for first in range(0, n_groups, n):
-                some = range(first, min(n_groups, first + n))
-                a, b = (_filled(k, v.shuffle(some), n) for v in (minimums, sums))
-                slot.set(k.fma(a, b, slot.now))
-    pairs = [form.pair(k, blocks if count > 1 else 2 * blocks, i, 4 * n) for i in range(-(-count // 2))]
     for x, slot in zip(columns, slots, strict=True):
-        if form.whole is not None and _in_ints(k, form):
-            d, ints = form.whole(k, blocks[0])
-            slot.set(k.fma(_whole_sums(k, form, pairs, x, ints), d.splat(n), slot.now))
-            continue
+        if minimums is not None:
+            slot.set(_of_groups(k, minimums, x, n, slot.now))
         factors = _filled(k, scales * x.factors[0], 2)
         _add_pairs(k, form, pairs, x.codes, x.starts, factors, slot)
         if x.high is not None:
             with k.when(x.high[1]):
                 starts = _starts(k, form, x.high[0], count)
                 _add_pairs(k, form, pairs, x.high[0], starts, factors * float(HIGH), slot)
+
+
+def _of_groups(k: Kernel, numbers: Value, x: _Runs, n: int, sum_: Value | None = None) -> Value:
+    """The products of a number for each group with the sum of the activations there, in `n` lanes."""
+    n_groups = numbers.type.count
+    sums = k.load(vec(F32, n_groups), x.sums)
+    for first in range(0, n_groups, n):
+        some = range(first, min(n_groups, first + n))
+        a, b = (_filled(k, v.shuffle(some), n) for v in (numbers, sums))
+        sum_ = a * b if sum_ is None else k.fma(a, b, sum_)
+    assert sum_ is not None
+    return sum_
 
 
 def _add_pairs(
