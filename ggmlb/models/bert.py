@@ -271,14 +271,14 @@ class BertGraph:
 
     def set_inputs(self, sequences: Sequence[Tokens]) -> None:
         """Write the inputs for `n_batch` sequences of at most `n_tokens` tokens each."""
-        lengths = np.array([s.size for s in sequences])[:, None]
-        is_token = np.arange(self._n_tokens) < lengths
-        ids = np.zeros(is_token.shape, np.int32)
-        ids[is_token] = np.concatenate(sequences)
-        mask = np.empty(self.mask.ne[::-1], np.float32)
-        mask[...] = np.where(is_token, np.float32(0), np.float32(-np.inf))[:, None, None, :]
-        pool = np.empty(is_token.shape, np.float32)
-        pool[:] = is_token / lengths if self._config.pooling == "mean" else np.eye(1, self._n_tokens)
+        ids = np.zeros((self._n_batch, self._n_tokens), np.int32)
+        mask = np.zeros(self.mask.ne[::-1], np.float32)
+        pool = np.zeros(ids.shape, np.float32)
+        for i, tokens in enumerate(sequences):
+            ids[i, : tokens.size] = tokens
+            mask[i, ..., tokens.size :] = -np.inf
+            n_pooled = tokens.size if self._config.pooling == "mean" else 1
+            pool[i, :n_pooled] = 1 / n_pooled
         self.ids.set(ids)
         self.mask.set(mask)
         self.pool.set(pool)

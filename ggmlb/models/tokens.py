@@ -22,12 +22,12 @@ BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384,
 """Allowed numbers of texts per batch: few, so that graphs of earlier batches are reused."""
 
 LENGTH_STEP = 4
-"""Padded lengths are multiples of this, for the same reason."""
+"""Padded lengths are multiples of this, for the same reason; that of a single text, of half of it."""
 
 BATCH_OVERHEAD = 24
 """Cost of an additional batch, in computed tokens."""
 
-NEW_SHAPE = 1.125
+NEW_SHAPE = 1.1
 """Additional cost of a batch shape without a plan; later batches share the rest of the plan's cost."""
 
 
@@ -121,7 +121,7 @@ def plan_batches(
     @cache
     def batch_cost(size: int, longest: int) -> tuple[float, int]:
         """Return the cost and the padded length of a batch."""
-        new = min(padded(longest), n_max)
+        new = min(padded(longest, size), n_max)
         fits = [(float(size * n), n) for n, n_texts in planned if n_texts == size and n >= longest]
         return min([*fits, (size * new * NEW_SHAPE, new)])
 
@@ -140,6 +140,7 @@ def plan_batches(
     return batches[::-1]
 
 
-def padded(length: int) -> int:
-    """Return the padded length of a sequence."""
-    return -(-length // LENGTH_STEP) * LENGTH_STEP
+def padded(length: int, n_texts: int) -> int:
+    """Return the padded length of the longest sequence of a batch."""
+    step = LENGTH_STEP // 2 if n_texts == 1 else LENGTH_STEP
+    return -(-length // step) * step

@@ -36,7 +36,7 @@ def test_every_text_is_in_one_batch_that_it_fits(lengths: list[int], most: int, 
         assert n_texts <= most and n_texts in (*BATCH_SIZES, most)
         longest = max(lengths[i] for i in batch.members)
         assert longest <= batch.n_tokens <= N_MAX
-        assert (batch.n_tokens, n_texts) in planned or batch.n_tokens == padded(longest)
+        assert (batch.n_tokens, n_texts) in planned or batch.n_tokens == padded(longest, n_texts)
 
 
 @given(lengths=st.lists(st.integers(2, N_MAX), min_size=1, max_size=9), planned=SHAPES)
@@ -44,7 +44,7 @@ def test_no_grouping_costs_less(lengths: list[int], planned: set[Shape]) -> None
     def cost_of_batch(texts: list[int]) -> float:
         n, longest = len(texts), max(texts)
         known = [n * t for t, k in planned if k == n and t >= longest]
-        return BATCH_OVERHEAD + min([*known, n * padded(longest) * NEW_SHAPE])
+        return BATCH_OVERHEAD + min([*known, n * padded(longest, n) * NEW_SHAPE])
 
     def groupings(rest: list[int]) -> list[list[list[int]]]:
         if not rest:
@@ -62,11 +62,11 @@ def test_no_grouping_costs_less(lengths: list[int], planned: set[Shape]) -> None
     assert sum(paid) == best
 
 
-@given(length=st.integers(1, 1000))
-def test_padded_lengths_are_few(length: int) -> None:
-    n = padded(length)
-    assert length <= n < length + LENGTH_STEP
-    assert n % LENGTH_STEP == 0
+@given(length=st.integers(1, 1000), n_texts=st.integers(1, 512))
+def test_padded_lengths_are_few(length: int, n_texts: int) -> None:
+    n, step = padded(length, n_texts), 2 if n_texts == 1 else LENGTH_STEP
+    assert length <= n < length + step
+    assert n % step == 0
 
 
 def test_a_plan_that_nearly_fits_is_used_again() -> None:
@@ -77,8 +77,8 @@ def test_a_plan_that_nearly_fits_is_used_again() -> None:
 
 
 def test_one_long_text_does_not_pad_the_short_ones() -> None:
-    batches = plan_batches([8] * 16 + [250], 32, N_MAX)
-    assert [(len(b.members), b.n_tokens) for b in batches] == [(16, 8), (1, 252)]
+    batches = plan_batches([8] * 16 + [249], 32, N_MAX)
+    assert [(len(b.members), b.n_tokens) for b in batches] == [(16, 8), (1, 250)]
 
 
 def test_equal_texts_fill_whole_batches() -> None:
