@@ -152,16 +152,14 @@ class Repeats:
         Returns:
             The first and the end, equal if the order has no nodes of parts; `None` if it does not repeat.
         """
-        first, n = self.short_node, self.n_nodes
-        numbers = np.array(order, np.int64)
-        places = np.flatnonzero((numbers >= first) & (numbers < first + KEPT * n))
-        if not places.size:
+        parts = range(self.short_node, self.short_node + KEPT * self.n_nodes)
+        places = [k for k, i in enumerate(order) if i in parts]
+        if not places:
             return 0, 0
-        half = places.size // KEPT
-        start, end = int(places[0]) + half, int(places[-1]) + 1
-        if end - start != half or (numbers[start:end] - n != numbers[start - half : start]).any():
-            return None
-        return start, end
+        half = len(places) // KEPT
+        start, end = places[0] + half, places[-1] + 1
+        after = [i - self.n_nodes for i in order[start:end]]
+        return (start, end) if after == [*order[start - half : start]] else None
 
     def expand(self, order: Sequence[int]) -> list[int]:
         """Return the order of the graph's nodes, given one of the shorter graph's that repeats."""

@@ -317,16 +317,17 @@ class Program:
         self, repeats: Repeats, buffers: Sequence[Buffer | None], offsets: Sequence[int]
     ) -> tuple[list[Buffer | None], list[int]]:
         """Return where all tensors are, given where those of the shorter graph are."""
-        signature, origins = self.signature, repeats.origins[:-1]
-        there, bases, view_offs = signature.buffers, signature.bases, signature.view_offs
+        signature, short, origins = self.signature, self.image.user, repeats.origins[:-1]
+        there = signature.buffers
         whole = [buffers[i] if b is None else b for b, i in zip(there, origins, strict=True)]
         at = list(map(offsets.__getitem__, origins))
         for i, offset in zip(signature.outside, signature.offsets, strict=True):
             at[i] = offset
-        for i in signature.views:
-            base = bases[i]
-            if there[base] is not None:
-                whole[i], at[i] = there[base], at[base] + view_offs[i]
+        for view in short.views:
+            if short.buffers[short.bases[view]] is not None:
+                for i in repeats.nodes_like(view):
+                    base = signature.bases[i]
+                    whole[i], at[i] = there[base], at[base] + signature.view_offs[i]
         return whole, at
 
     def place(self) -> None:

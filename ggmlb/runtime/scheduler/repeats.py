@@ -212,8 +212,8 @@ def _unlike(graph: Signature, start: int, end: int, period: int) -> list[int]:
     """Return nodes of a run that are not equal to those a period later, sources aside; none if all are."""
     nodes = slice(graph.n_leafs + start, graph.n_leafs + end + period)
     n, params = end - start, graph.params[nodes]
-    facts: tuple[list[Any], ...] = (graph.ops, graph.layouts, graph.flags, graph.view_offs)
-    for fact in (graph.n_sources[start : end + period], *[x[nodes] for x in facts], params):
+    facts: tuple[list[Any], ...] = (graph.flags, graph.ops, graph.layouts, graph.view_offs)
+    for fact in (*[x[nodes] for x in facts], graph.n_sources[start : end + period], params):
         if are_equal(fact[:-period], fact[period:]):
             continue
         parts = [fact[i : i + period] for i in range(0, n + period, period)]  # most are equal
