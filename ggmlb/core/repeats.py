@@ -99,11 +99,16 @@ class Repeats:
 
     @cached_property
     def before(self) -> Numbers:
-        """The number in the part before of each of the shorter graph's tensors; its own if it is common."""
+        """The number in the first part of each of the shorter graph's tensors; its own if it is common.
+
+        Those of the first part have -2, for any: what is before that part need not be like it.
+        """
         before = np.array([*range(len(self.kept)), -1], np.int64)
-        before[self.short_node : self.short_node + KEPT * self.n_nodes] -= self.n_nodes
+        i, n = self.short_node, self.n_nodes
+        before[i + n : i + 2 * n] -= n
         first, last = self.short_leafs
         before[last] = first
+        before[first] = before[i : i + n] = -2
         return before
 
     @cached_property
@@ -133,12 +138,12 @@ class Repeats:
         )
 
     def in_pairs(self) -> Repeats | None:
-        """Return parts that are two of these each, whose results may take turns in two places.
+        """Return parts that are two of these each, but the last: results may take turns in two places.
 
         Returns:
             `None` if these are such, or none would be left out.
         """
-        n_parts = self.n_parts // 2
+        n_parts = (self.n_parts - 1) // 2
         if self.are_pairs or n_parts <= KEPT:
             return None
         leafs = self.leafs[: 2 * n_parts].reshape(n_parts, -1)

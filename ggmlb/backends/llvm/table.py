@@ -245,7 +245,8 @@ class Table:
         numbers = np.array([whole.numbers[t] for t in self._numbers], np.int64)
         numbers[numbers >= len(repeats.kept)] = -1  # copies, which all parts read alike
         first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
-        if not np.array_equal(repeats.before[second], first):
+        before_second = repeats.before[second]
+        if ((before_second != first) & (before_second >= -1)).any():
             raise Unlike
         more = np.tile(slots[at:after], (repeats.n_left_out, 1))
         moved = np.flatnonzero((slots[at:after] != slots[before:at])[mine] & (first != second))

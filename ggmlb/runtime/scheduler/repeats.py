@@ -68,8 +68,8 @@ def find_repeats(graph: Signature) -> Repeats | None:
     while unlike := _unlike(graph, start, end, n):
         same[unlike] = False
         start, end = _longest(same)
-    start = _place_to_cut(reads, start, n, n_before)
-    n_parts = (end - start + n - n // 4) // n  # with some nodes like theirs behind them
+    start = _place_to_cut(reads, start, end, n, n_before)
+    n_parts = (end - start + n) // n
     if (n_parts - KEPT) * n < LEAST_LEFT_OUT:
         return None
     end = start + n_parts * n
@@ -83,12 +83,15 @@ def find_repeats(graph: Signature) -> Repeats | None:
     return Repeats(n_before + start, n, leafs, n_before, n_tensors)
 
 
-def _place_to_cut(reads: Numbers, start: int, n: int, n_before: int) -> int:
-    """Return where parts may begin: not between nodes that read a leaf or its views, amid nodes like theirs.
+def _place_to_cut(reads: Numbers, start: int, end: int, n: int, n_before: int) -> int:
+    """Return where parts may begin: not between nodes that read a leaf or its views.
+
+    Of the nodes that are no whole part, half come first: parts lie amid nodes like theirs.
 
     Args:
         reads: What each node reads.
-        start: The first node.
+        start: The first node that is equal to the one a part later.
+        end: The end of those.
         n: Nodes of a part.
         n_before: Number of leafs.
     """
@@ -102,7 +105,8 @@ def _place_to_cut(reads: Numbers, start: int, n: int, n_before: int) -> int:
         readers.setdefault(leaf, []).append(node)
     spans = [range(found[0] + 1, found[-1] + 1) for found in readers.values() if found[-1] - found[0] < n]
     parted = {place % n for span in spans for place in span}
-    return start + next((i % n for i in range(n // 4, n // 4 + n) if i % n not in parted), 0)
+    half = (end - start) % n // 2
+    return start + next((i % n for i in range(half, half + n) if i % n not in parted), 0)
 
 
 def _leafs_of_parts(reads: Numbers, node: int, n_before: int, n: int) -> Numbers | None:
