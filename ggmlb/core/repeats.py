@@ -1,10 +1,11 @@
 """Repeats: the equal parts of a graph, as the layers of a model, of which a few stand for all.
 
 A graph of many layers is split, ordered, planned and lowered by a shorter one, which has the first and the
-last of its equal parts, amid nodes like theirs. Parts are equal in all that decisions depend on, read only
-themselves, the part before and what all read alike, and share no memory but that of results. So what was
-found alike for both holds for those between them that were left out. Where it was not alike, the whole graph
-is looked at.
+last of its equal parts. Parts are equal in all that decisions depend on, read only themselves, the part
+before and what all read alike, and share no memory but that of results. What is decided at a part's begin
+depends on the part before, which the last part has as those left out have it; at its end, on the part behind,
+as the first has it. So what was found alike for both holds for those between them. Where it was not alike,
+the whole graph is looked at.
 """
 
 from __future__ import annotations
