@@ -319,10 +319,9 @@ class Program:
         """Return where all tensors are, given where those of the shorter graph are."""
         signature, short, origins = self.signature, self.image.user, repeats.origins[:-1]
         there = signature.buffers
-        whole = [buffers[i] if b is None else b for b, i in zip(there, origins, strict=True)]
-        at = list(map(offsets.__getitem__, origins))
+        whole, at = list(map(buffers.__getitem__, origins)), list(map(offsets.__getitem__, origins))
         for i, offset in zip(signature.outside, signature.offsets, strict=True):
-            at[i] = offset
+            whole[i], at[i] = there[i], offset
         for view in short.views:
             if short.buffers[short.bases[view]] is not None:
                 for i in repeats.nodes_like(view):
@@ -405,7 +404,8 @@ class Program:
     def _repeated(self, index: int, short: Graph, repeats: Repeats) -> Graph:
         """Return the whole graph of a split."""
         order = self.parts[index].order
-        window = repeats.window(order) or (0, 0)
+        window = repeats.window(order)
+        assert window is not None, "`Split.repeats` was asked"
         if window == (0, 0):
             return short
         make, places = partial(_whole_graph, ref(self), index), (self.buffers, self.offsets)
