@@ -202,9 +202,10 @@ class Emitted:
         self._args = np.array(args, np.int64)
         self._table = np.array([[address, self._args.ctypes.data, 8 * threads]], np.int64)
         self._pool = Pool(threads, library())
+        self._span = self._pool.span(self._table.ctypes.data, 0, 1)
 
     def run(self) -> None:
-        self._pool.run(self._table.ctypes.data, 0, 1, True)
+        self._pool.run(self._span, True)
 
     def close(self) -> None:
         self._pool.free()

@@ -206,7 +206,7 @@ def test_each_chunk_is_done_once() -> None:
     table = np.stack([np.full_like(rows, kernels.address(tally)), args, n_chunks], axis=1)
     pool = Pool(3, kernels)
     for _ in range(100):
-        pool.run(table.ctypes.data, 0, len(table), True)
+        pool.run(pool.span(table.ctypes.data, 0, len(table)), True)
     pool.free()
     assert (counts == 100 * (np.arange(16) < n_chunks[:, None])).all()
 

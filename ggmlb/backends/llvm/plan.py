@@ -32,6 +32,7 @@ class LlvmPlan(GraphPlan):
             except Unlike:
                 self._items = fuse(graph, backend.can_fuse, by_place=False)
                 self._table = Table(backend, self._items, task)
+        self._span = self._pool.span(self._table.address, 0, self._table.n_steps)
         self._faults = self._table.errors.data  # after a step, NumPy's code is in no cache any more
 
     @property
@@ -47,16 +48,16 @@ class LlvmPlan(GraphPlan):
         """
         table = self._table
         if self.backend.abort_callback is None:
-            self._pool.run(table.address, 0, table.n_steps, table.shares)
+            self._pool.run(self._span, table.shares)
         else:
             first = 0
             for end in table.ends:
                 if self.backend.abort_callback():
                     return Status.ABORTED
                 if end > first:
-                    self._pool.run(table.address, first, end, table.shares)
+                    self._pool.run(self._pool.span(table.address, first, end), table.shares)
                 first = end
-        if any(self._faults):
+        if self._faults[2]:  # the step, counted from 1
             self._raise()
         return Status.SUCCESS
 

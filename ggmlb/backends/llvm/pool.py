@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from _thread import allocate_lock
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,18 @@ SPINS = 40000
 """Polls of an idle worker before it sleeps, of about 25 ns each."""
 
 
+class Span(NamedTuple):
+    """Steps that are computed in one call, as words: each integer that ctypes converts takes 0.1 us.
+
+    Attributes:
+        words: Control block, table, first step, and the one after the last.
+        address: Of the words.
+    """
+
+    words: npt.NDArray[np.int64]
+    address: int
+
+
 class Pool:
     """The calling thread and `n - 1` workers, started at first use, and again after a fork.
 
@@ -38,35 +50,42 @@ class Pool:
     def __init__(self, n: int, library: Library) -> None:
         self.n = n
         self._library = library
-        self._run = function(library.address(driver.run), 4)
+        self._run = function(library.address(driver.run), 1)
+        self._control = aligned_empty(driver.control_words(n) * 8).view(np.int64)
+        self._ends = self._control[driver.STOP :][:1]  # `driver` may be gone when Python ends
         self._begin()
 
     def _begin(self) -> None:
-        n_words = driver.control_words(self.n)
-        self._control = aligned_empty(n_words * 8).view(np.int64)
         self._control[:] = 0
         self._control[driver.YIELD] = _address_of_yield()
         self._control[driver.THREADS] = self.n
-        self._ends = self._control[driver.STOP :][:1]  # `driver` may be gone when Python ends
-        self._address = self._control.ctypes.data
         self._workers = []
         self._most = self.n
         self._n_forks = process_state.n_forks
 
-    def run(self, table: int, first: int, last: int, share: bool) -> None:
-        """Compute steps of a table.
+    def span(self, table: int, first: int, last: int) -> Span:
+        """Return what `run` takes: steps of a table.
 
         Args:
             table: Its address.
             first: The first step.
             last: The one after the last.
+        """
+        words = np.array([self._control.ctypes.data, table, first, last], np.int64)
+        return Span(words, words.ctypes.data)
+
+    def run(self, span: Span, share: bool) -> None:
+        """Compute steps.
+
+        Args:
+            span: They, of this pool.
             share: Whether there is work for more than one thread.
         """
         if self._n_forks != process_state.n_forks:
             self._begin()  # threads do not survive a fork, nor does what they were at
         if share and self.n > 1:
             self._wake()
-        self._run(self._address, table, first, last)
+        self._run(span.address)
 
     def _wake(self) -> None:
         while len(self._workers) < min(self.n - 1, self._most):

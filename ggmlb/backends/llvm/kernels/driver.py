@@ -47,8 +47,8 @@ def control_words(n_threads: int) -> int:
 
 
 def run(k: Kernel) -> None:
-    """Compute the steps from `first` on below `last`: `(control, table, first, last)`."""
-    control, table, first, last = k.args, k.chunk, k.n_chunks, k.thread
+    """Compute the steps from `first` on below `last`: `control, table, first, last`."""
+    control, table, first, last = k.ints(4)
     k.store(k.i64(1), control + 8 * STATE, 8)
     with k.loop(first, last) as i:
         step = table + i * (8 * STEP_WORDS)
