@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ggmlb.core.enums import Op
-    from ggmlb.core.tensor import Tensor
     from ggmlb.runtime.scheduler.program import Signature
 
     Numbers = npt.NDArray[np.int64]
@@ -78,7 +77,7 @@ def find_repeats(graph: Signature) -> Repeats | None:
         return None
     if not graph.requests.keys().isdisjoint(leafs.ravel().tolist()):
         return None
-    if _overlaps([graph.tensors[i] for i in graph.outside]):
+    if _overlaps(graph):
         return None
     return Repeats(n_before + start, n, leafs, n_before, n_tensors)
 
@@ -168,12 +167,12 @@ def _kinds(graph: Signature) -> Numbers:
     return kinds
 
 
-def _overlaps(placed: Sequence[Tensor]) -> bool:
-    """Whether any two tensors share a byte."""
-    n = len(placed)
-    buffers = np.fromiter([id(t.buffer) for t in placed], np.int64, n)
-    starts = np.fromiter([t.offset for t in placed], np.int64, n)
-    ends = starts + np.fromiter([t.nbytes for t in placed], np.int64, n)
+def _overlaps(graph: Signature) -> bool:
+    """Whether any two of the user's tensors share a byte."""
+    n = len(graph.outside)
+    buffers = np.fromiter([id(graph.buffers[i]) for i in graph.outside], np.int64, n)
+    starts = np.fromiter(graph.offsets, np.int64, n)
+    ends = starts + np.fromiter([graph.layouts[i].nbytes for i in graph.outside], np.int64, n)
     order = np.lexsort([starts, buffers])
     buffers, starts, ends = buffers[order], starts[order], ends[order]
     return bool(((buffers[1:] == buffers[:-1]) & (starts[1:] < ends[:-1])).any())
