@@ -402,7 +402,8 @@ def _floats(
 ) -> list[list[Value]]:
     """Return the products of rows of floats, by address."""
     lanes = k.level.lanes
-    turns = 2 if len(weights) * len(columns) <= 8 else 1  # independent sums hide the latency of additions
+    n_sums = len(weights) * len(columns)
+    turns = 4 if n_sums == 1 else 2 if n_sums <= 8 else 1  # independent sums hide the latency of additions
     zero = k.const(vec(F32, lanes), 0)
     sums = [[[k.variable(zero) for _ in columns] for _ in weights] for _ in range(turns)]
 

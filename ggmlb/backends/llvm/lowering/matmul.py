@@ -28,6 +28,9 @@ _FLOAT_ROWS = {1: 4, 2: 4, 3: 4, 4: 2, 5: 2, 6: 2, 7: 2, 8: 2}
 _BLOCK_ROWS = 8
 """Rows of a weight that are multiplied together: of floats by rows of activations, and of blocks."""
 
+CACHED_NBYTES = 1 << 24
+"""Bytes of a weight up to which caches keep it, and give one row of floats faster than several at once."""
+
 FEW, FEW_FLOATS = 4, 8
 """Rows of activations up to which the weight is read as it lies: of blocks, and of floats."""
 
@@ -148,7 +151,9 @@ def rows_at_once(weight: Tensor, n: int) -> int:
     """Return how many rows of a weight are multiplied together, as it lies, with `n` rows of activations."""
     if is_interleaved(weight):
         return interleaved.ROWS
-    return _BLOCK_ROWS if weight.dtype.is_quantized else _FLOAT_ROWS[n]
+    if weight.dtype.is_quantized:
+        return _BLOCK_ROWS
+    return 1 if n == 1 and weight.nbytes <= CACHED_NBYTES else _FLOAT_ROWS[n]
 
 
 def _panels(n: int, row_nbytes: int, together: int) -> int:
