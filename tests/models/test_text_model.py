@@ -61,8 +61,8 @@ def test_layers_on_three_devices(models: Callable[..., Path], kind: str) -> None
     assert np.abs(found - expected).max() < 2e-2
 
 
-TYPE_MEANS = {"OpenCL0": 2e-3, "LLVM": 0.06, "ggml:CPU": 0.06}
-"""Bounds of the mean distance from the CPU: the last two round activations to 8 bits."""
+ROUNDED = 0.06
+"""Bound of the mean distance from the CPU where activations are rounded to 8 bits; elsewhere 2e-3."""
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +72,7 @@ def test_types_of_weights(models: Callable[..., Path], dtype: str, device: str) 
         expected = log_probs(model.logits(PROMPT))
     with TextModel(models("llama", dtype), [device, "CPU"], n_ctx=64) as model:
         found = log_probs(model.logits(PROMPT))
-    assert np.abs(found - expected).mean() < TYPE_MEANS["OpenCL0" if dtype == "f16" else device]
+    assert np.abs(found - expected).mean() < (2e-3 if dtype == "f16" or device == "OpenCL0" else ROUNDED)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,7 +83,7 @@ def test_devices_agree(models: Callable[..., Path], kind: str, device: str) -> N
     with TextModel(models(kind), [device, "CPU"], layers_on={device: "1-2"}, n_ctx=64) as model:
         found = log_probs(model.logits(PROMPT))
         assert model.scheduler is not None and model.scheduler.n_splits >= 1
-    assert np.abs(found - expected).max() < (3e-2 if device == "ggml:CPU" else 2e-2)  # experts in f16
+    assert np.abs(found - expected).max() < (3e-2 if "ggml" in device else 2e-2)  # experts in f16
 
 
 KV_MEANS = {"f32": 1e-4, "f16": 2e-3, "q8_0": 0.03, "q4_0": 0.4}
@@ -102,7 +102,7 @@ def test_types_of_keys_and_values(models: Callable[..., Path], kind: str, kv_typ
     for device in DEVICES:
         with TextModel(models(kind), [device, "CPU"], n_ctx=64, kv_type=kv_type) as model:
             found = log_probs(model.logits(PROMPT))
-        part = 2 if device.startswith("ggml:") else 10
+        part = 2 if "ggml" in device else 10
         assert np.abs(found - expected).mean() < KV_MEANS[kv_type] / part + 1e-3
 
 

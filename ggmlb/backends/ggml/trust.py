@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, Final
 from ggmlb.backends.ggml.library import QUIET
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op
-from ggmlb.core.tensor import Ne, Tensor
+from ggmlb.core.tensor import Ne, Tensor, contiguous_nb
 from ggmlb.system import disk_cache, env, progress
 
 if TYPE_CHECKING:
     from ggmlb.backends.ggml.device import GgmlDevice
 
-EDITION: Final = 3
+EDITION: Final = 5
 """Changes when trials do, so that older verdicts are not used."""
 
 PATIENCE_S: Final = 300.0
@@ -100,19 +100,23 @@ def kind(trial: Trial) -> str:
 
 
 def _class(s: Shape, exact: bool) -> str:
-    """Return type and class of a tensor: `"f32[m/32,s,1,1]"`, with the order of its strides if not plain."""
-    size, block = s.dtype.type_size, s.dtype.block_size
+    """Return type and class of a tensor: `"f32[m/32,s,1,1]"`.
+
+    If it is not contiguous, the order of its strides follows, `s` if elements of a row lie apart, and pairs
+    of dimensions of which the second begins where the first ends: ggml's assertions read strides of
+    dimensions of one element, too.
+    """
     sizes = ["0" if n == 0 else "1" if n == 1 else "s" if n <= 8 else "m" for n in s.ne]
     inner = str(s.ne[0]) if exact and s.ne[0] <= 1024 else sizes[0]
     whole = next((k for k in (256, 32, 4, 2) if s.ne[0] and s.ne[0] % k == 0), 1)
-    order = sorted(range(4), key=lambda i: (s.nb[i], i))  # ggml asserts it of dimensions of extent 1, too
-    packed, has_gaps = size, s.ne[0] == 1 and s.nb[0] != size
-    for i in order:
-        if s.ne[i] > 1:
-            has_gaps |= s.nb[i] != packed
-            packed = s.nb[i] * (s.ne[i] // block if i == 0 else s.ne[i])
-    layout = "".join(map(str, order)) if order != [0, 1, 2, 3] else ""
-    return f"{s.dtype.name.lower()}[{inner}/{whole},{','.join(sizes[1:])}]{layout}{'g' if has_gaps else ''}"
+    found = f"{s.dtype.name.lower()}[{inner}/{whole},{','.join(sizes[1:])}]"
+    if s.nb == contiguous_nb(s.dtype, s.ne):
+        return found
+    order = sorted(range(4), key=lambda i: (s.nb[i], i))
+    ends = [s.nb[0] * s.ne[0] // s.dtype.block_size, *(s.nb[i] * s.ne[i] for i in (1, 2, 3))]
+    meet = [f"{i}{j}" for i in order for j in order if i != j and s.nb[j] == ends[i]]
+    apart = "s" if s.nb[0] != s.dtype.type_size else ""
+    return f"{found}{''.join(map(str, order))}{apart}:{','.join(meet)}"
 
 
 class Judge:
