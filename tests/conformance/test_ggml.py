@@ -162,6 +162,21 @@ def test_kinds_are_of_types_and_layouts() -> None:
     assert len(others | {product(256, 256, 32)}) == 4
 
 
+def test_large_nodes_are_tried_smaller_where_their_extents_allow(
+    device: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))  # which has no verdicts of smaller ones
+    ctx = Context()
+    x, wide = ctx.new_tensor("f32", (4096, 128)), ctx.new_tensor("f32", (2048, 300))
+    judge = Judge()
+    for node in (
+        ctx.swiglu(x), ctx.cont_2d(x, 2048, 256), ctx.cpy(x, ctx.new_tensor("f16", (1024, 512))),
+        ctx.cpy(wide, ctx.new_tensor("f16", (2048, 300))), ctx.rms_norm(wide, 1e-5),
+    ):  # fmt: skip
+        assert judge.verdict(device, node) is None, node
+    judge.close()
+
+
 def test_strides_of_dimensions_of_one_element_are_tried(device: Any) -> None:
     """Where ggml asserts them, the process would end."""
     ctx = Context()

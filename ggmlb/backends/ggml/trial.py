@@ -35,10 +35,13 @@ FEW_DRAWS: Final = 4
 
 SHRINKABLE: Final = frozenset(
     {Op.MUL_MAT, Op.MUL_MAT_ID, Op.GET_ROWS, Op.SET_ROWS, Op.ADD, Op.SUB, Op.MUL, Op.DIV, Op.RMS_NORM,
-     Op.NORM, Op.SOFT_MAX, Op.ROPE, Op.CPY, Op.CONT, Op.DUP, Op.SCALE, Op.UNARY, Op.GLU, Op.FLASH_ATTN_EXT,
+     Op.NORM, Op.SOFT_MAX, Op.ROPE, Op.CPY, Op.CONT, Op.DUP, Op.SCALE, Op.UNARY, Op.FLASH_ATTN_EXT,
      Op.ADD_ID, Op.L2_NORM, Op.SQR, Op.SUM_ROWS, Op.ARGMAX}
 )  # fmt: skip
 """Ops whose operands are related by equal extents and repeats alone."""
+
+COPIES: Final = frozenset({Op.CPY, Op.CONT, Op.DUP})
+"""Those among them whose shapes may have but their elements in common."""
 
 POSITIVE: Final = frozenset(
     {Op.LOG, Op.SQRT, Op.DIV, Op.SOLVE_TRI, Op.OPT_STEP_ADAMW, Op.MUL_MAT, Op.MUL_MAT_ID, Op.OUT_PROD,
@@ -192,6 +195,8 @@ def _smaller(trial: Trial) -> Trial:
     """Return the trial, with extents beyond 256 cut where it is large: equal ones alike, classes kept."""
     shapes = [s for s in (trial.result, *trial.operands) if s is not None]
     if trial.op not in SHRINKABLE or max(math.prod(s.ne) for s in shapes) <= MOST_ELEMENTS or trial.view_of:
+        return trial
+    if trial.op in COPIES and len({s.ne for s in shapes}) > 1:
         return trial
     operands = tuple(None if s is None else _cut(s) for s in trial.operands)
     return Trial(trial.op, trial.params, _cut(trial.result), operands, None, trial.memory)

@@ -33,7 +33,7 @@ from ggmlb.system import disk_cache, env, progress
 if TYPE_CHECKING:
     from ggmlb.backends.ggml.device import GgmlDevice
 
-EDITION: Final = 5
+EDITION: Final = 6
 """Changes when trials do, so that older verdicts are not used."""
 
 PATIENCE_S: Final = 300.0
