@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.llvm.codegen.simd import SIZES, folds, greatest, load_float, load_floats
 from ggmlb.backends.llvm.codegen.value import F32, I64, Value, vec
-from ggmlb.backends.llvm.kernels.attention_codes import Queries, add_values
+from ggmlb.backends.llvm.kernels.attention_codes import Queries, add_values, greatest_divisor
 from ggmlb.backends.llvm.kernels.attention_units import (
     BLOCK_ROWS,
     MANY_ROWS,
@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 
 
 KEYS_AT_ONCE = 4
-"""Keys that are multiplied together, with few queries: asked for in larger numbers, lines of memory wait for
-each other."""
+"""Keys that are multiplied together, with few queries: of more, lines of memory wait for each other."""
 
 AHEAD = 32
-"""Keys between what is computed and what is asked for of floats."""
+"""How many keys ahead keys and values of floats are prefetched."""
 
 UNROLLED = 64
 """Products of vectors of floats that are written out, without a loop."""
@@ -49,7 +48,7 @@ UNROLLED = 64
 # -- few queries -----------------------------------------------------------------------------------
 
 FLOAT_TILE, CODE_TILE = 256, 128
-"""Keys of a tile with few queries: of floats; of codes, whose values are asked for a tile before."""
+"""Keys of a tile with few queries: of floats; of codes, of which a whole tile is prefetched."""
 
 
 def few(k: Kernel, shape: Shape, n_rows: int, split: bool) -> None:
@@ -130,7 +129,7 @@ def _few_products(
     """Write the products of all queries with the tile's keys."""
     together = max(1, min(width, KEYS_AT_ONCE, _sums_at_once(k) // n_rows))
     together = 1 << (together.bit_length() - 1)
-    step = width * _part(shape.d_k // width, UNROLLED // (together * n_rows))
+    step = width * greatest_divisor(shape.d_k // width, UNROLLED // (together * n_rows))
     zero = k.const(vec(F32, width), 0)
     with k.loop(0, count, together) as j:
         places = [begin + k.least(j + i, count - 1) for i in range(together)]
@@ -159,16 +158,11 @@ def _few_codes(
     with k.loop(0, count, lanes) as j:
         places = [begin + k.least(j + i, count - 1) for i in range(lanes)]
         keys = [unit.keys + place * unit.p["k1"] for place in places]
-        for place in places:  # values are asked for meanwhile, and the next tile's keys later
+        for place in places:  # the next tile's keys are prefetched while values are read
             _prefetch(k, unit.values + place * unit.p["v1"], shape.v, shape.d_v)
         products = codes.products(shape.k, keys)
         for r, product in enumerate(products):
             k.store(product, logits + (j + r * _few_tile(shape)) * 4)
-
-
-def _part(n: int, most: int) -> int:
-    """The greatest divisor of `n` that is at most `most`, or 1."""
-    return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, most))
 
 
 def _prefetch(k: Kernel, row: Value, dtype: str, n: int) -> None:
@@ -213,8 +207,8 @@ def _few_values(
     def value(j: Value) -> Value:
         return unit.values + (begin + j) * unit.p["v1"]
 
-    def ask(j: Value, block: Value) -> None:
-        """Ask for a part of two keys that are a tile further on."""
+    def prefetch(j: Value, block: Value) -> None:
+        """Prefetch a part of two keys that are a tile further on."""
         size = -(-DType.parse(shape.k).row_size(shape.d_k) // (shape.d_v // 32))
         for i in range(2):
             row = unit.keys + (begin + j + (tile + i)) * unit.p["k1"] + block * size
@@ -223,7 +217,7 @@ def _few_values(
 
     if shape.v not in SIZES:
         to = [row.values for row in rows]
-        add_values(k, shape.v, shape.d_v, value, count, tile, weights, to, _sums_at_once(k), ask)
+        add_values(k, shape.v, shape.d_v, value, count, tile, weights, to, _sums_at_once(k), prefetch)
         return
     ahead, together = AHEAD * unit.p["v1"], 2 if k.level.lanes == 16 else 1
     step = max(1, _sums_at_once(k) // len(rows)) * width

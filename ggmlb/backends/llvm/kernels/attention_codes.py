@@ -24,6 +24,11 @@ _ROUND = 12582912.0
 """Added to a small number, it leaves the nearest integer in the lowest bits."""
 
 
+def greatest_divisor(n: int, most: int) -> int:
+    """The greatest divisor of `n` that is at most `most`; 1 if that is less."""
+    return max(i for i in range(1, n + 1) if n % i == 0 and i <= max(1, most))
+
+
 def codes_of(k: Kernel, dtype: str, block: Value, first: int, n: int) -> Value:
     """`n` of a block's 32 codes, signed."""
     form = FORMS[dtype]
@@ -152,7 +157,7 @@ def _columns(rows: Sequence[Value]) -> list[Value]:
 
 def add_values(
     k: Kernel, dtype: str, d_v: int, row: Callable[[Value], Value], count: Value, most: int, weights: Value,
-    to: Sequence[Value], n_sums: int, ask: Callable[[Value, Value], None],
+    to: Sequence[Value], n_sums: int, prefetch: Callable[[Value, Value], None],
 ) -> None:  # fmt: skip
     """Add rows of values, as weighed, to the sums of each query.
 
@@ -166,12 +171,12 @@ def add_values(
         weights: Address of each query's weights, `most` of float32: 0 from `count` on to a whole vector.
         to: Address of each query's sums.
         n_sums: Vectors of sums that registers hold.
-        ask: Called with each second row and each block.
+        prefetch: Prefetches what is read later; called with each second row and each block.
     """
     form, lanes, n_rows, n_blocks = FORMS[dtype], k.level.lanes, len(to), d_v // 32
     n = 2 * lanes  # codes of a key that meet those of another
     at_once = max(1, n_sums // (2 * n_rows))
-    together = max(b for b in range(1, max(4, at_once * n // 32) + 1) if n_blocks % b == 0)
+    together = greatest_divisor(n_blocks, max(4, at_once * n // 32))
     words = [[k.local(2 * most) for _ in to] for _ in range(together)]
     half = min(16, n) // 2
     low = [i + j for i in range(0, n, 2 * half) for j in range(half)]
@@ -188,7 +193,7 @@ def add_values(
                 rows = [row(j), row(k.least(j + 1, count - 1))]
                 for (i, at), of_piece in zip(some, sums, strict=True):
                     if not at:
-                        ask(j, first + i)
+                        prefetch(j, first + i)
                     a, b = (codes_of(k, dtype, x + (first + i) * form.nbytes, at, n) for x in rows)
                     pairs = [k.load(I32, line + j * 2).splat(lanes).bits(vec(I16, n)) for line in words[i]]
                     for part, order in enumerate(places):

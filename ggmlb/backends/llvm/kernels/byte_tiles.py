@@ -127,11 +127,7 @@ class _Lying(NamedTuple):
         """See `_Strip`."""
         return SCALES[self.dtype](self._block(k, group, first)).scale(0)
 
-    def minimum(self, k: Kernel, group: Value, first: int) -> Value:
-        """See `_Strip`."""
-        raise NotImplementedError
-
-    def ask(self, k: Kernel, block: Value) -> None:
+    def prefetch(self, k: Kernel, block: Value) -> None:
         """Prefetch what lies some way behind a block."""
         for first in range(0, ROWS, lanes(k.level)):
             for call in prefetches(k, self.dtype, self.base, block, k.i64(first)):
@@ -142,7 +138,7 @@ class _Lying(NamedTuple):
 
 
 def _lies_ready(level: Level, dtype: str, is_interleaved: bool) -> bool:
-    """Whether vectors can read codes, of whole bytes, from the weight's strips."""
+    """Whether vectors can read codes, of whole bytes and without minimums, from the weight's strips."""
     return is_interleaved and FORMS[dtype].wide and lanes(level) == level.lanes
 
 
@@ -329,7 +325,7 @@ def _multiply_bytes(
     zero, dot = k.const(vec(F32, n), 0), Dot(k, n)
     sums = [[k.variable(zero) for _ in rows] for _ in vectors]
     columns = [parts(row, size, layout(dtype)) for row in rows]
-    ahead = [strip.ask for strip in strips if isinstance(strip, _Lying)]
+    ahead = [strip.prefetch for strip in strips if isinstance(strip, _Lying)]
 
     def add(
         number: Value,
@@ -362,14 +358,15 @@ def _multiply_bytes(
     with k.loop(0, size // form.group) as number:
         if ahead:
             with k.when(is_first):
-                for ask in ahead:
-                    ask(k, number)
+                for prefetch in ahead:
+                    prefetch(k, number)
         groups = [[begin(dot, form.group, offset, form.most, number, x) for x in columns] for _ in vectors]
         factors = [k.load(F32, x.scales + number // (32 // form.group) * 4).splat(n) for x in columns]
         add(number, [x.codes for x in columns], groups, factors, sums)
         if form.has_min:
             totals = [k.load(F32, x.sums + number * 4).splat(n) for x in columns]
             for (strip, first), line in zip(vectors, sums, strict=True):
+                assert isinstance(strip, _Strip)  # what lies ready has no minimums
                 minimum = strip.minimum(k, number, first)
                 for slot, total in zip(line, totals, strict=True):
                     slot.set(k.fma(minimum, total, slot.now))
