@@ -44,7 +44,6 @@ N_LAYERS = 32
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (Decoder, "_new_graph", "build the graph"),
     (scheduling, "Signature", "read the graph"),
-    (program, "find_repeats", "find equal layers"),
     (program, "Assignment", "choose backends"),
     (program, "Cut", "cut into splits"),
     (program, "Image", "number the image"),

@@ -32,7 +32,6 @@ from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
 from ggmlb.runtime.scheduler.assign import Rules
 from ggmlb.runtime.scheduler.program import Program, Signature
-from ggmlb.runtime.scheduler.repeats import find_repeats
 from ggmlb.testing.fake import FakeReg
 
 WIDTH, HEADS, N_KV = 64, 4, 32
@@ -251,14 +250,11 @@ def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int
         for _ in range(rounds):
             graph, again = model.graph(), model.graph()
             signature = part("read the graph", lambda g=graph: Signature(g, {}))
-            part("find equal layers", lambda s=signature: find_repeats(s))
-            program = part(
-                "find equal layers, choose backends, and cut", lambda s=signature: Program(s, rules, 1)
-            )
+            program = part("choose backends, and cut", lambda s=signature: Program(s, rules, 1))
             with GraphAllocator(bufts, keep_inputs=True) as allocator:
                 part("plan and get memory", lambda p=program, a=allocator: p.allocate(a))
                 part("place the tensors", program.place)
-                part("before it is computed first: make all tensors", lambda p=program: p.whole.graph)
+                part("before it is computed first: make all tensors", lambda p=program: p.variant(0))
                 program.release()
                 tensors = part(
                     "again: read it, and compare", lambda p=program, g=again: p.signature.match(g, {})

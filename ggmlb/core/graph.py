@@ -194,11 +194,6 @@ class Graph:
         part.owner_checks = self.owner_checks
         return part
 
-    @property
-    def short(self) -> Graph:
-        """The graph; or a shorter one, whose nodes stand for all of its nodes (`core.repeats`)."""
-        return self
-
     def memory(self) -> set[Buffer | None]:
         """Return the buffers in which its nodes and their sources lie; `None` if one is in no buffer."""
         return {t.buffer for node in self.nodes for t in (node, *node.src) if t is not None}

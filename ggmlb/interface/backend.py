@@ -428,7 +428,7 @@ class Backend(Freeable):
     def _check_graph(self, graph: Graph) -> None:
         buffers = graph.memory()
         if any(b is None or b.is_freed or b.is_read_only or not self.supports_buft(b.buft) for b in buffers):
-            self._find_fault(graph.short)
+            self._find_fault(graph)
         if not graph.owner_checks:  # else it was asked when the node was given to this backend
             for node in graph.nodes:
                 why = self.device.declines(node)

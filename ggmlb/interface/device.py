@@ -75,12 +75,9 @@ class Device(Unique, ABC):
 
     Attributes:
         by_name_only: Whether automatic choices pass over it.
-        answers_alike: Whether nodes that differ only in the places of their operands get the same answers of
-            `declines` and `offload_op`, so that one layer may be asked about for all.
     """
 
     by_name_only = False
-    answers_alike = True
 
     @property
     @abstractmethod

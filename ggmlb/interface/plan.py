@@ -10,7 +10,6 @@ from ggmlb.core.errors import FreedError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Unique
 from ggmlb.core.placement import Zeros, are_equal, placement_clock, zeros_of
-from ggmlb.core.repeats import RepeatedGraph
 from ggmlb.core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -31,21 +30,14 @@ class GraphPlan(Unique):
 
     def __init__(self, backend: Backend, graph: Graph) -> None:
         self._backend = weakref.ref(backend)
-        self._nodes = graph.make if isinstance(graph, RepeatedGraph) else tuple(graph.nodes)
+        self.nodes = tuple(graph.nodes)
         self.owner_checks = graph.owner_checks
-        self._graph, self._whole = weakref.ref(graph), graph.short.whole
+        self._graph, self._whole = weakref.ref(graph), graph.whole
         self._replacement: GraphPlan | None = None
         self._checked_at = placement_clock.now
         self._binding = None if self.owner_checks else binding(self.nodes)
         self._memory = graph.memory()
         self.is_freed = False
-
-    @property
-    def nodes(self) -> tuple[Tensor, ...]:
-        """The nodes it computes."""
-        if not isinstance(self._nodes, tuple):
-            self._nodes = tuple(self._nodes().nodes)
-        return self._nodes
 
     @property
     def backend(self) -> Backend:

@@ -76,7 +76,6 @@ class FakeDevice(Device):
         self._reg = reg
         self._name = f"Fake{index}"
         self._declines = declines
-        self.answers_alike = declines is None
         self.capacity = capacity
         self.used = 0
         self.n_buffers = 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.fusion import Group, fuse
-from ggmlb.backends.llvm.table import Table, Unlike
+from ggmlb.backends.llvm.table import Table
 from ggmlb.core.enums import Status
 from ggmlb.core.errors import BackendError
 from ggmlb.core.graph import Graph
-from ggmlb.core.repeats import RepeatedGraph
 from ggmlb.interface import GraphPlan
 from ggmlb.system import progress
 
@@ -23,15 +22,9 @@ class LlvmPlan(GraphPlan):
     def __init__(self, backend: LlvmBackend, graph: Graph) -> None:
         super().__init__(backend, graph)
         self._pool = backend.pool
-        whole = graph if isinstance(graph, RepeatedGraph) else None
-        self._short = (whole.repeats, whole.short_order) if whole is not None else None
         with progress.task(f"{backend.name}: compiling kernels") as task:
-            try:
-                self._items = fuse(graph.short, backend.can_fuse, by_place=False)
-                self._table = Table(backend, self._items, task, whole)
-            except Unlike:
-                self._items = fuse(graph, backend.can_fuse, by_place=False)
-                self._table = Table(backend, self._items, task)
+            self._items = fuse(graph, backend.can_fuse, by_place=False)
+            self._table = Table(backend, self._items, task)
         self._span = self._pool.span(self._table.address, 0, self._table.n_steps)
         self._faults = self._table.errors.data  # after a step, NumPy's code is in no cache any more
 
@@ -66,12 +59,8 @@ class LlvmPlan(GraphPlan):
         row, limit, i = table.errors[:3].tolist()
         table.errors[:] = 0
         at = next(k for k, end in enumerate(table.ends) if end >= i)
-        if table.results and self._short is not None:
-            repeats, order = self._short
-            node = self.nodes[repeats.expand(order).index(repeats.expand(table.results)[at])]
-        else:
-            item = self._items[at]
-            node = item.result if isinstance(item, Group) else item
+        item = self._items[at]
+        node = item.result if isinstance(item, Group) else item
         raise BackendError(
             f"{self.backend.name} failed to compute {node.describe()}: "
             f"row number {row} for a tensor of {limit} rows"

@@ -14,7 +14,6 @@ from ggmlb.backends.llvm.lowering import lower
 from ggmlb.backends.llvm.lowering.steps import ALIGNED, NOTHING, NUMBER, OPERANDS, Lowered, Steps, symbol
 from ggmlb.core.enums import NO_OPS
 from ggmlb.core.placement import frozen
-from ggmlb.core.repeats import RepeatedGraph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.interface.host import aligned_empty
@@ -72,38 +71,6 @@ class Made(NamedTuple):
     end: int
 
 
-class Again(NamedTuple):
-    """Which items come again before them, in the same order.
-
-    Attributes:
-        start, end: The first of them, and the end.
-        times: How often.
-    """
-
-    start: int = 0
-    end: int = 0
-    times: int = 0
-
-    def of(self, values: Ints, sizes: Ints | None = None) -> Ints:
-        """Return the values of all items.
-
-        Args:
-            values: Of those that do not come again, and once of those that do.
-            sizes: How many of the values are of each item; one by default.
-        """
-        if not self.times:
-            return values
-        start, end = self.start, self.end
-        if sizes is not None:
-            start, end = int(sizes[:start].sum()), int(sizes[:end].sum())
-        times = (self.times, *[1] * (values.ndim - 1))
-        return np.concatenate([values[:end], np.tile(values[start:end], times), values[end:]])
-
-
-class Unlike(Exception):
-    """The equal parts of a graph would be lowered differently."""
-
-
 class Table:
     """The bound steps of items; one of a known kind is not lowered again.
 
@@ -111,18 +78,13 @@ class Table:
         backend: The stream.
         items: Nodes and groups, in order.
         task: Told when kernels are compiled.
-        whole: The graph, if the items are those of its shorter graph.
 
     Attributes:
         address: Of the first step.
         n_steps: Number of steps.
-        ends: For each item, those of the whole graph, the number of steps up to its end.
-        results: Numbers of the items, if they stand for those of a whole graph; else none.
+        ends: For each item, the number of steps up to its end.
         shares: Whether any step is for several threads.
         errors: Row number, limit and step of the first fault that a kernel found; zeros if none.
-
-    Raises:
-        Unlike: The steps of left out parts are not those of the shorter graph's.
     """
 
     def __init__(
@@ -130,7 +92,6 @@ class Table:
         backend: LlvmBackend,
         items: Sequence[Tensor | Group],
         task: Task,
-        whole: RepeatedGraph | None = None,
     ) -> None:
         self._backend, self._task, self._kinds = backend, task, backend.kinds
         self._kinds.make_room()
@@ -138,7 +99,6 @@ class Table:
         self._made: Made | None = None
         self.errors = aligned_empty(64).view(np.int64)  # as the addresses of all slots are
         self.errors[:] = 0
-        self.results: list[int] = []
         operands = [_operands(item) for item in items]
         self._read({*chain.from_iterable(operands)} - {None})
         found: list[Lowered] = []
@@ -151,11 +111,7 @@ class Table:
         places = np.array(flat, np.int64)
         sizes = np.array([OPERANDS + len(tensors) for tensors in operands], np.int64)
         slots = np.array([*self._addresses, *self._memory(found)], np.int64)[places]
-        again = Again()
-        if whole is not None:
-            self.results = [whole.numbers[t.result if isinstance(t, Group) else t] for t in items]
-            again, slots = self._unroll(whole, found, places, slots, np.cumsum(sizes))
-        self._bind(found, again, sizes, slots & ~ALIGNED)
+        self._bind(found, sizes, slots & ~ALIGNED)
         # Only what is run stays: the stream owns its plans, and must not be kept alive by them.
         del self._backend, self._task, self._kinds, self._addresses, self._forms, self._numbers, self._starts
 
@@ -231,49 +187,12 @@ class Table:
                 return slot, made.layout
         return None
 
-    def _unroll(
-        self, whole: RepeatedGraph, found: Sequence[Lowered], places: Ints, slots: Ints, ends: Ints
-    ) -> tuple[Again, Ints]:
-        """Return which items come again in the whole graph, and the slots of all."""
-        repeats = whole.repeats
-        start, end = repeats.window(self.results) or (0, 0)
-        n = end - start
-        if not n or not all(map(is_, found[start:end], found[start - n :])):
-            raise Unlike
-        before, at, after = (int(ends[i - 1]) if i else 0 for i in (start - n, start, end))
-        mine = places[at:after] < len(self._addresses)
-        numbers = np.array([whole.numbers[t] for t in self._numbers], np.int64)
-        numbers[numbers >= len(repeats.kept)] = -1  # copies, which all parts read alike
-        first, second = (numbers[of_part[mine]] for of_part in (places[before:at], places[at:after]))
-        before_second = repeats.before[second]
-        if ((before_second != first) & (before_second >= -1)).any():
-            raise Unlike
-        more = np.tile(slots[at:after], (repeats.n_left_out, 1))
-        moved = np.flatnonzero((slots[at:after] != slots[before:at])[mine] & (first != second))
-        more[:, np.flatnonzero(mine)[moved]] = self._addresses_of(whole, repeats.left_out(second[moved]))
-        late = np.flatnonzero(places[at:] < len(self._addresses)) + at
-        here = numbers[places[late]]
-        moved = repeats.late[here] != repeats.early[here]
-        slots[late[moved]] = self._addresses_of(whole, repeats.late[here[moved]])
-        if ((more ^ slots[at:after]) & ALIGNED).any():
-            raise Unlike
-        return Again(start, end, repeats.n_left_out), np.concatenate([slots[:at], more.ravel(), slots[at:]])
-
-    def _addresses_of(self, whole: RepeatedGraph, numbers: Ints) -> Ints:
-        """Return where tensors of the whole graph are."""
-        flat = numbers.ravel().tolist()
-        buffers = list(map(whole.buffers.__getitem__, flat))
-        self._starts |= self._starts_of({*buffers} - self._starts.keys())
-        starts, offsets = map(self._starts.__getitem__, buffers), map(whole.offsets.__getitem__, flat)
-        return np.reshape(np.array([*starts], np.int64) + np.array([*offsets], np.int64), numbers.shape)
-
-    def _bind(self, found: Sequence[Lowered], again: Again, sizes: Ints, slots: Ints) -> None:
-        """Write the table: the steps of items, some of which come again, with the slots of all."""
-        steps, args, symbols = (
+    def _bind(self, found: Sequence[Lowered], sizes: Ints, slots: Ints) -> None:
+        """Write the table: the steps of all items, with their operands' addresses."""
+        n_steps, n_args, n_symbols = (
             np.array(n, np.int64)
             for n in ([x.n_steps for x in found], [x.args.size for x in found], [x.slots.size for x in found])
         )
-        n_steps, n_args, n_symbols, sizes = map(again.of, (steps, args, symbols, sizes))
         self.ends = np.cumsum(n_steps).tolist()
         self.n_steps = int(n_steps.sum())
         self.shares = any([x.shares for x in found])
@@ -282,10 +201,10 @@ class Table:
             return
         firsts, starts = _starts(sizes), _starts(n_args)
         slots[firsts + NUMBER] = _starts(n_steps)
-        self._args = values = again.of(np.concatenate([x.args for x in found]), args)
-        self._words = words = again.of(np.concatenate([x.words for x in found]), steps)
-        where = again.of(np.concatenate([x.places for x in found]), symbols) + np.repeat(starts, n_symbols)
-        what = again.of(np.concatenate([x.slots for x in found]), symbols) + np.repeat(firsts, n_symbols)
+        self._args = values = np.concatenate([x.args for x in found])
+        self._words = words = np.concatenate([x.words for x in found])
+        where = np.concatenate([x.places for x in found]) + np.repeat(starts, n_symbols)
+        what = np.concatenate([x.slots for x in found]) + np.repeat(firsts, n_symbols)
         values[where] += slots[what]
         words[:, 1] += np.repeat(8 * starts, n_steps) + values.ctypes.data
         self.address = int(words.ctypes.data)

@@ -37,7 +37,6 @@ class MetaDevice(Device):
     """
 
     type = DeviceType.META
-    answers_alike = False  # weights may be sharded by their names
 
     def __init__(self, devices: Sequence[Device], get_split_state: GetSplitState) -> None:
         self.devices = tuple(devices)

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import compress, count
 from math import copysign
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from ggmlb.core.enums import BufferUsage
 from ggmlb.core.errors import GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.placement import are_equal, placement_clock, zeros_of
-from ggmlb.core.repeats import RepeatedGraph, Repeats
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, GraphPlan
 from ggmlb.runtime.alloc import GraphAllocator
 from ggmlb.runtime.indexed_graph import IndexedGraph
 from ggmlb.runtime.scheduler.assign import UNKNOWN, Assignment
 from ggmlb.runtime.scheduler.image import Image
-from ggmlb.runtime.scheduler.repeats import ShortGraph, find_repeats
 from ggmlb.runtime.scheduler.split import Cut
 
 if TYPE_CHECKING:
@@ -74,15 +70,10 @@ class Signature(IndexedGraph):
         self._there = placed, {b: b.usage for b in self.foreign}
         self.requests = _requests(tensors, user)
 
-    def keep(self, repeats: Repeats | None = None) -> None:
-        """Copy the current parameters, which may change later; those of equal parts once."""
-        numbers: Sequence[int] = range(len(self.params)) if repeats is None else repeats.kept
-        params = [p.copy() if p else _NO_PARAMS for p in map(self.params.__getitem__, numbers)]
-        self.params = params if repeats is None else list(map(params.__getitem__, repeats.origins[:-1]))
-        self._zeros: list[tuple[Sequence[int], str, float]] = [
-            ((i,) if repeats is None else repeats.nodes_like(i), name, sign)
-            for i, name, sign in zeros_of(params)
-        ]
+    def keep(self) -> None:
+        """Copy the current parameters, which may change later."""
+        self.params = [p.copy() if p else _NO_PARAMS for p in self.params]
+        self._zeros = zeros_of(self.params)
 
     def match(self, graph: Graph, user: Mapping[Tensor, int]) -> list[Tensor] | None:
         """Return the tensors of a graph by number, if its split, allocation and plans are the same."""
@@ -116,7 +107,7 @@ class Signature(IndexedGraph):
         """Whether all parameters equal the kept ones, including the signs of zeros."""
         same = are_equal(self.params, params)
         return same and all(
-            [copysign(1.0, params[i][name]) == sign for like, name, sign in self._zeros for i in like]
+            [copysign(1.0, params[i][name]) == sign for i, name, sign in self._zeros]
         )
 
 
@@ -181,8 +172,7 @@ class Program:
     """The cached work of a scheduler for a topology, bound to one graph at a time.
 
     Its image (clones of the tensors) is allocated and planned. Binding another graph of the same
-    signature only gives its tensors the places of their clones. A graph with equal parts has the image of a
-    shorter graph (`core.repeats`); its whole image is made where it is asked for.
+    signature only gives its tensors the places of their clones.
 
     Attributes:
         signature: The topology, with the tensors of the graph that is bound.
@@ -196,7 +186,6 @@ class Program:
 
     def __init__(self, signature: Signature, rules: Rules, n_copies: int) -> None:
         self.signature = signature
-        self._rules = rules
         self._n_copies = n_copies
         self._owned: list[int] = []
         self.buffers: list[Buffer | None] = []
@@ -205,72 +194,38 @@ class Program:
         self.n_nodes = len(signature.n_sources)
         self._checked_at = -1
         self._sources: list[tuple[Tensor | None, ...]] = []
-        self._whole: Image | None = None
-        self._whole_splits: list[Split] = []
-        may_repeat = n_copies == 1 and all(b.device.answers_alike for b in rules.backends)
-        repeats = find_repeats(signature) if may_repeat else None
-        signature.keep(repeats)
-        self._split(repeats)
-
-    def _split(self, repeats: Repeats | None) -> None:
-        """Choose backends and cut into splits, by a shorter graph if there are equal parts."""
-        signature = self.signature
-        graph = signature if repeats is None else ShortGraph(signature, repeats)
-        self._assignment = found = Assignment(graph, self._rules, graph.requests)
+        signature.keep()
+        graph = signature
+        self._assignment = found = Assignment(graph, rules, graph.requests)
         cut = Cut(graph, found, self._n_copies)
         ids = [len(found.backends) - 1 if b == UNKNOWN else b for b in found.ids]
         for i in cut.staged:
             ids[i] = len(found.backends)
         self.image = Image(graph, graph.params, ids, cut.splits)
-        self.parts, self._repeats = cut.splits, repeats
+        self.parts = cut.splits
         for split in self.parts:
             split.plans = [None] * self._n_copies
         self.forget_plans()
-        if repeats is not None:
-            is_alike = all(split.repeats(repeats) for split in self.parts)
-            if not is_alike or not repeats.is_alike(found.ids, found.causes):
-                self._split(None)
 
     # -- facts ---------------------------------------------------------------------------------
 
     @property
     def splits(self) -> list[Split]:
         """The splits of the graph, in the order of execution."""
-        return self.parts if self.whole is self.image else self._whole_splits
-
-    @property
-    def whole(self) -> Image:
-        """The image of the whole graph."""
-        repeats, whole = self._repeats, self._whole
-        if repeats is None:
-            return self.image
-        if whole is None:
-            ids = [self.image.ids[i] for i in repeats.origins[:-1]]
-            self._whole_splits = [split.whole(repeats) for split in self.parts]
-            whole = self._whole = Image(self.signature, self.signature.params, ids, self._whole_splits)
-            copies = whole.tensors[len(repeats.origins) - 1 :]
-            if self.buffers:
-                whole.place(
-                    [*self.buffers, *[t.buffer for t in copies]], [*self.offsets, *[t.offset for t in copies]]
-                )
-        return whole
+        return self.parts
 
     def backend_id(self, tensor: Tensor) -> int | None:
         """Return the backend of a tensor of the bound graph; `None` for other tensors."""
         if tensor not in self.signature.numbers:
             return None
-        b = self._assignment.ids[self._number(tensor)]
+        b = self._assignment.ids[self.signature.numbers[tensor]]
         return None if b == UNKNOWN else b
 
     def cause(self, node: Tensor) -> Cause:
         """Return the cause of placement of a node of the bound graph."""
-        cause = self._assignment.causes[self._number(node)]
+        cause = self._assignment.causes[self.signature.numbers[node]]
         assert cause is not None
         return cause
-
-    def _number(self, tensor: Tensor) -> int:
-        number = self.signature.numbers[tensor]
-        return number if self._repeats is None else self._repeats.origins[number]
 
     def reasons(self, node: Tensor) -> dict[str, str]:
         """Return the reason of each backend that declines a node, by name."""
@@ -281,8 +236,6 @@ class Program:
     def bind(self, tensors: list[Tensor]) -> None:
         """Bind another graph of the same signature, by the numbers of its tensors."""
         self.signature.bind(tensors)
-        if self._repeats is not None:
-            self.image.user.bind([tensors[i] for i in self._repeats.kept])
 
     def allocate(self, allocator: GraphAllocator) -> None:
         """Place the image, unless it is still in place.
@@ -290,44 +243,19 @@ class Program:
         Raises:
             AllocationError: A device lacks room.
         """
-        image, signature, repeats = self.image, self.signature, self._repeats
+        image, signature = self.image, self.signature
         if self.stamp == allocator.n_reallocs and allocator.keeps_places():
             return
         buffers, offsets = allocator.alloc_indexed(image, image.ids)
         own = {b for b in {*buffers} if b is not None and b.usage is BufferUsage.COMPUTE}
-        if repeats is not None:
-            places = [b in own and (b, offset) for b, offset in zip(buffers, offsets, strict=True)]
-            if not repeats.is_alike(places):
-                self._split(repeats.in_pairs())
-                self.allocate(allocator)
-                return
         self.stamp = allocator.n_reallocs
         if image.place(buffers, offsets):
             self.forget_plans()
         n = len(signature.tensors)
-        if repeats is None:
-            self.buffers, self.offsets = buffers[:n], offsets[:n]
-        else:
-            self.buffers, self.offsets = self._places(repeats, buffers, offsets)
+        self.buffers, self.offsets = buffers[:n], offsets[:n]
         self._owned = list(compress(range(n), map(own.__contains__, self.buffers)))
         if not allocator.keeps_places():
-            allocator.prepare(self.whole.clones())
-
-    def _places(
-        self, repeats: Repeats, buffers: Sequence[Buffer | None], offsets: Sequence[int]
-    ) -> tuple[list[Buffer | None], list[int]]:
-        """Return where all tensors are, given where those of the shorter graph are."""
-        signature, short, origins = self.signature, self.image.user, repeats.origins[:-1]
-        there = signature.buffers
-        whole, at = list(map(buffers.__getitem__, origins)), list(map(offsets.__getitem__, origins))
-        for i, offset in zip(signature.outside, signature.offsets, strict=True):
-            whole[i], at[i] = there[i], offset
-        for view in short.views:
-            if short.buffers[short.bases[view]] is not None:
-                for i in repeats.nodes_like(view):
-                    base = signature.bases[i]
-                    whole[i], at[i] = there[base], at[base] + signature.view_offs[i]
-        return whole, at
+            allocator.prepare(self.image.clones())
 
     def place(self) -> None:
         """Place the tensors of the bound graph at the places of their clones."""
@@ -374,7 +302,6 @@ class Program:
         if not signature.has_params(params):
             signature.params = params
             signature.keep()
-            self._unroll()
             self.image.set_params(signature.params)
             for split in self.parts:
                 split.marks.clear()
@@ -396,38 +323,11 @@ class Program:
         graphs = self._variants[c]
         if graphs is None:
             graphs = self.image.variant(self.parts, c)
-            if self._repeats is not None:
-                graphs = [self._repeated(i, short, self._repeats) for i, short in enumerate(graphs)]
             self._variants[c] = graphs
         return graphs
-
-    def _repeated(self, index: int, short: Graph, repeats: Repeats) -> Graph:
-        """Return the whole graph of a split."""
-        order = self.parts[index].order
-        window = repeats.window(order)
-        assert window is not None, "`Split.repeats` was asked"
-        if window == (0, 0):
-            return short
-        make, places = partial(_whole_graph, ref(self), index), (self.buffers, self.offsets)
-        return RepeatedGraph(short, repeats, self.image.numbers, order, window, places, make)
 
     def forget_plans(self) -> None:
         """Drop the plans, whose bound tensors have changed."""
         self._variants: list[list[Graph] | None] = [None] * self._n_copies
-        self._whole = None
         for split in self.parts:
             split.plans[:] = [None] * self._n_copies
-
-    def _unroll(self) -> None:
-        """Look at the whole graph from now on: its parts are no longer equal."""
-        if self._repeats is not None:
-            found, origins = self._assignment, self._repeats.origins[:-1]
-            found.ids, found.causes = [found.ids[i] for i in origins], [found.causes[i] for i in origins]
-            self.image, self.parts, self._repeats = self.whole, self.splits, None
-
-
-def _whole_graph(program: ref[Program], index: int) -> Graph:
-    """Make the graph of a split of a program."""
-    found = program()
-    assert found is not None
-    return found.whole.graph_of(found.splits[index])

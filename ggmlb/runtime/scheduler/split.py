@@ -8,7 +8,6 @@ is, and so do the numbers of its tensors: a copy is one more number, which some 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import BufferUsage, Op, TensorFlag
@@ -19,7 +18,6 @@ from ggmlb.interface import Backend, GraphPlan
 from ggmlb.runtime.scheduler.assign import UNKNOWN
 
 if TYPE_CHECKING:
-    from ggmlb.core.repeats import Repeats
     from ggmlb.runtime.indexed_graph import IndexedGraph
     from ggmlb.runtime.scheduler.assign import Assignment
     from ggmlb.runtime.scheduler.image import Image
@@ -94,14 +92,6 @@ class SplitInput:
         """Bytes copied each time (an upper bound if only used experts are copied)."""
         return self.copies[0].nbytes
 
-    def whole(self, repeats: Repeats) -> SplitInput:
-        """Return it as an input of the graph, given one of its shorter graph."""
-        whole = copy(self)
-        whole.number = repeats.kept[self.number]
-        readers = {*self.readers}
-        whole.readers = [i for i, origin in enumerate(repeats.origins) if origin in readers]
-        return whole
-
     def __repr__(self) -> str:
         return f"<SplitInput {self.tensor.describe()} from {self.origin}, {self.nbytes:,} bytes>"
 
@@ -172,22 +162,6 @@ class Split:
         if self._graph is None:
             self._graph = self.image.graph_of(self)
         return self._graph
-
-    def repeats(self, repeats: Repeats) -> bool:
-        """Whether a split of a shorter graph treats its parts alike, and copies nothing of them."""
-        orders = (self.view_numbers, self.numbers, self.ordered)  # and so `order`, which is part of it
-        are_common = all(repeats.is_common(i.number) for i in self.inputs)
-        return are_common and None not in map(repeats.window, orders)
-
-    def whole(self, repeats: Repeats) -> Split:
-        """Return the split of the graph, given that of its shorter graph."""
-        whole = copy(self)
-        whole.marks = {}  # those there are tell of the shorter graph's clones
-        whole.inputs = [item.whole(repeats) for item in self.inputs]
-        for name in ("view_numbers", "numbers", "ordered", "order"):
-            setattr(whole, name, repeats.expand(getattr(self, name)))
-        whole._graph = None
-        return whole
 
     @property
     def plan(self) -> GraphPlan | None:
