@@ -43,7 +43,7 @@ def plan_of(embedder: BertEmbedder, n_texts: int) -> tuple[Any, Any]:
     embedder.embed([TEXT] * n_texts, n_texts)
     assert embedder.scheduler is not None
     split = max(
-        (s for s in embedder.scheduler.splits if s.backend.name == DEVICES[0]), key=lambda s: len(s.graph)
+        (s for s in embedder.scheduler.splits if s.backend.name == DEVICES[0]), key=lambda s: len(s.nodes)
     )
     return split.backend, split.plan
 

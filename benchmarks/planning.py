@@ -32,9 +32,8 @@ from ggmlb.interface import Backend
 from ggmlb.models import TextModel, default_text_model
 from ggmlb.models.text.decoder import Decoder
 from ggmlb.runtime.alloc import GraphAllocator
-from ggmlb.runtime.scheduler import program
-from ggmlb.runtime.scheduler import scheduler as scheduling
-from ggmlb.runtime.scheduler.image import Image
+from ggmlb.runtime.compile import executable
+from ggmlb.runtime.scheduler import cache
 
 SIZES = (32, 48, 64, 96, 128, 192, 256, 384)
 """Tokens of prompts; the first size is not counted."""
@@ -43,11 +42,10 @@ N_LAYERS = 32
 
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (Decoder, "_new_graph", "build the graph"),
-    (scheduling, "Signature", "read the graph"),
-    (program, "Assignment", "choose backends"),
-    (program, "Cut", "cut into splits"),
-    (program, "Image", "number the image"),
-    (Image, "_make", "make the image's tensors"),
+    (cache, "IndexedGraph", "read the graph"),
+    (executable, "assign", "choose backends"),
+    (executable, "split_graph", "split"),
+    (executable, "insert_copies", "insert copies"),
     (llvm_backend, "gather", "find groups, and order nodes"),
     (GraphAllocator, "alloc_indexed", "plan memory"),
     (Backend, "_check_graph", "check places"),

@@ -30,8 +30,9 @@ from ggmlb import BufferUsage, Context, DType, Graph, GraphAllocator, Scheduler,
 from ggmlb.backends.cpu.plan import CpuPlan
 from ggmlb.interface import Backend
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.scheduler.assign import Rules
-from ggmlb.runtime.scheduler.program import Program, Signature
+from ggmlb.runtime.compile.assign import Rules
+from ggmlb.runtime.compile.executable import compile_graph
+from ggmlb.runtime.compile.read import IndexedGraph, is_compute
 from ggmlb.testing.fake import FakeReg
 
 WIDTH, HEADS, N_KV = 64, 4, 32
@@ -137,7 +138,7 @@ def measure(name: str, backends: list[Backend], layers_on: list[Backend], rounds
 
         steps: list[Callable[[], object]] = []
         for split in sched.splits:
-            steps += [partial(tensor_copy, item.src, item.copy) for item in split.inputs]
+            steps += [partial(tensor_copy, item.tensor, item.copy) for item in split.inputs]
             steps += cast("CpuPlan", split.plan).steps
 
         def bare() -> None:
@@ -249,19 +250,20 @@ def where_it_goes(backends: list[Backend], layers_on: list[Backend], rounds: int
 
         for _ in range(rounds):
             graph, again = model.graph(), model.graph()
-            signature = part("read the graph", lambda g=graph: Signature(g, {}))
-            program = part("choose backends, and cut", lambda s=signature: Program(s, rules, 1))
-            with GraphAllocator(bufts, keep_inputs=True) as allocator:
-                part("plan and get memory", lambda p=program, a=allocator: p.allocate(a))
-                part("place the tensors", program.place)
-                part("before it is computed first: make all tensors", lambda p=program: p.variant(0))
-                program.release()
-                tensors = part(
-                    "again: read it, and compare", lambda p=program, g=again: p.signature.match(g, {})
-                )
-                program.bind(tensors)
-                part("again: place the tensors", program.place)
-                part("again: take the places back", program.release)
+            read = part("read the graph", lambda g=graph: IndexedGraph(g, is_compute))
+            executable = part(
+                "choose backends, split, and insert copies",
+                lambda r=read: compile_graph(r, rules, {}, 1),
+            )
+            with GraphAllocator([*bufts, bufts[-1]], keep_inputs=True) as allocator:
+                part("plan and get memory", lambda e=executable, a=allocator: e.allocate(a))
+                part("place the tensors", lambda e=executable, a=allocator: e.place(a))
+                part("before it is computed first: the splits' graphs", lambda e=executable: e.graphs(0))
+                executable.release()
+                tensors = part("again: compare it", lambda e=executable, g=again: e.match(g, {}))
+                executable.bind(tensors)
+                part("again: place the tensors", lambda e=executable, a=allocator: e.place(a))
+                part("again: take the places back", executable.release)
         for name, values in times.items():
             table.row(name, f"{statistics.median(values) * 1e3:.2f}")
 

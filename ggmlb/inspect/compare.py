@@ -19,7 +19,7 @@ from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, tensor_copy
 from ggmlb.runtime.alloc import alloc_ctx_tensors
-from ggmlb.runtime.indexed_graph import IndexedGraph
+from ggmlb.runtime.compile.read import IndexedGraph
 
 
 class GraphCopy(Freeable):

@@ -19,7 +19,7 @@ from ggmlb.inspect.html import LINES, Picture, escape
 from ggmlb.interface import Backend
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.scheduler.split import Split
+    from ggmlb.runtime.compile.split import Split
 
 FILLS: Final = ("#dbe9fb", "#fde7c8", "#dff2d8", "#f3dcef", "#d8f1f0", "#f9dada")
 """Fill colours of boxes by the device's priority: pale tones of `LINES`."""

@@ -14,8 +14,8 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend
 from ggmlb.interface.registry import init_by_name
 from ggmlb.runtime.alloc import alloc_ctx_tensors, alloc_ctx_tensors_size
+from ggmlb.runtime.compile.assign import Cause
 from ggmlb.runtime.scheduler import Scheduler
-from ggmlb.runtime.scheduler.assign import Cause
 from ggmlb.testing.fake import FakeBackend, FakeReg
 
 N_EXPERTS, WIDTH = 8, 4
@@ -264,7 +264,7 @@ def test_a_backend_may_reorder_its_split_before_it_is_allocated(bench, monkeypat
             ["MUL_MAT", "MUL", "ADD"],
             ["MUL_MAT", "ADD"],
         ]  # once, and never for the same topology
-        assert [n.op for n in first.graph.nodes] == [Op.MUL, Op.MUL_MAT, Op.ADD]
+        assert [n.op for n in first.plan.nodes] == [Op.MUL, Op.MUL_MAT, Op.ADD]
         assert graph.nodes == before
         p = data @ w.to_numpy().T
         inner = p + data * b.src[0].to_numpy()

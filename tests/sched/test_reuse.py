@@ -129,8 +129,8 @@ CHANGES = {
 }  # fmt: skip
 
 
-def n_programs(sched: Scheduler) -> int:
-    return len(sched._programs)
+def n_executables(sched: Scheduler) -> int:
+    return len(sched._cache)
 
 
 @pytest.fixture
@@ -144,16 +144,16 @@ def test_every_field_has_a_change():
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_each_change_makes_another_program(world, field):
+def test_each_change_makes_another_executable(world, field):
     recipe = Recipe()
     with Scheduler(world.backends) as sched:
         for _ in range(3):
             world.compute(sched, recipe, 0)
-        assert n_programs(sched) == 1
+        assert n_executables(sched) == 1
         world.compute(sched, replace(recipe, **{field: CHANGES[field]}), 0)
-        assert n_programs(sched) == 2
+        assert n_executables(sched) == 2
         world.compute(sched, recipe, 0)
-        assert n_programs(sched) == 2
+        assert n_executables(sched) == 2
 
 
 def test_nothing_is_planned_for_the_second_graph(world, monkeypatch):
@@ -172,6 +172,7 @@ def test_nothing_is_planned_for_the_second_graph(world, monkeypatch):
         assert [n for s in sched.splits for n in (*s.views, *s.nodes)] == graph.nodes
         assert [i.tensor for s in sched.splits for i in s.inputs] == [x]
         assert sched.get_tensor_backend(y) is sched.splits[-1].backend
+        monkeypatch.undo()  # of `placement`, each device is asked for its reasons
         assert [p.node for p in sched.placement]
 
 
@@ -215,7 +216,7 @@ def test_a_freed_weight_and_a_moved_one_are_noticed(world):
                 sched.graph_compute(graph)
             elsewhere.usage = BufferUsage.WEIGHTS
             sched.alloc_graph(graph)
-            assert n_programs(sched) == 2
+            assert n_executables(sched) == 2
         with pytest.raises(FreedError, match="'w'"):
             sched.graph_compute(graph)
         with pytest.raises(FreedError, match="'w'"):
@@ -229,7 +230,7 @@ def _holding(tensor: Tensor) -> Context:
     return ctx
 
 
-def test_another_tensor_in_the_place_of_a_weight_makes_another_program(world):
+def test_another_tensor_in_the_place_of_a_weight_makes_another_executable(world):
     w = world.weights[0, 8, 0]
     with Scheduler(world.backends) as sched:
         before = world.compute(sched, Recipe(), 0)
@@ -237,7 +238,7 @@ def test_another_tensor_in_the_place_of_a_weight_makes_another_program(world):
         world.weights[0, 8, 0] = clone
         w.buffer = None
         assert world.compute(sched, Recipe(), 0) == before
-        assert n_programs(sched) == 2
+        assert n_executables(sched) == 2
 
 
 def listings(c: Context) -> dict[str, Graph]:
@@ -256,16 +257,16 @@ def listings(c: Context) -> dict[str, Graph]:
     }
 
 
-def test_a_graph_that_lists_other_tensors_makes_another_program(world):
+def test_a_graph_that_lists_other_tensors_makes_another_executable(world):
     with Scheduler(world.backends) as sched:
         programs = {}
         for name, graph in listings(Context()).items():
             sched.split_graph(graph)
-            programs[name] = sched._program
+            programs[name] = sched._executable
         assert len({*programs.values()}) == len(programs)
         for name, graph in listings(Context()).items():
             sched.split_graph(graph)
-            assert sched._program is programs[name]
+            assert sched._executable is programs[name]
             assert [t for s in sched.splits for t in s.nodes] == graph.nodes
 
 
@@ -283,7 +284,7 @@ def test_a_bounded_number_of_topologies_is_kept(world):
     with Scheduler(world.backends) as sched:
         for rows in range(4, 24):
             world.compute(sched, Recipe(rows=rows), 0)
-        assert n_programs(sched) == 8
+        assert n_executables(sched) == 8
 
 
 def test_the_sign_of_zero_counts(world):
@@ -350,9 +351,9 @@ def test_nothing_is_done_for_a_kept_graph(world, monkeypatch):
         for turn in (0, 1, 2, 2, 1, 0):
             graph, x, y = built[turn]
             if len(results) == 3:
-                plans = {s.plan for g, _, _ in built for s in sched._kept[g].splits}
+                plans = {s.plan for g, _, _ in built for s in sched._cache._kept[g].splits}
                 monkeypatch.setattr(sched, "split_graph", None)
-                monkeypatch.setattr("ggmlb.runtime.scheduler.program.Program.place", None)
+                monkeypatch.setattr("ggmlb.runtime.compile.executable.Executable.place", None)
                 for backend in world.backends:
                     monkeypatch.setattr(backend, "graph_plan_create", None)
             sched.alloc_graph(graph)
@@ -361,7 +362,7 @@ def test_nothing_is_done_for_a_kept_graph(world, monkeypatch):
             sched.graph_compute(graph)
             results.append(y.to_numpy().tobytes())
         assert results[:3] == results[:2:-1]
-        assert plans == {s.plan for g, _, _ in built for s in sched._kept[g].splits}
+        assert plans == {s.plan for g, _, _ in built for s in sched._cache._kept[g].splits}
 
 
 def test_a_kept_graph_whose_weight_moved_is_split_anew_and_one_that_died_is_dropped(world):
@@ -388,10 +389,10 @@ def test_a_kept_graph_whose_weight_moved_is_split_anew_and_one_that_died_is_drop
         with pytest.raises(FreedError, match="'w'"):
             sched.alloc_graph(graph)
         w.buffer = buffer
-        assert len(sched._kept) == 2
+        assert len(sched._cache._kept) == 2
         del other, each
         gc.collect()
-        assert len(sched._kept) == 1
+        assert len(sched._cache._kept) == 1
 
 
 def test_kept_graphs_that_find_no_room_lose_their_places(bench):

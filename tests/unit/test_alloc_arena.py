@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb.runtime.alloc.plan import CHUNK_BITS, Arena
+from ggmlb.runtime.compile.allocate import CHUNK_BITS, Arena
 
 
 def test_the_smallest_block_that_fits_is_taken_and_the_end_grows_last() -> None:

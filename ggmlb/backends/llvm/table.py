@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from itertools import chain, count
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np

@@ -13,8 +13,8 @@ from ggmlb.core.placement import placement_clock
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer, BufferType
 from ggmlb.runtime.alloc.context import padded
-from ggmlb.runtime.alloc.plan import BufferIds, Plan, make_plan
-from ggmlb.runtime.indexed_graph import IndexedGraph
+from ggmlb.runtime.compile.allocate import BufferIds, Plan, make_plan
+from ggmlb.runtime.compile.read import IndexedGraph
 
 MAX_PLANS = 8
 """Most cached plans: programs rarely alternate between more topologies."""

@@ -33,9 +33,9 @@ from ggmlb.interface.observe import observers
 if TYPE_CHECKING:
     from ggmlb.interface import Buffer, BufferType
     from ggmlb.interface.data import Bytes
-    from ggmlb.runtime.indexed_graph import IndexedGraph
-    from ggmlb.runtime.scheduler.program import Program
-    from ggmlb.runtime.scheduler.split import Split, SplitInput
+    from ggmlb.runtime.compile.executable import Executable
+    from ggmlb.runtime.compile.read import IndexedGraph
+    from ggmlb.runtime.compile.split import Split, SplitInput
 
 EvalCallback = Callable[[Tensor, bool], bool]
 """`callback(node, ask)`: with `ask`, it returns whether it wants a node's data (views
@@ -44,7 +44,7 @@ included); without, the data is ready, and `False` stops the computation
 
 
 class Executor:
-    """Queues programs on a scheduler's backends.
+    """Queues executables on a scheduler's backends.
 
     Attributes:
         n_copies: Number of copies of tensors sent between devices.
@@ -69,7 +69,7 @@ class Executor:
         self._index = {id(b): i for i, b in enumerate(backends)}
         self._staging = [Staging(b) for b in backends]
 
-    def compute(self, program: Program, callback: EvalCallback | None) -> Status:
+    def compute(self, executable: Executable, callback: EvalCallback | None) -> Status:
         """Queue all splits, with only the waits needed for their order.
 
         Returns:
@@ -78,7 +78,7 @@ class Executor:
         status = None
         self.is_busy = True
         try:
-            status = self._queue(program, callback)
+            status = self._queue(executable, callback)
         finally:
             self.is_busy = False
             if status is not Status.SUCCESS:  # what was queued has no marks behind it, and may still run
@@ -87,24 +87,22 @@ class Executor:
                         backend.synchronize()
         return status
 
-    def _queue(self, program: Program, callback: EvalCallback | None) -> Status:
+    def _queue(self, executable: Executable, callback: EvalCallback | None) -> Status:
         c = self.copy
         experts: ExpertCopies | None = None
         waits: dict[int, None] = {}
         last_sent: dict[int, None] = {}
-        for index, split in enumerate(program.parts):
+        for index, split in enumerate(executable.splits):
             b = split.backend_id
             for other in split.after:
                 self._order(other, b)
             if split.inputs:
-                experts = experts or ExpertCopies(program.parts, c)
+                experts = experts or ExpertCopies(executable, c)
                 self._copy_in(split, c, experts, waits, last_sent)
             if callback is None:
-                status = split.backend.graph_plan_compute(program.plan(index, c))
+                status = split.backend.graph_plan_compute(executable.plan(index, c))
             else:
-                status = _compute_watched(
-                    program.splits[index], program.signature, program.variant(c)[index], callback
-                )
+                status = _compute_watched(split, executable.graph, executable.graphs(c)[index], callback)
             if status is not Status.SUCCESS:
                 return status
             if split.reads_user_input and self._is_async[b]:
@@ -144,8 +142,8 @@ class Executor:
         b, backend = split.backend_id, split.backend
         senders: dict[int, None] = {}
         for item in split.inputs:
-            owner = self._index[id(item.backend)]
-            buffer = item.src.buffer
+            owner, src = self._index[id(item.backend)], item.tensor
+            buffer = src.buffer
             assert buffer is not None
             if experts.copy(item, split):
                 continue
@@ -156,17 +154,17 @@ class Executor:
                     senders[owner] = None
                     last_sent[b] = None
                 else:
-                    tensor_copy_async(item.backend, backend, item.src, item.copies[c])
+                    tensor_copy_async(item.backend, backend, src, item.copies[c])
             else:
-                tensor_copy_async(item.backend, backend, item.src, item.copy)
-                if item.tensor.flags & TensorFlag.INPUT:
+                tensor_copy_async(item.backend, backend, src, item.copy)
+                if src.flags & TensorFlag.INPUT:
                     waits[b] = None
         for owner in senders:
             self._order(owner, b)
 
     def _upload(self, item: SplitInput, buffer: Buffer, split: Split, owner: int) -> None:
         """Queue a copy of unchanging bytes from host memory."""
-        src = item.src
+        src = item.tensor
         if self._is_async[owner] and not item.is_staged:  # it may compute what is read here
             item.backend.synchronize()
         if item.is_constant:
@@ -182,7 +180,7 @@ class Executor:
             return False
         if is_first and has_read.is_recorded:
             item.backend.event_wait(has_read)
-        return item.backend.copy_on_stream(item.src, item.copies[c])
+        return item.backend.copy_on_stream(item.tensor, item.copies[c])
 
     def _order(self, first: int, then: int) -> None:
         """Order later work of one backend after the earlier work of another."""
@@ -275,16 +273,17 @@ class ExpertCopies:
     Ids that several weights are read by are looked at once.
 
     Args:
-        splits: The splits that are computed.
-        c: Which copies of their inputs they read.
+        executable: What is computed.
+        c: Which copies of inputs it reads.
 
     Source: the copies of ggml_backend_sched_compute_splits for GGML_OP_MUL_MAT_ID.
     """
 
-    def __init__(self, splits: Sequence[Split], c: int) -> None:
-        self._splits = splits
+    def __init__(self, executable: Executable, c: int) -> None:
+        self._splits = executable.splits
+        self._graph = executable.graph
         self._c = c
-        self._used: dict[Tensor, npt.NDArray[np.intp]] = {}
+        self._used: dict[int, npt.NDArray[np.intp]] = {}
 
     def copy(self, item: SplitInput, split: Split) -> bool:
         """Queue copies of the experts in use, those that lie side by side in one.
@@ -297,39 +296,41 @@ class ExpertCopies:
         Raises:
             BackendError: An id is not that of an expert.
         """
-        src, node = item.src, item.experts
+        src = item.tensor
         n_experts, size = src.ne[2], src.nb[2]
-        if node is None or src.ne[3] != 1 or size * n_experts != src.nbytes or src.buffer is None:
+        if not item.has_experts or src.ne[3] != 1 or size * n_experts != src.nbytes or src.buffer is None:
             return False
-        ids = node.operand(2)
+        (reader,) = item.readers
+        ids = self._graph.reads(reader)[2]
         used = self._used.get(ids)
         if used is None:
-            used = self._used[ids] = self._find_used(ids, n_experts, node, split)
+            used = self._used[ids] = self._find_used(ids, n_experts, reader, split)
         data = src.buffer.base[src.offset : src.offset + src.nbytes]
         for first, last in _runs(used):
             start, end = first * size, (last + 1) * size
             split.backend.set_tensor_async(item.copy, data[start:end], start)
         return True
 
-    def _find_used(self, ids: Tensor, n_experts: int, node: Tensor, split: Split) -> npt.NDArray[np.intp]:
+    def _find_used(self, ids: int, n_experts: int, reader: int, split: Split) -> npt.NDArray[np.intp]:
         """Return the numbers of the experts in use, in order; waits for what computes the ids."""
-        where, backend, is_staged = ids, split.backend, False
+        tensors = self._graph.tensors
+        where, backend, is_staged = tensors[ids], split.backend, False
         for other in self._splits:
             for item in other.inputs:
-                if ids not in item.copies:
+                if item.number != ids or other.backend is not split.backend:
                     continue
                 if item.is_staged or other is split:  # it may not have been copied yet
-                    where, backend, is_staged = item.src, item.backend, item.is_staged
-                elif len(item.copies) > 1:
-                    where = item.copies[self._c]
+                    backend, is_staged = item.backend, item.is_staged
+                else:
+                    where = item.copies[self._c if len(item.copies) > 1 else 0]
         if not is_staged:
             backend.synchronize()
         used: npt.NDArray[np.intp] = np.unique(where.to_numpy())
         if used.size and not 0 <= used[0] <= used[-1] < n_experts:
             bad = used[-1] if used[0] >= 0 else used[0]
             raise BackendError(
-                f"{node.describe()}: {ids.describe()} holds {bad}, but there are {n_experts} experts; ids "
-                f"must be 0 to {n_experts - 1}"
+                f"{tensors[reader].describe()}: {tensors[ids].describe()} holds {bad}, but there are "
+                f"{n_experts} experts; ids must be 0 to {n_experts - 1}"
             )
         return used
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from ggmlb.interface import Backend
     from ggmlb.runtime.alloc import GraphAllocator
-    from ggmlb.runtime.scheduler.assign import Cause
-    from ggmlb.runtime.scheduler.program import Program
-    from ggmlb.runtime.scheduler.split import Split
+    from ggmlb.runtime.compile.assign import Cause
+    from ggmlb.runtime.compile.executable import Executable
+    from ggmlb.runtime.compile.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Placement:
     copies: tuple[str, ...] = ()
 
 
-def placements(graph: Graph, program: Program) -> list[Placement]:
+def placements(graph: Graph, executable: Executable) -> list[Placement]:
     """Return one record for each computed node, in order."""
     index = {node: i for i, node in enumerate(graph.nodes)}
     records = []
-    for i_split, split in enumerate(program.splits):
+    for i_split, split in enumerate(executable.splits):
         copied = {item.tensor for item in split.inputs}
         for node in split.nodes:
             if node.op in NO_OPS:
@@ -61,28 +61,31 @@ def placements(graph: Graph, program: Program) -> list[Placement]:
                     op=node.op_desc(),
                     device=split.backend.name,
                     split=i_split,
-                    cause=program.cause(node),
-                    rejected=program.reasons(node),
+                    cause=executable.cause(node),
+                    rejected=executable.reasons(node),
                     copies=tuple(s.name or s.op_desc() for s in node.src if s is not None and s in copied),
                 )
             )
     return records
 
 
-def memory_report(program: Program, allocator: GraphAllocator, backends: Sequence[Backend]) -> MemoryReport:
-    """Return the memory of a program, planned and allocated, in an allocator for these backends."""
+def memory_report(
+    executable: Executable, allocator: GraphAllocator, backends: Sequence[Backend]
+) -> MemoryReport:
+    """Return the memory of an executable, planned and allocated, in an allocator for these backends."""
     placed: dict[str, list[Space]] = {"weights": [], "placed": []}
-    known = program.signature.buffers
-    for buffer in dict.fromkeys(b for b in (known[i] for i in program.signature.outside) if b is not None):
+    known = executable.graph.buffers
+    for buffer in dict.fromkeys(b for b in (known[i] for i in executable.graph.outside) if b is not None):
         kind = "weights" if buffer.usage is BufferUsage.WEIGHTS else "placed"
         placed[kind] += [(inner.buft, inner.size) for inner in buffer.allocations]
     copied: Counter[BufferType] = Counter()
-    for split in program.splits:
+    for split in executable.splits:
         buft = allocator.bufts[[*backends].index(split.backend)]
         copied[buft] += sum(copy.nbytes for item in split.inputs for copy in item.copies)
-    image = program.image
     planned: Counter[BufferType] = Counter()
-    for buft, nbytes in zip(allocator.bufts, allocator.indexed_size(image, image.ids), strict=True):
+    for buft, nbytes in zip(
+        allocator.bufts, allocator.indexed_size(executable.copied, executable.memories), strict=True
+    ):
         planned[buft] += nbytes
     allocated: Counter[BufferType] = Counter()
     for buffer in allocator.buffers:
@@ -97,13 +100,13 @@ def memory_report(program: Program, allocator: GraphAllocator, backends: Sequenc
     return MemoryReport(table(planned), table(allocated))
 
 
-def record_fallbacks(graph: Graph, program: Program, backends: Sequence[Backend]) -> None:
+def record_fallbacks(graph: Graph, executable: Executable, backends: Sequence[Backend]) -> None:
     """Log the nodes that a backend of higher priority declines, once for each of its reasons."""
     if not log.is_enabled("scheduler", log.INFO):
         return
     rank = {backend.name: i for i, backend in enumerate(backends)}
     moved: dict[tuple[str, str, str], list[str]] = {}
-    for placed in placements(graph, program):
+    for placed in placements(graph, executable):
         for device, why in placed.rejected.items():
             if rank[device] < rank[placed.device]:
                 moved.setdefault((device, why, placed.device), []).append(placed.node)
@@ -112,19 +115,19 @@ def record_fallbacks(graph: Graph, program: Program, backends: Sequence[Backend]
         log.record("scheduler", log.INFO, text, device, _brief(nodes), why, other)
 
 
-def render(graph: Graph, program: Program) -> str:
+def render(graph: Graph, executable: Executable) -> str:
     """Return the splits as text: inputs with sizes, nodes with causes.
 
     Consecutive nodes with the same cause share a line.
     """
-    n_copied = sum(item.nbytes for s in program.splits for item in s.inputs)
-    n_inputs = sum(len(s.inputs) for s in program.splits)
+    n_copied = sum(item.nbytes for s in executable.splits for item in s.inputs)
+    n_inputs = sum(len(s.inputs) for s in executable.splits)
     n_work = sum(n.op not in NO_OPS for n in graph.nodes)
     lines = [
-        f"{n_work} nodes in {_count(len(program.splits), 'split')}, "
+        f"{n_work} nodes in {_count(len(executable.splits), 'split')}, "
         f"{_count(n_inputs, 'copy', 'copies')} between devices ({readable_size(n_copied)})"
     ]
-    for i, split in enumerate(program.splits):
+    for i, split in enumerate(executable.splits):
         work = [n for n in split.nodes if n.op not in NO_OPS]
         lines.append(f"split {i} on {split.backend.name}: {_count(len(work), 'node')}")
         lines += [
@@ -132,19 +135,19 @@ def render(graph: Graph, program: Program) -> str:
             f"({readable_size(item.nbytes)})"
             for item in split.inputs
         ]
-        lines += _runs(split, program)
+        lines += _runs(split, executable)
     return "\n".join(lines)
 
 
-def _runs(split: Split, program: Program) -> list[str]:
+def _runs(split: Split, executable: Executable) -> list[str]:
     lines: list[str] = []
     run: list[str] = []
     reason = ""
     for node in [*(n for n in split.nodes if n.op not in NO_OPS), None]:
         why = ""
         if node is not None:
-            rejected = program.reasons(node)
-            why = str(program.cause(node)) + "".join(f"; {d} declines: {r}" for d, r in rejected.items())
+            rejected = executable.reasons(node)
+            why = str(executable.cause(node)) + "".join(f"; {d} declines: {r}" for d, r in rejected.items())
         if run and why != reason:
             lines.append(f"  {_brief(run)} - {reason}")
             run = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ggmlb.core.enums import Status
-from ggmlb.core.errors import ArgumentError, DeviceLostError, Error, FreedError, GraphError
+from ggmlb.core.errors import ArgumentError, DeviceLostError, Error, GraphError
 from ggmlb.core.graph import Graph
 from ggmlb.core.lifetime import Freeable
 from ggmlb.core.tensor import Tensor
@@ -16,15 +16,16 @@ from ggmlb.interface import Backend, Buffer, BufferType
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.interface.registry import cpu_buffer_type
 from ggmlb.runtime.alloc import GraphAllocator
-from ggmlb.runtime.scheduler.assign import Rules
+from ggmlb.runtime.compile.assign import Rules
+from ggmlb.runtime.scheduler.cache import ExecutableCache
 from ggmlb.runtime.scheduler.execute import EvalCallback, Executor
-from ggmlb.runtime.scheduler.program import Program, Programs, Signature
 from ggmlb.runtime.scheduler.report import Placement, memory_report, placements, record_fallbacks, render
 from ggmlb.system import log
 
 if TYPE_CHECKING:
     from ggmlb.inspect.trace import Trace
-    from ggmlb.runtime.scheduler.split import Split
+    from ggmlb.runtime.compile.executable import Executable
+    from ggmlb.runtime.compile.split import Split
 
 
 class Views(Protocol):
@@ -47,7 +48,7 @@ class Scheduler(Freeable):
     """Splits a graph over backends, allocates it, and computes it with copies between devices.
 
     A graph is assigned, split, allocated and planned once. Computing it again does none of that, nor does
-    a new graph of the same topology (`Signature`): same ops, shapes, parameters and weights, as each step
+    a new graph equal to it (`IndexedGraph.match`): same ops, shapes, parameters and weights, as each step
     of a decoding program builds one. The last eight topologies are kept, with their weights.
 
     A context manager, which frees its memory on exit. Only one thread at a time may use a scheduler.
@@ -123,13 +124,10 @@ class Scheduler(Freeable):
         )
         self._executor = Executor(self._backends, self._n_copies)
         rules = Rules(self._backends, self._bufts, op_offload, strict, separate)
-        self._programs = Programs(rules, self._n_copies)
-        self._program: Program | None = None
+        self._cache = ExecutableCache(rules, self._n_copies, keep_graphs)
         self._graph: Graph | None = None
-        self._placed: Program | None = None
-        self._last: Program | None = None
-        self._keep_graphs = keep_graphs
-        self._kept: weakref.WeakKeyDictionary[Graph, Program] = weakref.WeakKeyDictionary()
+        self._executable: Executable | None = None
+        self._in_memory: Executable | None = None  # whose data the compute memory holds
         self._stop_sanitizer = self.views.start_sanitizer(self) if sanitize else None
 
     # -- facts ---------------------------------------------------------------------------------
@@ -178,24 +176,24 @@ class Scheduler(Freeable):
     @property
     def graph(self) -> Graph | None:
         """The last graph that was split; `None` before the first, and after `reset`."""
-        return self._graph if self._program else None
+        return self._graph if self._executable else None
 
     @property
     def splits(self) -> tuple[Split, ...]:
         """The splits of the last graph, in order of execution."""
-        return tuple(self._program.splits) if self._program else ()
+        return tuple(self._executable.splits) if self._executable else ()
 
     @property
     def n_splits(self) -> int:
         """Number of splits of the last graph (ggml_backend_sched_get_n_splits)."""
-        return len(self._program.splits) if self._program else 0
+        return len(self._executable.splits) if self._executable else 0
 
     @property
     def placement(self) -> list[Placement]:
         """The device, cause, other devices' reasons, and copies of each node of the last graph."""
-        if self._graph is None or self._program is None:
+        if self._graph is None or self._executable is None:
             return []
-        return placements(self._graph, self._program)
+        return placements(self._graph, self._executable)
 
     def memory_report(self) -> MemoryReport:
         """Return the memory of the last graph by device and contents, planned and allocated.
@@ -207,7 +205,7 @@ class Scheduler(Freeable):
             GraphError: No graph was split.
         """
         self._need_graph("memory_report")
-        return memory_report(self._need_program(), self._allocator, self._backends)
+        return memory_report(self._need_executable(), self._allocator, self._backends)
 
     # -- pictures ------------------------------------------------------------------------------
 
@@ -246,9 +244,9 @@ class Scheduler(Freeable):
 
     def __str__(self) -> str:
         """The splits with inputs and sizes, and each node's cause of placement."""
-        if self._graph is None or self._program is None:
+        if self._graph is None or self._executable is None:
             return f"{self!r}, no graph yet"
-        return render(self._graph, self._program)
+        return render(self._graph, self._executable)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -256,8 +254,7 @@ class Scheduler(Freeable):
         """Request a backend for a node; `None` withdraws the request.
 
         Requests stay valid for all later graphs with the node, also after `reset` and `reserve`. A view
-        is where its source
-        is: request the source's backend.
+        is where its source is: request the source's backend.
 
         Raises:
             ArgumentError: The node is not a tensor, or the backend is not one of the scheduler's.
@@ -269,15 +266,14 @@ class Scheduler(Freeable):
         else:
             self._user[node] = self._index(backend)
         self._graph = None if self._graph is not None and node in self._graph else self._graph
-        for graph in [graph for graph in self._kept if node in graph]:
-            del self._kept[graph]
+        self._cache.drop(node)
 
     def get_tensor_backend(self, node: Tensor) -> Backend | None:
         """Return the assigned backend of a tensor, else the requested one, else `None`.
 
         Source: ggml_backend_sched_get_tensor_backend.
         """
-        found = self._program.backend_id(node) if self._program is not None else None
+        found = None if self._executable is None else self._executable.backend_id(node)
         if found is None:
             found = self._user.get(node)
         return None if found is None else self._backends[found]
@@ -308,18 +304,13 @@ class Scheduler(Freeable):
         """
         self._check_idle("split_graph")
         self._forget()
-        program = self._programs.find(graph, self._user)
-        if program is None:
-            signature = Signature(graph, self._user)
-            if signature.own:  # now that its tensors are un-placed, it may be a known one
-                program = self._programs.find(graph, self._user)
-        if program is None:
+        executable = self._cache.find(graph, self._user)
+        if executable is None:
             with log.timed("scheduler", log.DEBUG, "%d nodes split", len(graph.nodes)):
-                program = self._programs.make(signature)
-            record_fallbacks(graph, program, self._backends)
-        for other in [g for g, p in self._kept.items() if p is program]:
-            del self._kept[other]
-        self._program, self._graph = program, graph
+                executable, is_new = self._cache.compile(graph, self._user)
+            if is_new:
+                record_fallbacks(graph, executable, self._backends)
+        self._executable, self._graph = executable, graph
 
     def reserve(self, measure_graph: Graph) -> None:
         """Allocate the memory for a graph in advance.
@@ -332,11 +323,11 @@ class Scheduler(Freeable):
         """
         self.synchronize()
         self.split_graph(measure_graph)
-        program = self._need_program()
+        executable = self._need_executable()
         try:
-            self._allocator.reserve_indexed(program.image, program.image.ids)
+            self._allocator.reserve_indexed(executable.copied, executable.memories)
         except BaseException:
-            self._drop_programs()
+            self._cache.clear()
             raise
         finally:
             self.reset()
@@ -350,9 +341,9 @@ class Scheduler(Freeable):
         Source: ggml_backend_sched_reserve_size.
         """
         self.split_graph(measure_graph)
-        program = self._need_program()
+        executable = self._need_executable()
         try:
-            sizes = self._allocator.indexed_size(program.image, program.image.ids)
+            sizes = self._allocator.indexed_size(executable.copied, executable.memories)
         finally:
             self.reset()
         return list(sizes[: self.n_backends])
@@ -371,43 +362,25 @@ class Scheduler(Freeable):
 
         Source: ggml_backend_sched_alloc_graph.
         """
-        program = self._find_kept(graph)
-        is_placed = program is not None and self._is_placed(program)
-        if program is None:
+        self._check_idle("alloc_graph")
+        executable = self._cache.kept(graph)
+        if executable is None:
             self.split_graph(graph)
-            program = self._need_program()
-        if program is not self._last or program.stamp != self._allocator.n_reallocs:
+            executable = self._need_executable()
+        if executable is not self._in_memory or executable.stamp != self._allocator.n_reallocs:
             self.synchronize()  # queued work may still use the memory that is given out anew
-            self._last = None
+            self._in_memory = None
             try:
-                program.allocate(self._allocator)
+                executable.allocate(self._allocator)
             except BaseException:
                 self._forget()
-                self._drop_programs()
+                self._cache.clear()
                 raise
-            self._last = program
-        if not is_placed:
-            program.place()
-        self._program, self._graph, self._placed = program, graph, program
-        if self._keep_graphs:
-            self._kept[graph] = program
-
-    def _is_placed(self, program: Program) -> bool:
-        allocator = self._allocator
-        is_last = program is self._last or allocator.keeps_places()
-        return is_last and program.stamp == allocator.n_reallocs
-
-    def _find_kept(self, graph: Graph) -> Program | None:
-        """Return the program of a kept graph, unless its tensors were moved."""
-        self._check_idle("alloc_graph")
-        program = self._kept.get(graph)
-        if program is None or program.n_nodes != len(graph.nodes):
-            return None
-        try:
-            program.check()
-        except (GraphError, FreedError):
-            return None  # which splitting it anew can cure, or words
-        return program
+            self._in_memory = executable
+        if not executable.is_placed:
+            executable.place(self._allocator)
+        self._executable, self._graph = executable, graph
+        self._cache.keep(graph, executable)
 
     # -- computing -----------------------------------------------------------------------------
 
@@ -439,12 +412,18 @@ class Scheduler(Freeable):
         Source: ggml_backend_sched_graph_compute_async.
         """
         self._check_idle("graph_compute")
-        placed = self._placed
-        if graph is not self._graph or placed is None or len(graph.nodes) != placed.n_nodes:
+        executable = self._executable
+        if (
+            graph is not self._graph
+            or executable is None
+            or not executable.is_placed
+            or executable is not self._in_memory
+            or len(graph.nodes) != executable.n_nodes
+        ):
             self.alloc_graph(graph)
-        program = self._need_program()
-        program.check()
-        return self._executor.compute(program, self._callback)
+            executable = self._need_executable()
+        executable.check()
+        return self._executor.compute(executable, self._callback)
 
     def synchronize(self) -> None:
         """Wait for the work queued on all backends (ggml_backend_sched_synchronize).
@@ -463,7 +442,7 @@ class Scheduler(Freeable):
         """
         self.check_alive("reset")
         self._graph = None
-        self._program = None
+        self._executable = None
 
     def free(self) -> None:
         """Finish queued work and free the memory; the backends stay (ggml_backend_sched_free).
@@ -483,8 +462,8 @@ class Scheduler(Freeable):
             except Error as error:
                 failure = error
         self._forget()
-        self._drop_programs()
-        self._last = None
+        self._cache.clear()
+        self._in_memory = None
         self.is_freed = True
         self._executor.free()
         self._allocator.free()
@@ -525,18 +504,11 @@ class Scheduler(Freeable):
 
     def _forget(self) -> None:
         """Un-place the last graph's tensors, so that reused memory cannot be read through them."""
-        if self._placed is not None and not self._keep_graphs:
-            self._placed.release()
-        self._placed = None
-        self._program = None
+        last = self._in_memory
+        if last is not None and not self._cache.keep_graphs:
+            last.release()
+        self._executable = None
         self._graph = None
-
-    def _drop_programs(self) -> None:
-        """Drop all programs, whose memory is gone."""
-        for program in self._kept.values():
-            program.release()
-        self._kept.clear()
-        self._programs.clear()
 
     def _check_idle(self, call: str) -> None:
         """Raise if the scheduler was freed, or is called from a callback or another thread meanwhile."""
@@ -559,9 +531,9 @@ class Scheduler(Freeable):
             raise GraphError(f"{call}: there is no graph yet; call split_graph or alloc_graph first")
         return self.graph
 
-    def _need_program(self) -> Program:
-        assert self._program is not None
-        return self._program
+    def _need_executable(self) -> Executable:
+        assert self._executable is not None
+        return self._executable
 
     def _index(self, backend: Backend) -> int:
         for i, known in enumerate(self._backends):

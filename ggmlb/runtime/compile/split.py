@@ -1,26 +1,23 @@
-"""Pass 5: cut the graph into splits, and find the tensors to copy between devices.
+"""split_graph: pass 5, which divides an assigned graph into splits, and finds the tensors to be copied.
 
-ggml rewrites the sources of the user's nodes to point at the copies. Here the user's graph stays as it
-is, and so do the numbers of its tensors: a copy is one more number, which some nodes read instead.
-`image.py` makes tensors of the numbers.
+A split is a run of consecutive nodes on one backend, views included. The user's graph stays as it is, and so
+do the numbers of its tensors: nodes and copies refer to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import BufferUsage, Op, TensorFlag
-from ggmlb.core.graph import Graph
 from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, GraphPlan
-from ggmlb.runtime.scheduler.assign import UNKNOWN
+from ggmlb.runtime.compile.assign import UNKNOWN, readable
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.indexed_graph import IndexedGraph
-    from ggmlb.runtime.scheduler.assign import Assignment
-    from ggmlb.runtime.scheduler.image import Image
+    from ggmlb.runtime.compile.assign import Assignment, Rules
+    from ggmlb.runtime.compile.read import IndexedGraph
 
 MAX_SPLIT_INPUTS = 30
 """A split with this many inputs is closed before the next node that needs another (as in ggml)."""
@@ -37,23 +34,23 @@ class SplitInput:
         is_constant: Whether it is a weight that the graph does not write.
         has_experts: Whether it holds experts' weights, of which its only reader selects some.
         readers: Numbers of the nodes on the split's device that read it.
-        image: The image with the tensors.
     """
 
     __slots__ = (
+        "_graph",
         "backend",
         "copies",
         "has_experts",
-        "image",
         "is_constant",
         "is_staged",
         "number",
         "readers",
     )
 
-    image: Image
-
-    def __init__(self, number: int, copies: tuple[Tensor, ...], backend: Backend) -> None:
+    def __init__(
+        self, graph: IndexedGraph, number: int, copies: tuple[Tensor, ...], backend: Backend
+    ) -> None:
+        self._graph = graph
         self.number = number
         self.copies = copies
         self.backend = backend
@@ -64,18 +61,8 @@ class SplitInput:
 
     @property
     def tensor(self) -> Tensor:
-        """The user's tensor."""
-        return self.image.user.tensors[self.number]
-
-    @property
-    def src(self) -> Tensor:
-        """The source of the copy, in the image."""
-        return self.image.clone(self.number)
-
-    @property
-    def experts(self) -> Tensor | None:
-        """The only node that reads it, in the image, if it holds experts' weights."""
-        return self.image.clone(self.readers[0]) if self.has_experts else None
+        """The user's tensor, which is copied."""
+        return self._graph.tensors[self.number]
 
     @property
     def origin(self) -> str:
@@ -107,11 +94,10 @@ class Split:
         ordered: The same in the backend's preferred order.
         order: The computed ones, in that order.
         inputs: The tensors copied to it first.
-        marks: The backend's notes of the clones (`Graph.marks`).
-        plans: The graph lowered, for each of the copies; `None` until first computed.
+        marks: The backend's notes of the nodes (`Graph.marks`).
+        plans: The plan for each of the copies; `None` until first computed.
         after: Indices of backends with shared memory whose earlier work must be finished first.
         reads_user_input: Whether it reads an input of the graph in place.
-        image: The image with the tensors.
     """
 
     __slots__ = (
@@ -119,7 +105,6 @@ class Split:
         "after",
         "backend",
         "backend_id",
-        "image",
         "inputs",
         "marks",
         "numbers",
@@ -130,9 +115,8 @@ class Split:
         "view_numbers",
     )
 
-    image: Image
-
-    def __init__(self, backend: Backend, backend_id: int) -> None:
+    def __init__(self, graph: IndexedGraph, backend: Backend, backend_id: int) -> None:
+        self._graph = graph
         self.backend = backend
         self.backend_id = backend_id
         self.view_numbers: list[int] = []
@@ -144,94 +128,118 @@ class Split:
         self.plans: list[GraphPlan | None] = [None]
         self.after: tuple[int, ...] = ()
         self.reads_user_input = False
-        self._graph: Graph | None = None
 
     @property
     def nodes(self) -> list[Tensor]:
         """The user's nodes that it computes, including views of its own tensors."""
-        return [self.image.user.tensors[i] for i in self.numbers]
+        return [self._graph.tensors[i] for i in self.numbers]
 
     @property
     def views(self) -> list[Tensor]:
         """The user's views of other devices' tensors, which nodes here read through copies."""
-        return [self.image.user.tensors[i] for i in self.view_numbers]
-
-    @property
-    def graph(self) -> Graph:
-        """The graph of the nodes' clones in the backend's preferred order, without views."""
-        if self._graph is None:
-            self._graph = self.image.graph_of(self)
-        return self._graph
+        return [self._graph.tensors[i] for i in self.view_numbers]
 
     @property
     def plan(self) -> GraphPlan | None:
-        """The graph lowered to read the first copies."""
+        """The plan that reads the first copies."""
         return self.plans[0]
 
     def __repr__(self) -> str:
         return f"<Split {self.backend.name}: {len(self.numbers)} nodes, {len(self.inputs)} inputs>"
 
 
-class Cut:
-    """A graph cut into splits.
+def split_graph(
+    graph: IndexedGraph, found: Assignment, rules: Rules, requests: Mapping[int, int], n_copies: int
+) -> tuple[list[Split], set[int]]:
+    """Divide a graph into splits.
 
-    Attributes:
-        splits: In the order of execution.
-        staged: Numbers of the inputs that lie in host memory, though a device owns them: it copies them.
+    Args:
+        graph: The graph.
+        found: The backends of its tensors.
+        rules: The backends, and the scheduler's options.
+        requests: Backend index of the tensors whose backend the user requested, by number.
+        n_copies: Number of copies of tensors that one device sends to another.
+
+    Returns:
+        The splits in the order of execution, and the numbers of the staged inputs: those kept in host memory,
+        though a device owns and copies them.
     """
+    splitter = _Splitter(graph, found, rules, requests, n_copies)
+    if len({*found.ids} - {UNKNOWN}) > 1 or found.foreign or splitter.staged:
+        splitter.divide()
+    else:  # nothing needs to move
+        splitter.take_all()
+    splitter.order_shared_memory()
+    for split in splitter.splits:
+        split.plans *= n_copies
+    return splitter.splits, splitter.staged
 
-    def __init__(self, graph: IndexedGraph, assignment: Assignment, n_copies: int) -> None:
+
+class _Splitter:
+    """Divides one graph into splits."""
+
+    def __init__(
+        self,
+        graph: IndexedGraph,
+        found: Assignment,
+        rules: Rules,
+        requests: Mapping[int, int],
+        n_copies: int,
+    ) -> None:
         self.splits: list[Split] = []
         self._graph = graph
-        self._assignment = assignment
+        self._found = found
+        self._rules = rules
         self._n_copies = n_copies
         # Tensors that each backend has copies of, by number.
-        self._copied: list[dict[int, SplitInput]] = [{} for _ in assignment.backends]
+        self._copied: list[dict[int, SplitInput]] = [{} for _ in rules.backends]
         flagged = [i for i in graph.flagged if graph.flags[i] & TensorFlag.INPUT]
         self._inputs = {i for i in flagged if graph.bases[i] < 0}
-        self.staged = self._find_staged()
-        ids, backends = assignment.ids, assignment.backends
-        first = next((ids[i] for i in graph.work), len(backends) - 1)
-        self.splits.append(Split(backends[first], first))
-        if len({*ids} - {UNKNOWN}) > 1 or assignment.foreign or self.staged:
-            self._cut()
-        else:  # nothing needs to move
-            self.splits[0].numbers = list(graph.nodes)
-            self.splits[0].reads_user_input = bool(self._inputs)
-        self._order_shared_memory()
+        self.staged = self._find_staged(requests)
 
-    def _find_staged(self) -> set[int]:
+    def _find_staged(self, requests: Mapping[int, int]) -> set[int]:
         """Return the inputs assigned to an asynchronous device that can stay in host memory.
 
         The user may overwrite an input once a computation is queued. An input in device memory would need
         a wait; one in host memory is queued as a snapshot. Inputs that the user placed on or requested
         for a device, or that nodes write, are read in place.
         """
-        graph, assignment = self._graph, self._assignment
-        last = len(assignment.backends) - 1
-        if assignment.bufts[last].is_host or not assignment.backends[last].device.caps.async_:
+        graph, rules, last = self._graph, self._rules, self._rules.last
+        if rules.bufts[last].is_host or not rules.backends[last].device.caps.async_:
             return set()
-        ids, ops, buffers = assignment.ids, graph.ops, graph.buffers
+        ids, ops, buffers = self._found.ids, graph.ops, graph.buffers
         unplaced = {i for i in self._inputs if ids[i] == last and ops[i] is Op.NONE and buffers[i] is None}
-        found = unplaced - assignment.requests.keys()
+        found = unplaced - requests.keys()
         if found:
             found -= {graph.bases[i] for i in graph.views if graph.computes[i]}
             for node in graph.work:
                 also = SPECS[graph.ops[node]].also_written
-                found -= {assignment.roots[graph.reads(node)[i]] for i in also}
+                found -= {graph.roots[graph.reads(node)[i]] for i in also}
         return found
 
-    def _cut(self) -> None:
-        graph, assignment = self._graph, self._assignment
-        ids, backends = assignment.ids, assignment.backends
+    def _begin(self, b: int) -> Split:
+        """Append a split on a backend."""
+        split = Split(self._graph, self._rules.backends[b], b)
+        self.splits.append(split)
+        return split
+
+    def take_all(self) -> None:
+        """Make one split of all nodes."""
+        split = self._begin(next((self._found.ids[i] for i in self._graph.work), self._rules.last))
+        split.numbers = list(self._graph.nodes)
+        split.reads_user_input = bool(self._inputs)
+
+    def divide(self) -> None:
+        """Begin a split wherever the backend changes; copy what a node cannot read in place."""
+        graph, ids = self._graph, self._found.ids
         computes, bases, edges = graph.computes, graph.bases, graph.sources
         begins, ends = graph.spans
         inputs = self._inputs.union([i for i in graph.views if bases[i] in self._inputs])
         # Where each tensor is at hand, by number: what the user writes is nowhere, nor what lies elsewhere.
         places = list(ids)
-        for i in inputs | assignment.foreign:
+        for i in inputs | self._found.foreign:
             places[i] = UNKNOWN
-        split = self.splits[0]
+        split = self._begin(next((ids[i] for i in graph.work), self._rules.last))
         for node in graph.nodes:
             b = ids[node]
             if not computes[node]:
@@ -246,8 +254,7 @@ class Cut:
                 sources = []
             copied = self._copied[b]
             if b != split.backend_id or (sources and self._wants_new_split(sources, split)):
-                split = Split(backends[b], b)
-                self.splits.append(split)
+                split = self._begin(b)
             for src in sources:
                 if src in copied or self._needs_copy(src, b):
                     if src not in copied:
@@ -256,11 +263,11 @@ class Cut:
                 elif src in inputs:
                     split.reads_user_input = True
             split.numbers.append(node)
-        weights = [i for s in self.splits for i in s.inputs if self._is_weight(assignment.roots[i.number])]
+        weights = [i for s in self.splits for i in s.inputs if self._is_weight(graph.roots[i.number])]
         if weights:
             written = {bases[i] for i in graph.views if computes[i]}
             for item in weights:
-                root = assignment.roots[item.number]
+                root = graph.roots[item.number]
                 item.is_constant = graph.ops[root] is Op.NONE and root not in written
                 item.has_experts = item.is_constant and self._has_experts(item)
 
@@ -284,7 +291,8 @@ class Cut:
         """Whether a backend cannot read a source in place."""
         if src < 0:
             return False
-        return self._assignment.roots[src] in self.staged or not self._assignment.readable(src, b)
+        graph = self._graph
+        return graph.roots[src] in self.staged or not readable(graph, self._rules, self._found.ids, src, b)
 
     def _add_input(self, split: Split, src: int, owner: int) -> None:
         tensor = self._graph.tensors[src]
@@ -294,8 +302,8 @@ class Cut:
         if n > 1:  # another computation may write them at any time: they share memory with nothing
             for copy in copies:
                 copy.flags = TensorFlag.INPUT | TensorFlag.OUTPUT
-        item = SplitInput(src, copies, self._assignment.backends[owner])
-        item.is_staged = self._assignment.roots[src] in self.staged
+        item = SplitInput(self._graph, src, copies, self._rules.backends[owner])
+        item.is_staged = self._graph.roots[src] in self.staged
         self._copied[split.backend_id][src] = item
         split.inputs.append(item)
 
@@ -308,11 +316,11 @@ class Cut:
 
         Copies from host memory or the user's buffers are queued on the reading device.
         """
-        root = self._assignment.roots[src]
+        rules, root = self._rules, self._graph.roots[src]
         if self._graph.buffers[root] is not None or root in self._inputs:
             return False
-        both = (self._assignment.backends[owner], self._assignment.backends[b])
-        return not self._assignment.bufts[owner].is_host and all(x.device.caps.events for x in both)
+        both = (rules.backends[owner], rules.backends[b])
+        return not rules.bufts[owner].is_host and all(x.device.caps.events for x in both)
 
     def _has_experts(self, item: SplitInput) -> bool:
         """Whether an input is an expert weight in host memory, read by one node through its ids."""
@@ -326,20 +334,20 @@ class Cut:
 
     # -- order ---------------------------------------------------------------------------------
 
-    def _order_shared_memory(self) -> None:
+    def order_shared_memory(self) -> None:
         """Set the backends that a split must wait for because they share memory.
 
         Copies are ordered on both sides. But a backend may still read or write another's memory in place
         when the allocator has reused that memory for a later split.
         """
-        assignment = self._assignment
-        n = len(assignment.backends)
-        shared = [[a != b and assignment.shares(a, b) for a in range(n)] for b in range(n)]
-        if assignment.separate:
+        rules = self._rules
+        n = len(rules.backends)
+        shared = [[a != b and rules.shares(a, b) for a in range(n)] for b in range(n)]
+        if rules.separate:
             self._add_written(shared)
         ran = sorted({s.backend_id for s in self.splits})  # a graph is computed again and again
         for split in self.splits:
-            split.after = tuple(a for a in ran if shared[split.backend_id][a])
+            split.after = tuple([a for a in ran if shared[split.backend_id][a]])
 
     def _add_written(self, shared: list[list[bool]]) -> None:
         """Add backends with separate memory that access a buffer of the user that one of them writes."""

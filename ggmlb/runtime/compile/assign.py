@@ -1,4 +1,4 @@
-"""Passes 1-4: choose the backend of every tensor of a graph.
+"""assign: passes 1-4, which choose the backend of every tensor of a graph.
 
 The rules are ggml's (ggml_backend_sched_split_graph): placed tensors stay, an op runs where its weights
 are, other nodes follow their neighbours, and the rest go to the backend that can read most of their
@@ -22,12 +22,11 @@ from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, BufferType
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.indexed_graph import IndexedGraph
+    from ggmlb.runtime.compile.read import IndexedGraph
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
-    """What a scheduler assigns by.
+    """A scheduler's backends and options, by which graphs are assigned and split.
 
     Attributes:
         backends: In order of priority, highest first.
@@ -38,11 +37,41 @@ class Rules:
             wait for another.
     """
 
-    backends: Sequence[Backend]
-    bufts: Sequence[BufferType]
-    op_offload: bool = True
-    strict: bool = False
-    separate: bool = False
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        bufts: Sequence[BufferType],
+        op_offload: bool = True,
+        strict: bool = False,
+        separate: bool = False,
+    ) -> None:
+        self.backends, self.bufts = tuple(backends), tuple(bufts)
+        self.op_offload, self.strict, self.separate = op_offload, strict, separate
+        self.last = len(self.backends) - 1
+        self._users: dict[BufferType, frozenset[int]] = {}
+
+    def users(self, buft: BufferType) -> frozenset[int]:
+        """Return the backends that can use memory of that type (`supports_buft`, asked once)."""
+        known = self._users.get(buft)
+        if known is None:
+            can = [b.supports_buft(buft) for b in self.backends]
+            known = self._users[buft] = frozenset([i for i, yes in enumerate(can) if yes])
+        return known
+
+    def is_apart(self, a: int, b: int) -> bool:
+        """Whether two backends have memory of their own each, though its type is the same."""
+        return self.separate and a != b and self.bufts[a] is self.bufts[b]
+
+    def shares(self, a: int, b: int) -> bool:
+        """Whether one of two backends can use the other's memory."""
+        if self.separate and self.bufts[a] is self.bufts[b]:
+            return False
+        return a in self.users(self.bufts[b]) or b in self.users(self.bufts[a])
+
+    def reasons(self, node: Tensor) -> dict[str, str]:
+        """Return the reason of each backend that declines a node, by name."""
+        answers = ((b.name, b.device.declines(node)) for b in self.backends)
+        return {name: why for name, why in answers if why is not None}
 
 
 class Cause(str, Enum):
@@ -72,47 +101,71 @@ UNKNOWN = -1
 """Backend index of unassigned tensors."""
 
 
+@dataclass(frozen=True, slots=True)
 class Assignment:
-    """The backends of a graph's tensors, by number.
+    """The backends of a graph's tensors.
 
     Attributes:
-        ids: Backend index of each tensor; 0 is the highest priority.
+        ids: Index of each tensor's backend, by number; 0 is the highest priority.
         causes: Cause of each tensor's assignment.
         foreign: Numbers of the tensors in memory that no backend here can use: they are copied to be read.
-        requests: Backend index of the tensors whose backend the user asked for, by number.
-        backends, bufts, separate: As the rules say.
-        roots: As the graph says.
-
-    Raises:
-        UnsupportedOpError: No backend runs a node, or (strict) the wanted one does not.
     """
 
+    ids: list[int]
+    causes: list[Cause | None]
+    foreign: set[int]
+
+
+def assign(graph: IndexedGraph, rules: Rules, requests: Mapping[int, int]) -> Assignment:
+    """Choose the backend of every tensor of a graph.
+
+    Args:
+        graph: The graph.
+        rules: The backends, and the scheduler's options.
+        requests: Backend index of the tensors whose backend the user requested, by number.
+
+    Raises:
+        UnsupportedOpError: No backend runs a node, or (strict) the requested one does not.
+    """
+    passes = _Passes(graph, rules, requests)
+    work = graph.work
+    passes.from_places()
+    passes.from_weights(work)
+    passes.expand(work)
+    passes.upgrade_or_best(work)
+    passes.pin_inplace_writers(work)
+    passes.rest()
+    return Assignment(passes.ids, passes.causes, passes.foreign)
+
+
+def readable(graph: IndexedGraph, rules: Rules, ids: Sequence[int], i: int, b: int) -> bool:
+    """Whether backend `b` can use a tensor without a copy, at its present or planned place."""
+    root = graph.roots[i]
+    buffer = graph.buffers[root]
+    if buffer is not None:
+        return b in rules.users(buffer.buft)
+    owner = ids[i]
+    if owner < 0:
+        owner = ids[root]
+    return owner >= 0 and not rules.is_apart(owner, b) and b in rules.users(rules.bufts[owner])
+
+
+class _Passes:
+    """The passes over one graph: each fills in some of `ids` and `causes`."""
+
     def __init__(self, graph: IndexedGraph, rules: Rules, requests: Mapping[int, int]) -> None:
-        self.backends = backends = rules.backends
+        self.backends = rules.backends
         self.bufts = rules.bufts
-        self.separate = rules.separate
-        self._op_offload = rules.op_offload
-        self._strict = rules.strict
-        n = len(graph.tensors)
         self.ids: list[int] = []
         self.causes: list[Cause | None] = []
-        self.roots = graph.roots
+        self.foreign: set[int] = set()
+        self._rules, self._requests = rules, requests
         self._graph = graph
         self._tensors, self._computes = graph.tensors, graph.computes
-        self._bases, self._buffers, self.requests = graph.bases, graph.buffers, requests
-        self._last = len(backends) - 1
-        self._declines = [b.device.declines for b in backends]
-        self._supported: list[list[bool | None]] = [[None] * n for _ in backends]
-        self._bufts_supported: list[dict[int, bool]] = [{} for _ in backends]
-        self._holders: dict[int, tuple[int, ...]] = {}
-
-        work = graph.work
-        self._from_places(graph)
-        self._from_weights(work)
-        self._expand(work)
-        self._upgrade_or_best(work)
-        self._keep_writers_home(work)
-        self._rest(graph.nodes, (*graph.listed[: graph.n_leafs], *graph.unlisted))
+        self._roots, self._bases, self._buffers = graph.roots, graph.bases, graph.buffers
+        self._last = rules.last
+        self._declines = [b.device.declines for b in self.backends]
+        self._supported: list[list[bool | None]] = [[None] * len(graph.tensors) for _ in self.backends]
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -123,57 +176,30 @@ class Assignment:
             answer = self._supported[b][node] = self._declines[b](self._tensors[node]) is None
         return answer
 
-    def supports_buft(self, b: int, buft: BufferType) -> bool:
-        """Whether backend `b` can use memory of that type (cached)."""
-        known = self._bufts_supported[b]
-        answer = known.get(id(buft))
-        if answer is None:
-            answer = known[id(buft)] = self.backends[b].supports_buft(buft)
-        return answer
-
-    def holders(self, buft: BufferType) -> tuple[int, ...]:
-        """The backends that can use memory of that type."""
-        known = self._holders.get(id(buft))
-        if known is None:
-            n = len(self.backends)
-            known = self._holders[id(buft)] = tuple(b for b in range(n) if self.supports_buft(b, buft))
-        return known
-
     def _sources(self, node: int) -> list[int]:
         """Return the numbers of the present sources."""
         return [s for s in self._graph.reads(node) if s >= 0]
 
     def readable(self, i: int, b: int) -> bool:
         """Whether backend `b` can use the tensor without a copy, at its present or planned place."""
-        root = self.roots[i]
-        buffer = self._buffers[root]
-        if buffer is not None:
-            return self.supports_buft(b, buffer.buft)
-        owner = self.ids[i]
-        if owner < 0:
-            owner = self.ids[root]
-        if owner < 0 or (self.separate and owner != b and self.bufts[owner] is self.bufts[b]):
-            return False
-        return self.supports_buft(b, self.bufts[owner])
+        return readable(self._graph, self._rules, self.ids, i, b)
 
-    def shares(self, a: int, b: int) -> bool:
-        """Whether one of two backends can use the other's memory."""
-        if self.separate and self.bufts[a] is self.bufts[b]:
-            return False
-        return self.supports_buft(a, self.bufts[b]) or self.supports_buft(b, self.bufts[a])
+    def _holders(self, buft: BufferType) -> list[int]:
+        """Return the backends that can use memory of that type, by priority."""
+        return sorted(self._rules.users(buft))
 
     # -- pass 1: what is placed already, and what the user asked for ----------------------------
 
-    def _from_places(self, graph: IndexedGraph) -> None:
-        buffers = self._buffers
+    def from_places(self) -> None:
+        """Keep tensors where they are placed, or where the user requested; inputs go to the last backend."""
+        graph, buffers = self._graph, self._buffers
         owners = {buffer: self._owner_of_leafs(buffer) for buffer in {*buffers}}
-        strange = {b for b in owners if b is not None and not self.holders(b.buft)}
-        self.foreign = (
-            {i for i, root in enumerate(self.roots) if buffers[root] in strange} if strange else set()
-        )
-        self.ids = ids = [owners[buffers[root]] for root in self.roots]
+        strange = {b for b in owners if b is not None and not self._holders(b.buft)}
+        if strange:
+            self.foreign = {i for i, root in enumerate(self._roots) if buffers[root] in strange}
+        self.ids = ids = [owners[buffers[root]] for root in self._roots]
         self.causes = causes = [None if owner < 0 else _PLACED for owner in ids]
-        for i, wanted in self.requests.items():
+        for i, wanted in self._requests.items():
             if self._honour(i, wanted):
                 self._set(i, wanted, Cause.USER)
         for i, computes in enumerate(self._computes):
@@ -197,7 +223,7 @@ class Assignment:
         tensor, name = self._tensors[node], self.backends[wanted].name
         why = self._declines[wanted](tensor)
         message = f"{tensor.describe()} cannot run on {name}, which {request}: {why}"
-        if self._strict:
+        if self._rules.strict:
             raise UnsupportedOpError(message, reasons={name: why or ""})
         warnings.warn(message + "; it falls back to another device", RuntimeWarning, stacklevel=2)
 
@@ -206,28 +232,28 @@ class Assignment:
         if buffer is None:
             return UNKNOWN
         # Memory of a device outside this scheduler (`foreign`) counts as the last backend's, the host's.
-        return next(iter(self.holders(buffer.buft)), self._last)
+        return next(iter(self._holders(buffer.buft)), self._last)
 
     def _owner_of_result(self, i: int) -> int:
         """Return the backend of a result placed in a buffer of the user."""
-        buffer, tensor = self._buffers[self.roots[i]], self._tensors[i]
+        buffer, tensor = self._buffer, tensor = self._buffers[self._roots[i]], self._tensors[i]
         assert buffer is not None
-        for b in self.holders(buffer.buft):
+        for b in self._holders(buffer.buft):
             if self.supports(b, i):
                 return b
         raise UnsupportedOpError(
             f"{tensor.describe()} lies in a {buffer.name} buffer, and no backend both uses that memory and "
             f"runs the op:\n{self.complaints(tensor)}\nPlace it in another buffer, or copy it first.",
-            reasons=self.reasons(tensor),
+            reasons=self._rules.reasons(tensor),
         )
 
-    def _from_weights(self, work: list[int]) -> None:
+    def from_weights(self, work: list[int]) -> None:
         """Assign ops to the backend of their weights; of several weights, the first decides."""
         ids, causes, tensors, ops, rope = self.ids, self.causes, self._tensors, self._graph.ops, Op.ROPE
         weights = [b for b in {*self._buffers} if b is not None and b.usage is BufferUsage.WEIGHTS]
         # Who can use a buffer, and whether another may find its weights worth copying.
         homes: dict[Buffer | None, tuple[Sequence[int], bool]]
-        homes = {b: (self.holders(b.buft), self._op_offload and b.is_host) for b in weights}
+        homes = {b: (self._holders(b.buft), self._rules.op_offload and b.is_host) for b in weights}
         for node in work:
             if ids[node] >= 0:
                 continue
@@ -263,7 +289,7 @@ class Assignment:
 
     # -- pass 2: neighbours --------------------------------------------------------------------
 
-    def _expand(self, work: list[int]) -> None:
+    def expand(self, work: list[int]) -> None:
         """Assign unassigned nodes to the backend of the nodes before or after them.
 
         The backends before the last are expanded first, down and up, so that the last one (the CPU) runs
@@ -289,10 +315,11 @@ class Assignment:
 
     # -- pass 3: better places -----------------------------------------------------------------
 
-    def _upgrade_or_best(self, work: list[int]) -> None:
+    def upgrade_or_best(self, work: list[int]) -> None:
+        """Move nodes to a backend of the same memory and higher priority; assign unassigned ones."""
         n = len(self.backends)
         bufts = self.bufts
-        above = [[b for b in range(i) if bufts[b] is bufts[i] and not self.separate] for i in range(n)]
+        above = [[b for b in range(i) if bufts[b] is bufts[i] and not self._rules.separate] for i in range(n)]
         ids = self.ids
         if not any(above):
             work = [node for node in work if ids[node] < 0]
@@ -315,7 +342,7 @@ class Assignment:
                     most = count
                     self._set(node, b, Cause.BEST)
 
-    def _keep_writers_home(self, work: list[int]) -> None:
+    def pin_inplace_writers(self, work: list[int]) -> None:
         """Assign the nodes that write into a tensor, and the tensor, to one backend that runs them all."""
         ids, bases = self.ids, self._bases
         if len({*ids} - {UNKNOWN}) < 2:
@@ -351,7 +378,7 @@ class Assignment:
             f"{node.describe()} writes into {self._tensors[base].describe()}, which lies on "
             f"{self.backends[home].name}, and no device runs what computes and what writes it:\n"
             f"{self.complaints(node)}\nAdd a backend that runs them all, or write into a copy.",
-            reasons=self.reasons(node),
+            reasons=self._rules.reasons(node),
         )
 
     def _moves(self, node: int, base: int, home: int) -> None:
@@ -361,15 +388,16 @@ class Assignment:
             f"{self._tensors[base].describe()} and what writes into it must be on one device: "
             f"{self.backends[home].name}"
         )
-        if self._strict:
+        if self._rules.strict:
             raise GraphError(message + "; set all of them to the same backend")
         warnings.warn(message + "; it runs there", RuntimeWarning, stacklevel=2)
 
     # -- pass 4: sources and leftovers ---------------------------------------------------------
 
-    def _rest(self, nodes: Sequence[int], others: Sequence[int]) -> None:
-        """Assign the remaining nodes, given the tensors that are not nodes."""
-        ids, bases = self.ids, self._bases
+    def rest(self) -> None:
+        """Assign the remaining nodes and sources."""
+        ids, bases, graph = self.ids, self._bases, self._graph
+        nodes, others = graph.nodes, (*graph.listed[: graph.n_leafs], *graph.unlisted)
         # Where all of these have a backend, every source has one before its readers are looked at.
         is_open = UNKNOWN in map(ids.__getitem__, others)
         for node in nodes if is_open else [i for i in nodes if ids[i] < 0]:
@@ -393,7 +421,7 @@ class Assignment:
                 self._set(node, ids[base] if base >= 0 and ids[base] >= 0 else self._last, _VIEW)
                 if base >= 0 and ids[base] < 0:
                     self._set(base, ids[node], Cause.USED)
-        for node in self.requests:
+        for node in self._requests:
             base = bases[node]
             if base >= 0 and ids[node] != ids[base] and not self._computes[node]:
                 self._set(node, ids[base], _VIEW)  # whatever was asked for
@@ -407,21 +435,14 @@ class Assignment:
         raise UnsupportedOpError(
             f"no device can run {tensor.describe()}:\n{self.complaints(tensor)}\n"
             "Add a backend that runs it (the CPU backend runs every op), or change its operands.",
-            reasons=self.reasons(tensor),
+            reasons=self._rules.reasons(tensor),
         )
 
     # -- words ---------------------------------------------------------------------------------
 
-    def reasons(self, node: Tensor) -> dict[str, str]:
-        """The reason of each backend that declines the node, by name."""
-        answers = (
-            (b.name, declines(node)) for b, declines in zip(self.backends, self._declines, strict=True)
-        )
-        return {name: why for name, why in answers if why is not None}
-
     def complaints(self, node: Tensor) -> str:
-        """`reasons` as indented lines."""
-        return "\n".join(f"  {name}: {why}" for name, why in self.reasons(node).items())
+        """Return each backend's reason to decline a node, as indented lines."""
+        return "\n".join(f"  {name}: {why}" for name, why in self._rules.reasons(node).items())
 
     def _set(self, i: int, backend: int, cause: Cause) -> None:
         self.ids[i] = backend

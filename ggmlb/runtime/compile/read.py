@@ -1,16 +1,22 @@
-"""IndexedGraph: a graph as lists of integers, for the allocator and the scheduler."""
+"""IndexedGraph: a graph as lists of numbers, for the allocator and the scheduler.
+
+All that a graph's assignment, splits, places and plans depend on is in these lists. So a graph with equal
+lists needs none of that work again: `IndexedGraph.match`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, count
+from math import copysign
 from operator import itemgetter
 from typing import Any
 
-from ggmlb.core.enums import NO_OPS, TensorFlag
+from ggmlb.core.enums import NO_OPS, BufferUsage, TensorFlag
 from ggmlb.core.errors import FreedError
 from ggmlb.core.graph import Graph
+from ggmlb.core.placement import are_equal, zeros_of
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer
 
@@ -18,6 +24,9 @@ PLACE_FLAGS = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM
 """The flags that affect the placement of a tensor."""
 
 GraphKey = tuple[Any, ...]
+
+N_FIRST = 64
+"""Nodes compared before all others: graphs of other sizes already differ in these."""
 
 
 class IndexedGraph:
@@ -42,9 +51,10 @@ class IndexedGraph:
         bases: Number of each view's source; -1 if not a view.
         ops: Ops by number.
         flags: Flags by number.
-        buffers: Buffer of each tensor, by number; `None` if unplaced. own, foreign: Buffers of the
-            tensors: the reader's, and the user's.
+        buffers: Buffer of each tensor, by number; `None` if unplaced.
+        own, foreign: Buffers of the tensors: the reader's, and the user's.
         outside: Numbers of tensors (not views) in a buffer of the user: weights, caches.
+        layouts, view_offs, params: Of the tensors, and of their ops, by number; see `keep`.
 
     Raises:
         FreedError: A tensor is in a freed buffer of the user.
@@ -88,7 +98,7 @@ class IndexedGraph:
         if self.foreign:
             bases = self.bases  # a view is where its base is, or will be
             self.outside = [i for i, b in enumerate(self.buffers) if b is not None and bases[i] < 0]
-        if any(b.is_freed for b in self.foreign):
+        if any([b.is_freed for b in self.foreign]):
             self.check_freed()
 
     def _add_unlisted(self, nodes: Sequence[Tensor]) -> None:
@@ -109,7 +119,61 @@ class IndexedGraph:
                 tensors.append(base)
                 users.append(number if number < n_distinct else users[number - n_distinct])
 
-    def numbered(self, graph: Graph) -> list[Tensor] | None:
+    # -- equal graphs --------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Note the facts that `match` compares; the tensors may change later."""
+        tensors = self.tensors
+        self.layouts = [t.layout for t in tensors]
+        self.view_offs = [t.view_offs for t in tensors]
+        self.set_params([t.params for t in tensors])
+        self._first_layouts = [tensors[i].layout for i in self.nodes[:N_FIRST]]
+        placed = self._outside_of(tensors)
+        self._there = placed, [t.offset for t in placed], {b: b.usage for b in self.foreign}
+
+    def set_params(self, params: Sequence[dict[str, Any]]) -> None:
+        """Note parameters of the ops, by number; copies, as the user may change them."""
+        self.params = [p.copy() if p else _NO_PARAMS for p in params]
+        self._zeros = zeros_of(self.params)
+
+    def has_params(self, params: Sequence[dict[str, Any]]) -> bool:
+        """Whether parameters equal the noted ones, signs of zeros included."""
+        same = are_equal(self.params, params)
+        return same and all([copysign(1.0, params[i][name]) == sign for i, name, sign in self._zeros])
+
+    def match(self, graph: Graph) -> list[Tensor] | None:
+        """Return the tensors of another graph by number, if all noted facts are equal; else `None`."""
+        if [t.layout for t in graph.nodes[:N_FIRST]] != self._first_layouts:
+            return None  # before anything else, as most often the sizes differ
+        tensors = self._numbered(graph)
+        is_same = (
+            tensors is not None
+            and [t.layout for t in tensors] == self.layouts
+            and [t.op for t in tensors] == self.ops
+            and [t.flags for t in tensors] == self.flags
+            and [t.view_offs for t in tensors] == self.view_offs
+            and self._are_there(tensors)
+            and self.has_params([t.params for t in tensors])
+        )
+        return tensors if is_same else None
+
+    def _are_there(self, tensors: list[Tensor]) -> bool:
+        """Whether the same tensors of the user are at the same places, and no others."""
+        placed, offsets, usage = self._there
+        buffers, bases = [t.buffer for t in tensors], self.bases
+        return (
+            self._outside_of(tensors) == placed
+            and [t.offset for t in placed] == offsets
+            and not any([b.is_freed or b.usage is not kind for b, kind in usage.items()])
+            and (buffers == self.buffers or _roots_of(buffers, bases) == _roots_of(self.buffers, bases))
+        )
+
+    @cached_property
+    def _outside_of(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Getter of the items of the tensors in a buffer of the user."""
+        return picker(self.outside)
+
+    def _numbered(self, graph: Graph) -> list[Tensor] | None:
         """Return the tensors of another graph by number, if it has the same edges; else `None`."""
         nodes = graph.nodes
         tensors = listed = [*graph.leafs, *nodes]
@@ -152,6 +216,8 @@ class IndexedGraph:
     def numbers(self) -> dict[Tensor | None, int]:
         """Number of each tensor; -1 for `None` (absent)."""
         return {**dict(zip(self.tensors, count())), None: -1}
+
+    # -- facts of edges and flags --------------------------------------------------------------
 
     @property
     def key(self) -> GraphKey:
@@ -230,3 +296,23 @@ class IndexedGraph:
                     f"{tensor.describe()} lies in a {buffer.name} buffer of {buffer.size:,} bytes that was "
                     "freed; place it anew before the graph is allocated or computed"
                 )
+
+
+_NO_PARAMS: dict[str, Any] = {}
+
+
+def is_compute(buffer: Buffer) -> bool:
+    """Whether a buffer is compute memory, which is reused for each graph."""
+    return buffer.usage is BufferUsage.COMPUTE
+
+
+def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that returns the elements of these numbers."""
+    if len(numbers) > 1:  # itemgetter returns a single element by itself
+        return itemgetter(*numbers)
+    return lambda items: tuple([items[i] for i in numbers])
+
+
+def _roots_of(buffers: Sequence[Buffer | None], bases: Sequence[int]) -> list[Buffer | None]:
+    """Return the buffers of what is no view: a view may have been made before its source was placed."""
+    return [buffer for buffer, base in zip(buffers, bases, strict=True) if base < 0]

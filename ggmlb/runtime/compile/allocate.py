@@ -17,7 +17,7 @@ from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor, same_layout
 
 if TYPE_CHECKING:
-    from ggmlb.runtime.indexed_graph import GraphKey, IndexedGraph
+    from ggmlb.runtime.compile.read import GraphKey, IndexedGraph
 
 BufferIds = Sequence[int]
 """Index of a buffer type for each tensor of a topology, by its number."""
