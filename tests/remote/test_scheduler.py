@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ggmlb import Scheduler, init_by_name
 from ggmlb.backends.ray.cluster import Cluster
-from ggmlb.core.enums import NO_OPS
 from tests.support.random_graphs import Program, Recipe, recipes
 
 
@@ -31,9 +30,9 @@ def test_split_over_machines(cluster: Cluster, recipe: Recipe, parallel: bool) -
         if not alone.graph.nodes:
             return
         with Scheduler([cpu]) as one, Scheduler(backends, parallel=parallel) as many:
-            work = [n for n in split.graph.nodes if n.op not in NO_OPS]
+            nodes = split.graph.nodes
             for node, request in recipe.requests:
-                many.set_tensor_backend(work[node % len(work)], backends[request])
+                many.set_tensor_backend(nodes[node % len(nodes)], backends[request])
             one.alloc_graph(alone.graph)
             many.alloc_graph(split.graph)
             for seed in range(3):

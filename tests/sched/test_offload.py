@@ -141,6 +141,40 @@ def test_a_weight_that_others_read_too_is_copied_whole(offloading, monkeypatch):
         np.testing.assert_allclose(z.to_numpy()[:, 0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("changed", ["before", "between"])
+def test_experts_whose_ids_the_graph_writes_are_copied_whole(offloading, changed):
+    """The ids are read before the split runs, once for all weights; here they change after that."""
+    c, random = Context(), np.random.default_rng(0)
+    ids, other = c.new_tensor(DType.I32, (2, 3)), c.new_tensor(DType.I32, (2, 3))
+    x = c.new_tensor(DType.F32, (WIDTH, 1, 3))
+    offloading.stack.enter_context(alloc_ctx_tensors(c, offloading.gpu0))
+    up, down = (offloading.weight(offloading.cpu, WIDTH, WIDTH, N_EXPERTS, name=n) for n in ("up", "down"))
+    d, graph = Context(), Graph()
+    if changed == "between":
+        h = d.mul_mat_id(up, x, ids)
+        graph.build_forward_expand(h).build_forward_expand(d.cpy(other, ids))
+        y = d.mul_mat_id(down, h, ids)
+    else:
+        y = d.mul_mat_id(down, x, d.concat(d.view_2d(ids, 1, 3, ids.nb[1], 0), other, 0))
+    graph.build_forward_expand(d.set_output(y))
+    with Scheduler(offloading.backends) as sched:
+        sched.alloc_graph(graph)
+        first, then = random.integers(0, 4, (3, 2)), random.integers(4, N_EXPERTS, (3, 2))
+        ids.set_array(first)
+        other.set_array(then)
+        x.set_array(random.standard_normal((3, 1, WIDTH)).astype(np.float32))
+        sched.graph_compute(graph)
+        if changed == "between":
+            h_of = np.einsum("teij,tj->tei", up.to_numpy()[first], x.to_numpy()[:, 0])
+        else:
+            then = np.concatenate([first[:, :1], then], 1)
+            h_of = x.to_numpy()
+        expected = np.einsum(
+            "teij,tej->tei", down.to_numpy()[then], np.broadcast_to(h_of, (*then.shape, WIDTH))
+        )
+        np.testing.assert_allclose(y.to_numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [-1, N_EXPERTS])
 def test_an_id_without_an_expert_is_an_error(offloading, bad):
     experts = Experts(offloading)

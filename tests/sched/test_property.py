@@ -6,22 +6,23 @@ import warnings
 from contextlib import ExitStack
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ggmlb.core.enums import NO_OPS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface.registry import init_by_name
 from ggmlb.runtime.scheduler import Scheduler
 from ggmlb.testing.fake import FakeReg
-from tests.support.random_graphs import Program, Recipe, recipes
+from tests.support.random_graphs import Program, Recipe, needless_copies, recipes
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(recipes)
-def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
+@given(recipes, st.sampled_from([1, 1, 3]))
+def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe, n_copies: int) -> None:
     declined = {f"Fake{i}": ops for i, ops in enumerate(recipe.declined)}
     reg = FakeReg(2, async_copies=recipe.async_copies)
-    for device in reg.devices:
+    for i, device in enumerate(reg.devices):
+        if i in recipe.reads_host:
+            device.supports_buft = lambda buft, own=device.buffer_type: buft.is_host or buft is own
         device._declines = lambda t, name=device.name: (
             "declined by the test" if t.op in declined[name] else None
         )
@@ -33,10 +34,10 @@ def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
         split = Program(recipe, backends, stack)
         if not alone.graph.nodes:
             return
-        with Scheduler([cpu]) as one, Scheduler(backends) as many:
-            work = [n for n in split.graph.nodes if n.op not in NO_OPS]
+        with Scheduler([cpu]) as one, Scheduler(backends, parallel=n_copies > 1, n_copies=n_copies) as many:
+            nodes = split.graph.nodes
             for node, request in recipe.requests:
-                many.set_tensor_backend(work[node % len(work)], backends[request])
+                many.set_tensor_backend(nodes[node % len(nodes)], backends[request])
             sources = [n.src for n in split.graph.nodes]
             for seed in range(2):
                 if seed == 0:
@@ -52,8 +53,7 @@ def test_split_over_devices_gives_what_the_cpu_gives(recipe: Recipe) -> None:
             assert [n.src for n in split.graph.nodes] == sources
             for record in many.placement:
                 assert record.device not in record.rejected
-            pairs = [(id(i.tensor), s.backend.name) for s in many.splits for i in s.inputs]
-            assert len(pairs) == len(set(pairs)), "a tensor is copied twice to one device"
+            assert needless_copies(many) == []
     assert all(d.used == 0 and d.n_buffers == 0 for d in reg.devices)
 
 
@@ -69,6 +69,7 @@ def test_the_recipes_reach_what_they_are_for() -> None:
         frozenset(),
         frozenset(),
         True,
+        frozenset(),
     )
     with ExitStack() as stack:
         cpu = stack.enter_context(init_by_name("CPU"))

@@ -28,7 +28,7 @@ from ggml import ggml
 from tests.support.split_programs import N_ROWS, WIDTH, Recipe, build, recipe
 
 TABLE = Path(__file__).parents[1] / "sched" / "ggml_copies.json"
-N_PROGRAMS, N_WRITING = 200, 150
+N_PROGRAMS, N_WRITING = 200, 300
 
 VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")
 TYPE_CPU, TYPE_GPU = 0, 1

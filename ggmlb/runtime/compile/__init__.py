@@ -1,4 +1,6 @@
-"""From a graph to what is computed, in the order of the files:
+"""From a graph to what is computed.
+
+The files, in the order of the work:
 
 read.py        IndexedGraph: the graph as lists of numbers
 assign.py      passes 1-4: which backend computes each node, and why

@@ -144,9 +144,9 @@ def readable(graph: IndexedGraph, rules: Rules, ids: Sequence[int], i: int, b: i
     buffer = graph.buffers[root]
     if buffer is not None:
         return b in rules.users(buffer.buft)
-    owner = ids[i]
+    owner = ids[root]  # in whose memory a result is that another backend wrote in place
     if owner < 0:
-        owner = ids[root]
+        owner = ids[i]
     return owner >= 0 and not rules.is_apart(owner, b) and b in rules.users(rules.bufts[owner])
 
 
@@ -344,13 +344,13 @@ class _Passes:
 
     def pin_inplace_writers(self, work: list[int]) -> None:
         """Assign the nodes that write into a tensor, and the tensor, to one backend that runs them all."""
-        ids, bases = self.ids, self._bases
+        ids = self.ids
         if len({*ids} - {UNKNOWN}) < 2:
             return
         writers: dict[int, list[int]] = {}
-        for node in work:
-            if bases[node] >= 0 and ids[node] >= 0:
-                writers.setdefault(bases[node], []).append(node)
+        for node, written in self._graph.writes.items():
+            for base in written if ids[node] >= 0 else ():
+                writers.setdefault(base, []).append(node)
         for base, nodes in writers.items():
             if ids[base] < 0:
                 self._set(base, ids[nodes[0]], Cause.USED)
@@ -365,6 +365,14 @@ class _Passes:
                 if self.causes[node] is Cause.USER:
                     self._moves(node, base, home)
                 self._set(node, home, Cause.WRITES)
+        for node, written in self._graph.writes.items():
+            for base in written if len(written) > 1 and ids[node] >= 0 else ():
+                if not self.readable(base, ids[node]):
+                    raise GraphError(
+                        f"{self._tensors[node].describe()} on {self.backends[ids[node]].name} writes into "
+                        f"{self._tensors[base].describe()}, which lies on {self.backends[ids[base]].name}; "
+                        "place all tensors that it writes on one device"
+                    )
 
     def _common_home(self, base: int, nodes: list[int], home: int) -> int:
         """Return a backend that runs a tensor's op and all nodes that write into the tensor."""

@@ -1,8 +1,8 @@
 """insert_copies: the graph that is allocated and computed, with the copies that splits read.
 
-It keeps the user's numbers, followed by those of copies, and of views that keep a tensor's memory until it was
-copied. Its tensors are the user's, except that a node which reads a copy, directly or through other such nodes,
-has a clone: the user's graph is never changed.
+It keeps the user's numbers, followed by those of copies, and of views that keep a tensor's memory until it
+was copied. Its tensors are the user's, except that a node which reads a copy, directly or through other such
+nodes, has a clone: the user's graph is never changed.
 """
 
 from __future__ import annotations

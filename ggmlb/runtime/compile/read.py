@@ -16,12 +16,15 @@ from typing import Any
 from ggmlb.core.enums import NO_OPS, BufferUsage, TensorFlag
 from ggmlb.core.errors import FreedError
 from ggmlb.core.graph import Graph
+from ggmlb.core.ops import SPECS
 from ggmlb.core.placement import are_equal, zeros_of
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Buffer
 
 PLACE_FLAGS = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM
 """The flags that affect the placement of a tensor."""
+
+_ALSO_WRITING = {op for op, spec in SPECS.items() if spec.also_written}
 
 GraphKey = tuple[Any, ...]
 
@@ -267,6 +270,22 @@ class IndexedGraph:
         """Numbers of the nodes that compute something, in order."""
         computes = self.computes
         return [i for i in self.nodes if computes[i]]
+
+    @cached_property
+    def writes(self) -> dict[int, list[int]]:
+        """For each node that writes into memory of other tensors: the numbers of those that own it."""
+        bases, ops, roots = self.bases, self.ops, self.roots
+        found = {i: [bases[i]] for i in self.work if bases[i] >= 0}
+        for op in {*ops} & _ALSO_WRITING:
+            for node in [i for i in self.work if ops[i] is op]:
+                also = [roots[self.reads(node)[k]] for k in SPECS[op].also_written]
+                found[node] = [*found.get(node, ()), *also]
+        return found
+
+    @cached_property
+    def written(self) -> set[int]:
+        """Numbers of the tensors whose memory nodes write besides the tensors' own op."""
+        return set(chain.from_iterable(self.writes.values()))
 
     @cached_property
     def spans(self) -> tuple[list[int], list[int]]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ggmlb.core.enums import BufferUsage, Op, TensorFlag
-from ggmlb.core.ops import SPECS
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, GraphPlan
 from ggmlb.runtime.compile.assign import UNKNOWN, readable
@@ -90,7 +89,7 @@ class Split:
         backend: The backend that computes it.
         backend_id: Index of the backend in the scheduler.
         view_numbers: Numbers of views of other devices' tensors, which nodes here read through copies.
-        numbers: Numbers of the other nodes, views of its own tensors included.
+        numbers: Numbers of the other nodes, views of tensors that it can use in place included.
         ordered: The same in the backend's preferred order.
         order: The computed ones, in that order.
         inputs: The tensors copied to it first.
@@ -191,8 +190,9 @@ class _Splitter:
         self._found = found
         self._rules = rules
         self._n_copies = n_copies
-        # Tensors that each backend has copies of, by number.
+        # Tensors that each backend has a valid copy of, by number.
         self._copied: list[dict[int, SplitInput]] = [{} for _ in rules.backends]
+        self._writers: dict[int, int] = {}  # the backend that wrote memory last, by the number of its owner
         flagged = [i for i in graph.flagged if graph.flags[i] & TensorFlag.INPUT]
         self._inputs = {i for i in flagged if graph.bases[i] < 0}
         self.staged = self._find_staged(requests)
@@ -209,13 +209,7 @@ class _Splitter:
             return set()
         ids, ops, buffers = self._found.ids, graph.ops, graph.buffers
         unplaced = {i for i in self._inputs if ids[i] == last and ops[i] is Op.NONE and buffers[i] is None}
-        found = unplaced - requests.keys()
-        if found:
-            found -= {graph.bases[i] for i in graph.views if graph.computes[i]}
-            for node in graph.work:
-                also = SPECS[graph.ops[node]].also_written
-                found -= {graph.roots[graph.reads(node)[i]] for i in also}
-        return found
+        return unplaced - requests.keys() - graph.written
 
     def _begin(self, b: int) -> Split:
         """Append a split on a backend."""
@@ -234,6 +228,7 @@ class _Splitter:
         graph, ids = self._graph, self._found.ids
         computes, bases, edges = graph.computes, graph.bases, graph.sources
         begins, ends = graph.spans
+        writes, roots = graph.writes, graph.roots
         inputs = self._inputs.union([i for i in graph.views if bases[i] in self._inputs])
         # Where each tensor is at hand, by number: what the user writes is nowhere, nor what lies elsewhere.
         places = list(ids)
@@ -243,7 +238,8 @@ class _Splitter:
         for node in graph.nodes:
             b = ids[node]
             if not computes[node]:
-                (split.numbers if b == split.backend_id else split.view_numbers).append(node)
+                here = b == split.backend_id or self._readable(node, split.backend_id)
+                (split.numbers if here else split.view_numbers).append(node)
                 continue
             sources = edges[begins[node] : ends[node]]
             for src in sources:
@@ -263,13 +259,17 @@ class _Splitter:
                 elif src in inputs:
                     split.reads_user_input = True
             split.numbers.append(node)
-        weights = [i for s in self.splits for i in s.inputs if self._is_weight(graph.roots[i.number])]
-        if weights:
-            written = {bases[i] for i in graph.views if computes[i]}
-            for item in weights:
-                root = graph.roots[item.number]
-                item.is_constant = graph.ops[root] is Op.NONE and root not in written
-                item.has_experts = item.is_constant and self._has_experts(item)
+            if node in writes:  # copies of what it writes are out of date
+                self._writers.update(dict.fromkeys(writes[node], b))
+                for copied in self._copied:
+                    for i in [i for i in copied if roots[i] in writes[node]]:
+                        del copied[i]
+        for split in self.splits:
+            for item in split.inputs:
+                root = roots[item.number]
+                if self._is_weight(root):
+                    item.is_constant = graph.ops[root] is Op.NONE and root not in graph.written
+                    item.has_experts = item.is_constant and self._has_experts(item, split)
 
     def _wants_new_split(self, sources: Sequence[int], split: Split) -> bool:
         """Whether a node with these sources should begin a new split on the same backend.
@@ -291,8 +291,11 @@ class _Splitter:
         """Whether a backend cannot read a source in place."""
         if src < 0:
             return False
-        graph = self._graph
-        return graph.roots[src] in self.staged or not readable(graph, self._rules, self._found.ids, src, b)
+        return self._graph.roots[src] in self.staged or not self._readable(src, b)
+
+    def _readable(self, i: int, b: int) -> bool:
+        """Whether a backend can use a tensor without a copy."""
+        return readable(self._graph, self._rules, self._found.ids, i, b)
 
     def _add_input(self, split: Split, src: int, owner: int) -> None:
         tensor = self._graph.tensors[src]
@@ -302,8 +305,9 @@ class _Splitter:
         if n > 1:  # another computation may write them at any time: they share memory with nothing
             for copy in copies:
                 copy.flags = TensorFlag.INPUT | TensorFlag.OUTPUT
-        item = SplitInput(self._graph, src, copies, self._rules.backends[owner])
-        item.is_staged = self._graph.roots[src] in self.staged
+        root = self._graph.roots[src]
+        item = SplitInput(self._graph, src, copies, self._rules.backends[self._writers.get(root, owner)])
+        item.is_staged = root in self.staged
         self._copied[split.backend_id][src] = item
         split.inputs.append(item)
 
@@ -322,15 +326,21 @@ class _Splitter:
         both = (rules.backends[owner], rules.backends[b])
         return not rules.bufts[owner].is_host and all(x.device.caps.events for x in both)
 
-    def _has_experts(self, item: SplitInput) -> bool:
-        """Whether an input is an expert weight in host memory, read by one node through its ids."""
+    def _has_experts(self, item: SplitInput, split: Split) -> bool:
+        """Whether an input is an expert weight in host memory, read by one node through its ids.
+
+        The ids are looked at before the split runs, once for all weights: they must not change later.
+        """
         buffer = self._graph.buffers[item.number]
         if len(item.readers) > 1 or buffer is None or not buffer.is_host:
             return False
         (reader,) = item.readers
         sources = self._graph.reads(reader)
         is_first = sources[0] == item.number and item.number not in sources[1:]
-        return is_first and self._graph.ops[reader] is Op.MUL_MAT_ID
+        if not is_first or self._graph.ops[reader] is not Op.MUL_MAT_ID:
+            return False
+        ids = self._graph.roots[sources[2]]
+        return ids not in self._graph.written and ids not in split.numbers
 
     # -- order ---------------------------------------------------------------------------------
 
@@ -343,28 +353,26 @@ class _Splitter:
         rules = self._rules
         n = len(rules.backends)
         shared = [[a != b and rules.shares(a, b) for a in range(n)] for b in range(n)]
-        if rules.separate:
-            self._add_written(shared)
         ran = sorted({s.backend_id for s in self.splits})  # a graph is computed again and again
+        if len(ran) > 1:
+            self._add_written(shared)
         for split in self.splits:
             split.after = tuple([a for a in ran if shared[split.backend_id][a]])
 
     def _add_written(self, shared: list[list[bool]]) -> None:
-        """Add backends with separate memory that access a buffer of the user that one of them writes."""
+        """Add backends that use the same tensor in place, which one of them writes, wherever it lies."""
         graph = self._graph
         roots, buffers = graph.roots, graph.buffers
-        touched: dict[int, set[int]] = {}
-        written: set[int] = set()
-        for split in self.splits:
+        written = graph.written.union([i for i in graph.work if buffers[i] is not None and roots[i] == i])
+        users: dict[int, set[int]] = {i: set() for i in written}
+        for split in self.splits if written else ():
             for node in split.numbers:
-                if not graph.computes[node]:
-                    continue
-                for i in {roots[i] for i in (node, *graph.reads(node)) if i >= 0}:
-                    if buffers[i] is not None:
-                        touched.setdefault(i, set()).add(split.backend_id)
-                if buffers[roots[node]] is not None:
-                    written.add(roots[node])
-        for i in written:
-            for a in touched[i]:
-                for b in touched[i] - {a}:
-                    shared[a][b] = True
+                if graph.computes[node]:
+                    touched = [roots[i] for i in (node, *graph.reads(node)) if i >= 0]
+                    for i in written.intersection(touched):
+                        users[i].add(split.backend_id)
+        for i, backends in users.items():
+            found = [b for b in backends if self._readable(i, b)] if len(backends) > 1 else []
+            for a in found:
+                for b in found:
+                    shared[a][b] |= a != b
