@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ggmlb.models.folder import default_text_model
 from ggmlb.models.gguf import Vocabulary
 from ggmlb.models.gguf.mixtures import MIXTURES
 from ggmlb.models.gguf.quantizing import plan_types, quantize_gguf
+from ggmlb.models.text.config import ARCHITECTURES
 from tests.support.cuda_played import on_played_cards
 from tests.support.llama_cpp import (
     N_CTX,
@@ -29,11 +31,13 @@ from tests.support.llama_cpp import (
     ROOT,
     distances,
     float32_log_probs,
+    llama_cpp_embeddings,
     llama_cpp_log_probs,
     n_disagreeing,
     our_log_probs,
 )
-from tests.support.text_models import KINDS, N_VOCAB, write_text_model
+from tests.support.text_metadata import KEYS, Reader
+from tests.support.text_models import KINDS, N_VOCAB, sizes_of, write_text_model
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(1800)]
 
@@ -207,6 +211,70 @@ def test_mixtures(check: Callable[..., None], folder: Path, kind: str, mixture: 
 def random_model(folder: Path, kind: str, dtype: str) -> Path:
     path = folder / f"{kind}-{dtype}.gguf"
     return path if path.exists() else write_text_model(path, kind, dtype)
+
+
+BY_LAYER = {
+    "gemma2": np.array([0, 1, 1], np.int32),
+    "gemma3": [True, False, True, True, False, False, True],
+}
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "scale": {"attention.scale": 0.5},
+    "caps": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    "period": {"attention.sliding_window_pattern": 3},
+    "all": {"attention.sliding_window_pattern": 0},
+    "by layer": {},
+    "base": {"rope.freq_base_swa": 500.0},
+    "scaled": {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    "yarn": KINDS["llama-yarn"],
+}
+"""Metadata that other files of an architecture have not."""
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3"])
+@pytest.mark.filterwarnings("ignore:.*metadata without effect")
+def test_other_metadata(check: Callable[..., None], folder: Path, kind: str, changes: str) -> None:
+    asked = CHANGES[changes] or {"attention.sliding_window_pattern": BY_LAYER.get(kind, 2)}
+    path = write_text_model(folder / f"{kind}-{changes}.gguf", kind, changes=asked)
+    check(path, random_sequences(), PLACES["LLVM"], is_float=True)
+
+
+VALUES: Mapping[str, Any] = {
+    "classifier.activation": "gelu", "classifier.output_labels": ["a", "b"], "rope.scaling.alpha": 3.5,
+    "rope.scaling.finetuned": True,
+}  # fmt: skip
+"""Of keys that llama.cpp reads, and then changes nothing."""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_metadata_without_effect_has_none_in_llama_cpp(tmp_path: Path, arch: str) -> None:
+    read = Reader(tmp_path)
+    plain, known = read(arch), sizes_of(arch, 3)
+    keys = [key for key in KEYS if read.outcome(arch, key, 3, plain) in ("warned of", "passed over")]
+    changes = {key: VALUES.get(key, 3) for key in keys if key not in known}
+    paths = [write_text_model(tmp_path / f"{i}.gguf", arch, changes=c) for i, c in enumerate(({}, changes))]
+    expected, found = (llama_cpp_log_probs(path, random_sequences()[:2], N_VOCAB) for path in paths)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_table_of_keys_has_all_that_the_peer_knows() -> None:
+    """As far as they are texts of its library; the linker merges some with the ends of longer ones."""
+    spec = importlib.util.find_spec("xllamacpp")
+    assert spec is not None and spec.origin is not None
+    library = next(Path(spec.origin).parent.glob("xllamacpp*.so")).read_bytes()
+    found = {key.decode() for key in re.findall(rb"\0%s\.([a-z][a-z0-9_.]+)(?=\0)", library)}
+    assert len(found) > 150
+    assert found - set(KEYS) <= {"position_embd.weight", "proj_query"}  # which are tensors
+
+
+@pytest.mark.parametrize("pooling", range(4))
+def test_embeddings(folder: Path, pooling: int) -> None:
+    path = write_text_model(folder / "pooled.gguf", "qwen3", changes={"pooling_type": pooling})
+    sequences = random_sequences()[:3]
+    with TextModel(path, ["CPU"], n_ctx=N_CTX) as model:
+        for sequence, expected in zip(sequences, llama_cpp_embeddings(path, sequences), strict=True):
+            found = np.atleast_2d(model.embed(sequence))
+            np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])

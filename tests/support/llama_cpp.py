@@ -1,7 +1,8 @@
 """Log-probabilities by llama.cpp (xllamacpp), and by our devices, for the same forced tokens.
 
 llama.cpp logs to standard output and may end the process, so it runs as a process of its own:
-`python -m tests.support.llama_cpp FILE KV_TYPE N_FORCED [LORA=SCALE ...]`, the sequences on standard input.
+`python -m tests.support.llama_cpp FILE KV_TYPE N_FORCED [LORA=SCALE ...]`, the sequences on standard input;
+with 0 forced tokens, it gives embeddings.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +58,30 @@ def llama_cpp_log_probs(
     Raises:
         RuntimeError: llama.cpp ended without a result; carries the end of its log.
     """
+    answer = _answer(path, sequences, kv_type, n_forced, adapters)
+    found = np.full((len(sequences), n_forced, n_vocab), np.nan)
+    for i, steps in enumerate(answer):
+        for j, (ids, values) in enumerate(steps):
+            found[i, j, ids] = values
+    return found
+
+
+def llama_cpp_embeddings(path: Path, sequences: Sequence[Sequence[int]]) -> list[Floats]:
+    """Return llama.cpp's embedding of each sequence, pooled as the file says; of each token for `none`.
+
+    Raises:
+        RuntimeError: llama.cpp ended without a result; carries the end of its log.
+    """
+    return [np.array(rows) for rows in _answer(path, sequences, DType.F16, 0, NONE)]
+
+
+def _answer(
+    path: Path,
+    sequences: Sequence[Sequence[int]],
+    kv_type: DType,
+    n_forced: int,
+    adapters: Mapping[Path, float],
+) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.llama_cpp", str(path), str(int(kv_type)), str(n_forced)]
         + [f"{file}={scale}" for file, scale in adapters.items()],
@@ -69,11 +95,7 @@ def llama_cpp_log_probs(
     answers = [line for line in done.stdout.splitlines() if line.startswith("[[[")]
     if not answers:
         raise RuntimeError(f"llama.cpp gave no result (exit {done.returncode}): {done.stderr[-2000:]}")
-    found = np.full((len(sequences), n_forced, n_vocab), np.nan)
-    for i, steps in enumerate(json.loads(answers[-1])):
-        for j, (ids, values) in enumerate(steps):
-            found[i, j, ids] = values
-    return found
+    return json.loads(answers[-1])
 
 
 def log_probs(logits: npt.NDArray[np.float32]) -> Floats:
@@ -166,9 +188,17 @@ def _main(
     loras = (adapter.rpartition("=") for adapter in adapters)
     params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(file, float(scale)) for file, _, scale in loras]
     params.verbosity = 0
+    params.embedding = not n_forced
     server = xllamacpp.Server(params)
-    found = []
-    for sequence in sequences:
+    found: list[Any] = []
+    for sequence in sequences if not n_forced else ():
+        # Its own method takes no file whose pooling type is none.
+        asked = Request(
+            f"{server.listening_address}/embedding", json.dumps({"content": list(sequence)}).encode()
+        )
+        with urlopen(asked) as answer:
+            found.append(json.load(answer)[0]["embedding"])
+    for sequence in sequences if n_forced else ():
         steps = []
         for n in range(len(sequence) - n_forced, len(sequence)):
             # The bias makes it choose the forced token, because it tells no probabilities for one that ends

@@ -64,8 +64,31 @@ def vocabulary() -> dict[str, Any]:
     }
 
 
+def sizes_of(kind: str, n_layer: int) -> dict[str, Any]:
+    """Return the metadata of a kind of model, by what follows the architecture's name."""
+    is_recurrent = kind.startswith("mamba")
+    sizes: dict[str, Any] = {
+        "context_length": 128, "embedding_length": N_EMBD, "block_count": n_layer,
+        "feed_forward_length": 0 if is_recurrent else N_FF,
+        "attention.head_count": 0 if is_recurrent else N_HEAD,
+        "attention.layer_norm_rms_epsilon": Typed(FLOAT32, 1e-5),
+    }  # fmt: skip
+    if not is_recurrent:
+        sizes |= {
+            "attention.head_count_kv": N_HEAD_KV, "attention.key_length": N_KEY,
+            "attention.value_length": N_KEY, "rope.dimension_count": N_KEY, "vocab_size": N_VOCAB,
+        }  # fmt: skip
+    return {**sizes, **KINDS[kind]}
+
+
 def write_text_model(
-    path: Path, kind: str = "llama", dtype: str = "f32", n_layer: int = 0, seed: int = 0, tied: bool = False
+    path: Path,
+    kind: str = "llama",
+    dtype: str = "f32",
+    n_layer: int = 0,
+    seed: int = 0,
+    tied: bool = False,
+    changes: Mapping[str, Any] = {},
 ) -> Path:
     """Write a small random model; return its path.
 
@@ -76,6 +99,7 @@ def write_text_model(
         n_layer: Layers; by default 3, or as many as a period of windows needs.
         seed: Of the weights.
         tied: The output has no matrix of its own.
+        changes: Metadata that is changed or added, by what follows the architecture's name.
     """
     arch, _, variant = kind.partition("-")
     n_layer = n_layer or (7 if arch == "gemma3" else 3)
@@ -142,22 +166,10 @@ def write_text_model(
             matrix(at + "ffn_gate.weight", N_FF, N_EMBD)
             matrix(at + "ffn_up.weight", N_FF, N_EMBD)
         matrix(at + "ffn_down.weight", N_EMBD, N_FF)
-    is_recurrent = arch == "mamba"
-    sizes: dict[str, Any] = {
-        "context_length": 128, "embedding_length": N_EMBD, "block_count": n_layer,
-        "feed_forward_length": 0 if is_recurrent else N_FF,
-        "attention.head_count": 0 if is_recurrent else N_HEAD,
-        "attention.layer_norm_rms_epsilon": Typed(FLOAT32, 1e-5),
-    }  # fmt: skip
-    if not is_recurrent:
-        sizes |= {
-            "attention.head_count_kv": N_HEAD_KV, "attention.key_length": N_KEY,
-            "attention.value_length": N_KEY, "rope.dimension_count": N_KEY, "vocab_size": N_VOCAB,
-        }  # fmt: skip
     metadata = {
         "general.architecture": arch,
         "general.name": "random",
-        **{f"{arch}.{key}": value for key, value in (sizes | dict(KINDS[kind])).items()},
+        **{f"{arch}.{key}": value for key, value in {**sizes_of(kind, n_layer), **changes}.items()},
         **vocabulary(),
     }
     return write_gguf(path, metadata, tensors)

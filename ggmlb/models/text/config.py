@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from ggmlb import RopeType
-from ggmlb.core.errors import ModelError, did_you_mean
+from ggmlb.core.errors import ModelError, did_you_mean, shown
 
 if TYPE_CHECKING:
-    from ggmlb.models.gguf import GgufFile, Metadata
+    from collections.abc import Mapping
+
+    from ggmlb.models.gguf import GgufFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,14 @@ class Architecture:
         rope: Which elements of a head are rotated together.
         activation: Of the feed-forward part: `"swiglu"` or `"geglu"`.
         scales_embeddings: Embeddings are multiplied by the square root of their length.
-        window_period: Of so many layers, the last sees all earlier tokens, the others a window; 0: none.
-        window_rope_base: Base of the rotation in layers with a window; `None`: that of the others.
+        window_period: Of this many layers, the last sees all earlier tokens, the others a window, where the
+            file has no `attention.sliding_window_pattern`; 0: the architecture has no windows.
+        window: Size of the window where the file does not say [tokens].
+        window_rope: Base and factor of frequencies of the rotation in layers with a window where the file
+            does not say; `None`: those of the other layers.
+        attn_softcap: Bound of attention scores where the file does not say; `None`: there is none, whatever
+            the file says. The same holds for `final_softcap`.
+        final_softcap: Bound of logits.
         many_layers: Number of layers of the variant that divides attention scores by the square root of
             `n_embd / n_head` instead of a head's length; 0: no such variant.
         is_recurrent: Layers keep a state instead of keys and values (Mamba).
@@ -34,7 +43,10 @@ class Architecture:
     activation: str = "swiglu"
     scales_embeddings: bool = False
     window_period: int = 0
-    window_rope_base: float | None = None
+    window: int = 0
+    window_rope: tuple[float, float] | None = None
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
     many_layers: int = 0
     is_recurrent: bool = False
 
@@ -46,16 +58,114 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(),
     "phi3": Architecture(),
     "mamba": Architecture(is_recurrent=True),
-    "gemma2": Architecture(activation="geglu", scales_embeddings=True, window_period=2, many_layers=46),
-    "gemma3": Architecture(
-        activation="geglu", scales_embeddings=True, window_period=6, window_rope_base=10000.0, many_layers=62
+    "gemma2": Architecture(
+        activation="geglu", scales_embeddings=True, window_period=2, window=4096, attn_softcap=50.0,
+        final_softcap=30.0, many_layers=46,
     ),
-}
+    "gemma3": Architecture(
+        activation="geglu", scales_embeddings=True, window_period=6, window_rope=(10000.0, 1.0),
+        final_softcap=0.0, many_layers=62,
+    ),
+}  # fmt: skip
 """By `general.architecture`; Mistral, Mixtral and SmolLM are `llama`."""
 
 MAX_LAYERS = 1 << 12
 MAX_WIDTH = 1 << 20
 """Bounds on what metadata may ask for: far beyond any model."""
+
+MIN_BASE: Final = 1e-3
+"""Least base of the rotation's frequencies: of 0, there are none."""
+
+POOLINGS: Final = ("none", "mean", "cls", "last", "rank")
+"""How hidden states become an embedding, by `pooling_type` (enum llama_pooling_type)."""
+
+WITHOUT_EFFECT: Final = frozenset({
+    "attention.head_count", "attention.head_count_kv",  # of recurrent models
+    "classifier.activation", "classifier.output_labels", "classifier.pooling_type",  # of scores of texts
+    "expert_feed_forward_length", "expert_group_used_count", "rope.scaling.finetuned", "tensor_data_layout",
+    "vocab_size",
+})  # fmt: skip
+"""Keys that are not read because they change nothing here, or because tensors have the sizes."""
+
+MAX_NAMED: Final = 8
+"""Keys that a warning names."""
+
+
+class Keys:
+    """The keys `<architecture>.*` of a file, by what follows the point; it knows which were read.
+
+    Args:
+        file: The model.
+        arch: Its architecture.
+    """
+
+    def __init__(self, file: GgufFile, arch: str) -> None:
+        self._path = file.path
+        self._meta = file.metadata
+        self._arch = arch
+        self._read: set[str] = set()
+
+    def _name(self, key: str) -> str:
+        self._read.add(key)
+        return f"{self._arch}.{key}"
+
+    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
+        """Return a whole number."""
+        return self._meta.integer(self._name(key), default, least, most)
+
+    def real(self, key: str, default: float | None = None, least: float = 0, most: float = 1e30) -> float:
+        """Return a finite number."""
+        return self._meta.real(self._name(key), default, least, most)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a truth value."""
+        return self._meta.flag(self._name(key), default)
+
+    def text(self, key: str, default: str) -> str:
+        """Return a string."""
+        return self._meta.text(self._name(key), default)
+
+    def by_layer(self, key: str, n_layer: int) -> tuple[bool, ...] | None:
+        """Return a truth value for each layer, false for those beyond the array; `None` for no array."""
+        name = self._name(key)
+        if name not in self._meta or self._meta.slot(name).length is None:
+            return None
+        found = self._meta.numbers(name)
+        if found.ndim != 1 or found.dtype.kind not in "biu" or found.size > MAX_LAYERS:
+            raise self.error(key, f"it is {self._meta.slot(name)}; it must be an array of bools or integers")
+        return (*(found[:n_layer] != 0).tolist(), *(False,) * (n_layer - found.size))
+
+    def error(self, key: str, found: str) -> ModelError:
+        """Return the error about a value."""
+        return self._meta.error(self._name(key), found)
+
+    def check_unread(self, neutral: Mapping[str, tuple[int, ...]]) -> None:
+        """Check the keys that nothing has read.
+
+        Args:
+            neutral: For keys that change results in a way that is not supported here, the values with which
+                they change nothing.
+
+        Raises:
+            ModelError: One of these has another value.
+        """
+        start = f"{self._arch}."
+        own = {key.removeprefix(start): key for key in self._meta if key.startswith(start)}
+        values = {key: self._meta.first(own[key], 1) for key in sorted(own.keys() - self._read)}
+        for key in values.keys() & neutral.keys():
+            if values[key] not in neutral[key]:
+                known = " and ".join(map(str, neutral[key]))
+                raise self.error(key, f"it is {values[key]}; supported: {known}")
+        ignored = WITHOUT_EFFECT | neutral.keys()
+        unused = [shown(own[key]) for key, value in values.items() if value and key not in ignored]
+        if unused:
+            more = f" and {len(unused) - MAX_NAMED} others" if len(unused) > MAX_NAMED else ""
+            warnings.warn(
+                f"{self._path}: metadata without effect on this architecture, as in llama.cpp: "
+                f"{', '.join(unused[:MAX_NAMED])}{more}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +233,13 @@ class TextConfig:
         rope: The rotation in layers that see all tokens.
         rope_window: The rotation in layers with a window.
         attn_scale: Factor of attention scores.
+        windowed: Whether each layer sees a window of earlier tokens, instead of all.
         window: Tokens that layers with a window see; 0 where there are none.
         attn_softcap: Bound of attention scores; 0: none.
         final_softcap: Bound of logits; 0: none.
         experts: How experts are chosen; `None` where there are none.
         state: Sizes of recurrent layers; `None` where there are none.
+        pooling: Of `POOLINGS`; the mean where the file does not say.
     """
 
     name: str
@@ -145,11 +257,13 @@ class TextConfig:
     rope: Rope
     rope_window: Rope
     attn_scale: float
+    windowed: tuple[bool, ...]
     window: int
     attn_softcap: float
     final_softcap: float
     experts: Experts | None
     state: State | None
+    pooling: str
 
     @classmethod
     def from_file(cls, file: GgufFile) -> TextConfig:
@@ -167,31 +281,27 @@ class TextConfig:
                 f"known are {', '.join(sorted(ARCHITECTURES))}"
             )
 
-        def count(key: str, default: int | None = None, least: int = 1, most: int = MAX_WIDTH) -> int:
-            return meta.integer(f"{name}.{key}", default, least, most)
-
-        n_embd = count("embedding_length")
-        n_layer = count("block_count", most=MAX_LAYERS)
+        keys = Keys(file, name)
+        n_embd = keys.count("embedding_length")
+        n_layer = keys.count("block_count", most=MAX_LAYERS)
         if arch.is_recurrent:
             n_head = n_head_kv = 1
         else:
-            n_head = count("attention.head_count", most=n_embd)
-            n_head_kv = count("attention.head_count_kv", n_head, most=n_head)
+            n_head = keys.count("attention.head_count", most=n_embd)
+            n_head_kv = keys.count("attention.head_count_kv", n_head, most=n_head)
         if n_head % n_head_kv:
-            raise meta.error(
-                f"{name}.attention.head_count_kv", f"it is {n_head_kv}; it must divide the {n_head} heads"
+            raise keys.error(
+                "attention.head_count_kv", f"it is {n_head_kv}; it must divide the {n_head} heads"
             )
-        n_key = count("attention.key_length", max(1, n_embd // n_head))
-        window = count("attention.sliding_window", 0, 0, 1 << 30) if arch.window_period else 0
-        rope = _rope(meta, name, arch, n_key)
-        local = (
-            Rope(rope.n_dims, rope.mode, rope.n_ctx_orig, arch.window_rope_base, 1.0, 0.0, 1.0)
-            if arch.window_rope_base
-            else rope
-        )
-        n_expert = count("expert_count", 0, 0, 1 << 12)
+        n_key = keys.count("attention.key_length", max(1, n_embd // n_head))
+        n_value = keys.count("attention.value_length", n_key)
+        rope = _rope(keys, arch, n_key)
+        windowed, window, rope_window = _windows(keys, arch, n_layer, rope)
+        n_expert = keys.count("expert_count", 0, 0, 1 << 12)
+        n_used = keys.count("expert_used_count", None if n_expert else 0, min(1, n_expert), n_expert)
+        has_ff = not (arch.is_recurrent or n_expert)
         per_score = n_embd // n_head if n_layer == arch.many_layers else n_key
-        return cls(
+        config = cls(
             name=name,
             arch=arch,
             n_layer=n_layer,
@@ -199,68 +309,98 @@ class TextConfig:
             n_head=n_head,
             n_head_kv=n_head_kv,
             n_key=n_key,
-            n_value=count("attention.value_length", n_key),
-            n_ff=count("feed_forward_length", 0, 0),
+            n_value=n_value,
+            n_ff=keys.count("feed_forward_length", *(() if has_ff else (0, 0))),
             n_vocab=_n_vocab(file, n_embd),
-            n_ctx_train=count("context_length", most=1 << 30),
-            eps=meta.real(f"{name}.attention.layer_norm_rms_epsilon", None, 0, 1),
+            n_ctx_train=keys.count("context_length", most=1 << 30),
+            eps=keys.real("attention.layer_norm_rms_epsilon", None, 0, 1),
             rope=rope,
-            rope_window=local,
-            attn_scale=meta.real(f"{name}.attention.scale", per_score**-0.5, 0, 1e6) or per_score**-0.5,
+            rope_window=rope_window,
+            attn_scale=per_score**-0.5,
+            windowed=windowed,
             window=window,
-            attn_softcap=meta.real(f"{name}.attn_logit_softcapping", 50.0 if name == "gemma2" else 0.0, 0),
-            final_softcap=meta.real(f"{name}.final_logit_softcapping", 30.0 if name == "gemma2" else 0.0, 0),
-            experts=Experts(n_expert, count("expert_used_count", most=n_expert)) if n_expert else None,
-            state=_state(meta, name) if arch.is_recurrent else None,
+            attn_softcap=_softcap(keys, "attn_logit_softcapping", arch.attn_softcap),
+            final_softcap=_softcap(keys, "final_logit_softcapping", arch.final_softcap),
+            experts=Experts(n_expert, n_used) if n_expert else None,
+            state=_state(keys) if arch.is_recurrent else None,
+            pooling=POOLINGS[keys.count("pooling_type", POOLINGS.index("mean"), 0, len(POOLINGS) - 1)],
         )
+        keys.check_unread(
+            {
+                "attention.causal": (True,),
+                "attention.key_length_swa": (n_key,),
+                "attention.value_length_swa": (n_value,),
+                "embedding_length_out": (0, n_embd),
+                "expert_group_count": (0, 1),
+                "nextn_predict_layers": (0,),
+                "rope.dimension_count_swa": (rope.n_dims,),
+            }
+        )
+        return config
 
     def sees_window(self, layer: int) -> bool:
         """Whether a layer sees a window of earlier tokens, instead of all."""
-        period = self.arch.window_period
-        return bool(self.window and period) and layer % period < period - 1
+        return self.windowed[layer]
+
+
+def _windows(keys: Keys, arch: Architecture, n_layer: int, rope: Rope) -> tuple[tuple[bool, ...], int, Rope]:
+    """Return the layers that see a window of earlier tokens, its size, and the rotation in them."""
+    none = (False,) * n_layer, 0, rope
+    if not arch.window_period or not (
+        window := keys.count("attention.sliding_window", arch.window, 0, 1 << 30)
+    ):
+        return none
+    windowed = keys.by_layer("attention.sliding_window_pattern", n_layer)
+    if windowed is None:
+        period = keys.count("attention.sliding_window_pattern", arch.window_period, 0, 1 << 30)
+        windowed = tuple(period == 0 or i % period < period - 1 for i in range(n_layer))
+    base, scale = arch.window_rope or (rope.freq_base, rope.freq_scale)
+    base = keys.real("rope.freq_base_swa", base, MIN_BASE)
+    return (windowed, window, replace(rope, freq_base=base, freq_scale=scale)) if any(windowed) else none
+
+
+def _softcap(keys: Keys, key: str, default: float | None) -> float:
+    return 0.0 if default is None else keys.real(key, default)
 
 
 def _n_vocab(file: GgufFile, n_embd: int) -> int:
     table = file["token_embd.weight"]
-    if len(table.ne) != 2 or table.ne[0] != n_embd:
+    if len(table.ne) != 2 or table.ne[0] != n_embd or not table.ne[1]:
         raise ModelError(
             f"{file.path}: tensor 'token_embd.weight' has ne {list(table.ne)}; it must be [{n_embd}, n_vocab]"
         )
     return table.ne[1]
 
 
-def _rope(meta: Metadata, name: str, arch: Architecture, n_key: int) -> Rope:
-    scaling = meta.text(f"{name}.rope.scaling.type", "linear")
+def _rope(keys: Keys, arch: Architecture, n_key: int) -> Rope:
+    scaling = keys.text("rope.scaling.type", "linear")
     if scaling not in ("none", "linear", "yarn", "longrope"):
-        raise meta.error(
-            f"{name}.rope.scaling.type", f"{scaling!r} is not known; known are linear, longrope, none, yarn"
+        raise keys.error(
+            "rope.scaling.type", f"{scaling!r} is not known; known are linear, longrope, none, yarn"
         )
-    factor = meta.real(f"{name}.rope.scaling.factor", 0.0, 0) or meta.real(
-        f"{name}.rope.scale_linear", 1.0, 0
-    )
-    n_dims = meta.integer(f"{name}.rope.dimension_count", n_key, 0, n_key)
+    older = keys.real("rope.scale_linear", 0.0)
+    factor = keys.real("rope.scaling.factor", older)
+    n_dims = keys.count("rope.dimension_count", n_key, most=n_key)
     if n_dims % 2:
-        raise meta.error(f"{name}.rope.dimension_count", f"it is {n_dims}; it must be even")
-    n_ctx = meta.integer(f"{name}.context_length")
+        raise keys.error("rope.dimension_count", f"it is {n_dims}; it must be even")
     return Rope(
         n_dims=n_dims,
         mode=arch.rope,
-        n_ctx_orig=meta.integer(f"{name}.rope.scaling.original_context_length", n_ctx),
-        freq_base=meta.real(f"{name}.rope.freq_base", 10000.0, 0),
+        n_ctx_orig=keys.count(
+            "rope.scaling.original_context_length", keys.count("context_length", most=1 << 30), most=1 << 30
+        ),
+        freq_base=keys.real("rope.freq_base", 10000.0, MIN_BASE),
         freq_scale=1.0 if scaling == "none" or not factor else 1.0 / factor,
         ext_factor=1.0 if scaling == "yarn" else 0.0,
-        attn_factor=meta.real(f"{name}.rope.scaling.attn_factor", 1.0, 0),
+        attn_factor=keys.real("rope.scaling.attn_factor", 1.0),
     )
 
 
-def _state(meta: Metadata, name: str) -> State:
-    def count(key: str, least: int = 1) -> int:
-        return meta.integer(f"{name}.ssm.{key}", None, least, MAX_WIDTH)
-
+def _state(keys: Keys) -> State:
     return State(
-        n_conv=count("conv_kernel", 2),
-        n_inner=count("inner_size"),
-        n_state=count("state_size"),
-        n_dt=count("time_step_rank"),
-        normalizes=meta.flag(f"{name}.ssm.dt_b_c_rms", False),
+        n_conv=keys.count("ssm.conv_kernel", least=2),
+        n_inner=keys.count("ssm.inner_size"),
+        n_state=keys.count("ssm.state_size"),
+        n_dt=keys.count("ssm.time_step_rank"),
+        normalizes=keys.flag("ssm.dt_b_c_rms", False),
     )

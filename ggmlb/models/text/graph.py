@@ -205,8 +205,8 @@ class TextGraph(LayersGraph):
         ids: Input: token numbers, i32 `[n_tokens]`.
         positions: Input: positions in their sequences, i32 `[n_tokens]`.
         cells: Input: where keys and values are kept, i64 `[n_tokens]`.
-        mask: Input: what is added to attention scores, 0 or -inf, f16 `[n_kv, n_tokens]`.
-        window_mask: Input: the same for layers with a window; `None` where there are none.
+        masks: Inputs: what is added to attention scores, 0 or -inf, f16 `[n_kv, n_tokens]`: `False` for
+            layers that see all earlier tokens, `True` for those with a window, where there are such layers.
         chosen: Input: tokens whose logits are computed, i32 `[n_out]`; `None` where all are.
         logits: Output: f32 `[n_vocab, n_out]`.
         hidden: Output: normalised hidden states, f32 `[n_embd, n_out]`.
@@ -230,8 +230,10 @@ class TextGraph(LayersGraph):
         self.ids = self._input("ids", DType.I32, n_tokens)
         self.positions = self._input("positions", DType.I32, n_tokens)
         self.cells = self._input("cells", DType.I64, n_tokens)
-        self.mask = self._input("mask", DType.F16, n_kv, n_tokens)
-        self.window_mask = self._input("window_mask", DType.F16, n_kv, n_tokens) if config.window else None
+        self.masks = {
+            is_local: self._input("window_mask" if is_local else "mask", DType.F16, n_kv, n_tokens)
+            for is_local in sorted({config.windowed[layer] for layer in self.layers})
+        }
         self.chosen = self._input("chosen", DType.I32, n_out) if n_out < n_tokens else None
         x = self._begin(self.ids)
         for layer in self.layers:
@@ -246,14 +248,13 @@ class TextGraph(LayersGraph):
         masks: Sequence[npt.NDArray[np.float16]],
         chosen: npt.NDArray[np.int32],
     ) -> None:
-        """Write the inputs; `masks` are that for all tokens and, if the model has windows, that for these."""
+        """Write the inputs; `masks` are that of all tokens and, if the model has windows, that of these."""
         if self.layers.start == 0:
             self.write(self.ids, ids)
         self.write(self.positions, positions)
         self.write(self.cells, cells)
-        self.write(self.mask, masks[0])
-        if self.window_mask is not None:
-            self.write(self.window_mask, masks[1])
+        for is_local, mask in self.masks.items():
+            self.write(mask, masks[is_local])
         if self.chosen is not None:
             self.write(self.chosen, chosen)
 
@@ -263,9 +264,8 @@ class TextGraph(LayersGraph):
             self.write_one(self.ids, number)
         self.write_one(self.positions, position)
         self.write_one(self.cells, cell)
-        self.write(self.mask, masks[0])
-        if self.window_mask is not None:
-            self.write(self.window_mask, masks[1])
+        for is_local, mask in self.masks.items():
+            self.write(mask, masks[is_local])
 
     def _mix(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Keep keys and values of the tokens, and mix the values of the cells that each token sees."""
@@ -277,7 +277,7 @@ class TextGraph(LayersGraph):
             ctx.permute(query, 0, 2, 1, 3),
             heads_of(ctx, kept_keys, c.n_key, self._n_kv, c.n_head_kv),
             heads_of(ctx, kept_values, c.n_value, self._n_kv, c.n_head_kv),
-            self.window_mask if c.sees_window(layer) else self.mask,
+            self.masks[c.sees_window(layer)],
             c.attn_scale,
             0.0,
             c.attn_softcap,

@@ -278,16 +278,31 @@ class TextModel(ModelOnDevices):
         return self._engine.each(self.tokens_of(prompt), self._engine.decoder.decode)
 
     def embed(self, prompt: Prompt) -> Floats:
-        """Return the mean of a prompt's normalised hidden states, divided by its length, shape `(n_embd,)`.
+        """Return a prompt's embedding, of length 1, shape `(n_embd,)`.
+
+        It is the mean of the normalised hidden states, or that of the first (`cls`) or last token, as the
+        file's `pooling_type` says; the mean if it does not say.
+
+        Returns:
+            With the pooling type `none`, the hidden states of all tokens, shape `(n_tokens, n_embd)`, as they
+            are.
 
         Raises:
+            ModelError: The pooling type is `rank`: the model scores texts, and has no embeddings.
             ArgumentError: The prompt is empty or does not fit `n_ctx`.
             FreedError: The model was closed.
         """
+        pooling = self.config.pooling
+        if pooling == "rank":
+            key = f"{self.config.name}.pooling_type"
+            raise self.file.metadata.error(
+                key, "it is 4 (rank): the model scores texts, and has no embeddings"
+            )
         hidden = self._engine.each(self.tokens_of(prompt), self._engine.decoder.hidden)
-        mean: Floats = hidden.mean(axis=0)
-        mean /= max(float(np.linalg.norm(mean)), LEAST_LENGTH)
-        return mean
+        if pooling == "none":
+            return hidden
+        pooled: Floats = {"mean": hidden.mean(axis=0), "cls": hidden[0], "last": hidden[-1]}[pooling]
+        return pooled / max(float(np.linalg.norm(pooled)), LEAST_LENGTH)
 
     # -- looking inside ------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ def _attention(file: GgufFile, c: TextConfig) -> list[tuple[str, tuple[int, ...]
                 (f"attn_{part}.bias", (size,), "vector?"),
             ]
     if c.experts is not None:
-        n_ff = file[first + "ffn_up_exps.weight"].ne[1]
+        n_ff = max(1, *file[first + "ffn_up_exps.weight"].ne[1:2])
         entries += [
             ("ffn_gate_inp.weight", (c.experts.n, n), "product"),
             ("ffn_gate_exps.weight", (c.experts.n, n_ff, n), "product"),

@@ -1,0 +1,127 @@
+"""Each key `<architecture>.*` is read, refused or warned of by name, or known to be without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggmlb import ModelError
+from ggmlb.models import TextModel
+from ggmlb.models.text.config import ARCHITECTURES, WITHOUT_EFFECT
+from tests.support.gguf_files import BOOL, UINT32, Typed
+from tests.support.text_metadata import KEYS, Reader
+from tests.support.text_models import KINDS, N_EMBD, sizes_of, write_text_model
+
+REFUSED = {
+    "attention.causal": Typed(BOOL, False), "attention.key_length_swa": 32, "attention.value_length_swa": 32,
+    "embedding_length_out": 7, "expert_group_count": 2, "nextn_predict_layers": 1,
+    "rope.dimension_count_swa": 32,
+}  # fmt: skip
+"""Keys that llama.cpp follows and that are not supported here, with values that change its results."""
+
+MAY_BE_NONE = WITHOUT_EFFECT | {
+    "attention.sliding_window", "attn_logit_softcapping", "expert_count", "final_logit_softcapping",
+    "rope.scaling.factor", "ssm.dt_b_c_rms",
+}  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Reader:
+    return Reader(tmp_path)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_each_key_that_llama_cpp_knows(read: Reader, arch: str) -> None:
+    """None is left out silently but those of `WITHOUT_EFFECT`."""
+    values, plain = (3, 0.375, True, "odd", Typed(UINT32, 6)), read(arch)
+    passed = {key for key in KEYS if all(read.outcome(arch, key, v, plain) == "passed over" for v in values)}
+    assert passed <= WITHOUT_EFFECT <= set(KEYS)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_key_of_nobody_is_warned_of(read: Reader, arch: str) -> None:
+    with pytest.warns(RuntimeWarning, match=rf"{arch}\.wings0, .*{arch}\.wings7 and 1 others"):
+        read(arch, {f"wings{i}": 2 for i in range(9)})
+
+
+@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_is_not_supported_is_refused(read: Reader, arch: str, key: str) -> None:
+    assert read.outcome(arch, key, REFUSED[key]) == "refused"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_of_nothing_are_refused(read: Reader, kind: str) -> None:
+    """0 is refused, but where it says that there is no such part."""
+    plain = read(kind)
+    none = {
+        key
+        for key, value in sizes_of(kind, 7).items()
+        if isinstance(value, (int, float)) and read.outcome(kind, key, type(value)(0), plain) != "refused"
+    }
+    assert none <= MAY_BE_NONE | ({"feed_forward_length"} if plain.experts or plain.state else set())
+
+
+def test_a_vocabulary_of_nothing_is_refused(read: Reader) -> None:
+    with pytest.raises(ModelError, match=r"'token_embd\.weight' has ne"):
+        read("llama", n_vocab=0)
+
+
+PATTERNS = {
+    "period": ({"attention.sliding_window_pattern": 3}, "LLfLLfL"),
+    "all": ({"attention.sliding_window_pattern": 0}, "LLLLLLL"),
+    "none": ({"attention.sliding_window_pattern": 1}, "fffffff"),
+    "by layer": (
+        {"attention.sliding_window_pattern": [True, False, True, True, False, False, True]},
+        "LfLLffL",
+    ),
+    "few layers": ({"attention.sliding_window_pattern": np.array([0, 2], np.uint32)}, "fLfffff"),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3"])
+def test_windows(read: Reader, arch: str, pattern: str) -> None:
+    changes, expected = PATTERNS[pattern]
+    found = read(arch, {**changes, "rope.freq_base_swa": 500.0})
+    assert "".join("L" if w else "f" for w in found.windowed) == expected
+    assert found.window == (8 if "L" in expected else 0)
+    assert found.rope_window.freq_base == (500 if "L" in expected else found.rope.freq_base)
+
+
+def test_gemma2_has_a_window_if_its_file_says_nothing(read: Reader) -> None:
+    assert read("gemma2", {"attention.sliding_window": None}).window == 4096
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("period", [0, 1])
+def test_all_layers_alike(tmp_path: Path, kind: str, period: int) -> None:
+    """A graph of such a model has one mask; what is generated is what `logits` gives."""
+    path = write_text_model(tmp_path / "m.gguf", kind, changes={"attention.sliding_window_pattern": period})
+    with TextModel(path, ["CPU"], n_ctx=64) as model:
+        prompt = list(range(260, 280))
+        token = model.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True).tokens[0]
+        assert token == model.logits(prompt)[-1].argmax()
+
+
+def test_embeddings_are_pooled_as_the_file_says(tmp_path: Path) -> None:
+    prompt = [1, 300, 270, 281]
+
+    def embedded(**changes: int) -> np.ndarray:
+        path = write_text_model(tmp_path / "model.gguf", "qwen3", changes=changes)
+        with TextModel(path, ["CPU"], n_ctx=64) as model:
+            return model.embed(prompt)
+
+    hidden = embedded(pooling_type=0)
+    assert hidden.shape == (len(prompt), N_EMBD)
+    for changes, row in (
+        ({}, hidden.mean(0)),
+        ({"pooling_type": 1}, hidden.mean(0)),
+        ({"pooling_type": 2}, hidden[0]),
+        ({"pooling_type": 3}, hidden[-1]),
+    ):
+        np.testing.assert_allclose(embedded(**changes), row / np.linalg.norm(row), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ModelError, match=r"qwen3\.pooling_type.*rank"):
+        embedded(pooling_type=4)
