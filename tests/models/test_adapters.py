@@ -119,6 +119,10 @@ Q, F32 = "blk.1.attn_q.weight", np.float32
             r"lora_a'.*shape \[2, 256\].*rank 3",
         ),
         (
+            {Q + ".lora_a": np.ones((0, 256), F32), Q + ".lora_b": np.ones((256, 0), F32)},
+            "lora_b'.*rank is 0",
+        ),
+        (
             {Q + ".lora_a": np.full((2, 256), np.nan, F32), Q + ".lora_b": np.ones((256, 2), F32)},
             "lora_a'.*NaN or infinity",
         ),

@@ -343,6 +343,8 @@ class AdapterFile:
         """The sources of a weight's factors."""
         a, b = name + ".lora_a", name + ".lora_b"
         rank = self._rank(name)
+        if not rank:
+            raise self._error(b, "its rank is 0")
         shapes = dict(zip((a, b), factor_shapes(name, weight, rank), strict=True))
         for tensor, shape in shapes.items():
             found = self._file[tensor].shape
