@@ -34,6 +34,7 @@ def bench(devices: SomeDevicesOption = None, as_json: JsonOption = False, html: 
     from ggmlb.testing.speed import figures
 
     found = ggmlb.devices() if devices is None else [ggmlb.device_by_name(n) for n in device_names(devices)]
+    plain.note_devices((device.name for device in found), devices)
     measured: list[tuple[Device, list[Figure]]] = []
     is_stopped = False
     with progress_bar("measuring", len(found) * N_FIGURES) as progress:

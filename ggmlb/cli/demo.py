@@ -102,11 +102,12 @@ def _split(path: Path) -> tuple[list[str], dict[str, list[str]]] | None:
     """Return a device with memory of its own and one that uses the host's, with half of the layers each."""
     import ggmlb
 
-    found = [d for d in ggmlb.devices() if not d.buffer_type.is_host]
+    known = [d for d in ggmlb.devices() if d.is_automatic]
+    found = [d for d in known if not d.buffer_type.is_host]
     if not found:
         return None
     other = next((d for d in found if d.reg.name == "OpenCL"), found[0]).name
-    host = [d.name for d in ggmlb.devices() if d.buffer_type.is_host]
+    host = [d.name for d in known if d.buffer_type.is_host]
     meta = ggmlb.open_gguf(path).metadata
     n_layer = meta.integer(f"{meta.text('general.architecture')}.block_count")
     half = n_layer // 2

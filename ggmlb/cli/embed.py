@@ -47,6 +47,7 @@ def embed(
         BertEmbedder(model, names, layers_by_device(layers_on)) as embedder,
         progress_bar("embedding", len(texts)) as progress,
     ):
+        plain.note_devices((stream.device.name for stream in embedder.backends), devices)
         start = perf_counter()
         embeddings = embedder.embed(texts, batch, progress)
         took = perf_counter() - start

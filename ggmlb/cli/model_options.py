@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ggmlb.cli import plain
 from ggmlb.cli.options import (
     AddressOption,
     DevicesOption,
@@ -126,7 +127,7 @@ def open_model(
     """
     from ggmlb.models import TextModel
 
-    return TextModel(
+    opened = TextModel(
         model,
         None if devices is None else device_names(devices),
         layers_by_device(layers_on),
@@ -144,6 +145,8 @@ def open_model(
         way=way,
         fit=fit,
     )
+    plain.note_devices((stream.device.name for stream in opened.backends), devices)
+    return opened
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:

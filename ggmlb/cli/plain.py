@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +30,12 @@ def note(text: str) -> None:
     """Print a line that is no result on standard error, unless `--quiet` is given."""
     if not is_quiet():
         echo(text, sys.stderr)
+
+
+def note_devices(names: Iterable[str], asked: object = None) -> None:
+    """Print the devices of a command on standard error, unless they were `asked` for."""
+    if asked is None:
+        note(f"computes on {', '.join(names)}; --devices chooses others")
 
 
 def be_quiet() -> None:

@@ -70,7 +70,7 @@ def _two_halves() -> tuple[list[str], dict[str, list[str]] | None]:
     import ggmlb
     from ggmlb.models import BertConfig, ModelFolder
 
-    other = next((d.name for d in ggmlb.devices() if d.name != "CPU"), None)
+    other = next((d.name for d in ggmlb.devices() if d.is_automatic and d.name != "CPU"), None)
     if other is None:
         return ["CPU"], None
     half = BertConfig.from_folder(ModelFolder()).n_layer // 2

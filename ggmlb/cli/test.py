@@ -173,6 +173,7 @@ def test(
         for task in work:
             plain.echo("\n".join(f"{task.mode} {i}" if mode is Mode.all else i for i in task.ids))
         return
+    plain.note_devices(names, devices)
     if mode is Mode.all:
         _tell_time(work, names, jobs)
     format = Format.json if as_json else format

@@ -74,10 +74,15 @@ class Device(Unique, ABC):
     """A processor with memory (ggml_backend_device).
 
     Attributes:
-        by_name_only: Whether automatic choices pass over it.
+        by_name_only: Whether automatic choices pass over it, though it comes with ggmlb.
     """
 
     by_name_only = False
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether choices without a name may take it; a device of another package must be named."""
+        return type(self.reg).__module__.startswith("ggmlb.") and not self.by_name_only
 
     @property
     @abstractmethod

@@ -88,7 +88,7 @@ def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> li
 
     Args:
         devices: The requested devices; by default those of `ggmlb.default_devices`, else the first GPU,
-            accelerators in the CPU's memory (LLVM), and the CPU, if available.
+            accelerators in the CPU's memory (LLVM), and the CPU, of those that come with ggmlb.
         named: Devices named by other requests, used if `devices` is not given.
 
     Raises:
@@ -107,9 +107,9 @@ def device_names(devices: Sequence[str] | None, named: Sequence[str] = ()) -> li
 
 def _best() -> list[str]:
     """Return the default devices: the first GPU, and accelerators in the CPU's memory."""
-    known = all_devices()
+    known = [device for device in all_devices() if device.is_automatic]
     gpus = [d.name for d in known if d.type in (DeviceType.GPU, DeviceType.IGPU)]
-    beside = [d for d in known if d.type is DeviceType.ACCEL and not d.by_name_only]
+    beside = [d for d in known if d.type is DeviceType.ACCEL]
     return gpus[:1] + [d.name for d in beside if d.buffer_type.is_host]
 
 

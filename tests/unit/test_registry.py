@@ -58,6 +58,18 @@ def test_unproven_devices_and_those_by_name_only_come_last_of_their_type() -> No
     assert registry.init_best() == ("stream on", "Old0", None)
 
 
+def test_devices_of_other_packages_are_used_by_name_only() -> None:
+    class ForeignReg(StubReg):
+        __module__ = "someone_elses"
+
+    registry = registry_of(
+        ForeignReg("New", {"New0": GPU, "New1": CPU}, priority=100), StubReg("Host", {"Host": CPU})
+    )
+    assert names(registry) == ["New0", "Host", "New1"]
+    assert registry.init_best()[1] == "Host"
+    assert registry.init_by_name("New0")[1] == "New0"
+
+
 def test_what_a_usable_backend_could_not_use_is_told() -> None:
     class Picky(StubReg):
         unusable = (("Picky's old card", "its driver is too old"),)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ggmlb.models.devices import device_names
 from tests.support.processes import python
+from tests.support.text_models import write_text_model
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests/third_party/abacus"
@@ -89,3 +91,18 @@ def test_the_command_lists_it(site: Path) -> None:
     told = json.loads(run(site, "-m", "ggmlb", "devices", "--json"))
     (abacus,) = [d for d in told["devices"] if d["backend"] == "Abacus"]
     assert (abacus["name"], abacus["type"]) == ("Abacus0", "ACCEL")
+
+
+def test_models_use_it_only_where_it_is_named(site: Path, tmp_path: Path) -> None:
+    """Without a name, ggmlb's own devices compute, and the command tells which."""
+    model = str(write_text_model(tmp_path / "m.gguf"))
+    for named in (False, True):
+        options = ["-d", "Abacus0,CPU"] if named else []
+        env = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
+        args = ["generate", "-m", model, "--prompt-tokens", "1,5", "-n", "1", "--json", *options]
+        done = python("-m", "ggmlb", *args, **env)
+        used = json.loads(done.stdout)["model"]["parts"]
+        assert ("Abacus" in used) is named
+        assert re.findall("computes on ([^;]*)", done.stderr) == (
+            [] if named else [", ".join(device_names(None))]
+        )

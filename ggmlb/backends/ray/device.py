@@ -34,6 +34,7 @@ class RayDevice(Device):
         link.devices += (self._name,)
         self._description = f"{facts['description']}, on {facts['host']}"
         kind = DeviceType(facts["type"])
+        self.by_name_only = facts["by_name_only"]
         self._type = DeviceType.ACCEL if kind is DeviceType.CPU else kind
         self._memories = tuple(RayBufferType(self, i, of) for i, of in enumerate(facts["memories"]))
         self._declined: dict[str, str | None] = {}

@@ -392,6 +392,7 @@ def _facts_of(device: Device) -> dict[str, Any]:
         "description": device.description,
         "host": platform.node(),
         "type": device.type.value,
+        "by_name_only": not device.is_automatic,
         "memories": [
             {
                 "name": buft.name,

@@ -245,7 +245,7 @@ def check_type(device: Device) -> None:
 
 def _device_order(device: Device) -> tuple[int, bool, int, str]:
     reg = device.reg
-    is_last = device.by_name_only or bool(reg.unproven)
+    is_last = not device.is_automatic or bool(reg.unproven)
     return _TYPE_ORDER.index(device.type), is_last, -reg.priority, reg.name.casefold()
 
 

@@ -262,7 +262,7 @@ class Registry:
         """Open a stream on the best device: the first that opens of GPUs, integrated GPUs and CPUs.
 
         As in ggml, accelerators (ACCEL, such as a CPU driven through OpenCL) are not chosen, since they
-        work beside a CPU. Request one by name.
+        work beside a CPU; nor are devices of other packages. Request one by name.
 
         Raises:
             BackendUnavailable: No device opens; the message gives the reasons.
@@ -271,7 +271,7 @@ class Registry:
         Source: ggml_backend_init_best.
         """
         reasons = []
-        found = self._choice()
+        found = [device for device in self._choice() if device.is_automatic]
         for device in (device for type in _BEST_ORDER for device in found if device.type is type):
             try:
                 return _opened(device)
