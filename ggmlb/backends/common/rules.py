@@ -16,6 +16,7 @@ from typing import Final, Generic, TypeVar
 
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import NO_OPS, Op
+from ggmlb.core.ops.binary import window_fault
 from ggmlb.core.tensor import Tensor
 
 Lower = TypeVar("Lower")
@@ -155,6 +156,12 @@ def same_shape_of_blocks(node: Tensor) -> str | None:
     if a.ne != node.ne and (a.dtype.is_quantized or node.dtype.is_quantized):
         return "a copy between shapes of quantised tensors"
     return None
+
+
+def in_window(node: Tensor) -> str | None:
+    """Require that the window of an ACC or SET, as its params are now, lies on elements."""
+    p = node.params
+    return window_fault(node, node.operand(1), p["nb1"], p["nb2"], p["nb3"], p["offset"])
 
 
 def same_types(node: Tensor) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy.typing as npt
 
+from ggmlb.backends.common.rules import in_window
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.backend import GgmlBackend
 from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
@@ -234,6 +235,8 @@ class GgmlDevice(Device):
             return None
         if op.op in PYTHON_OPS:
             return "a Python function; ggml's devices compute ggml's ops"
+        if op.op in (Op.ACC, Op.SET) and (why := in_window(op)):
+            return why
         for memory in self._repacked:
             if (why := memory.declines(op)) is not None:
                 return why

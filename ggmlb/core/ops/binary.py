@@ -14,7 +14,6 @@ from ggmlb.core.ops.base import (
     fail_dtype,
     fail_shape,
     method,
-    require_contiguous,
     require_repeat,
     require_type,
 )
@@ -145,7 +144,7 @@ class BinaryOps(OpBase):
         The node's params are `nb1, nb2, nb3, offset` and `inplace`.
 
         Raises:
-            ShapeError: `a` is not contiguous, or `b` has more elements.
+            ShapeError: `a` is not contiguous, or the window lies outside of it or overlaps itself.
             DTypeError: One of them is not f32.
         """
         return self._acc("acc", a, b, nb1, nb2, nb3, offset, False)
@@ -157,7 +156,6 @@ class BinaryOps(OpBase):
     def _acc(
         self, fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
     ) -> Tensor:
-        require_contiguous(fn, "a", a)
         require_type(fn, "a", a, DType.F32)
         require_type(fn, "b", b, DType.F32)
         params = window_params(fn, a, b, nb1, nb2, nb3, offset, inplace)
@@ -173,16 +171,40 @@ def is_padded_1d(a: Tensor) -> bool:
 def window_params(
     fn: str, a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int, inplace: bool
 ) -> dict[str, int | bool]:
-    """Check the window of `a` that `acc` or `set` writes; return the params that describe it.
+    """Return the params of `acc` or `set`, which write a window of `a` of the shape of `b`.
 
     Raises:
-        ShapeError: A number is negative, or the window ends outside of `a`.
+        ShapeError: As `window_fault` says.
     """
-    if (nb1 | nb2 | nb3 | offset) < 0:
-        fail_shape(fn, f"nb {[nb1, nb2, nb3]} and offset {offset} must not be negative", a, b)
-    if offset + extent_nbytes(a.dtype, b.ne, (a.dtype.type_size, nb1, nb2, nb3)) > a.nbytes:
-        fail_shape(fn, f"the window of b at byte {offset} with nb {[nb1, nb2, nb3]} ends outside of a", a, b)
+    if why := window_fault(a, b, nb1, nb2, nb3, offset):
+        fail_shape(fn, why, a, b)
     return {"nb1": nb1, "nb2": nb2, "nb3": nb3, "offset": offset, "inplace": inplace}
+
+
+def window_fault(a: Tensor, b: Tensor, nb1: int, nb2: int, nb3: int, offset: int) -> str | None:
+    """Return why a window does not consist of elements of `a`, each once; `None` if it does.
+
+    `a` is contiguous, as ggml demands, so that it and a result of its shape have the same bytes and no gaps.
+    """
+    size, where = a.dtype.type_size, f"the window of b at byte {offset} with nb {[nb1, nb2, nb3]}"
+    if not a.is_contiguous():
+        return f"a has strides nb {list(a.nb)}; it must be contiguous: apply cont first"
+    if (nb1 | nb2 | nb3 | offset) < 0:
+        return f"nb {[nb1, nb2, nb3]} and offset {offset} must not be negative"
+    if (
+        offset + extent_nbytes(a.dtype, b.ne, (size, nb1, nb2, nb3))
+        > a.n_elements // a.dtype.block_size * size
+    ):
+        return f"{where} ends outside of a"
+    steps = sorted((nb, n) for nb, n in zip((nb1, nb2, nb3), b.ne[1:], strict=True) if n > 1)
+    if offset % size or any(nb % size for nb, _ in steps):
+        return f"{where} is not on elements of a; give multiples of {size} bytes"
+    end = b.dtype.row_size(b.ne[0])
+    for nb, n in steps:
+        if nb < end and not b.is_empty:
+            return f"{where} has rows that overlap or interleave"
+        end = nb * (n - 1) + end
+    return None
 
 
 # -- how results are sharded over devices ---

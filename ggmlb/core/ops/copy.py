@@ -114,7 +114,7 @@ class CopyOps(OpBase):
         The window has the shape of `b`, begins `offset` bytes into `a`, and has byte strides `nb1..nb3`.
 
         Raises:
-            ShapeError: The window ends outside of `a`.
+            ShapeError: `a` is not contiguous, or the window lies outside of it or overlaps itself.
             DTypeError: The types differ.
         """
         return self._set("set", a, b, nb1, nb2, nb3, offset, False)

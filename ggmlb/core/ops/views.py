@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ggmlb.core.enums import Op
 from ggmlb.core.errors import BoundsError
 from ggmlb.core.ops.base import OpBase, fail_arg, fail_contiguous, fail_shape
+from ggmlb.core.ops.binary import window_fault
 from ggmlb.core.ops.spec import F32, OpSpec, flat, passed_on
 from ggmlb.core.tensor import Ne, Tensor
 
@@ -198,20 +199,15 @@ def view_base(node: Tensor) -> Tensor:
 def _back_view(c: Context, node: Tensor, grad: Tensor) -> Tensor:
     """Add the gradient to zeros: of the base, because the strides of the view are in its memory."""
     base, size = view_base(node), node.dtype.type_size
-    if not base.is_contiguous():
-        fail_contiguous("view", "what is viewed", base)
-    spans = sorted((nb, n) for nb, n in zip(node.nb, node.ne, strict=True) if n > 1)
-    reach = 0
-    for nb, n in spans:
-        if nb <= reach:
-            fail_shape("view", "its elements overlap; use repeat", node)
-        reach += nb * (n - 1)
+    offset = node.view_offs - base.view_offs
+    if why := window_fault(base, node, *node.nb[1:], offset):
+        fail_shape("view", f"it has no gradient: {why}", base, node)
     if node.nb[0] != size:
         fail_contiguous("view", "the view", node, "contiguous within its rows")
     scale = 4 // size  # strides in the gradient, f32
     nb1, nb2, nb3 = (n * scale for n in node.nb[1:])
     zeros = c.fill(base if base.dtype is F32 else c.cast(base, F32), 0)
-    return c.acc_inplace(zeros, grad, nb1, nb2, nb3, (node.view_offs - base.view_offs) * scale)
+    return c.acc_inplace(zeros, grad, nb1, nb2, nb3, offset * scale)
 
 
 def _back_permute(c: Context, node: Tensor, grad: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ggmlb.backends.common.rules import F32, operands
+from ggmlb.backends.common.rules import F32, in_window, operands
 from ggmlb.backends.cpu.rules import PLAIN, RULES
 from ggmlb.backends.cpu.views import View
 from ggmlb.core.enums import Op
@@ -26,13 +26,13 @@ def _window(lw: CpuLowering, t: Tensor) -> View:
     return y.reshaped(b.ne[::-1], strides, p["offset"])
 
 
-@RULES.rule(Op.SET, operands(PLAIN, PLAIN, out=PLAIN))
+@RULES.rule(Op.SET, operands(PLAIN, PLAIN, out=PLAIN), in_window)
 def set_window(lw: CpuLowering, t: Tensor) -> None:
     """`a`, with the window replaced by `b`."""
     lw.copy(_window(lw, t), View.of(t.sources[1]))
 
 
-@RULES.rule(Op.ACC, operands(F32, F32, out=F32))
+@RULES.rule(Op.ACC, operands(F32, F32, out=F32), in_window)
 def acc(lw: CpuLowering, t: Tensor) -> None:
     """`a`, with `b` added to the window."""
     window = _window(lw, t)

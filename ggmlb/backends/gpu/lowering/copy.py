@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ggmlb.backends.common.rules import FLOATS, converts, same_shape_of_blocks
+from ggmlb.backends.common.rules import FLOATS, converts, in_window, same_shape_of_blocks
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.gpu.launch import BadIndex, elementwise, flattened, mapped, stretched, vector_width
 from ggmlb.backends.gpu.lowering.base import RULES
@@ -107,7 +107,7 @@ def _one_plain_type(node: Tensor) -> str | None:
     return None
 
 
-@RULES.rule((Op.ACC, Op.SET), _one_plain_type)
+@RULES.rule((Op.ACC, Op.SET), _one_plain_type, in_window)
 def _write_window(node: Tensor, target: Target) -> list[Launch]:
     """ACC and SET: the result is `a`, but for a window that takes b's shape, where b is added or put."""
     a, b = node.sources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, has_elements, in_rows, operands
+from ggmlb.backends.common.rules import F32, FLOATS, I32, RESULT, has_elements, in_rows, in_window, operands
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.llvm.kernels import convert, elementwise, gradients
 from ggmlb.backends.llvm.lowering.elementwise import repeats_one
@@ -135,7 +135,7 @@ def _cross_entropy_loss_back(node: Tensor, steps: Steps) -> None:
     steps.emit(gradients.cross_entropy_back, params, (*front, *args), n)
 
 
-@RULES.rule(Op.ACC, operands(F32, F32, out=F32), in_rows(0, 1, RESULT))
+@RULES.rule(Op.ACC, operands(F32, F32, out=F32), in_rows(0, 1, RESULT), in_window)
 def _acc(node: Tensor, steps: Steps) -> None:
     a, b, p = node.operand(0), node.operand(1), node.params
     if not p["inplace"]:
