@@ -1,8 +1,9 @@
 """Disk cache of compiled code.
 
-A file is named by a digest of everything that its content depends on, and begins with the SHA-256 of the
-rest. It is written to a temporary file and renamed, so that processes may write concurrently. A file that
-cannot be read or written is compiled again; the cache never raises.
+A file is named by a digest of everything that its content depends on, its key, and begins with the SHA-256
+of that name and the content: a file that was damaged, renamed or swapped with another is not loaded. It is
+written to a temporary file and renamed, so that processes may write concurrently. A file that cannot be read
+or written is compiled again; the cache never raises.
 
 Cached code is executed, so no other user may be able to write it. As OpenSSH requires of its files, the
 folder and its parents must belong to the user or to root and must not be writable for group or others,
@@ -46,7 +47,7 @@ def folder(backend: str) -> Path:
 
 
 def load(path: Path) -> bytes | None:
-    """Return the content that `save` wrote; `None` if it is missing, damaged or writable by other users."""
+    """Return what `save` wrote at this path; `None` if it is missing, damaged or writable by other users."""
     home = _trusted(path.parent)
     if home is None:
         return None
@@ -61,7 +62,7 @@ def load(path: Path) -> bytes | None:
     except OSError:
         return None
     digest, content = data[:DIGEST_NBYTES], data[DIGEST_NBYTES:]
-    return content if sha256(content).digest() == digest else None
+    return content if _digest(path, content) == digest else None
 
 
 def save(path: Path, content: bytes) -> None:
@@ -78,11 +79,15 @@ def save(path: Path, content: bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=home)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(sha256(content).digest() + content)
+                file.write(_digest(path, content) + content)
             os.replace(temporary, home / path.name)
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def _digest(path: Path, content: bytes) -> bytes:
+    return sha256(os.fsencode(path.name) + b"\0" + content).digest()
 
 
 _NO_SURPRISE: Final = (

@@ -103,6 +103,15 @@ def test_what_is_no_regular_file_is_no_entry(case: str, entry: Path) -> None:
     assert disk_cache.load(entry) is None
 
 
+def test_an_entry_is_loaded_under_its_own_key_only(entry: Path) -> None:
+    other = entry.with_name("other.o")
+    disk_cache.save(other, b"other code")
+    (swapped := entry.with_name("swapped")).write_bytes(entry.read_bytes())
+    os.replace(other, entry)
+    os.replace(swapped, other)
+    assert disk_cache.load(entry) is None and disk_cache.load(other) is None
+
+
 def test_a_file_that_others_write_is_no_entry(entry: Path) -> None:
     entry.chmod(0o620)
     assert disk_cache.load(entry) is None
