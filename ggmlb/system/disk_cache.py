@@ -48,7 +48,7 @@ def folder(backend: str) -> Path:
 
 def load(path: Path) -> bytes | None:
     """Return what `save` wrote at this path; `None` if it is missing, damaged or writable by other users."""
-    home = _trusted(path.parent)
+    home = trusted(path.parent)
     if home is None:
         return None
     try:
@@ -73,7 +73,7 @@ def save(path: Path, content: bytes) -> None:
         return
     with suppress(OSError):
         _make(path.parent)
-        home = _trusted(path.parent)
+        home = trusted(path.parent)
         if home is None:
             return
         handle, temporary = tempfile.mkstemp(dir=home)
@@ -84,6 +84,25 @@ def save(path: Path, content: bytes) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def trusted(place: Path) -> Path | None:
+    """Return the real path of an existing folder that only this user and root can change; else `None`."""
+    if place in _checked:
+        return _checked[place]
+    if not place.is_absolute():
+        return None
+    try:
+        found = place.resolve(strict=True)
+        why = _why_not(found)
+    except (OSError, RuntimeError):  # not there, not to be read, or a circle of links
+        return None
+    if why is not None:
+        with suppress(RuntimeWarning):  # which a filter may have made an error
+            message = f"compiled kernels are not cached in {place}: {why}"
+            warnings.warn(shown(message), RuntimeWarning, stacklevel=2)
+    _checked[place] = found if why is None else None
+    return _checked[place]
 
 
 def _digest(path: Path, content: bytes) -> bytes:
@@ -106,25 +125,6 @@ def _make(place: Path) -> None:
         place = place.parent
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
-
-
-def _trusted(place: Path) -> Path | None:
-    """Return the real path of an existing folder that only this user and root can change; else `None`."""
-    if place in _checked:
-        return _checked[place]
-    if not place.is_absolute():
-        return None
-    try:
-        found = place.resolve(strict=True)
-        why = _why_not(found)
-    except (OSError, RuntimeError):  # not there, not to be read, or a circle of links
-        return None
-    if why is not None:
-        with suppress(RuntimeWarning):  # which a filter may have made an error
-            message = f"compiled kernels are not cached in {place}: {why}"
-            warnings.warn(shown(message), RuntimeWarning, stacklevel=2)
-    _checked[place] = found if why is None else None
-    return _checked[place]
 
 
 def _why_not(place: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 
 from ggmlb import Context, DType
 from ggmlb.backends.gpu import Target, lower
-from ggmlb.backends.opencl import pocl
+from ggmlb.backends.opencl import _can_cache, pocl
 from ggmlb.backends.opencl.cache import Entry
 from ggmlb.backends.opencl.program import Programs
 from tests.support.gpus import OPENCL, device_fixture
@@ -64,6 +65,31 @@ def test_a_program_that_is_needed_again_is_compiled_no_more(
         assert loads.pop() is False
         build(device)
         assert loads.pop() is True
+
+
+def test_a_program_is_stored_once(
+    device: OpenClDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path / "ggmlb"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pyopencl._PYOPENCL_NO_CACHE", False)
+    monkeypatch.setattr("pyopencl.characterize.has_src_build_cache", lambda device: None)  # as of Intel's
+    build(device)
+    assert len(list((tmp_path / "ggmlb/opencl").glob("*.bin"))) == 1
+    assert not (tmp_path / "pyopencl").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners and modes as POSIX has them")
+def test_generated_code_is_not_read_where_others_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert _can_cache()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="others can write in"):
+        assert not _can_cache()
 
 
 def test_a_folder_that_cannot_be_written_does_no_harm(

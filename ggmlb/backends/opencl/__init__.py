@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from ggmlb.core.errors import BackendUnavailable
@@ -40,7 +41,7 @@ class OpenClReg(BackendReg):
                 raise BackendUnavailable(
                     f"PyOpenCL cannot be imported ({error}): pip install 'ggmlb[opencl]'"
                 ) from error
-            if not _can_cache():  # else PyOpenCL fails at the first kernel
+            if not _can_cache():
                 pyopencl._PYOPENCL_NO_CACHE = True
             from ggmlb.backends.opencl.device import find_devices
 
@@ -57,15 +58,20 @@ class OpenClReg(BackendReg):
 
 
 def _can_cache() -> bool:
-    """Whether PyOpenCL's cache of generated code is writable."""
+    """Whether PyOpenCL's cache of generated Python code is writable, by this user only.
+
+    PyOpenCL reads it for each kernel object, and fails at the first if it cannot write it.
+    """
     import platformdirs
+
+    from ggmlb.system import disk_cache
 
     try:
         folder = platformdirs.user_cache_dir("pytools", "pytools")
         os.makedirs(folder, exist_ok=True)
     except (OSError, RuntimeError):  # read-only, or there is no home
         return False
-    return os.path.isabs(folder) and os.access(folder, os.W_OK)
+    return disk_cache.trusted(Path(folder)) is not None and os.access(folder, os.W_OK)
 
 
 @cache

@@ -84,5 +84,10 @@ class Programs:
         return program
 
     def _compile(self, text: str, options: Sequence[str]) -> cl.Program:
-        program: cl.Program = cl.Program(self._context, text).build(options, devices=[self._device])
+        # Without PyOpenCL's own cache, which would store the binary again and checks no owner.
+        program: cl.Program = cl.Program(self._context, text).build(
+            options,
+            [self._device],
+            cache_dir=False,  # type: ignore[arg-type]
+        )
         return program
