@@ -12,9 +12,9 @@ import pytest
 from ggmlb import Context, DType
 from ggmlb.backends.cuda.gemm import Gemm
 from ggmlb.backends.cuda.kernels import PACKAGE, Lowering, Step
-from ggmlb.backends.cuda.kernels import place as place_scratch
 from ggmlb.backends.cuda.kernels.products import IN_PIECES
 from ggmlb.backends.gpu import Launch, Scratch, Target, declines
+from ggmlb.backends.gpu import place as place_scratch
 from ggmlb.backends.gpu.source import kernels
 from ggmlb.testing.programs import Built, Case
 from tests.support.golden import CASES as GOLDEN

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from ggmlb.backends.common.strided import Mem
 from ggmlb.backends.cuda.arguments import argument_block
 from ggmlb.backends.cuda.buffer import CudaBuffer
-from ggmlb.backends.cuda.kernels import place
-from ggmlb.backends.gpu import BadIndex, Launch, Scratch
+from ggmlb.backends.gpu import BadIndex, Launch, Scratch, place
 from ggmlb.backends.gpu.bad_index import PlanSlots
 from ggmlb.core.errors import BackendError
 from ggmlb.core.tensor import Tensor

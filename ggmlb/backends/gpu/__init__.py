@@ -11,6 +11,7 @@ its own rows (CPU-type devices).
 
 from ggmlb.backends.gpu.launch import MAX_WG, BadIndex, Defines, Launch, Scratch, Target
 from ggmlb.backends.gpu.lowering import can_fuse, declines, lower, lower_group
+from ggmlb.backends.gpu.scratch import place
 from ggmlb.backends.gpu.source import Kernel, Param, families, packed_args, source
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "lower",
     "lower_group",
     "packed_args",
+    "place",
     "source",
 ]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ggmlb.backends.common.fusion import Group, fuse
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import BadIndex, Launch, lower, lower_group, packed_args
-from ggmlb.backends.gpu.bad_index import PlanSlots
+from ggmlb.backends.gpu import BadIndex, Launch, Scratch, lower, lower_group, packed_args, place
 from ggmlb.backends.opencl.runtime import cl_errors
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from ggmlb.backends.opencl.buffer import OpenClBuffer
 
 Step = tuple["cl.Kernel", tuple[int, int, int], tuple[int, int, int]]
+
+Memory = dict[BadIndex | Scratch, tuple[Buffer, int]]
+"""Buffer and offset of what a plan provides for its launches."""
 
 
 class Stage(NamedTuple):
@@ -61,10 +63,15 @@ class OpenClPlan(GraphPlan):
         loans = programs.borrow(launches, target.on_cpu)
         self._give_back = weakref.finalize(self, programs.give_back, loans)
         self.slots = backend.bad_indices.take(launches, backend)
+        memory: Memory = {bad: (slot.block.buffer, slot.offset) for bad, slot in self.slots.places.items()}
+        nbytes, offsets = place([launch.args for launch in launches])
+        if nbytes:
+            scratch = backend.alloc_buffer(nbytes)
+            memory |= {piece: (scratch, offset) for piece, offset in offsets.items()}
         buffers: dict[int, Any] = {id(b): b for _, product in products for b in product.buffers}
         for launch, (_, kernel) in zip(launches, loans, strict=True):
             with cl_errors(f"set the arguments of kernel {launch.kernel.name}", device=backend.name):
-                for buffer in _set_args(kernel, launch, self.slots):
+                for buffer in _set_args(kernel, launch, memory):
                     buffers[id(buffer)] = buffer
             x, y, z = launch.groups
             self.steps.append((kernel, (x * launch.wg, y, z), (launch.wg, 1, 1)))
@@ -88,11 +95,16 @@ class OpenClPlan(GraphPlan):
         self._give_back()
 
 
-def _set_args(kernel: cl.Kernel, launch: Launch, slots: PlanSlots) -> list[Buffer]:
+def _set_args(kernel: cl.Kernel, launch: Launch, memory: Memory) -> list[Buffer]:
     """Set a launch's arguments in the order of the kernel's declaration; return the buffers.
 
     Arguments are set by index as bytes: PyOpenCL's typed setter generates Python code per kernel object,
     which takes milliseconds.
+
+    Args:
+        kernel: Its kernel object.
+        launch: The launch.
+        memory: The memory that the plan provides.
     """
     buffers: list[Buffer] = []
     rest: list[float] = []
@@ -101,9 +113,9 @@ def _set_args(kernel: cl.Kernel, launch: Launch, slots: PlanSlots) -> list[Buffe
             rest.append(arg)
             continue
         buffer, offset = arg.buffer, arg.offset
-        if isinstance(buffer, BadIndex):
-            slot = slots.places[buffer]
-            buffer, offset = slot.block.buffer, slot.offset
+        if isinstance(buffer, (BadIndex, Scratch)):
+            buffer, start = memory[buffer]
+            offset += start
         assert isinstance(buffer, Buffer)
         kernel.set_arg(len(buffers), buffer.base)
         buffers.append(buffer)

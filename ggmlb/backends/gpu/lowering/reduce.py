@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import FLOATS, I32, has_elements, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import flattened, in_registers, launch, rowwise
+from ggmlb.backends.gpu.launch import MIN_GROUP_WORK, Scratch, flattened, in_registers, launch, rowwise
 from ggmlb.backends.gpu.lowering.base import RULES
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Op, SortOrder
@@ -28,17 +28,62 @@ def _sum_rows(node: Tensor, target: Target) -> list[Launch]:
     return [in_registers(target, "sum_rows", [a, d], factor)]
 
 
+def in_two_passes(target: Target, name: str, mems: list[Mem], d: Mem, *, cut: bool = False) -> list[Launch]:
+    """Return the launches that reduce all rows to one number: in groups, then the groups' results.
+
+    The number of groups depends on the shape and the device only, so that every run gives the same bits.
+
+    Args:
+        target: Parameters of the work split.
+        name: A kernel whose groups write a result each.
+        mems: Its operands.
+        d: Where the result goes.
+        cut: Whether a single row may be cut into several.
+    """
+    ne = mems[0].ne
+    n_rows, rest = ne[1] * ne[2] * ne[3], 0
+    stretches = [mems]
+    if cut and n_rows == 1 and ne[0] > MIN_GROUP_WORK:
+        n_rows, rest = divmod(ne[0], MIN_GROUP_WORK)
+        stretches = [[_rows(m, 0, n_rows, MIN_GROUP_WORK) for m in mems]]
+        stretches += [[_rows(m, ne[0] - rest, 1, rest) for m in mems]] if rest else []
+    n = min(n_rows, math.prod(ne) // MIN_GROUP_WORK, 8 * target.n_units)
+    if n <= 1:
+        return [launch(name, [*mems, d], (1, 1, 1), target.wg)]
+    n_results = n + len(stretches) - 1
+    results = Scratch(4 * n_results).mem(
+        DType.I32 if name == "count_equal" else DType.F32, (n_results, 1, 1, 1)
+    )
+    launches = [
+        launch(
+            name, [*stretch, results.window((groups, 1, 1, 1), offset=4 * start)], (groups, 1, 1), target.wg
+        )
+        for stretch, groups, start in zip(stretches, (n, 1), (0, n), strict=False)
+    ]
+    if name == "count_equal":
+        last = launch(name, [results, results, d], (1, 1, 1), target.wg, SUM_COUNTS=1)
+    else:
+        last = launch("sum", [results, d], (1, 1, 1), target.wg)
+    return [*launches, last]
+
+
+def _rows(row: Mem, first: int, n: int, length: int) -> Mem:
+    """Return `n` rows of a length, cut out of one row from its element `first` on."""
+    nb0 = row.nb[0]
+    return row.window((length, n, 1, 1), (nb0, length * nb0, 0, 0), first * nb0)
+
+
 @RULES.rule(Op.SUM, operands(FLOATS))
 def _sum(node: Tensor, target: Target) -> list[Launch]:
     a, d = _mems(node)
-    return [launch("sum", [*flattened(target, [a]), d], (1, 1, 1), target.wg)]
+    return in_two_passes(target, "sum", flattened(target, [a]), d, cut=True)
 
 
 @RULES.rule(Op.COUNT_EQUAL, operands(I32, I32, out=frozenset({DType.I64})))
 def _count_equal(node: Tensor, target: Target) -> list[Launch]:
     a, b = node.src
     mems = flattened(target, [Mem.of(a), Mem.of(b)])  # type: ignore[arg-type]
-    return [launch("count_equal", [*mems, Mem.of(node)], (1, 1, 1), target.wg)]
+    return in_two_passes(target, "count_equal", mems, Mem.of(node), cut=True)
 
 
 @RULES.rule(Op.CUMSUM, operands(FLOATS))

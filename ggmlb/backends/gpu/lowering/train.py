@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from ggmlb.backends.common.rules import F32, FLOATS, has_elements, operands
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu.launch import elementwise, flattened, in_registers, launch
+from ggmlb.backends.gpu.launch import elementwise, flattened, in_registers
 from ggmlb.backends.gpu.lowering.base import RULES
+from ggmlb.backends.gpu.lowering.reduce import in_two_passes
 from ggmlb.core.enums import Op
 from ggmlb.core.tensor import Tensor
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 @RULES.rule(Op.CROSS_ENTROPY_LOSS, operands(FLOATS, FLOATS), has_elements)
 def _loss(node: Tensor, target: Target) -> list[Launch]:
-    mems = Mem.all_of(node)
-    return [launch("cross_entropy_loss", mems, (1, 1, 1), target.wg)]
+    *mems, d = Mem.all_of(node)
+    return in_two_passes(target, "cross_entropy_loss", mems, d)
 
 
 @RULES.rule(Op.CROSS_ENTROPY_LOSS_BACK, operands(FLOATS, FLOATS, FLOATS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ggmlb.backends.common.strided import Mem
-from ggmlb.backends.gpu import Scratch
+from ggmlb.backends.gpu.launch import Scratch
 
 ALIGNMENT = 256
 """Alignment promised by `Scratch` [bytes]."""
