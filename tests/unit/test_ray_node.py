@@ -7,8 +7,9 @@ message of each, the other tests more of them.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ggmlb import BackendBroken, BackendError, Context, DType, Error, FreedError, Graph, RopeType
+import ggmlb
+from ggmlb import BackendBroken, BackendError, Context, DType, Error, FreedError, Graph, Tensor
 from ggmlb.backends.ray.files import SharedFiles
 from ggmlb.backends.ray.node import Node, versions
-from ggmlb.backends.ray.wire import ForgedError, graph_record, node_record, packed, unpacked, unsendable
+from ggmlb.backends.ray.wire import NONE, ForgedError, graph_record, packed, read_graph, unpacked, unsendable
+from ggmlb.core.ops import SPECS
+from ggmlb.testing.programs import load_cases
 
 SIZE = 4096
 X = np.arange(16, dtype=np.float32)
@@ -31,23 +35,27 @@ def message(*commands: Any, blob: bytes = b"") -> bytes:
     return packed(json.dumps(commands).encode(), [np.frombuffer(blob, np.uint8)])
 
 
+def as_data(record: Any) -> Any:
+    return json.loads(json.dumps(record))
+
+
 class Session:
     """A node with a buffer, a stream, and a plan that computes `y = silu(scale(x))`."""
 
-    def __init__(self, *shared: str) -> None:
-        self.node = Node(versions(), ["CPU"], shared)
-        self.buffer = self.ask("alloc", "CPU", 0, SIZE)
-        self.other = self.ask("alloc", "CPU", 0, SIZE)
+    def __init__(self, *shared: str, device: str = "CPU") -> None:
+        self.node = Node(versions(), [device], shared)
+        self.buffer = self.ask("alloc", device, 0, SIZE)
+        self.other = self.ask("alloc", device, 0, SIZE)
         self.ask("clear", self.other, 7)
-        self.stream = self.ask("open", "CPU", {})
+        self.stream = self.ask("open", device, {})
         ctx = Context()
         x = ctx.new_tensor(DType.F32, (16,), "x")
         y = ctx.silu(ctx.scale_bias(x, 2.0, 1.0))
         graph = Graph().build_forward_expand(y)
-        self.record: Any = graph_record(graph.nodes, graph.use_counts(), lambda _: self.buffer)
+        self.record: Any = as_data(graph_record(graph.nodes, graph.use_counts(), lambda _: self.buffer))
         for i, tensor in enumerate(self.record[0]):
-            tensor[7:9] = [self.buffer, 64 * i]
-        self.y_offset = self.record[0][-1][8]
+            tensor[-2:] = [self.buffer, 64 * i]
+        self.y_offset = self.record[0][-1][-1]
 
     def run(self, *commands: Any, blob: bytes = b"") -> tuple[list[Any], bytes]:
         told, data = unpacked(self.node.run(message(*commands, blob=blob)))
@@ -59,7 +67,7 @@ class Session:
 
     def compute(self, plan: int) -> np.ndarray:
         commands = (
-            ("write", self.buffer, self.record[0][0][8], X.nbytes, False),
+            ("write", self.buffer, self.record[0][0][-1], X.nbytes, False),
             ("compute", plan),
             ("read", self.buffer, self.y_offset, X.nbytes, False),
         )
@@ -67,6 +75,12 @@ class Session:
 
     def is_other_untouched(self) -> bool:
         return set(self.run(("read", self.other, 0, SIZE, False))[1]) == {7}
+
+
+def session_on(device: str) -> Session:
+    if device not in {d.name for d in ggmlb.devices()}:
+        pytest.skip(f"there is no {device}")
+    return Session(device=device)
 
 
 @pytest.fixture
@@ -86,31 +100,34 @@ def test_what_is_right_is_done(session: Session) -> None:
     session.run(("drop", plan), ("close", session.stream), ("free", session.buffer), ("free", session.other))
 
 
-def plan(session: Session, fields: Mapping[int, Any], nodes: Sequence[int] | None = None) -> int:
-    """Make a plan of the session's graph, with other values in some fields of its node of SCALE."""
-    for field, value in fields.items():
-        session.record[0][1][field] = value
+def plan(session: Session, place: Sequence[int] = (), value: Any = None, nodes: Any = None) -> int:
+    """Make a plan of the session's graph, with another value at a place of its records."""
+    record = session.record[0]
+    for i in place[:-1]:
+        record = record[i]
+    if place:
+        record[place[-1]] = value
     handle: int = session.ask("plan", session.stream, [session.record[0], nodes or session.record[1]])
     return handle
 
 
 def compute_in_freed_memory(session: Session) -> None:
-    kept = plan(session, {})
+    kept = plan(session)
     session.ask("free", session.buffer)
     session.ask("compute", kept)
 
 
-FUNCTION = {"fun": 1 << 47, "n_tasks": 1, "userdata": 1 << 47}
+FUNCTION = [["map_custom1", [0], [1 << 47, 1, 1 << 47]]]
 FAULTS_OF_RPC: dict[str, Callable[[Session], object]] = {
     "read at an address: CVE-2024-42478": lambda s: s.ask("read", X.ctypes.data, 0, 16, False),
     "write at an address: CVE-2024-42479": lambda s: s.run(
         ("write", X.ctypes.data, 0, 16, False), blob=bytes(16)
     ),
     "copy beyond its target: ggml PR 1103": lambda s: s.ask("copy", s.buffer, 0, s.other, SIZE - 64, 128),
-    "type beyond the table: CVE-2024-42477": lambda s: plan(s, {1: 1 << 20}),
-    "tensor in no buffer: llama.cpp PR 20908": lambda s: plan(s, {7: -1}),
-    "node that is none: llama.cpp issue 25299": lambda s: plan(s, {}, [-1]),
-    "function as a parameter: llama.cpp issue 25289": lambda s: plan(s, {0: "CUSTOM", 10: FUNCTION}),
+    "type beyond the table: CVE-2024-42477": lambda s: plan(s, (0, 1), 1 << 20),
+    "tensor in no buffer: llama.cpp PR 20908": lambda s: plan(s, (1, -2), -1),
+    "node that is none: llama.cpp issue 25299": lambda s: plan(s, nodes=[-1]),
+    "function as a parameter: llama.cpp issue 25289": lambda s: plan(s, (1, 0), FUNCTION),
     "cached graph in freed memory: llama.cpp PR 24292": compute_in_freed_memory,
 }
 
@@ -158,7 +175,7 @@ def test_only_its_own_handles_of_the_kind_are_taken(
         with pytest.raises(ForgedError):
             session.run(command, blob=bytes(16))
     for tensor in session.record[0]:
-        tensor[7] = handle
+        tensor[-2] = handle
     with pytest.raises(ForgedError):
         session.ask("plan", session.stream, session.record)
     assert session.is_other_untouched()
@@ -230,64 +247,138 @@ def test_what_is_no_message_is_an_error(session: Session, data: Any) -> None:
         session.node.run(data)
 
 
-FORGED_TENSORS = {
-    "no op": (0, "FORMAT_DISK"),
-    "op is a number": (0, 3),
-    "type beyond the table": (1, 999),
-    "negative type": (1, -1),
-    "removed type": (1, 4),
-    "type is text": (1, "F32"),
-    "type is true": (1, True),
-    "three extents": (2, [16, 1, 1]),
-    "negative extent": (2, [-16, 1, 1, 1]),
-    "extents overflow": (2, [1 << 62, 1 << 62, 1, 1]),
-    "more than the buffer": (2, [SIZE, 1, 1, 1]),
-    "strides leave the buffer": (3, [SIZE, SIZE, SIZE, SIZE]),
-    "stride out of range": (3, [4, -64, 64, 64]),
-    "an operand that follows": (4, [1]),
-    "an operand beyond": (4, [99]),
-    "an operand that is no number": (4, ["x"]),
-    "a viewed tensor that follows": (5, 7),
-    "offset beyond": (8, SIZE),
-    "negative offset": (8, -64),
-    "offset not aligned": (8, 2),
-    "flags": (9, 1 << 40),
-    "params are a list": (10, []),
-    "a name that is no text": (11, 5),
+FORGED = {
+    "type beyond the table": (0, 1, 999),
+    "negative type": (0, 1, -1),
+    "removed type": (0, 1, "Q4_2"),
+    "type is true": (0, 1, True),
+    "no type": (0, 1, None),
+    "three extents": (0, 2, [16, 1, 1]),
+    "negative extent": (0, 2, [-16, 1, 1, 1]),
+    "extents overflow": (0, 2, [1 << 62, 1 << 62, 1, 1]),
+    "more than the buffer": (0, 2, [SIZE, 1, 1, 1]),
+    "fewer than the op reads": (0, 2, [0, 1, 1]),
+    "strides leave the buffer": (0, 3, [SIZE, SIZE, SIZE, SIZE]),
+    "stride out of range": (0, 3, [4, -64, 64, 64]),
+    "flags of a leaf": (0, 4, 1 << 40),
+    "a viewed tensor that follows": (0, 6, 1),
+    "offset beyond": (0, 8, SIZE),
+    "negative offset": (1, 8, -64),
+    "offset not aligned": (1, 8, 2),
+    "extents that the calls do not give": (1, 2, [32, 1, 1, 1]),
+    "another type": (1, 1, "F16"),
+    "calls are a number": (1, 0, 5),
+    "a call is a name": (1, 0, ["sqr"]),
+    "no op": (1, 0, [["format_disk", [0], []]]),
+    "op is a number": (1, 0, [[3, [0], []]]),
+    "a method that is no op": (1, 0, [["new_tensor", [], ["F32", [16]]]]),
+    "a hidden method": (1, 0, [["_take", [0], []]]),
+    "a method that reads": (1, 0, [["flash_attn_ext_get_prec", [0], []]]),
+    "a change of another node": (1, 0, [["sqr", [0], []], ["mul_mat_set_prec", [], [10]]]),
+    "an operand that follows": (1, 0, [["sqr", [1], []]]),
+    "an operand beyond": (1, 0, [["sqr", [99], []]]),
+    "an operand that is no number": (1, 0, [["sqr", ["x"], []]]),
+    "an operand too few": (1, 0, [["add", [0], []]]),
+    "an operand too many": (1, 0, [["sqr", [0, 0], []]]),
+    "an absent operand": (1, 0, [["sqr", [-1], []]]),
+    "an argument too few": (1, 0, [["scale", [0], []]]),
+    "code": (1, 0, [["scale", [0], ["__import__('os')"]]]),
+    "no number": (1, 0, [["scale", [0], [None]]]),
+    "an object": (1, 0, [["scale", [0], [{"scale": 1}]]]),
+    "beyond an enum": (1, 0, [["unary", [0], [99]]]),
+    "a function's address": (1, 0, [["map_custom1", [0], [140_000_000, 1, 0]]]),
+    "a function's name": (1, 0, [["map_custom1", [0], ["os.system", 1, "ls"]]]),
+    "a function of all": (1, 0, [["custom_4d", [0], [1 << 47, 1, 1 << 47]]]),
+    "a view beyond its tensor": (1, 0, [["view", [0], [[16, 1, 1, 1], [4, 64, 64, 64], 64]]]),
+    "a view of negative strides": (1, 0, [["view", [0], [[16, 1, 1, 1], [-4, 64, 64, 64], 0]]]),
+    "flags of a node": (1, 4, 1 << 40),
+    "flags are text": (1, 4, "1"),
 }
 
 
-@pytest.mark.parametrize(("field", "value"), FORGED_TENSORS.values(), ids=FORGED_TENSORS)
-def test_forged_tensors_are_refused(session: Session, field: int, value: Any) -> None:
-    session.record[0][1][field] = value  # the node of SCALE
+@pytest.mark.parametrize(("number", "field", "value"), FORGED.values(), ids=FORGED)
+def test_forged_tensors_are_refused(session: Session, number: int, field: int, value: Any) -> None:
     with pytest.raises(ForgedError):
-        session.ask("plan", session.stream, session.record)
+        plan(session, (number, field), value)
+
+
+@pytest.mark.parametrize("record", [[], [1], [[]] * 3, 5, None, {"calls": []}])
+def test_what_is_no_record_is_refused(session: Session, record: Any) -> None:
+    session.record[0][1] = record
+    with pytest.raises(ForgedError):
+        plan(session)
+
+
+def small(session: Session, op: str, sizes: Sequence[int], n: int, args: Sequence[Any] = ()) -> Any:
+    """Return a graph of an op whose operands are rows of these sizes, and its result a row of `n`."""
+
+    def row(calls: Any, n: int, offset: int) -> list[Any]:
+        return [calls, "F32", [n, 1, 1, 1], [4, 4 * n, 4 * n, 4 * n], 0, "", -1, session.buffer, offset]
+
+    operands = [row([], size, SIZE - 64) for size in sizes]
+    return [[*operands, row([[op, list(range(len(sizes))), args]], n, 0)], [len(sizes)]]
 
 
 @pytest.mark.parametrize(
-    ("op", "params"),
+    ("op", "sizes", "args"),
     [
-        ("SCALE", {"scale": 1.0}),
-        ("SCALE", {"scale": 1.0, "bias": 0.0, "fun": 140_000_000}),
-        ("SCALE", {"scale": "__import__('os')", "bias": 0.0}),
-        ("SCALE", {"scale": None, "bias": 0.0}),
-        ("SCALE", {"scale": {"RopeType": 2, "Op": 1}, "bias": 0.0}),
-        ("SCALE", {"scale": {"Function": 2}, "bias": 0.0}),
-        ("SCALE", {"scale": {}, "bias": 0.0}),
-        ("SCALE", {"scale": [1] * 5, "bias": 0.0}),
-        ("UNARY", {"op": {"UnaryOp": 99}}),
-        ("UNARY", {"op": {"UnaryOp": "SILU"}}),
-        ("MAP_CUSTOM1", {"fun": 140_000_000, "n_tasks": 1, "userdata": 0}),
-        ("MAP_CUSTOM1", {"fun": "os.system", "n_tasks": 1, "userdata": "ls"}),
-        ("CUSTOM", {"fun": 1 << 47, "n_tasks": 1, "userdata": 1 << 47}),
+        ("add", (16, 3), ()),
+        ("mul_mat", (16, 8), ()),
+        ("silu_back", (16, 4), ()),
+        ("reshape_4d", (16,), (512, 1, 1, 1)),
+        ("repeat_back", (16, 5), ()),
+        ("get_rows_back", (16, 4, 8), ()),
+        ("swiglu_split", (16, 8), ()),
+        ("acc", (16, 16), (64, 64, 64, 4)),
+        ("ssm_conv", (4, 16), ()),
+        ("group_norm", (16,), (0, 1e-6)),
     ],
 )
-def test_forged_parameters_and_functions_are_refused(
-    session: Session, op: str, params: dict[str, Any]
+def test_operands_that_do_not_fit_are_refused(
+    session: Session, op: str, sizes: Sequence[int], args: Any
 ) -> None:
-    session.record[0][1][0], session.record[0][1][10] = op, params
-    with pytest.raises(Error):
-        session.ask("plan", session.stream, session.record)
+    with pytest.raises(ForgedError, match=op):
+        session.ask("plan", session.stream, small(session, op, sizes, 16, args))
+
+
+@pytest.mark.parametrize("device", ["CPU", "LLVM"])
+@pytest.mark.parametrize("op", ["sqr", "silu", "cont", "soft_max"])
+def test_results_have_the_extents_of_what_they_read(device: str, op: str) -> None:
+    """A node with another result than its operand's read foreign memory."""
+    session = session_on(device)
+    session.run(("plan", session.stream, small(session, op, [16], 16)))
+    for n_read, n in ((16, 512), (16, 15), (17, 17)):
+        with pytest.raises(ForgedError):
+            session.ask("plan", session.stream, small(session, op, [n_read], n))
+
+
+def graphs() -> Iterator[tuple[str, Graph]]:
+    """Yield a graph of each sample of each op, in each type, and of each golden case."""
+    for spec in SPECS.values():
+        for (name, sample), dtype in itertools.product(spec.samples.items(), DType):
+            with suppress(Error):
+                yield name, Graph().build_forward_expand(sample(Context(), dtype))
+    for case in load_cases("tests/golden/programs"):
+        yield case.id, case.build().graph
+
+
+def test_graphs_come_as_they_were() -> None:
+    def facts(t: Tensor | None) -> Any:
+        return t and (t.dtype, t.ne, t.nb, t.op, t.flags, t.name, t.view_offs, facts(t.view_src))
+
+    seen = set()
+    for name, graph in graphs():
+        if any(unsendable(node) for node in graph.nodes):
+            continue
+        data = as_data(graph_record(graph.nodes, {}, lambda _: NONE))
+        for node, got in zip(graph.nodes, read_graph(data, lambda _: None).nodes, strict=True):
+            seen.add(node.op)
+            operands = [[t and (t.dtype, t.ne, t.nb) for t in of.src] for of in (node, got)]
+            assert (facts(got), operands[1]) == (facts(node), operands[0]), name
+            near = {k: pytest.approx(v) if isinstance(v, float) else v for k, v in node.params.items()}
+            assert got.params == near, name
+            assert [type(got.params[k]) for k in near] == [type(v) for v in node.params.values()], name
+    assert seen >= {op for op, spec in SPECS.items() if spec.of_ggml}
 
 
 def test_functions_are_not_sent() -> None:
@@ -420,18 +511,6 @@ def test_other_versions_are_refused() -> None:
         Node({**versions(), "ggmlb": "9.9"}, ["CPU"])
 
 
-def test_parameters_come_as_they_were() -> None:
-    from ggmlb.backends.ray.wire import read_node
-
-    ctx = Context()
-    a, positions = ctx.new_tensor(DType.F32, (8, 2, 3)), ctx.new_tensor(DType.I32, (12,))
-    node = ctx.rope_multi(a, positions, None, 8, (1, 2, 1, 0), RopeType.MROPE, freq_base=1e6)
-    node.params["ext_factor"] = float("-inf")
-    got = read_node(node_record(node), lambda handle: None)  # type: ignore[arg-type,return-value]
-    assert got.params == node.params
-    assert [type(v) for v in got.params.values()] == [type(v) for v in node.params.values()]
-
-
 NUMBERS = st.lists(st.integers(-3, 5000), max_size=5)
 MAPPINGS = st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
 SINGLE = st.one_of(
@@ -440,13 +519,15 @@ SINGLE = st.one_of(
 FIELDS = st.one_of(SINGLE, NUMBERS, MAPPINGS)
 
 
-@given(st.data())
-def test_a_changed_plan_is_refused_or_stays_in_its_memory(data: st.DataObject) -> None:
-    session = Session()
+@pytest.mark.parametrize("device", ["CPU", "LLVM"])
+@given(data=st.data())
+def test_a_changed_plan_is_refused_or_stays_in_its_memory(device: str, data: st.DataObject) -> None:
+
+    session = session_on(device)
     record = copy.deepcopy(session.record)
     for _ in range(data.draw(st.integers(1, 3))):
         tensor = data.draw(st.sampled_from(record[0]))
-        field = data.draw(st.integers(0, 11))
+        field = data.draw(st.integers(0, len(tensor) - 1))
         if isinstance(tensor[field], list) and tensor[field] and data.draw(st.booleans()):
             tensor[field][data.draw(st.integers(0, len(tensor[field]) - 1))] = data.draw(FIELDS)
         else:

@@ -11,12 +11,11 @@ release something are still done.
 
 from __future__ import annotations
 
-import inspect
 import json
 import platform
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import Any, Final, TypeVar
@@ -50,7 +49,7 @@ from ggmlb.interface import Backend, Buffer, BufferType, Device, GraphPlan, regi
 
 Message = Sequence[Sequence[Any]]
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of the messages."""
 
 APART: Final = 1 << 16
@@ -105,8 +104,7 @@ class Node:
         self._plans: dict[int, GraphPlan] = {}
         self._busy: dict[int, Backend] = {}
         self._inbox, self._outbox = _Inbox(NOTHING, ()), _Outbox()
-        methods = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
-        self._commands = {name: (method, _counts(method)) for name, method in methods.items()}
+        self._commands = {name[4:]: getattr(self, name) for name in dir(self) if name.startswith("_do_")}
 
     def facts(self) -> str:
         """Return the devices as JSON."""
@@ -162,10 +160,7 @@ class Node:
         name, *arguments = command
         if name not in self._commands:
             forged(f"there is no command {name!r}")
-        do, counts = self._commands[name]
-        if len(arguments) not in counts:
-            forged(f"{name} with {len(arguments)} arguments")
-        return do(*arguments)
+        return self._commands[name](*arguments)
 
     def _of(self, table: Mapping[int, T], handle: Any, kind: str) -> T:
         found = table.get(handle) if type(handle) is int else None
@@ -373,13 +368,6 @@ class _Outbox:
         if self._n_copied < len(self.small) + len(self.apart):
             self.small, self.apart = ([data.copy() for data in part] for part in (self.small, self.apart))
             self._n_copied = len(self.small) + len(self.apart)
-
-
-def _counts(method: Callable[..., Any]) -> range:
-    """Return the numbers of arguments that a method takes."""
-    kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
-    n = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return range(n, 100 if inspect.Parameter.VAR_POSITIONAL in kinds else n + 1)
 
 
 def _memories(device: Device) -> list[BufferType]:

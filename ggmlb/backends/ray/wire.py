@@ -2,10 +2,9 @@
 
 A message, or an answer, is one run of bytes (each object costs Ray a tenth of a millisecond): JSON, and data.
 
-A graph is a list of records, each after those it refers to, and the numbers of its nodes. A tensor is a
-record of twelve fields: op, type, extents, strides (`None` if contiguous), numbers of the operands (-1 for an
-absent one), number of the viewed tensor (-1 for none), byte offset in it, handle of the buffer (-1 if
-unplaced), byte offset in the buffer, flags, parameters by name, and name.
+A graph is a list of records, each after those it refers to, and the numbers of its nodes. A leaf is its
+type, extents and place; a node has the calls of `Context` that build it besides (`Record`). The methods check
+operands and parameters, as they do for any caller; the place is checked here.
 
 Nothing in it is an address, a class or a function. Reading it creates tensors of this process, in buffers
 that the node looks up by their handles.
@@ -13,43 +12,58 @@ that the node looks up by their handles.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from enum import IntEnum
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core import enums
-from ggmlb.core.dtypes import DType
+from ggmlb.backends.ray.calls import VIEW, calls_of
+from ggmlb.core.context import Context
 from ggmlb.core.enums import Op, TensorFlag
-from ggmlb.core.errors import BackendError, one_line
+from ggmlb.core.errors import BackendError, Error, one_line
 from ggmlb.core.graph import Graph
-from ggmlb.core.ops import SPECS
+from ggmlb.core.ops.base import OpBase
+from ggmlb.core.ops.custom import CustomOps
 from ggmlb.core.tensor import Ne, Tensor
 from ggmlb.interface import Buffer
 
 Bytes = npt.NDArray[np.uint8]
 
-Record = list[Any]
-"""A tensor as data."""
-
 NONE: Final = -1
 """Number of an absent tensor, and handle of no buffer."""
 
-MAX_EXTENT: Final = 1 << 48
+MAX_EXTENT: Final = 1 << 62
 """Least extent, stride and offset that no tensor can have."""
 
-ENUMS: Final = {
-    kind.__name__: kind
-    for kind in vars(enums).values()
-    if isinstance(kind, type) and issubclass(kind, IntEnum) and kind is not IntEnum
-}
-"""Enums whose members may be parameters."""
-
 _FLAGS: Final = TensorFlag.INPUT | TensorFlag.OUTPUT | TensorFlag.PARAM | TensorFlag.LOSS | TensorFlag.COMPUTE
+
+
+class Record(NamedTuple):
+    """A tensor as data.
+
+    Attributes:
+        calls: Those of `calls_of`: names, numbers of the tensors, other arguments; none for a leaf.
+        dtype, ne, nb: Type, extents and strides, which calls must give.
+        flags: Or-ed `TensorFlag`.
+        name: Its name.
+        viewed: Number of the tensor that a leaf is a view of; `NONE` for none.
+        handle: Handle of the buffer; `NONE` if unplaced, or a view.
+        offset: In the buffer, or in the viewed tensor [bytes].
+    """
+
+    calls: list[tuple[str, list[int], list[Any]]]
+    dtype: str
+    ne: Ne
+    nb: Ne
+    flags: int
+    name: str
+    viewed: int
+    handle: int
+    offset: int
 
 
 class ForgedError(BackendError):
@@ -131,36 +145,36 @@ class _Writer:
         self._numbers: dict[Tensor, int] = {}
 
     def add_node(self, node: Tensor, is_read_elsewhere: bool = False) -> int:
-        src = [NONE if s is None else self._leaf(s) for s in node.src]
-        flags = node.flags | (TensorFlag.OUTPUT if is_read_elsewhere else 0)
-        params = {name: _plain(value) for name, value in node.params.items()}
-        return self._append(node, node.op, src, flags, params)
+        """Write a tensor, a node or a leaf, with what it reads; return its number."""
+        calls = [
+            (name, [self._number(t) for t in tensors], [_plain(arg) for arg in args])
+            for name, tensors, args in (() if node.op is Op.NONE else calls_of(node))
+        ]
+        return self._append(node, calls, node.flags | (TensorFlag.OUTPUT if is_read_elsewhere else 0))
 
-    def _leaf(self, tensor: Tensor) -> int:
+    def _number(self, tensor: Tensor | None) -> int:
         """Return the number of an operand; one that is computed elsewhere is a leaf here."""
+        if tensor is None:
+            return NONE
         known = self._numbers.get(tensor)
-        return self._append(tensor, Op.NONE, [], tensor.flags, {}) if known is None else known
+        return self._append(tensor, [], tensor.flags) if known is None else known
 
-    def _append(self, tensor: Tensor, op: Op, src: list[int], flags: int, params: dict[str, Any]) -> int:
-        viewed = NONE if tensor.view_src is None else self._leaf(tensor.view_src)
-        buffer, name = tensor.buffer, "" if self._is_nameless else tensor.name
-        handle = NONE if buffer is None or self._handle_of is None else self._handle_of(buffer)
-        offset = 0 if handle == NONE else tensor.offset
-        nb = None if tensor.layout.is_plain else list(tensor.nb)
-        self._numbers[tensor] = number = len(self.records)
+    def _append(self, t: Tensor, calls: list[tuple[str, list[int], list[Any]]], flags: int) -> int:
+        viewed = NONE if calls else self._number(t.view_src)
+        handle, offset = NONE, 0 if t.view_src is None else t.view_offs
+        if t.view_src is None and t.buffer is not None and self._handle_of is not None:
+            handle = self._handle_of(t.buffer)
+            offset = 0 if handle == NONE else t.offset
+        self._numbers[t] = number = len(self.records)
+        name = "" if self._is_nameless else t.name
         self.records.append(
-            [op.value, int(tensor.dtype), list(tensor.ne), nb, src, viewed, tensor.view_offs, handle, offset,
-             flags & _FLAGS, params, name]
-        )  # fmt: skip
+            Record(calls, t.dtype.name, t.ne, t.nb, flags & _FLAGS, name, viewed, handle, offset)
+        )
         return number
 
 
 def _plain(value: Any) -> Any:
-    """Return a parameter as JSON has it; an enum's member is `{name of the enum: number}`."""
-    if isinstance(value, IntEnum):
-        return {type(value).__name__: int(value)}
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
+    """Return an argument as JSON has it."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -189,62 +203,95 @@ def read_graph(data: Any, buffer_of: Callable[[int], Buffer | None]) -> Graph:
         buffer_of: Returns the buffer of a handle, or raises; `None` for a tensor in no buffer.
 
     Raises:
-        ForgedError: A field has another type or range than a driver writes, a tensor lies in no buffer or
-            ends beyond its buffer, or the op has no such parameter.
+        ForgedError: A field has another type or range than a driver writes, a tensor is in no buffer or ends
+            beyond its buffer, or the method of an op refuses its arguments.
     """
-    if not (isinstance(data, list) and len(data) == 2 and all(isinstance(part, list) for part in data)):
-        forged("a graph is a list of records and a list of numbers")
-    tensors: list[Tensor] = []
-    for record in data[0]:
-        tensors.append(_read(record, tensors, buffer_of))
-    nodes = [tensors[number_below(number, len(tensors), "a node's number")] for number in data[1]]
-    return Graph(nodes, [t for t in tensors if t.op is Op.NONE])
+    reader = _Reader(buffer_of)
+    try:
+        records, numbers = data
+        for record in records:
+            reader.add(record)
+        nodes = [reader.tensor(number) for number in numbers]
+    except (TypeError, ValueError) as error:
+        forged(f"a graph is a list of records, and a list of numbers: {one_line(error)}")
+    return Graph(nodes, [t for t in reader.tensors if t.op is Op.NONE])
 
 
-def _read(record: Any, before: list[Tensor], buffer_of: Callable[[int], Buffer | None]) -> Tensor:
-    if not (isinstance(record, list) and len(record) == 12):
-        forged("a tensor is a record of twelve fields")
-    op_name, type_number, extents, strides, src, viewed, view_offs, handle, offset, flags, params, name = (
-        record
-    )
-    op = Op._value2member_map_.get(op_name) if isinstance(op_name, str) else None
-    dtype = DType._value2member_map_.get(type_number) if type(type_number) is int else None
-    if not isinstance(op, Op):
-        forged(f"there is no op {op_name!r}")
-    if not SPECS[op].of_ggml:
-        forged(f"{op.value} calls a function, and none is taken from other machines")
-    if not isinstance(dtype, DType):
-        forged(f"there is no tensor type {type_number!r}")
-    if not (isinstance(name, str) and isinstance(src, list) and isinstance(params, dict)):
-        forged("a name is text, operands are a list, and parameters have names")
-    ne = _four(extents, "extents")
-    nb = None if strides is None else _four(strides, "strides")
-    if ne[0] % dtype.block_size:
-        forged(f"{ne[0]} elements of {dtype.name} are not a whole number of blocks")
-    operands = tuple(None if n == NONE else before[number_below(n, len(before), "an operand")] for n in src)
-    root = None if viewed == NONE else before[number_below(viewed, len(before), "a viewed tensor")]
-    values = {key: _value(op, key, value) for key, value in params.items()}
-    if missing := set(SPECS[op].params) - values.keys():
-        forged(f"{op.value} lacks the parameters {sorted(missing)}")
-    tensor = Tensor(dtype, ne, nb, op=op, src=operands, params=values, name=name[:200])
-    tensor.flags = number_below(flags, _FLAGS + 1, "flags") & _FLAGS
-    if root is not None:
-        tensor.view_src, tensor.view_offs = root, number_below(view_offs, MAX_EXTENT, "an offset")
-    buffer = buffer_of(handle)
-    if buffer is not None:
-        _place(tensor, buffer, number_below(offset, MAX_EXTENT, "an offset"))
-    return tensor
+_METHODS: Final[dict[str, Callable[..., Any]]] = {
+    name: method
+    for family in Context.__mro__
+    if issubclass(family, OpBase) and family not in (Context, OpBase, CustomOps)
+    for name, method in vars(family).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+}
+"""Methods that build or change nodes: all but those that take a function."""
 
 
-def _place(tensor: Tensor, buffer: Buffer, offset: int) -> None:
-    nbytes = buffer.alloc_size(tensor) if tensor.view_src is None else tensor.nbytes
-    if nbytes == 0:
-        offset = min(offset, buffer.size)  # an empty view may begin anywhere
-    if offset + nbytes > buffer.size:
+class _Reader:
+    """Creates the tensors of records.
+
+    Attributes:
+        tensors: Those so far.
+    """
+
+    def __init__(self, buffer_of: Callable[[int], Buffer | None]) -> None:
+        self.tensors: list[Tensor] = []
+        self._buffer_of = buffer_of
+        self._ctx = Context()
+
+    def tensor(self, number: Any) -> Tensor:
+        """Return a tensor by its number."""
+        return self.tensors[number_below(number, len(self.tensors), "a tensor's number")]
+
+    def add(self, record: Any) -> None:
+        """Create a tensor."""
+        r = Record(*record)
+        ne, nb = _four(r.ne, "extents"), _four(r.nb, "strides")
+        start = number_below(r.offset, MAX_EXTENT, "an offset")
+        root = None if r.viewed == NONE else self.tensor(r.viewed)
+        try:
+            tensor = self._ctx.new_tensor(r.dtype, ne)
+            if r.calls:
+                tensor = self._called(r.calls)
+            elif root is not None or nb != tensor.nb:
+                tensor = Tensor(tensor.dtype, ne, nb, view_src=root, view_offs=start)
+        except ForgedError:
+            raise
+        except Error as error:
+            forged(one_line(error))
+        if (tensor.dtype.name, tensor.ne, tensor.nb) != (r.dtype, ne, nb):
+            forged(f"{tensor.describe()} was to be {r.dtype}, with extents {ne} and strides {nb}")
+        tensor.name = str(r.name)[:200]
+        tensor.flags |= number_below(r.flags, _FLAGS + 1, "flags") & _FLAGS
+        if tensor.view_src is None:
+            tensor.buffer, tensor.offset = self._buffer_of(r.handle), start
+        if tensor.buffer is not None:
+            _check_place(tensor, tensor.buffer)
+        self.tensors.append(tensor)
+
+    def _called(self, calls: Any) -> Tensor:
+        made: list[Tensor] = []
+        for name, numbers, args in calls:
+            method = _view if name == VIEW else _METHODS.get(name)
+            if method is None:
+                forged(f"there is no op {name!r} that builds a node without a function")
+            operands = [None if number == NONE else self.tensor(number) for number in numbers]
+            made = [method(self._ctx, *made, *operands, *args)]
+        return made[0] if isinstance(made[0], Tensor) else forged(f"{calls} build no node")
+
+
+def _view(ctx: Context, a: Tensor, ne: Any, nb: Any, offset: Any) -> Tensor:
+    start = number_below(offset, MAX_EXTENT, "an offset")
+    return ctx._window(VIEW, a, _four(ne, "extents"), _four(nb, "strides"), start)
+
+
+def _check_place(tensor: Tensor, buffer: Buffer) -> None:
+    is_view, offset = tensor.view_src is not None, tensor.offset
+    nbytes = tensor.nbytes if is_view else buffer.alloc_size(tensor)
+    if nbytes and offset + nbytes > buffer.size:  # an empty one may begin anywhere
         forged(f"bytes {offset} to {offset + nbytes} of a buffer of {buffer.size}, for {tensor.describe()}")
-    if tensor.view_src is None and offset % buffer.alignment:
+    if not is_view and offset % buffer.alignment:
         forged(f"offset {offset} of {tensor.describe()} is not a multiple of {buffer.alignment}")
-    tensor.buffer, tensor.offset = buffer, offset
     if buffer.prepares_tensors:
         buffer.init_tensor(tensor)
 
@@ -261,26 +308,3 @@ def number_below(number: Any, end: int, what: str) -> int:
     if type(number) is not int or not 0 <= number < end:
         forged(f"{what}: {number!r} is not a whole number from 0 to {end - 1}")
     return number
-
-
-def _value(op: Op, name: str, value: Any) -> Any:
-    """Return a parameter of an op."""
-    spec = SPECS[op]
-    if name not in spec.params and name not in spec.more_params:
-        forged(f"{op.value} has no parameter {name!r}")
-    if isinstance(value, list):
-        if len(value) > 4 or not all(type(v) is int and abs(v) < MAX_EXTENT for v in value):
-            forged(f"{op.value}: {name} is {value!r}; a list holds at most four whole numbers")
-        return tuple(value)
-    if isinstance(value, dict):
-        kind_name, number = next(iter(value.items()), ("", 0))
-        kind = ENUMS.get(kind_name)
-        try:
-            if kind is None or len(value) != 1 or type(number) is not int:
-                raise ValueError(f"{value!r} is no member of an enum")
-            return kind(number)
-        except ValueError as error:
-            forged(f"{op.value}: {name}: {one_line(error)}")
-    if type(value) not in (bool, int, float):
-        forged(f"{op.value}: {name} is {value!r}; a parameter is a number, or numbers")
-    return value

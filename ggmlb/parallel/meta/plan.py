@@ -103,6 +103,7 @@ class Gather:
             for simple in backends:
                 self._buffers.append(simple.alloc_buffer(root.nbytes))
                 whole = Tensor(root.dtype, root.ne, name=root.name)
+                whole.flags = root.flags
                 whole.buffer = self._buffers[-1]
                 wholes.append(whole)
         except BaseException:
