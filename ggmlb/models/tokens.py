@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from base64 import b64decode
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,12 @@ Tokens = npt.NDArray[np.int32]
 
 Shape = tuple[int, int]
 """Shape of a batch: padded length and number of texts."""
+
+MAX_WORD = 256
+"""Most characters of a word that WordPiece may cut, whose time is their cube; BERT has 100."""
+
+MAX_GROWTH = 1 << 10
+"""Most characters that a normaliser may make of one; known ones make some dozens."""
 
 BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Allowed numbers of texts per batch: few, so that graphs of earlier batches are reused."""
@@ -62,6 +70,19 @@ class Tokenizer:
                 f"{path} numbers tokens up to {last}, but config.json says that the model has {n_vocab}; "
                 "use the tokenizer.json that came with the model"
             )
+        with failing(f"{path} has a wrong normalizer"):
+            normalizer = self._tokenizer.normalizer
+            growth = 1 if normalizer is None else _growth(json.loads(normalizer.__getstate__()))
+        if growth > MAX_GROWTH:
+            raise ModelError(
+                f"{path}: its normalizer makes up to {growth:,} characters of one; at most {MAX_GROWTH:,} "
+                f"are possible: {_OF_THE_MODEL}"
+            )
+        if (longest := getattr(self._tokenizer.model, "max_input_chars_per_word", 0)) > MAX_WORD:
+            raise ModelError(
+                f"{path}: max_input_chars_per_word is {longest}; at most {MAX_WORD} is possible: "
+                + _OF_THE_MODEL
+            )
         with failing(f"{path} cannot be used"):
             self._tokenizer.no_padding()
             self._tokenizer.enable_truncation(n_max)
@@ -86,6 +107,29 @@ class Tokenizer:
         else:
             return ids.astype(np.int32)
         raise ModelError(f"{self._path}: {found}: {_OF_THE_MODEL}")
+
+
+def _growth(normalizer: Mapping[str, Any]) -> int:
+    """Return how many characters a normaliser of `tokenizers` makes of one at most.
+
+    Not counted are those whose factor is small and the same in all files (NFKD: 18).
+    """
+    size = 1
+    for step in normalizer.get("normalizers", [normalizer]):
+        match step:
+            case {"type": "Sequence"}:
+                size *= _growth(step)
+            case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
+                size *= max(1, -(-len(content) // len(pattern)))
+            case {"type": "Replace", "content": str(content)}:  # it may match between all characters
+                size *= 1 + len(content)
+            case {"type": "Prepend", "prepend": str(content)}:
+                size += len(content)
+            case {"type": "Precompiled", "precompiled_charsmap": str(content)}:
+                raw = b64decode(content)
+                texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
+                size *= max(1, *map(len, texts))
+    return size
 
 
 class Batch(NamedTuple):

@@ -7,9 +7,11 @@ import math
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import textwrap
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,14 @@ def special(ids: list[int]) -> dict[str, Any]:
     return post(special_tokens=known | {"[SEP]": {"id": "[SEP]", "ids": ids, "tokens": ["[SEP]"] * len(ids)}})
 
 
+def in_turn(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(steps)}
+
+
+def replaced(kind: str, pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
 VOCAB = TOKENIZER["model"]["vocab"]
 
 TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -276,7 +286,38 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
         r"fails on a text: .*Missing \[UNK\]",
     ),
     "nothing in the vocabulary": (model(vocab={}), r"fails on a text: .*Missing \[UNK\]"),
+    **{
+        f"texts that grow: {name}": (
+            changed(normalizer=rules),
+            "makes up to .* characters of one; at most 1,024",
+        )
+        for name, rules in {
+            "five rules": in_turn(*5 * [replaced("String", "a", 100 * "a")]),
+            "no pattern": in_turn(*11 * [replaced("String", "", "a")]),
+            "between characters": in_turn(*11 * [replaced("Regex", "x?", "a")]),
+            "sequences": in_turn(*3 * [in_turn(*5 * [replaced("String", "b", "bbb")])]),
+            "a prefix": in_turn({"type": "Prepend", "prepend": 1500 * "p"}),
+            "a table": {
+                "type": "Precompiled",
+                "precompiled_charsmap": b64encode(struct.pack("<II", 4, 0) + 2000 * b"x" + b"\0").decode(),
+            },
+        }.items()
+    },
+    "long words": (
+        model(max_input_chars_per_word=10**9),
+        "max_input_chars_per_word is 1000000000; at most 256",
+    ),
 }
+
+
+def test_a_normalizer_that_keeps_texts_short(small: Path) -> None:
+    rules = in_turn(
+        {"type": "Lowercase"}, replaced("Regex", " {2,}", " "), replaced("String", "``", '"'),
+        {"type": "Prepend", "prepend": "a"}, *20 * [replaced("String", "b", "a")],
+    )  # fmt: skip
+    write_json(small / "tokenizer.json", changed(normalizer=rules))
+    with BertEmbedder(small, ["CPU"]) as embedder:
+        assert embedder.embed(["abba"]).shape == (1, 32)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -10,9 +10,9 @@ import pytest
 from ggmlb import ModelError
 from ggmlb.models import TextModel
 from ggmlb.models.text.config import ARCHITECTURES, WITHOUT_EFFECT
-from tests.support.gguf_files import BOOL, UINT32, Typed
+from tests.support.gguf_files import BOOL, UINT32, Typed, write_gguf
 from tests.support.text_metadata import KEYS, Reader
-from tests.support.text_models import KINDS, N_EMBD, sizes_of, write_text_model
+from tests.support.text_models import KINDS, N_EMBD, N_VOCAB, sizes_of, vocabulary, write_text_model
 
 REFUSED = {
     "attention.causal": Typed(BOOL, False), "attention.key_length_swa": 32, "attention.value_length_swa": 32,
@@ -125,3 +125,25 @@ def test_embeddings_are_pooled_as_the_file_says(tmp_path: Path) -> None:
         np.testing.assert_allclose(embedded(**changes), row / np.linalg.norm(row), rtol=1e-4, atol=1e-6)
     with pytest.raises(ModelError, match=r"qwen3\.pooling_type.*rank"):
         embedded(pooling_type=4)
+
+
+def test_a_small_file_gets_no_large_kv_cache_by_default(tmp_path: Path) -> None:
+    """Of keys of 32,768 elements, 4,096 tokens take 268 MB a layer."""
+    n, n_key, at = 32, 1 << 15, "blk.0."
+    shapes = {
+        "token_embd": (N_VOCAB, n), "output_norm": (n,), at + "attn_norm": (n,), at + "attn_q": (n_key, n),
+        at + "attn_k": (n_key, n), at + "attn_v": (2, n), at + "attn_output": (n, 2), at + "ffn_norm": (n,),
+        at + "ffn_gate": (32, n), at + "ffn_up": (32, n), at + "ffn_down": (n, 32),
+    }  # fmt: skip
+    sizes = sizes_of("llama", 1) | {
+        "context_length": 8192, "embedding_length": n, "feed_forward_length": 32, "attention.head_count": 1,
+        "attention.head_count_kv": 1, "attention.key_length": n_key, "attention.value_length": 2,
+        "rope.dimension_count": 64,
+    }  # fmt: skip
+    keys = {f"llama.{key}": value for key, value in sizes.items()}
+    weights = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama", **keys, **vocabulary()}, weights)
+    with pytest.raises(ModelError, match=r"KV cache of 4,096 tokens takes 268,451,840 bytes.*n_ctx, --ctx"):
+        TextModel(path, ["CPU"])
+    with TextModel(path, ["CPU"], n_ctx=8) as model:
+        assert model.generate([5], max_tokens=1, ignore_eos=True).tokens

@@ -22,6 +22,8 @@ from ggmlb.models.gguf import GgufFile, Vocabulary
 from ggmlb.models.gguf.merging import merge
 from ggmlb.models.gguf.pretokenizers import PRE_TOKENIZERS
 from ggmlb.models.gguf.unigram import Replacements
+from ggmlb.models.gguf.vocabulary import _Finder
+from ggmlb.models.gguf.wordpiece import WordPieces
 from tests.support.vocabularies import (
     CONTROL,
     EXPRESSIONS,
@@ -172,6 +174,57 @@ def test_user_defined_tokens_are_always_found_the_longest_first(write: Callable[
     assert x not in vocabulary.encode("xaa")
 
 
+@given(
+    st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, unique=True), st.text("ab<c", max_size=30)
+)
+def test_special_tokens_are_those_that_llama_cpp_finds(tokens: list[str], text: str) -> None:
+    """It cuts what is left of the text at each token, the longest first."""
+    parts: list[str | int] = [text]
+    for piece in sorted(tokens, key=len, reverse=True):
+        cut: list[str | int] = []
+        for part in parts:
+            if isinstance(part, str):
+                first, *rest = part.split(piece)
+                cut += [first, *(each for after in rest for each in (tokens.index(piece), after))]
+            else:
+                cut.append(part)
+        parts = [part for part in cut if part != ""]
+    at, found = 0, []
+    for start, end, token in _Finder({t: i for i, t in enumerate(tokens)}, frozenset()).find(text):
+        found += [text[at:start], token]
+        at = end
+    assert [part for part in (*found, text[at:]) if part != ""] == parts
+
+
+class Counted(str):
+    """A text that counts how often it is searched or cut."""
+
+    n = 0
+
+    def __getitem__(self, key: Any) -> str:
+        self.n += 1
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.n += 1
+        return super().__contains__(key)
+
+    def find(self, *args: Any) -> int:
+        self.n += 1
+        return super().find(*args)
+
+
+def test_special_tokens_are_found_in_steps_of_the_text_whatever_their_number(
+    write: Callable[..., Vocabulary],
+) -> None:
+    tokens = [*byte_pairs()[0]["tokenizer.ggml.tokens"], *(f"<|{i}|>" for i in range(50_000))]
+    types = np.full(len(tokens), CONTROL, np.int32)
+    types[: len(tokens) - 50_000] = NORMAL
+    text = Counted("<|12|><|" * 250)
+    assert write(tokens=tokens, token_type=types).encode(text).count(tokens.index("<|12|>")) == 250
+    assert text.n < 10 * len(text)
+
+
 def test_texts_begin_and_end_as_the_file_says(write: Callable[..., Vocabulary]) -> None:
     words = write("spm").encode("der", add_special=False)
     assert write("spm").encode("der") == [1, *words]
@@ -260,6 +313,14 @@ def test_unigrams_are_the_likeliest(tmp_path: Path) -> None:
     check()
 
 
+def test_units_that_loop_are_refused() -> None:
+    units = [0] * 512
+    units[97] = ord("a") | 97 << 10  # back to where it came from
+    with pytest.raises(ModelError, match="more than 128 bytes"):
+        Replacements(struct.pack("<I512I", 4 * 512, *units)).apply("a" * 129)
+    assert Replacements(struct.pack("<I512I", 4 * 512, *units)).apply("ab" * 100) == "ab" * 100
+
+
 def test_characters_are_replaced() -> None:
     units = [0] * 512
     units[97] = ord("a") | 0x100 | 1 << 10
@@ -304,6 +365,39 @@ def test_merging_is_one_pair_after_the_other(text: str, ranks: dict[str, int]) -
     assert merge(list(text), rank) == pieces
 
 
+PLAIN = {
+    "superbpe": (r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"),
+    "deepseek-llm": tuple(p.replace(r"(?<!\s)", "") for p in PRE_TOKENIZERS["deepseek-llm"].patterns),
+}
+"""The expressions of llama.cpp for which others stand that take less time."""
+
+
+@given(st.text("0123\u00b2\u0661a. \t\n\u4e2d", max_size=40), st.sampled_from(sorted(PLAIN)))
+def test_words_are_those_of_the_plain_expressions(text: str, name: str) -> None:
+    assert PLAIN[name] != PRE_TOKENIZERS[name].patterns
+    assert PRE_TOKENIZERS[name].split(text) == PRE_TOKENIZERS[name]._replace(patterns=PLAIN[name]).split(text)
+
+
+RUNS = {"spaces": (" ", "1"), "digits": ("7", "a"), "marks": ("\u0301", "\u4e2d"), "capitals": ("A", "\0")}
+"""Characters of a long run, and one that ends it."""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("run", RUNS)
+def test_long_runs_take_no_square_of_their_length(run: str) -> None:
+    """By the square, this takes many minutes."""
+    character, last = RUNS[run]
+    text = character * (1 << 18) + last
+    for pre in {pre.patterns: pre for pre in PRE_TOKENIZERS.values()}.values():
+        assert sum(map(len, pre.split(text))) == len(text)
+
+
+def test_long_runs_of_marks_take_no_square_of_their_length() -> None:
+    """Marks of two classes in turn, which NFD sorts."""
+    words = WordPieces({"\u2581a": 0, "b": 1}, 2, True, True)
+    assert words.encode("a" + "\u0301\u0316" * (3 << 18) + "b", True) == [0, 1]
+
+
 def test_a_long_word_takes_no_square_of_its_length(vocabularies: dict[str, Vocabulary]) -> None:
     for kind in ("gpt-2", "spm"):
         text = "fox" * 10_000
@@ -343,6 +437,15 @@ def test_the_tokens_of_smollm2() -> None:
         ("gpt-2", {"bos_token_id": "x"}, "a whole number"),
         ("spm", {"scores": np.full(2000, np.nan, np.float32)}, "token 0 has no number"),
         ("spm", {"scores": np.zeros(3, np.float32)}, "a number for each of"),
+        (
+            "spm",
+            {
+                "tokens": ["<unk>", "<s>", "</s>", 300 * "x"],
+                "scores": None,
+                "token_type": np.array([UNKNOWN, CONTROL, CONTROL, USER_DEFINED], np.int32),
+            },
+            "token has 300 characters; at most 256",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told(

@@ -2,7 +2,8 @@ r"""Pre-tokenizers of byte pair encoding: the regular expressions that cut a tex
 
 A vocabulary names its own by `tokenizer.ggml.pre`. Python's `re` has no Unicode categories (`\p{L}`), and
 tables of them take long to build. So a text is matched in a short form: ASCII as it is, and every other
-character replaced by one that stands for its category.
+character replaced by one that stands for its category. Time grows with the length of a text, not with its
+square: no expression scans a run of characters again from each of its places.
 
 Source: llm_tokenizer_bpe in llama.cpp's llama-vocab.cpp, which matches in the same way. Where its expressions
 are simpler than the model's own (upper and lower case beyond ASCII, marks), the model's stand here.
@@ -130,6 +131,10 @@ _BLOOM: Final = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _DIGITS_FROM_RIGHT: Final = (r"\p{N}+", r"\A\p{N}{1,2}(?=(?:\p{N}{3})+\Z)|\p{N}{1,3}")
 """Runs of digits, then groups of three in each, counted from its end."""
 
+_THREES: Final = (r"(?<![0-9]{3})(?=(?:[0-9]{3})+(?![0-9]))", r"[0-9]{3}(?=[0-9])")
+"""`(?=(?:[0-9]{3})+(?![0-9]))`, which takes the square of a run's length: first where the groups of three of
+each run begin, then each group but the last."""
+
 _LINES: Final = r"[^\n]+|\n+"
 
 _CASED: Final = (
@@ -245,7 +250,7 @@ def _table() -> dict[str, PreTokenizer]:
         "deepseek-llm": of(
             r"[\r\n]", rf"\s?[{_CASED}]+",
             r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+\Z", _EAST_ASIAN, r"\p{N}+",
+            r"(?<!\s)\s+\Z", _EAST_ASIAN, r"\p{N}+",
         ),
         "deepseek-coder": of(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}"),
         "deepseek-v3 hunyuan-dense joyai-llm hy_v4": of(r"\p{N}{1,3}", _CHINESE_JAPANESE, _DEEPSEEK),
@@ -266,7 +271,7 @@ def _table() -> dict[str, PreTokenizer]:
             "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]",
             _GPT2, adds_bos=True,
         ),
-        "superbpe": of(r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))"),
+        "superbpe": of(r"\p{N}+", *_THREES),
         "gemma4 granite-embed-multi-311m": of(
             _LINES, is_byte_level=False, keeps_newlines=True, always_adds_bos=True
         ),

@@ -13,9 +13,11 @@ from ggmlb.models.mapped_file import failing
 UNUSABLE: Final = "\U0010ffff"
 """A character that no text has: tokens that are not found by their texts begin with it."""
 
-
 MAX_REPLACEMENT: Final = 256
 """Longest text that a character is replaced by [bytes]; the longest known has 33."""
+
+MAX_REPLACED: Final = 128
+"""Longest text that is replaced [bytes]; units that go on are damaged, or a loop."""
 
 
 class Unigrams:
@@ -119,7 +121,10 @@ class Replacements:
                     found.append(data[at : at + length])
                 at += length
         except (IndexError, ValueError):
-            raise ModelError("the replacements of characters point outside their units or texts") from None
+            raise ModelError(
+                "the replacements of characters point outside their units or texts, or stand for more than "
+                f"{MAX_REPLACED} bytes"
+            ) from None
         return b"".join(found).decode("utf-8", "replace")
 
     def _longest(self, data: bytes, at: int) -> tuple[int, int]:
@@ -128,6 +133,8 @@ class Replacements:
         length = start = 0
         node = _base(units[0])
         for i in range(at, len(data)):
+            if i - at == MAX_REPLACED:
+                raise IndexError
             byte = data[i]
             node ^= byte
             unit = units[node]

@@ -63,6 +63,9 @@ _FILE_ENDS: Final = (
 _ALWAYS_SHOWN: Final = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
 """Texts of control tokens that are text to the program."""
 
+MAX_SPECIAL: Final = 256
+"""Longest control or user-defined token [characters]; real ones have some dozens."""
+
 _PHI3_KEEPS_SPACE: Final = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 """Special tokens of Phi-3 after which white space counts."""
 
@@ -282,6 +285,11 @@ class Vocabulary:
 
     def _finder_of(self, types: tuple[TokenType, ...]) -> _Finder:
         found = {self.tokens[i]: i for i in np.flatnonzero(np.isin(self.types, types)).tolist()}
+        if (longest := max(map(len, found), default=0)) > MAX_SPECIAL:
+            raise self._metadata.error(
+                _KEY + "tokens",
+                f"a special token has {longest} characters; at most {MAX_SPECIAL} are possible",
+            )
         name = self._metadata.get("general.name", "")
         # Phi-3 was trained without the white space after special tokens; its files cannot say so.
         is_phi3 = isinstance(name, str) and ("phi-3" in name.lower() or "phi3" in name.lower())
@@ -430,7 +438,7 @@ class Detokenizer:
 
 
 class _Finder:
-    """Finds tokens in a text by their own texts.
+    """Finds tokens in a text by their own texts, in time that their number does not change.
 
     Args:
         ids: Token numbers by text.
@@ -440,34 +448,33 @@ class _Finder:
     def __init__(self, ids: Mapping[str, int], strips: Set[str]) -> None:
         self._ids = ids
         self._strips = strips
-        self._by_prefix: dict[str, list[tuple[int, str]]] = {}
-        for order, text in enumerate(sorted(ids, key=lambda text: -len(text.encode()))):
-            self._by_prefix.setdefault(text[:2], []).append((order, text))
+        self._order = {text: i for i, text in enumerate(sorted(ids, key=lambda text: -len(text.encode())))}
+        lengths: dict[str, set[int]] = {}
+        for text in ids:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = lengths
+        firsts = "".join(map(re.escape, sorted({text[0] for text in ids})))
+        self._starts = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def find(self, text: str) -> list[tuple[int, int, int]]:
         """Return where tokens lie: start, end and number; none overlap, and the longest is taken first."""
-        present = sorted(
-            (order, piece)
-            for prefix, pieces in self._by_prefix.items()
-            if prefix in text
-            for order, piece in pieces
-            if piece in text
-        )
+        present = []
+        for start in (found.start() for found in self._starts.finditer(text)):
+            for prefix in {text[start], text[start : start + 2]}:
+                for length in self._lengths.get(prefix, ()):
+                    order = self._order.get(piece := text[start : start + length])
+                    if order is not None:
+                        present.append((order, start, piece))
+        present.sort()
         is_taken = bytearray(len(text))
         found = []
-        for _, piece in present:
-            start = text.find(piece)
-            while start >= 0:
-                end = start + len(piece)
-                # A token taken before is at least as long: it covers an end of this one if they overlap.
-                if is_taken[start]:
-                    end = is_taken.find(0, start)
-                elif is_taken[end - 1]:
-                    end = start + 1
-                else:
-                    while piece in self._strips and text[end : end + 1] in _STRIPPED and not is_taken[end]:
-                        end += 1
-                    is_taken[start:end] = b"\1" * (end - start)
-                    found.append((start, end, self._ids[piece]))
-                start = text.find(piece, end) if end >= 0 else -1
+        for _, start, piece in present:
+            end = start + len(piece)
+            # A token taken before is at least as long: it covers an end of this one if they overlap.
+            if is_taken[start] or is_taken[end - 1]:
+                continue
+            while piece in self._strips and text[end : end + 1] in _STRIPPED and not is_taken[end]:
+                end += 1
+            is_taken[start:end] = b"\1" * (end - start)
+            found.append((start, end, self._ids[piece]))
         return sorted(found)

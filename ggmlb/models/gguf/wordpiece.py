@@ -51,7 +51,8 @@ class WordPieces:
 
     def _words(self, text: str) -> Iterator[str]:
         if self._strips_accents:
-            text = unicodedata.normalize("NFD", text)
+            # One by one: to sort the marks after a character takes the square of their number, and they go.
+            text = "".join(unicodedata.normalize("NFD", character) for character in text)
         word = ""
         for character in text:
             category = unicodedata.category(character)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ggmlb import Backend, BufferType, DType, planned_memory
-from ggmlb.core.errors import AllocationError, ArgumentError
+from ggmlb.core.errors import AllocationError, ArgumentError, ModelError
 from ggmlb.interface.memory_table import HOST, MemoryTable, Space, device_of
 from ggmlb.models.devices import device_names, memory_overrides, open_device
 from ggmlb.models.gguf import GgufFile
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 N_CTX = 4096
 """Tokens that the memory of keys and values holds by default, if the model was trained for so many."""
+
+KV_NBYTES, KV_SHARE = 1 << 28, 8
+"""Largest KV cache by default: this many bytes, or this many times the bytes of the weights."""
 
 MARGIN = 1 << 30
 """Most bytes of a device's free memory that are left to its runtime and to others."""
@@ -487,9 +490,17 @@ def open_planner(
     n = min(config.n_ctx_train, N_CTX) if n_ctx is None else n_ctx
     if n < 1:
         raise ArgumentError(f"n_ctx is {n_ctx}; give 1 or more")
+    kv = DType.parse(kv_type)
+    n_kept = 0 if config.state else config.n_layer * config.n_head_kv * (config.n_key + config.n_value) * n
+    kept = n_kept * kv.type_size // kv.block_size
+    if n_ctx is None and kept > max(KV_NBYTES, KV_SHARE * file.nbytes):
+        raise ModelError(
+            f"{file.path}: the KV cache of {n:,} tokens takes {kept:,} bytes, the weights {file.nbytes:,}; "
+            "if that is right, give the context size (n_ctx, --ctx)"
+        )
     if n_ubatch is not None and not 1 <= n_ubatch <= N_BATCH:
         raise ArgumentError(f"n_ubatch is {n_ubatch}; give 1 to {N_BATCH}")
-    room = Room(n, DType.parse(kv_type), n_ubatch or 0, expert_cache)
+    room = Room(n, kv, n_ubatch or 0, expert_cache)
     return planner_over(resources, file, config, layout, names, room, wishes)
 
 
