@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 from ggmlb import (
     Backend,
@@ -39,6 +40,7 @@ class ModelOnDevices(Closeable):
     is_freed = False
     _backends: tuple[Backend, ...]
     _resources: ExitStack
+    _lock: AbstractContextManager[Any]
 
     @property
     def backends(self) -> tuple[Backend, ...]:
@@ -58,8 +60,9 @@ class ModelOnDevices(Closeable):
 
     def close(self) -> None:
         """Free all memory and streams; has no effect if already closed."""
-        self.is_freed = True
-        self._resources.close()
+        with self._lock:
+            self.is_freed = True
+            self._resources.close()
 
 
 def alloc_zeros(

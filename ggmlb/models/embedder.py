@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import RLock
 
 import numpy as np
 import numpy.typing as npt
@@ -33,10 +34,10 @@ class BertEmbedder(ModelOnDevices):
     """Computes sentence embeddings with a BERT-type model, such as all-MiniLM-L6-v2.
 
     Each layer runs on the device that holds its weights. A context manager, which frees the devices on
-    exit. Only one thread at a time may use it. On the CPU, weights are read from the mapped model file,
-    which must not be modified meanwhile; it may be replaced by another file of its name. If it is
-    truncated or overwritten, `embed` raises a ModelError, or the system ends the process (SIGBUS) if that
-    happens during a read.
+    exit. Threads may share it: their batches take turns. On the CPU, weights are read from the mapped
+    model file, which must not be modified meanwhile; it may be replaced by another file of its name. If it
+    is truncated or overwritten, `embed` raises a ModelError, or the system ends the process (SIGBUS) if
+    that happens during a read.
 
     Args:
         model_dir: A folder with `config.json`, `model.safetensors` and `tokenizer.json`; by default the
@@ -93,6 +94,7 @@ class BertEmbedder(ModelOnDevices):
             self._runs: Runs[Shape, BertGraph] = Runs(self._backends)
             resources.callback(self._runs.free)
             self._resources = resources.pop_all()
+        self._lock = RLock()
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -150,11 +152,13 @@ class BertEmbedder(ModelOnDevices):
         n_done = 0
         lengths = [t.size for t in tokens]
         for members, n_tokens in plan_batches(lengths, batch, self.config.n_max, self._runs.keys()):
-            graph = self._runs.get((n_tokens, len(members)), partial(self._build, n_tokens, len(members)))
-            graph.set_inputs([tokens[i] for i in members])
-            self._runs.start(graph)
-            self._runs.wait()
-            found = graph.embeddings.to_numpy().reshape(len(members), -1)
+            sizes = n_tokens, len(members)
+            with self._lock:
+                graph = self._runs.get(sizes, partial(self._build, *sizes))
+                graph.set_inputs([tokens[i] for i in members])
+                self._runs.start(graph)
+                self._runs.wait()
+                found = graph.embeddings.to_numpy().reshape(len(members), -1)
             is_unit = np.abs(np.linalg.norm(found, axis=1) - 1) <= LENGTH_ERROR
             if not is_unit.all():
                 raise self._placer.error_in_values(f"the embedding of text {members[~is_unit].min()}")

@@ -159,17 +159,25 @@ class Weights:
 
     def error_in_values(self, found: str) -> ModelError:
         """Return the error about a result that is not finite or 0, naming the weight with NaN or infinity."""
-        for name, extent in self._placed.items():
-            if not all(np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)):
-                return ModelError(
-                    f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
-                    "download it again"
-                )
+        if (name := self.not_finite()) is not None:
+            return ModelError(
+                f"{found} is not finite: {self._file.path} has NaN or infinity in {name!r}; copy or "
+                "download it again"
+            )
         kept = "the type of the file" if self._matrix_type is None else self._matrix_type.name
         return ModelError(
             f"{found} is not finite, or of length 0, though all weights in {self._file.path} are finite; "
             f"they are stored in {kept}: try weight_type='f32', and another device"
         )
+
+    def not_finite(self, prefix: str = "") -> str | None:
+        """Return the first placed weight with NaN or infinity whose name begins so; `None`: there is none."""
+        for name, extent in self._placed.items():
+            if name.startswith(prefix) and not all(
+                np.isfinite(values_of(rows, extent.dtype)).all() for rows in slices(extent)
+            ):
+                return name
+        return None
 
     def free(self) -> None:
         """Free the memory."""

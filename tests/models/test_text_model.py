@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import ggmlb
 from ggmlb import ArgumentError, FreedError, ModelError
 from ggmlb.models import Options, TextModel
 from ggmlb.models.runs import Runs
-from tests.support.text_models import KINDS, N_VOCAB
+from tests.support.text_models import KINDS, N_VOCAB, write_text_model
 
 PROMPT = [1, *(260 + (7 * i) % 55 for i in range(20))]
 DEVICES = [d.name for d in ggmlb.devices() if d.name != "CPU"]
@@ -294,7 +296,7 @@ def test_a_state_of_a_recurrent_model(models: Callable[..., Path], tmp_path: Pat
         assert other.generate(other.tokens + PROMPT[:2], options).tokens == expected
     with (
         TextModel(models("llama"), ["CPU"], n_ctx=64) as model,
-        pytest.raises(ModelError, match="the state does not fit"),
+        pytest.raises(ModelError, match="is a state of another model"),
     ):
         model.session().load_state(tmp_path / "state")
 
@@ -344,13 +346,69 @@ def test_a_session_computes_what_is_new(models: Callable[..., Path], tmp_path: P
         prompt = session.tokens + PROMPT[:2]
         assert other.generate(prompt, options).tokens == session.generate(prompt, options).tokens
         session.close()
-    with TextModel(models("gemma3"), ["CPU"], n_ctx=64, kv_type="q8_0") as model:
-        with pytest.raises(ModelError, match="the state does not fit"):
-            model.session().load_state(tmp_path / "state")
-        (tmp_path / "damaged").write_bytes((tmp_path / "state").read_bytes()[:-500])
-        for name, says in (("damaged", "no state of a session"), ("nothing", "no state of a session")):
-            with pytest.raises(ModelError, match=says):
-                model.session().load_state(tmp_path / name)
+    with (
+        TextModel(models("gemma3"), ["CPU"], n_ctx=64, kv_type="q8_0") as model,
+        pytest.raises(ModelError, match="the state does not fit"),
+    ):
+        model.session().load_state(tmp_path / "state")
+
+
+def test_a_state_is_taken_whole_or_not_at_all(models: Callable[..., Path], tmp_path: Path) -> None:
+    """Whatever is wrong with a file, the session goes on from what it has; a session refuses other models."""
+    options = Options(max_tokens=4, temperature=0, ignore_eos=True)
+    state, other = tmp_path / "state", tmp_path / "other"
+    with TextModel(models(), ["CPU"], n_ctx=40) as model:
+        expected = model.generate(PROMPT, options).tokens
+        session = model.session()
+        session.generate(PROMPT, options)
+        session.save_state(state)
+        file = ggmlb.open_gguf(state)
+        tensors = {name: file.array(name) for name in file}
+        metadata = dict(file.metadata)
+        raw = state.read_bytes()
+        wrong: list[tuple[dict[str, object], dict[str, object]]] = [
+            ({"general.type": "model"}, {}),
+            ({"ggmlb.session.model": "0"}, {}),
+            ({}, {"tokens": np.zeros(len(tensors["tokens"]), np.float32)}),
+            ({}, {"tokens": np.full(len(tensors["tokens"]), -1, np.int32)}),
+            ({}, {"tokens": np.zeros((2, 3), np.int32)}),
+            ({}, {"tokens": tensors["tokens"][:-1]}),
+            ({}, {"cache_v.2": tensors["cache_v.2"][:, :-1]}),
+            ({}, {"cache_v.2": tensors["cache_v.2"].view(np.float16)}),
+        ]
+        for changed_metadata, changed_tensors in wrong:
+            ggmlb.save_gguf(other, metadata | changed_metadata, tensors | changed_tensors)
+            with pytest.raises(ModelError):
+                session.load_state(other)
+        for n in (0, 10, 100, len(raw) // 2, len(raw) - 500):
+            other.write_bytes(raw[:n])
+            with pytest.raises(ModelError):
+                session.load_state(other)
+        for path in (tmp_path / "nothing", tmp_path, models()):
+            with pytest.raises(ModelError):
+                session.load_state(path)
+        full = model.session()
+        session.generate(PROMPT[:4], options)
+        full.generate(PROMPT[:17], max_tokens=1)
+        kept = session.tokens
+        with pytest.raises(ggmlb.AllocationError, match="end some"):
+            session.load_state(state)
+        assert session.tokens == kept
+        full.close()
+        session.load_state(state)
+        assert session.tokens == tensors["tokens"].tolist()
+        assert session.generate(PROMPT, options).tokens == expected
+        before = state.read_bytes()
+        with pytest.raises(ModelError, match="cannot write"):
+            session.save_state(tmp_path / "no folder" / "state")
+        assert state.read_bytes() == before
+        empty = model.session()
+        empty.save_state(other)
+        session.load_state(other)
+        assert session.tokens == []
+    variant = write_text_model(tmp_path / "variant.gguf", seed=1)
+    with TextModel(variant, ["CPU"], n_ctx=40) as model, pytest.raises(ModelError, match="of another model"):
+        model.session().load_state(state)
 
 
 def test_texts_come_in_whole_characters_and_end_at_stop_texts(models: Callable[..., Path]) -> None:
@@ -401,3 +459,141 @@ def test_the_default_devices_are_a_models_own(
     monkeypatch.setenv("GGMLB_DEVICES", "CPU")
     with TextModel(models(), n_ctx=64) as model:
         assert [backend.name for backend in model.backends] == ["CPU"]
+
+
+PLACES: tuple[list[str], ...] = (["CPU"], *([name, "CPU"] for name in DEVICES if name in ("LLVM", "OpenCL0")))
+
+
+@pytest.mark.parametrize("devices", PLACES, ids="+".join)
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_callbacks_may_use_the_model(models: Callable[..., Path], kind: str, devices: list[str]) -> None:
+    """What one call computes does not depend on the calls inside it; a session refuses those on itself."""
+    options = Options(max_tokens=5, temperature=0, ignore_eos=True, logprobs=3, stop=["xyz"])
+    with TextModel(models(kind), devices, n_ctx=128) as model:
+        expected = model.generate(PROMPT, options)
+        calls = [
+            lambda: model.generate(PROMPT[3:9], max_tokens=2),
+            lambda: model.logits(PROMPT[:5]),
+            lambda: model.trace(PROMPT[:3]),
+            lambda: model.session().generate(PROMPT[:4], max_tokens=2),
+        ]
+
+        def use_the_model(tokens: object, logits: np.ndarray) -> np.ndarray:
+            for call in calls:
+                call()
+            return logits
+
+        def use_the_session(piece: str) -> None:
+            for call in (lambda: session.generate(PROMPT), session.close, lambda: session.save_state("s")):
+                with pytest.raises(ggmlb.GraphError, match="the session is in use"):
+                    call()
+
+        found = model.generate(PROMPT, options, logits_processor=use_the_model)
+        session = model.session()
+        for prompt in (PROMPT[:12], PROMPT):
+            in_session = session.generate(prompt, options, on_token=use_the_session)
+    assert found.tokens == in_session.tokens == expected.tokens
+    for (ids, values), (others, expected_values) in zip(found.logprobs, expected.logprobs, strict=True):
+        assert ids == others and np.allclose(values, expected_values, atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", PLACES, ids="+".join)
+def test_threads_share_a_model(models: Callable[..., Path], devices: list[str]) -> None:
+    options = Options(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = [PROMPT[i:] for i in range(4)]
+    with TextModel(models(), devices, n_ctx=256) as model, ThreadPoolExecutor(4) as threads:
+        expected = [model.generate(prompt, options).tokens for prompt in prompts]
+
+        def repeat(i: int) -> list[list[int]]:
+            session = model.session()
+            each = [
+                model.generate,
+                lambda *a: next(iter(model.generate_many([a[0]], a[1]))),
+                session.generate,
+            ]
+            return [each[n % 3](prompts[i], options).tokens for n in range(6)]
+
+        assert list(threads.map(repeat, range(4))) == [[tokens] * 6 for tokens in expected]
+        begun = threads.submit(lambda: [model.logits(PROMPT) for _ in range(10_000)])
+        model.logits(PROMPT)
+        model.close()
+        with pytest.raises(FreedError):
+            begun.result()
+
+
+def test_steering_blocks_end_in_any_order(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        plain = model.logits(PROMPT)
+        first, second = (model.steering({layer: np.ones(256)}) for layer in (0, 1))
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        with model.steering({1: np.ones(256)}, -1):
+            assert np.array_equal(model.logits(PROMPT), plain)
+        second.__exit__(None, None, None)
+        assert np.array_equal(model.logits(PROMPT), plain)
+
+
+@pytest.mark.parametrize("devices", PLACES, ids="+".join)
+@pytest.mark.parametrize(
+    ("kind", "weight", "says"),
+    [
+        ("llama", "blk.1.ffn_down.weight", r"first in 'blk.1.ffn_down' on {0}: the weight '{1}' has NaN"),
+        ("llama", "output_norm.weight", r"first in 'output_norm' on \w+: the weight '{1}' has NaN"),
+        ("mamba", "blk.0.ssm_a", r"first in 'blk.0.\w+' on \w+: the weight '{1}' has NaN"),
+    ],
+)
+def test_nan_in_a_weight_is_named(
+    tmp_path: Path, kind: str, weight: str, says: str, devices: list[str]
+) -> None:
+    """By every call that computes something of the logits, sampled or not."""
+    path = write_text_model(tmp_path / "nan.gguf", kind)
+    file = ggmlb.open_gguf(path)
+    tensors = {name: np.array(file.array(name)) for name in file}
+    tensors[weight].flat[7] = np.nan
+    ggmlb.save_gguf(path, file.metadata, tensors)
+    with TextModel(path, devices, n_ctx=64) as model:
+        session = model.session()
+        for call in (
+            lambda: model.generate(PROMPT, temperature=0),
+            lambda: model.generate(PROMPT, logprobs=3, repeat_penalty=1.1),
+            lambda: session.generate(PROMPT),
+            lambda: model.embed(PROMPT),
+            lambda: model.perplexity("abc def ghi " * 8, n_ctx=16),
+        ):
+            with pytest.raises(ModelError, match=says.format(devices[0], weight)) as error:
+                call()
+            assert str(path) in str(error.value)
+        assert session.tokens == []
+        assert np.isnan(model.trace(PROMPT, "logits")["logits"]).any()
+
+
+@pytest.mark.parametrize("devices", PLACES, ids="+".join)
+def test_nan_of_one_prompt_does_not_reach_the_next(models: Callable[..., Path], devices: list[str]) -> None:
+    with TextModel(models(), devices, n_ctx=64) as model:
+        expected = model.logits(PROMPT[:3])
+        for call in (lambda: model.logits(PROMPT), lambda: model.trace(PROMPT)):
+            with (
+                model.steering({0: np.resize(np.float32([3e38, -3e38, 1]), 256)}),
+                model.steering({1: np.resize(np.float32([3e38, 3e38, 1]), 256)}),
+            ):
+                for _ in range(2):
+                    with suppress(ModelError):  # of some devices' norms, not all
+                        call()
+            assert np.array_equal(model.logits(PROMPT[:3]), expected)
+
+
+def test_processors_that_leave_no_token(models: Callable[..., Path]) -> None:
+    with TextModel(models(), ["CPU"], n_ctx=64) as model:
+        for value, says in (
+            (-np.inf, "-inf for every token"),
+            (np.nan, "nan"),
+            (np.inf, "inf; give numbers"),
+        ):
+            for temperature in (0, 1):
+                with pytest.raises(ArgumentError, match=f"logits_processor returned {says}"):
+                    model.generate(
+                        [1],
+                        temperature=temperature,
+                        logits_processor=lambda _, logits, value=value: logits + value,
+                    )

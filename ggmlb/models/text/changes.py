@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ class Changes:
         n_embd: Elements of a hidden state.
 
     Attributes:
+        lock: Held while a batch is computed, and while what is added changes.
         steered: For each layer that is steered, the vector that is added to the hidden states after it,
             which is not 0.
         adapters: Those that are loaded.
@@ -35,7 +37,9 @@ class Changes:
     def __init__(self, n_layer: int, n_embd: int) -> None:
         self._n_layer = n_layer
         self._n_embd = n_embd
+        self.lock = RLock()
         self.steered: dict[int, npt.NDArray[np.float32]] = {}
+        self._vectors: list[dict[int, npt.NDArray[np.float32]]] = []
         self.adapters: list[Adapter] = []
         self.resumed: tuple[int, npt.NDArray[np.float32]] | None = None
         self._are_all_on = False
@@ -50,11 +54,12 @@ class Changes:
     @contextmanager
     def resuming(self, layer: int, states: npt.NDArray[np.float32]) -> Iterator[None]:
         """Go on after a layer from given hidden states, shape `(n_tokens, n_embd)`."""
-        self.resumed = layer, states
-        try:
-            yield
-        finally:
-            self.resumed = None
+        with self.lock:
+            self.resumed = layer, states
+            try:
+                yield
+            finally:
+                self.resumed = None
 
     @property
     def active(self) -> tuple[Adapter, ...]:
@@ -73,16 +78,21 @@ class Changes:
     @contextmanager
     def steering(self, vectors: Mapping[int, npt.ArrayLike], scale: float) -> Iterator[None]:
         """Add vectors to the hidden states after layers; see `TextModel.steering`."""
-        before = self.steered
-        sums = dict(before)
-        for layer, vector in vectors.items():
-            added = np.float32(scale) * self._vector(layer, vector)
-            sums[layer] = before[layer] + added if layer in before else added
-        self.steered = {layer: vector for layer, vector in sums.items() if vector.any()}
+        added = {layer: np.float32(scale) * self._vector(layer, vector) for layer, vector in vectors.items()}
+        with self.lock:
+            self._vectors.append(added)
+            self._add_up()
         try:
             yield
-        finally:
-            self.steered = before
+        finally:  # blocks of several threads end in any order
+            with self.lock:
+                self._vectors = [kept for kept in self._vectors if kept is not added]
+                self._add_up()
+
+    def _add_up(self) -> None:
+        layers = {layer for vectors in self._vectors for layer in vectors}
+        sums = {i: np.array(sum(v[i] for v in self._vectors if i in v)) for i in layers}
+        self.steered = {layer: vector for layer, vector in sums.items() if vector.any()}
 
     def _vector(self, layer: int, values: npt.ArrayLike) -> npt.NDArray[np.float32]:
         if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self._n_layer:

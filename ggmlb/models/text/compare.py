@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,15 +12,12 @@ import numpy.typing as npt
 from ggmlb.core.errors import ArgumentError
 from ggmlb.inspect.compare import errors
 from ggmlb.models.text.config import TextConfig
-from ggmlb.models.text.decoder import ATTENTION, Array
+from ggmlb.models.text.decoder import Array
 from ggmlb.models.text.generation import Engine
-from ggmlb.models.text.inside import traced, traced_parts
+from ggmlb.models.text.inside import groups, traced, traced_parts
 
 LIMIT = 0.05
 """NMSE above which two devices part by default, above what activations rounded to 8 bits lead to."""
-
-N_LAYERS = 4
-"""Layers whose nodes are traced together, so that few values are held."""
 
 
 @dataclass(frozen=True)
@@ -151,27 +148,12 @@ def node_differences(
 ) -> list[NodeDifference]:
     """Return the differences of the nodes in order, up to the layers of the first one above a limit."""
     found: list[NodeDifference] = []
-    for names in _groups(reference.decoder.names()):
+    for names in groups(reference.decoder.names()):
         values = [_sorted(traced(engine, tokens, names)) for engine in (reference, other)]
         found += [_difference(name, values[0][name], values[1][name]) for name in names]
         if any(not d.nmse <= limit for d in found):
             break
     return found
-
-
-def _groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Cut names into those of a few layers each, without attention weights, which no node forms."""
-    group: list[str] = []
-    layers: set[str] = set()
-    for name in names:
-        layer = name.rpartition(".")[0]
-        if layer not in layers and len(layers) == N_LAYERS:
-            yield group
-            group, layers = [], set()
-        layers.add(layer)
-        if not name.endswith(ATTENTION):
-            group.append(name)
-    yield group
 
 
 def _sorted(values: dict[str, Array]) -> dict[str, Array]:
@@ -224,7 +206,8 @@ def token_difference(
 
     def is_mended(layer: int) -> bool:
         if layer == n_layer - 1:
-            last = other.decoder.lens(states[names[layer]][-1:])[0]
+            with other.lock:
+                last = other.decoder.lens(states[names[layer]][-1:])[0]
             return bool(last[chosen[0]] > last[chosen[1]])
         with other.decoder.changes.resuming(layer, states[names[layer]]):
             return margin(other) > 0

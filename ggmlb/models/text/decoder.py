@@ -104,6 +104,12 @@ class BaseDecoder(ABC, Generic[AnyMemory]):
         """The scheduler of the last batch, to see its splits and placement; `None` before the first."""
         return None if self._runs.last is None else self._runs.scheduler
 
+    def device_of(self, name: str) -> str:
+        """Return the name of the device that computed a node of the last batch."""
+        last = self._runs.last
+        found = None if last is None else self._runs.scheduler.get_tensor_backend(last.named[name].tensor)
+        return "an unknown device" if found is None else found.name
+
     @property
     def buffers(self) -> list[Buffer]:
         """The memory of the graphs."""

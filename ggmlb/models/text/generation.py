@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ggmlb.core.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError, ModelError
 from ggmlb.models.text.decoder import N_BATCH, N_OUT, BaseDecoder, Floats, Token
 from ggmlb.models.text.memory import Memory
 from ggmlb.models.text.sampling import Options, Sampler, log_probabilities
@@ -182,20 +182,35 @@ def _overlap(text: str, stop: str) -> int:
 class Engine:
     """Computes requests together: one token of each per batch, and prompts in the remaining room.
 
+    Threads may share it, and callbacks may use it: batches take turns.
+
     Args:
         decoder: Computes batches.
         memory: Where keys and values, or states, are kept.
+        not_finite: Returns the error about a sequence of tokens, the outputs of whose last ones are NaN or
+            infinite.
+
+    Attributes:
+        decoder: As given.
+        memory: As given.
+        lock: Held while a batch is computed.
     """
 
-    def __init__(self, decoder: BaseDecoder[Any], memory: Memory) -> None:
+    def __init__(
+        self, decoder: BaseDecoder[Any], memory: Memory, not_finite: Callable[[Sequence[int]], ModelError]
+    ) -> None:
         self.decoder = decoder
         self.memory = memory
+        self.lock = decoder.changes.lock
+        self._not_finite = not_finite
+        self._running: dict[int, Request] = {}
         self._n_sequences = 0
 
     def new_sequence(self) -> int:
         """Return a sequence number that was not used before."""
-        self._n_sequences += 1
-        return self._n_sequences
+        with self.lock:
+            self._n_sequences += 1
+            return self._n_sequences
 
     def check_fits(self, tokens: Sequence[int]) -> None:
         """Raise if the memory is too small for a prompt.
@@ -250,8 +265,10 @@ class Engine:
         active: list[Request] = []
         try:
             while waiting or active:
-                while waiting and len(active) < N_OUT and self._has_room([*active, waiting[0]]):
-                    active.append(waiting.popleft())
+                with self.lock:
+                    while waiting and len(active) < N_OUT and (not active or self._has_room(waiting[0])):
+                        active.append(waiting.popleft())  # one alone may try
+                        self._running[active[-1].sequence] = active[-1]
                 for request in self._step(active):
                     if request.is_done:
                         active.remove(request)
@@ -265,24 +282,39 @@ class Engine:
         """Compute one batch; return those that have one more token, or are done."""
         batch: list[Token] = []
         asking = []
-        for request in (
-            sorted(active, key=_n_left) if len(active) > 1 else active
-        ):  # those that generate first
-            tokens = request.next_tokens(N_BATCH - len(batch))
-            batch += tokens
-            if tokens and tokens[-1].wants_logits:
-                asking.append(request)
-        for request, row in zip(asking, self.decoder.decode(batch, is_lent=True), strict=True):
-            request.accept(row)
+        with self.lock:
+            # Those that generate come first.
+            for request in sorted(active, key=_n_left) if len(active) > 1 else active:
+                tokens = request.next_tokens(N_BATCH - len(batch))
+                batch += tokens
+                if tokens and tokens[-1].wants_logits:
+                    asking.append(request)
+            rows = self.decoder.decode(batch, is_lent=True)
+            for request, row in zip(asking, rows, strict=True):
+                self._check_finite(row, request.sequence, request.tokens)
+            if not any(request.options.logits_processor for request in asking):
+                _accept(asking, rows)
+                return asking
+            rows = rows.copy()  # a processor may use this model, also from another thread
+        _accept(asking, rows)
         return asking
 
-    def _has_room(self, requests: Sequence[Request]) -> bool:
-        """Whether requests can run together; one alone may try, and fails if there is no room."""
-        return len(requests) == 1 or self.memory.fits({r.sequence: _n_most(r) for r in requests})
+    def _check_finite(self, outputs: Floats, sequence: int, tokens: Sequence[int]) -> None:
+        """Raise if the outputs of the last tokens of a sequence are NaN or infinite; it is forgotten then."""
+        if not np.isfinite(outputs.max()):
+            self.memory.has_nan = True
+            self.memory.remove(sequence)
+            raise self._not_finite(tokens)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether a request can run beside all that are running."""
+        return self.memory.fits({r.sequence: _n_most(r) for r in (*self._running.values(), request)})
 
     def _remove(self, request: Request) -> None:
-        if not request.is_kept:
-            self.memory.remove(request.sequence)
+        with self.lock:
+            self._running.pop(request.sequence, None)
+            if not request.is_kept:
+                self.memory.remove(request.sequence)
 
     def parts(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Part]) -> Iterator[Part]:
         """Compute something after each token of a prompt: yield it for up to `N_OUT` tokens at a time.
@@ -295,17 +327,32 @@ class Engine:
         try:
             for start in range(0, len(tokens), N_OUT):
                 part = tokens[start : start + N_OUT]
-                yield compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)])
+                with self.lock:
+                    found = compute([Token(t, sequence, start + i, True) for i, t in enumerate(part)])
+                yield found
         finally:
-            self.memory.remove(sequence)
+            with self.lock:
+                self.memory.remove(sequence)
 
     def each(self, tokens: Sequence[int], compute: Callable[[Sequence[Token]], Floats]) -> Floats:
         """Compute something after each token of a prompt: `decode` or `hidden` of the decoder.
 
         Raises:
             ArgumentError: The prompt does not fit.
+            ModelError: What was computed is not finite.
         """
-        return np.concatenate(list(self.parts(tokens, compute)))
+
+        def checked(batch: Sequence[Token]) -> Floats:
+            found = compute(batch)
+            self._check_finite(found, batch[0].sequence, tokens[: batch[-1].position + 1])
+            return found
+
+        return np.concatenate(list(self.parts(tokens, checked)))
+
+
+def _accept(requests: Sequence[Request], rows: Floats) -> None:
+    for request, row in zip(requests, rows, strict=True):
+        request.accept(row)
 
 
 def _n_left(request: Request) -> int:

@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from ggmlb.core.errors import ArgumentError, did_you_mean
 from ggmlb.inspect.html import Raw, escape, table
-from ggmlb.models.text.decoder import ATTENTION, Array, Floats
+from ggmlb.models.text.decoder import ATTENTION, Array, Floats, Token
 from ggmlb.models.text.generation import Engine
 
 N_SHOWN = 12
 """Most tokens of a prompt in a picture, the last ones."""
+
+N_LAYERS = 4
+"""Layers whose nodes are traced together, so that few values are held."""
 
 
 def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
@@ -41,7 +44,43 @@ def matching(patterns: str | Sequence[str], known: Sequence[str]) -> list[str]:
 
 def traced_parts(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> Iterator[dict[str, Array]]:
     """Compute a prompt; yield the values of nodes for some tokens at a time."""
-    return engine.parts(tokens, lambda batch: engine.decoder.trace(batch, names))
+
+    def trace(batch: Sequence[Token]) -> dict[str, Array]:
+        found = engine.decoder.trace(batch, names)
+        engine.memory.has_nan |= not all(map(_is_finite, found.values()))
+        return found
+
+    return engine.parts(tokens, trace)
+
+
+def first_not_finite(engine: Engine, tokens: Sequence[int]) -> tuple[str, str] | None:
+    """Compute a prompt; return the first node with NaN or infinity, and its device; `None`: there is none."""
+    for names in groups(engine.decoder.names()):
+        with engine.lock:
+            values = traced(engine, tokens, names)
+            for name in names:
+                if not _is_finite(values[name]):
+                    return name, engine.decoder.device_of(name)
+    return None
+
+
+def _is_finite(values: Array) -> bool:
+    return bool(np.isfinite(values).all())
+
+
+def groups(names: Sequence[str]) -> Iterator[list[str]]:
+    """Cut names into those of a few layers each, without attention weights, which no node forms."""
+    group: list[str] = []
+    layers: set[str] = set()
+    for name in names:
+        layer = name.rpartition(".")[0]
+        if layer not in layers and len(layers) == N_LAYERS:
+            yield group
+            group, layers = [], set()
+        layers.add(layer)
+        if not name.endswith(ATTENTION):
+            group.append(name)
+    yield group
 
 
 def traced(engine: Engine, tokens: Sequence[int], names: Sequence[str]) -> dict[str, Array]:
@@ -117,5 +156,6 @@ def lens(
 ) -> LogitLens:
     """Return the logits of the hidden states of a prompt, see `TextModel.logit_lens`."""
     states = traced(engine, tokens, [f"blk.{layer}.out" for layer in layers])
-    logits = engine.decoder.lens(np.concatenate(list(states.values())))
+    with engine.lock:
+        logits = engine.decoder.lens(np.concatenate(list(states.values())))
     return LogitLens(tokens, layers, logits.reshape(len(layers), len(tokens), -1), text_of)

@@ -29,6 +29,7 @@ class Memory(Protocol):
 
     n_cells: int
     buffers: tuple[Buffer, ...]
+    has_nan: bool
 
     def fits(self, needs: Mapping[int, int]) -> bool:
         """Whether there is room for sequences, given the tokens that each has at most."""
@@ -39,12 +40,18 @@ class Memory(Protocol):
     def save(self, sequence: int) -> dict[str, npt.NDArray[Any]]:
         """Return what is kept of a sequence."""
 
+    def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise unless `load` can take a state.
+
+        Raises:
+            ModelError: It is of another model.
+        """
+
     def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Give a sequence what `save` returned.
 
         Raises:
             AllocationError: Too little is free.
-            ModelError: The state is of another model.
         """
 
     def free(self) -> None:
@@ -68,6 +75,8 @@ class KvMemory:
         n_cells: Tokens that fit.
         n_used: Cells up to the last that holds a token.
         buffers: The memory.
+        has_nan: Whether keys or values may be NaN: cells are set to 0 when they are freed, since some kernels
+            multiply what a mask hides.
 
     Raises:
         ArgumentError: The type's blocks do not divide a head.
@@ -83,6 +92,7 @@ class KvMemory:
                 )
         self.n_cells = n_cells
         self.n_used = 0
+        self.has_nan = False
         self._first_free = 0  # no cell before it is free
         self._rows: dict[tuple[int, int], _Row] = {}
         self.sequence = np.full(n_cells, FREE, np.int32)
@@ -168,6 +178,11 @@ class KvMemory:
 
     def release(self, cells: npt.NDArray[Any]) -> None:
         """Free cells, given by numbers or a mask."""
+        if self.has_nan:
+            freed = np.arange(self.n_cells)[cells]
+            for run in np.split(freed, np.flatnonzero(np.diff(freed) != 1) + 1) if freed.size else ():
+                for tensor in (*self.keys, *self.values):
+                    tensor.memset(0, int(run[0]) * tensor.nb[1], run.size * tensor.nb[1])
         self.sequence[cells] = FREE
         held = np.flatnonzero(self.sequence != FREE)
         self.n_used = int(held[-1]) + 1 if held.size else 0
@@ -229,12 +244,11 @@ class KvMemory:
             found[tensor.name] = tensor.get(0, n).reshape(-1, tensor.nb[1])[cells]
         return found
 
-    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give a sequence what `save` returned.
+    def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise unless `load` can take a state.
 
         Raises:
-            AllocationError: Too few cells are free.
-            ModelError: The state is not of this model, or of another type of keys and values.
+            ModelError: It is not of this model, or of another type of keys and values.
         """
         positions = state["positions"]
         for tensor in (*self.keys, *self.values):
@@ -244,6 +258,14 @@ class KvMemory:
                     f"the state does not fit: {tensor.name} must have {positions.size} rows of "
                     f"{tensor.nb[1]} bytes; load it into the model that it was saved from, with that kv_type"
                 )
+
+    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give a sequence what `save` returned.
+
+        Raises:
+            AllocationError: Too few cells are free.
+        """
+        positions = state["positions"]
         cells = self.find_cells(positions.size)
         for tensor in (*self.keys, *self.values):
             for cell, row in zip(cells.tolist(), state[tensor.name], strict=True):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ggmlb import Backend, BufferType, DType, Scheduler
 from ggmlb.core.arguments import checked
-from ggmlb.core.errors import ArgumentError, FreedError, ModelError
+from ggmlb.core.errors import AllocationError, ArgumentError, FreedError, ModelError
 from ggmlb.interface.memory_table import MemoryReport
 from ggmlb.models.devices import ModelOnDevices
 from ggmlb.models.gguf.summary import facts as gguf_facts
@@ -36,11 +36,11 @@ from ggmlb.models.text.compare import (
 from ggmlb.models.text.decoder import Array, Floats
 from ggmlb.models.text.fit import Wishes, open_planner
 from ggmlb.models.text.generation import Engine, Generation, Request
-from ggmlb.models.text.inside import LogitLens, lens, matching, traced
+from ggmlb.models.text.inside import LogitLens, first_not_finite, lens, matching, traced
 from ggmlb.models.text.parts import Parts
 from ggmlb.models.text.perplexity import Perplexity, perplexity
 from ggmlb.models.text.sampling import Options, changed
-from ggmlb.models.text.session import Session
+from ggmlb.models.text.session import Session, fingerprint
 from ggmlb.models.text.training import Training, TrainingGraph
 from ggmlb.models.text.ways import LAYERS, planner_in
 from ggmlb.optimize import AdamW
@@ -63,8 +63,10 @@ class TextModel(ModelOnDevices):
     """Generates text with a GGUF model.
 
     The weights of each layer lie in the memory of its device, and each layer runs where its weights are. A
-    context manager: leaving it frees the devices. One thread at a time may use it. On the CPU, embeddings and
-    what is not packed are used where they lie in the file: leave that as it is meanwhile.
+    context manager: leaving it frees the devices. Threads may share it, and callbacks may use it: batches
+    take turns; a session is for one call at a time, and while a thread trains, no other may use the model.
+    On the CPU, embeddings and what is not packed are used where they lie in the file: leave that as it is
+    meanwhile.
 
     Args:
         path: The GGUF file; of a model that is split, the first.
@@ -165,7 +167,8 @@ class TextModel(ModelOnDevices):
             resources.callback(self._parts.free)
             for adapter, scale in adapters:
                 self._parts.load_adapter(AdapterFile(Path(adapter)), scale)
-            self._engine = Engine(self._parts.decoder, self._parts.memory)
+            self._engine = Engine(self._parts.decoder, self._parts.memory, self._not_finite)
+            self._lock = self._engine.lock
             self._resources = resources.pop_all()
         self.experts = self._parts.experts
         self.load_seconds = perf_counter() - start
@@ -660,10 +663,38 @@ class TextModel(ModelOnDevices):
 
     def session(self) -> Session:
         """Return a session, which keeps keys and values between calls (for conversations)."""
-        return Session(self._engine, lambda: self.vocabulary, self.tokens_of)
+        return Session(self._engine, lambda: self.vocabulary, self.tokens_of, self._fingerprint)
+
+    def _fingerprint(self) -> str:
+        """What tells states of this model from others'."""
+        self._check("session")
+        is_long = "rope_factors_long.weight" in self.file and self.n_ctx > self.config.rope.n_ctx_orig
+        return fingerprint(self.file) + "+long" * is_long
 
     def _request(self, prompt: Prompt, options: Options) -> Request:
         return self._engine.request(self.tokens_of(prompt), options, self.vocabulary)
+
+    def _not_finite(self, tokens: Sequence[int]) -> ModelError:
+        """Return the error about the outputs of a prompt that are NaN or infinite, with their cause."""
+        devices = ", ".join(backend.name for backend in self.backends)
+        what = f"{self.file.path} on {devices}: what is computed after token {len(tokens)} is NaN or infinite"
+        try:
+            found = first_not_finite(self._engine, tokens)
+        except AllocationError:  # other sequences leave no room to compute it again
+            found = None
+        node, device = found or ("", "")
+        where = f", first in {node!r} on {device}" if found else ""
+        layer = ".".join(node.split(".")[:2]) + "." if node.startswith("blk.") else ""
+        weights = self._parts.weights
+        for prefix in (f"{node}.", layer, "rope_") if layer else ("",):
+            if (weight := weights.not_finite(prefix)) is not None:
+                return ModelError(
+                    f"{what}{where}: the weight {weight!r} has NaN or infinity; copy or download it again"
+                )
+        return ModelError(
+            f"{what}{where}, though all weights are finite: try kv_type='f32', another device, or without "
+            "steering vectors and adapters"
+        )
 
     def _check(self, call: str) -> None:
         if self.is_freed:

@@ -157,22 +157,24 @@ class Parts:
         Raises:
             Error: As `TextModel.load_adapter`; it is not loaded then.
         """
-        adapter = Adapter(source, self._name, self._homes, scale, self._forget)
-        self.changes.adapters.append(adapter)
-        self.adapter_events.append((source, True))
-        try:
-            with self.changes.with_all_adapters():
-                self.decoder.reserve()
-        except BaseException:
-            adapter.close()
-            raise
+        with self.changes.lock:
+            adapter = Adapter(source, self._name, self._homes, scale, self._forget)
+            self.changes.adapters.append(adapter)
+            self.adapter_events.append((source, True))
+            try:
+                with self.changes.with_all_adapters():
+                    self.decoder.reserve()
+            except BaseException:
+                adapter.close()
+                raise
         self._resources.callback(adapter.close)
         return adapter
 
     def _forget(self, adapter: Adapter) -> None:
-        if adapter in self.changes.adapters:
-            self.changes.adapters.remove(adapter)
-            self.adapter_events.append((adapter.source, False))
+        with self.changes.lock:
+            if adapter in self.changes.adapters:
+                self.changes.adapters.remove(adapter)
+                self.adapter_events.append((adapter.source, False))
 
     def free(self) -> None:
         """Free the memory."""

@@ -133,6 +133,11 @@ def _processed(processor: LogitsProcessor, logits: Floats, tokens: Sequence[int]
         raise ArgumentError(
             f"logits_processor returned an array of shape {found.shape}; it must return {logits.shape}"
         )
+    if not np.isfinite(most := found.max()):
+        what = "-inf for every token" if most == -np.inf else f"{most}"
+        raise ArgumentError(
+            f"logits_processor returned {what}; give numbers, and -inf for those tokens that must not come"
+        )
     return found
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from ggmlb.core.errors import ModelError
-from ggmlb.models.mapped_file import failing
+from ggmlb import DType, save_gguf
+from ggmlb.core.errors import AllocationError, GraphError, ModelError
+from ggmlb.models.gguf import GgufFile
 from ggmlb.models.text.generation import Generation
 from ggmlb.models.text.sampling import Options, changed
 
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
     from ggmlb.models.text.generation import Engine
     from ggmlb.models.text.model import Prompt
 
-FORMAT = "ggmlb state 1"
+TYPE = "ggmlb session"
+KEY = "ggmlb.session.model"
+"""The fingerprint of the model, in a state's metadata."""
+
+N_SAMPLES = 8
+SAMPLE = 512
+"""Pieces of each weight that a fingerprint covers, and the bytes of one."""
 
 
 class Session:
@@ -28,6 +35,7 @@ class Session:
 
     Made by `TextModel.session`. Logits differ from those of `TextModel.generate` by rounding only. A
     recurrent model (Mamba) goes on only where the prompt begins with all tokens that are kept, and has more.
+    While it generates, neither callbacks nor other threads may use it: a GraphError.
 
     Attributes:
         tokens: Tokens whose keys and values, or states, are kept.
@@ -38,11 +46,14 @@ class Session:
         engine: Engine,
         vocabulary: Callable[[], Vocabulary],
         tokens_of: Callable[[Prompt], list[int]],
+        fingerprint: Callable[[], str],
     ) -> None:
         self._engine = engine
         self._vocabulary = vocabulary
         self._tokens_of = tokens_of
+        self._fingerprint = fingerprint
         self._sequence = engine.new_sequence()
+        self._is_busy = False
         self.tokens: list[int] = []
 
     def generate(
@@ -63,65 +74,107 @@ class Session:
         Raises:
             Error: As there.
         """
-        memory, options = self._engine.memory, changed(options, changes)
+        options = changed(options, changes)
         tokens = self._tokens_of(prompt)
         self._engine.check_fits(tokens)
-        n_kept = min(len(tokens) - 1, _n_equal(self.tokens, tokens))
-        n_kept = memory.remove(self._sequence, n_kept)
-        del self.tokens[n_kept:]
-        request = self._engine.request(tokens, options, self._vocabulary(), self._sequence, n_kept)
-        try:
-            for _ in self._engine.run([request]):
-                if on_token is not None and (piece := request.take()):
-                    on_token(piece)
-        finally:
-            n_kept = memory.remove(self._sequence, request.n_done)  # fewer, where a batch failed
-            self.tokens = request.tokens[:n_kept]
+        with self._alone("generate"):
+            n_kept = self._cut(min(len(tokens) - 1, _n_equal(self.tokens, tokens)))
+            del self.tokens[n_kept:]
+            request = self._engine.request(tokens, options, self._vocabulary(), self._sequence, n_kept)
+            try:
+                for _ in self._engine.run([request]):
+                    if on_token is not None and (piece := request.take()):
+                        on_token(piece)
+            finally:
+                self.tokens = request.tokens[: self._cut(request.n_done)]  # fewer, where a batch failed
         return request.result
 
+    def _cut(self, n: int) -> int:
+        """Keep the first `n` tokens; return how many those are that stay."""
+        with self._engine.lock:
+            return self._engine.memory.remove(self._sequence, n)
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """Context manager in which no other call may use the session."""
+        with self._engine.lock:
+            if self._is_busy:
+                raise GraphError(
+                    f"session.{call}: the session is in use, by a call that a callback or another thread is "
+                    "in; wait for its end, or use another session"
+                )
+            self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
     def save_state(self, path: str | PathLike[str]) -> None:
-        """Write tokens, keys and values to a file, for `load_state`.
+        """Write tokens, keys and values to a file, for `load_state`; on an error, an earlier file stays.
 
         Raises:
             ModelError: The file cannot be written.
         """
-        state: dict[str, Any] = self._engine.memory.save(self._sequence)
-        state |= {"format": np.array(FORMAT), "tokens": np.array(self.tokens, np.int32)}
-        with (
-            failing(f"cannot write {path}", OSError, cure="give another path"),
-            Path(path).open("wb") as file,
-        ):
-            np.savez(file, **state)
+        with self._alone("save_state"):
+            with self._engine.lock:
+                state = self._engine.memory.save(self._sequence)
+            state["tokens"] = np.array(self.tokens, np.int32)
+            del state["positions"]  # each token's place
+            tensors = {name: a.view(np.int8) if a.dtype == np.uint8 else a for name, a in state.items()}
+            save_gguf(path, {"general.type": TYPE, KEY: self._fingerprint()}, tensors)
 
     def load_state(self, path: str | PathLike[str]) -> None:
-        """Read what `save_state` wrote.
+        """Read what `save_state` wrote; on an error, the session keeps what it has.
 
         Raises:
             ModelError: The file is missing, damaged, or of another model.
-            AllocationError: Too few cells are free.
+            AllocationError: Too little is free.
         """
-        with (
-            failing(f"{path} is no state of a session", OSError, ValueError, KeyError, BadZipFile, EOFError),
-            Path(path).open("rb") as raw,
-            np.load(raw, allow_pickle=False) as file,
-        ):
-            state = dict(file)
-        tokens = state.pop("tokens", np.zeros(0))
-        if str(state.pop("format", "")) != FORMAT or "positions" not in state:
-            raise ModelError(f"{path} is no state of a session; give a file that save_state wrote")
-        positions = state["positions"]
-        if tokens.dtype != np.int32 or positions.dtype != np.int32 or tokens.shape != positions.shape:
-            raise ModelError(f"{path} is damaged: {tokens.shape} tokens have {positions.shape} positions")
-        if (tokens.size and tokens.min() < 0) or not np.array_equal(positions, np.arange(tokens.size)):
-            raise ModelError(f"{path} is damaged: it has tokens or positions that no sequence has")
-        self._engine.memory.remove(self._sequence)
-        self._engine.memory.load(self._sequence, state)
-        self.tokens = tokens.tolist()
+        with self._alone("load_state"):
+            file = GgufFile(path)
+            if file.metadata.text("general.type", "") != TYPE or "tokens" not in file:
+                raise ModelError(f"{path} is no state of a session; give a file that save_state wrote")
+            if file.metadata.text(KEY, "") != self._fingerprint():
+                raise ModelError(
+                    f"{path} is a state of another model, or of one that was opened for contexts of another "
+                    "length; give the model that it was saved from"
+                )
+            tokens = file.array("tokens")
+            if tokens.dtype != np.int32 or tokens.ndim != 1 or (tokens.size and tokens.min() < 0):
+                raise ModelError(f"{path} is damaged: it has tokens that no sequence has")
+            state = {name: file.blocks(name) for name in file if file[name].dtype is DType.I8}
+            state["positions"] = np.arange(tokens.size, dtype=np.int32)
+            memory = self._engine.memory
+            with self._engine.lock:
+                memory.check(state)
+                if tokens.size > memory.n_cells or not memory.fits({self._sequence: tokens.size}):
+                    raise AllocationError(
+                        f"load_state: {tokens.size} tokens find no room beside other sequences: end some "
+                        "(Session.close), or open the model with a larger n_ctx"
+                    )
+                self._cut(0)
+                self.tokens = []  # should the device fail
+                memory.load(self._sequence, state)
+                self.tokens = tokens.tolist()
 
     def close(self) -> None:
         """Free the cells of the sequence."""
-        self._engine.memory.remove(self._sequence)
-        self.tokens = []
+        with self._alone("close"):
+            self._cut(0)
+            self.tokens = []
+
+
+def fingerprint(file: GgufFile) -> str:
+    """Return what tells a model's file from others: its headers, and samples of each weight."""
+    found = sha256()
+    for number, part in enumerate(file.parts):
+        tensors = [tensor for tensor in file.values() if tensor.part == number]
+        found.update(part.view[: min((t.offset for t in tensors), default=len(part.view))])
+        for tensor in tensors:
+            step = max(tensor.nbytes // N_SAMPLES, 1)
+            for start in range(tensor.offset, tensor.offset + tensor.nbytes, step):
+                found.update(part.view[start : start + min(step, SAMPLE)])
+    return found.hexdigest()
 
 
 def _n_equal(a: list[int], b: list[int]) -> int:

@@ -37,12 +37,14 @@ class StateMemory:
         spare: The number of the last slot, for sequences that fill up a batch.
         buffers: The memory.
         nbytes: Memory of all states [bytes].
+        has_nan: Whether states may be NaN; a new sequence begins with zeros whatever was there.
 
     Raises:
         AllocationError: A device lacks room.
     """
 
     def __init__(self, sizes: State, homes: Sequence[Backend], n_cells: int, n_slots: int = N_SLOTS) -> None:
+        self.has_nan = False
         self.n_cells = n_cells
         self.spare = n_slots
         self.convolved: list[Tensor] = []
@@ -125,12 +127,11 @@ class StateMemory:
             found[tensor.name] = tensor.get(slot * tensor.nb[1], tensor.nb[1])
         return found
 
-    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Give a sequence what `save` returned.
+    def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raise unless `load` can take a state.
 
         Raises:
-            AllocationError: All slots are owned.
-            ModelError: The state is not of this model.
+            ModelError: It is not of this model.
         """
         for tensor in self._tensors:
             row = state.get(tensor.name)
@@ -139,6 +140,13 @@ class StateMemory:
                     f"the state does not fit: {tensor.name} must have {tensor.nb[1]} bytes; load it into the "
                     "model that it was saved from"
                 )
+
+    def load(self, sequence: int, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Give a sequence what `save` returned.
+
+        Raises:
+            AllocationError: All slots are owned.
+        """
         n = state["positions"].size
         if not n:
             return
