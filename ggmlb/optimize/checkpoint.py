@@ -34,40 +34,41 @@ def write(path: str | os.PathLike[str], state: Mapping[str, Any], arrays: Arrays
 def read(
     path: str | os.PathLike[str], optimizer: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Any], Arrays]:
-    """Return the state and the arrays of a checkpoint.
+    """Return the state and the arrays of a checkpoint; nothing else of the file is read.
 
     Args:
         path: The file.
         optimizer: That which must have written it.
-        shapes: Of the arrays that it must have.
+        shapes: Of the arrays that it must have, of float32.
 
     Raises:
         ArgumentError: The name has another end.
         ModelError: The file is missing, damaged or of another model.
     """
     path = Path(path)
-    text, arrays = _formats(path)[1](path)
+    text, found, array = _formats(path)[1](path)
     try:
-        state = json.loads(text or "")
-        found = state["optimizer"]
-    except (ValueError, KeyError, TypeError):
+        state = json.loads(text)
+        made_by = state["optimizer"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ModelError(f"{path} is no checkpoint of ggmlb.optimize") from None
-    if found != optimizer:
-        raise ModelError(f"{path} is of the optimizer {found}, not of {optimizer}")
+    if made_by != optimizer:
+        raise ModelError(f"{path} is of the optimizer {made_by}, not of {optimizer}")
     for name, shape in shapes.items():
-        if name not in arrays or arrays[name].shape != shape:
-            there = list(arrays[name].shape) if name in arrays else "missing"
-            raise ModelError(f"{path}: {name!r} is {there}; the parameters ask for {list(shape)}")
-    return state, arrays
+        if found.get(name) != ("F32", shape):
+            there = "{} {}".format(*found[name]) if name in found else "missing"
+            raise ModelError(f"{path}: {name!r} is {there}; the parameters ask for F32 {shape}")
+    return state, {name: array(name) for name in shapes}
 
 
 def _write_gguf(path: Path, state: str, arrays: Arrays) -> None:
     save_gguf(path, {"general.type": "checkpoint", KEY: state}, arrays)
 
 
-def _read_gguf(path: Path) -> tuple[str, Arrays]:
+def _read_gguf(path: Path) -> Found:
     file = open_gguf(path)
-    return file.metadata.text(KEY, ""), {name: np.array(file.array(name)) for name in file}
+    kinds = {name: (tensor.dtype.name, tensor.shape) for name, tensor in file.items()}
+    return file.metadata.text(KEY, ""), kinds, file.array
 
 
 def _write_safetensors(path: Path, state: str, arrays: Arrays) -> None:
@@ -84,19 +85,23 @@ def _write_safetensors(path: Path, state: str, arrays: Arrays) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _read_safetensors(path: Path) -> tuple[str, Arrays]:
+def _read_safetensors(path: Path) -> Found:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get(KEY, ""), {
-                name: file.get_tensor(name) for name in file.offset_keys()
-            }
+        file: Any = safe_open(path, framework="numpy")
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
+    kinds = {name: (some.get_dtype(), tuple(some.get_shape())) for name, some in slices.items()}
+    return (file.metadata() or {}).get(KEY, ""), kinds, file.get_tensor
 
 
-Format = tuple[Callable[[Path, str, Arrays], None], Callable[[Path], tuple[str, Arrays]]]
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
+Found = tuple[str, Kinds, Callable[[str], npt.NDArray[Any]]]
+"""A file's state, the types and shapes of its arrays, and what reads one."""
+
+Format = tuple[Callable[[Path, str, Arrays], None], Callable[[Path], Found]]
 
 FORMATS: dict[str, Format] = {
     ".gguf": (_write_gguf, _read_gguf),

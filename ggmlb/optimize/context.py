@@ -25,7 +25,7 @@ from ggmlb import (
     cpu_buffer_type,
 )
 from ggmlb.core.arguments import generator
-from ggmlb.core.errors import ArgumentError, Error, FreedError, did_you_mean
+from ggmlb.core.errors import ArgumentError, Error, FreedError, ModelError, did_you_mean
 from ggmlb.core.lifetime import Closeable, Unique
 from ggmlb.optimize.checkpoint import read, write
 from ggmlb.optimize.dataset import Dataset
@@ -484,10 +484,20 @@ class OptContext(Unique, Closeable):
         tensors = self._state_tensors()
         expected = {name: tensor.shape for name, tensor in tensors.items()}
         state, arrays = read(path, type(self.optimizer).__name__, expected)
+        counts = {"iteration": 1 << 53, "n_accumulated": self.opt_period - 1}
+        for name, most in counts.items():
+            n = state.get(name)
+            if type(n) is not int or not 0 <= n <= most:
+                raise ModelError(f"{path}: {name} is {n!r}; a whole number of 0 to {most} is expected")
+        rng = np.random.default_rng()
+        try:
+            rng.bit_generator.state = state["rng"]
+        except (TypeError, ValueError, KeyError, OverflowError, AttributeError) as error:
+            raise ModelError(f"{path}: rng is no state of NumPy's PCG64: {error!r}") from None
         for name, tensor in tensors.items():
             tensor.set_array(arrays[name])
         self.iteration, self._n_accumulated = state["iteration"], state["n_accumulated"]
-        self.rng.bit_generator.state = state["rng"]
+        self.rng.bit_generator.state = rng.bit_generator.state
 
     def _state_tensors(self) -> Mapping[str, Tensor]:
         found = dict(self.params)

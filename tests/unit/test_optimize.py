@@ -9,10 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import ggmlb
 from ggmlb import ArgumentError, Context, FreedError, Graph, ModelError, Scheduler, ShapeError, Tensor
-from ggmlb.optimize import SGD, AdamW, Dataset, LossType, OptContext, Progress, Result, fit, progress_bar
+from ggmlb.optimize import (
+    SGD,
+    AdamW,
+    Dataset,
+    LossType,
+    OptContext,
+    Progress,
+    Result,
+    checkpoint,
+    fit,
+    progress_bar,
+)
 
 rng = np.random.default_rng(3)
 X = rng.standard_normal((48, 6), np.float32)
@@ -182,6 +194,50 @@ def test_files_that_are_no_checkpoints(linear: Linear, tmp_path: Path) -> None:
     linear.w.name = "renamed"
     with pytest.raises(ModelError, match="'renamed' is missing"):
         linear.opt("sum").load(tmp_path / "state.gguf")
+
+
+@pytest.mark.parametrize("end", ["gguf", "safetensors"])
+def test_a_checkpoint_is_taken_whole_or_not_at_all(linear: Linear, tmp_path: Path, end: str) -> None:
+    path, data = tmp_path / f"state.{end}", Dataset(X, labels=Y)
+    opt = linear.opt("mean_squared_error", AdamW(0.1), opt_period=2)
+    opt.epoch(data)
+    opt.save(path)
+    names = list(opt._state_tensors())
+    state, arrays = checkpoint.read(path, "AdamW", {n: t.shape for n, t in opt._state_tensors().items()})
+    opt.epoch(data)
+    before = {name: tensor.to_numpy() for name, tensor in opt._state_tensors().items()}
+    facts = opt.iteration, opt.rng.bit_generator.state
+    rng = state["rng"]
+    wrong_states = [
+        {key: value}
+        for key in ("iteration", "n_accumulated")
+        for value in (None, -5, np.nan, "x", 0.5, True, 10**400, [1])
+    ] + [
+        {"n_accumulated": 2},
+        *({"rng": value} for value in (None, {}, "x", rng | {"state": {"state": -1, "inc": 1}})),
+        {"rng": rng | {"bit_generator": "MT19937"}},
+        {"rng": rng | {"state": {"state": "x", "inc": []}, "has_uint32": None}},
+    ]
+    wrong_arrays = [{names[-1]: arrays[names[-1]].astype(kind)} for kind in ("f2", "f8", "i4")] + [
+        {names[-1]: arrays[names[-1]][:-1]}
+    ]
+    files = [(state | wrong, arrays) for wrong in wrong_states] + [(state, arrays | a) for a in wrong_arrays]
+    files += [({k: v for k, v in state.items() if k != key}, arrays) for key in state]
+    files += [(state, {k: v for k, v in arrays.items() if k != name}) for name in names]
+    for given in files:
+        checkpoint.write(path, *given)
+        with pytest.raises(ModelError):
+            opt.load(path)
+    deep = "[" * 100_000
+    if end == "gguf":
+        ggmlb.save_gguf(path, {checkpoint.KEY: deep}, arrays)
+    else:
+        save_file(dict(arrays), path, {checkpoint.KEY: deep})
+    with pytest.raises(ModelError, match="is no checkpoint"):
+        opt.load(path)
+    for name, tensor in opt._state_tensors().items():
+        assert np.array_equal(tensor.to_numpy(), before[name])
+    assert facts == (opt.iteration, opt.rng.bit_generator.state)
 
 
 def test_callbacks_are_told_and_may_stop(linear: Linear, capsys: pytest.CaptureFixture[str]) -> None:
