@@ -21,8 +21,6 @@ from pathlib import Path
 from stat import S_ISREG, S_ISVTX, S_IWGRP, S_IWOTH
 from typing import Final
 
-import platformdirs
-
 from ggmlb.core.errors import shown
 from ggmlb.system import env
 
@@ -35,14 +33,16 @@ _checked: Final[dict[Path, Path | None]] = {}
 def folder(backend: str) -> Path:
     """Return a backend's folder in GGMLB_CACHE_DIR or the system's cache folder; it need not exist.
 
-    Without either (a container whose user has no home) the path is relative, and nothing is cached.
+    Without either (a container whose user has no home, or an installation without dependencies) the path is relative, and nothing is cached.
     """
     root = env.text("GGMLB_CACHE_DIR")
     if root is not None:
         return Path(root).absolute() / backend
     try:
+        import platformdirs
+
         return platformdirs.user_cache_path("ggmlb") / backend
-    except RuntimeError:
+    except (ImportError, RuntimeError):
         return Path(backend)
 
 

@@ -62,7 +62,7 @@ def test_the_metadata(built: tuple[Path, Path]) -> None:
     assert {"cuda", "opencl", "llvm", "ggml", "ray", "models"} <= set(told.get_all("Provides-Extra", []))
     base = [line for line in told.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(line.partition(">")[0] for line in base) == [
-        "ml-dtypes", "numpy", "rich", "threadpoolctl", "typer",
+        "ml-dtypes", "numpy", "platformdirs", "rich", "threadpoolctl", "typer",
     ]  # fmt: skip
     assert "ggmlb = ggmlb.cli:main" in entry
 

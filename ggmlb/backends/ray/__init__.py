@@ -46,7 +46,9 @@ class RayReg(BackendReg):
             BackendUnavailable: There is no connection.
         """
         if not self.found:
-            raise BackendUnavailable("no cluster of other machines is connected: ggmlb.connect(address)")
+            raise BackendUnavailable(
+                "no cluster of other machines is connected: ggmlb.connect(address), with the extra 'ray'"
+            )
         return self.found
 
     def _procs(self) -> Mapping[str, Any]:
