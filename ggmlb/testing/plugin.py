@@ -1,10 +1,4 @@
-"""pytest plugin: the conformance kit, with one test for each case.
-
-    pytest --pyargs ggmlb.testing --ggmlb-device CUDA0
-    pytest --pyargs ggmlb.testing --ggmlb-device CUDA0 --ggmlb-mode behaviour -k plan
-
-Installing ggmlb registers it. It has no effect unless pytest collects `ggmlb.testing`.
-"""
+"""The conformance kit in pytest, one test for each case; `ggmlb_pytest` has its options and registers it."""
 
 from __future__ import annotations
 
@@ -26,26 +20,6 @@ if TYPE_CHECKING:
 MODES = "test,support,behaviour"
 FACTS = ("mode", "device", "family", "case")
 """Properties of a test's report, prefixed with `ggmlb_`, that identify the case."""
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
-    group = parser.getgroup("ggmlb", "ggmlb: conformance of devices (--pyargs ggmlb.testing)")
-    group.addoption("--ggmlb-device", metavar="NAME,NAME", help="devices to test; without it none is tested")
-    group.addoption(
-        "--ggmlb-mode",
-        metavar="MODE,MODE",
-        default=MODES,
-        help=f"by default {MODES}; also grad and perf",
-    )
-    group.addoption("--ggmlb-ops", metavar="OP,OP", default="", help="only these ops, or kinds of behaviour")
-    group.addoption("--ggmlb-limit", metavar="N", type=int, default=0, help="most cases of an op; 0 for all")
-    group.addoption("--ggmlb-xfail", metavar="FILE", help="known failures: 'REGEX # reason' in each line")
-    group.addoption(
-        "--ggmlb-require",
-        action="store_true",
-        help="fail, instead of skip, if a device is missing",
-    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -153,7 +127,8 @@ def _tasks(config: pytest.Config, name: str) -> list[Task]:
     from ggmlb.testing.run import selections, tasks
 
     device = device_named(name)
-    modes, ops = device_names(config.getoption("--ggmlb-mode")), device_names(config.getoption("--ggmlb-ops"))
+    modes = device_names(config.getoption("--ggmlb-mode") or MODES)
+    ops = device_names(config.getoption("--ggmlb-ops"))
     try:
         chosen = selections(modes, ops, "", config.getoption("--ggmlb-limit"))
     except ArgumentError as error:

@@ -577,7 +577,7 @@ def test_a_refusal_is_no_pass(narrow):
 
 def plugin(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     # Registered by hand, so that the tests need no installation; where there is one, only once.
-    command = ["-m", "pytest", "-p", "no:ggmlb", "-p", "ggmlb.testing.plugin", "-p", "no:cacheprovider"]
+    command = ["-m", "pytest", "-p", "no:ggmlb", "-p", "ggmlb_pytest", "-p", "no:cacheprovider"]
     command += ["-p", "no:hypothesispytest"]  # which takes longer to load than the kit
     return python(*command, "--pyargs", "ggmlb.testing", *args, cwd=cwd)
 
@@ -628,6 +628,28 @@ def test_the_plugin_takes_meta_devices(tmp_path):
     assert done.returncode == 0, done.stdout
     assert "test_case[CPU-test-sqr(" in done.stdout
     assert "test_case[Meta(CPU,CPU)-test-sqr(" in done.stdout
+
+
+def test_the_plugin_imports_nothing_for_the_tests_of_others(tmp_path):
+    (tmp_path / "test_own.py").write_text("""
+def test_it():
+    import sys
+    assert "ggmlb_pytest" in sys.modules
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("ggmlb", "numpy")]
+""")
+    command = [
+        "-m",
+        "pytest",
+        "-p",
+        "no:ggmlb",
+        "-p",
+        "ggmlb_pytest",
+        "-p",
+        "no:hypothesispytest",
+        "test_own.py",
+    ]
+    done = python(*command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_plugin_skips_with_a_reason(tmp_path):
