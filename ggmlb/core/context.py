@@ -131,8 +131,9 @@ class Context(
             array: A NumPy array, anything that NumPy reads (nested lists, PyTorch tensors on the CPU), or
                 an object with DLPack or `__cuda_array_interface__`, or a `pyopencl.array.Array`. At most
                 four dimensions; NumPy shape `(3, 4)` becomes ne `[4, 3]`.
-            dtype: The type of the leaf; by default the array's own. Values are converted or quantised to it.
-                With a quantised type, uint8 of shape `(..., row_size)` are its blocks, used unchanged.
+            dtype: The type of the leaf; by default the array's own, but f32 for float64 (NumPy's default) and
+                i32 for Python's integers. Values are converted or quantised to it. With a quantised type,
+                uint8 of shape `(..., row_size)` are its blocks, used unchanged.
             copy: `False`: share the memory or raise. `True`: copy. `None`: copy where it cannot be shared.
             name: The leaf's name.
 

@@ -81,6 +81,13 @@ class DType(IntEnum):
     Q1_0 = 41, 128, simple.Q1_0
     Q2_0 = 42, 64, simple.Q2_0
 
+    def __str__(self) -> str:
+        """The name as ggml and messages write it: `"f32"`."""
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
     @property
     def numpy(self) -> np.dtype[Any]:
         """The NumPy dtype of a plain type; `uint8` (raw block bytes) for a quantised one."""

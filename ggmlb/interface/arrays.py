@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,11 +30,12 @@ _pointer_of: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes
 
 def tensor_of(array: Any, dtype: DType | None, copy: bool | None) -> Tensor:
     """Create a placed leaf with an array's values; see `Context.from_array`."""
+    is_python = isinstance(array, (Sequence, int))
     array = _on_host(array)
     if array.ndim > 4:
         raise ShapeError(f"from_array: the array has {array.ndim} dimensions; tensors have at most 4")
     if dtype is None:
-        dtype = _type_of(array.dtype)
+        dtype = _type_of(np.dtype(array.dtype), is_python)
     blocks = _BlockLayout(array, dtype) if dtype.is_quantized and array.dtype == np.uint8 else None
     why = _why_not_shared(array, dtype) if blocks is None else blocks.why_not_shared()
     if why is None and not copy:
@@ -99,9 +101,7 @@ def _on_host(array: Any) -> Any:
         array, "__array__"
     ):
         return array  # a device's: pyopencl.array
-    if hasattr(array, "__array__") or hasattr(array, "__array_interface__"):
-        return np.asarray(array)
-    return _of_numbers(np.asarray(array))
+    return np.asarray(array)
 
 
 class _Capsule:
@@ -173,25 +173,24 @@ def _masked(array: Any) -> ArgumentError:
     return ArgumentError(f"from_array: {_kind(array)} has a mask; tensors have none, so fill it first")
 
 
-def _of_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert Python numbers to the types that most ops support."""
-    smaller = {"f": np.float32, "i": np.int32}.get(array.dtype.kind)
-    return array if smaller is None else array.astype(smaller)
-
-
-def _type_of(dtype: npt.DTypeLike) -> DType:
+def _type_of(dtype: np.dtype[Any], is_python: bool) -> DType:
+    """Return the type of an array's leaf; NumPy's defaults become the types that most ops take."""
+    if dtype == np.float64:
+        return DType.F32
+    if is_python and dtype == np.int64:
+        return DType.I32
     try:
         return DType.parse(dtype)
     except DTypeError:
         raise DTypeError(
-            f"from_array: ggml has no type for {np.dtype(dtype)}; give dtype=, or convert the array first"
+            f"from_array: ggml has no type for {dtype}; give dtype=, or convert the array first"
         ) from None
 
 
 def _why_not_shared(array: Any, dtype: DType | None) -> str | None:
     """Return the reason why an array's memory is no tensor's, or `None`; `dtype=None` stands for its own."""
     if dtype is not None and (dtype.is_quantized or np.dtype(array.dtype) != dtype.numpy):
-        return f"{array.dtype} must be converted to {dtype.name.lower()}"
+        return f"{array.dtype} must be converted to {dtype}, unless dtype says otherwise"
     if isinstance(array, _OnCuda) and array.read_only:
         return f"the memory of {_kind(array)} is read-only, but tensors on a device are writable"
     if any(s < 0 or (s == 0 and n > 1) for n, s in zip(array.shape, array.strides, strict=True)):

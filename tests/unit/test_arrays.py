@@ -30,7 +30,7 @@ def numbers(dtype: Any = "f4", *shape: int) -> Array:
 @pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i1", "i2", "i4", "i8", ml_dtypes.bfloat16])
 def test_an_array_and_its_tensor_share_memory(dtype: Any) -> None:
     array = numbers(dtype)
-    tensor = Context().from_array(array, copy=False, name="a")
+    tensor = Context().from_array(array, array.dtype, copy=False, name="a")
     assert (tensor.ne, tensor.name, tensor.dtype.numpy) == ((4, 3, 1, 1), "a", array.dtype)
     assert tensor.nb == Context().new_tensor(tensor.dtype, tensor.ne).nb
     array[1, 2] = 100
@@ -113,14 +113,32 @@ def test_quantised_on_the_way_in() -> None:
 
 @pytest.mark.parametrize(
     ("value", "dtype", "shape"),
-    [([[1.5, 2], [3, 4]], "F32", (2, 2)), ([1, 2], "I32", (2,)), (3.5, "F32", (1,))],
+    [
+        ([[1.5, 2], [3, 4]], "f32", (2, 2)),
+        ([1, 2], "i32", (2,)),
+        (3.5, "f32", (1,)),
+        (np.arange(6.0).reshape(3, 2) / 8, "f32", (3, 2)),
+        (np.float64(0.5), "f32", (1,)),
+        (np.arange(3), "i64", (3,)),
+    ],
 )
-def test_python_numbers_become_the_types_that_ops_take(
-    value: Any, dtype: str, shape: tuple[int, ...]
-) -> None:
+def test_numbers_become_the_types_that_ops_take(value: Any, dtype: str, shape: tuple[int, ...]) -> None:
     tensor = Context().from_array(value)
-    assert (tensor.dtype.name, tensor.shape) == (dtype, shape)
+    assert (str(tensor.dtype), tensor.shape) == (f"{tensor.dtype}", shape) == (dtype, shape)
     np.testing.assert_array_equal(tensor.to_numpy(), np.reshape(value, shape))
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(0.1, "f64"), ([2**40], "i64"), (np.array(0.1), "f64")])
+def test_a_type_that_is_named_keeps_every_bit(value: Any, dtype: str) -> None:
+    assert Context().from_array(value, dtype).to_numpy().tolist() == np.reshape(value, -1).tolist()
+
+
+def test_numpys_default_type_computes_and_f64_says_what_to_do() -> None:
+    ctx, x = Context(), np.random.default_rng(0).random((4, 3))
+    np.testing.assert_allclose(ggmlb.evaluate(ctx.from_array(x) * 2), 2 * x, rtol=1e-6)
+    with pytest.raises(ggmlb.UnsupportedOpError, match=r"SCALE f64(.|\n)*cast it to f32"):
+        ggmlb.evaluate(ctx.from_array(x, "f64") * 2)
+    assert ggmlb.evaluate(ctx.cast(ctx.from_array(x, "f64"), "f32") * 2).shape == (4, 3)
 
 
 def test_a_read_only_array_stays_so() -> None:
@@ -138,6 +156,7 @@ def test_a_read_only_array_stays_so() -> None:
     [
         (numbers()[::-1], {"copy": False}, ggmlb.ArgumentError, "negative or 0"),
         (numbers(), {"copy": False, "dtype": "f16"}, ggmlb.ArgumentError, "converted to f16"),
+        (numbers("f8"), {"copy": False}, ggmlb.ArgumentError, "float64 must be converted to f32"),
         (numbers() > 1, {}, ggmlb.DTypeError, "no type for bool"),
         (numbers("c8"), {}, ggmlb.DTypeError, "no type for complex64"),
         (np.zeros((1,) * 5), {}, ggmlb.ShapeError, "5 dimensions"),

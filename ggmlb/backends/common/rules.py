@@ -186,7 +186,8 @@ def _not_of(types: Types, node: Tensor, i: int) -> str:
     if len(types) > _FEW:
         return f"no kernel writes {name}" if i == RESULT else f"no kernel takes {name} as {_named(node, i)}"
     *first, last = (d.name.lower() for d in sorted(types))
-    return f"{_named(node, i)} is {name}: only {', '.join(first)}{' and ' if first else ''}{last}"
+    cast = "; cast it to f32" if name == "f64" and DType.F32 in types else ""
+    return f"{_named(node, i)} is {name}: only {', '.join(first)}{' and ' if first else ''}{last}{cast}"
 
 
 def _not_in_rows(node: Tensor, i: int) -> str:

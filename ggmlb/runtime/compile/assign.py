@@ -442,7 +442,7 @@ class _Passes:
         tensor = self._tensors[node]
         raise UnsupportedOpError(
             f"no device can run {tensor.describe()}:\n{self.complaints(tensor)}\n"
-            "Add a backend that runs it (the CPU backend runs every op), or change its operands.",
+            "Add a backend that runs it (the CPU runs every op, in f32), or change its operands.",
             reasons=self._rules.reasons(tensor),
         )
 
