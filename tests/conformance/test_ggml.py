@@ -12,10 +12,22 @@ import numpy as np
 import pytest
 
 import ggmlb
-from ggmlb import BackendUnavailable, Context, Graph, Op, Scheduler, Status, Tensor
+from ggmlb import (
+    BackendError,
+    BackendUnavailable,
+    Context,
+    DType,
+    Graph,
+    Op,
+    Scheduler,
+    Status,
+    Tensor,
+    alloc_ctx_tensors,
+)
 from ggmlb.backends.ggml import GgmlReg, abi, find, library
 from ggmlb.backends.ggml.library import probe
 from ggmlb.backends.ggml.trust import Judge, kind, trial_of
+from tests.conformance.test_gpu_bad_indices import PROGRAMS, Placed
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +120,38 @@ def test_a_library_that_ends_the_process_is_refused(device: Any, monkeypatch: An
     monkeypatch.setattr(abi, "__file__", str(Path(__file__).parents[1] / "support/abort.py"))
     with pytest.raises(BackendUnavailable, match=r"ended the process .* status -6: an assertion"):
         probe(device.library.found)
+
+
+# -- indices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_index_out_of_range_is_an_error(stream: Any, name: str) -> None:
+    """At which ggml ends the process, or reads and writes other memory."""
+    placed = Placed(PROGRAMS[name](), stream)
+    if why := [why for node in placed.graph.nodes if (why := stream.device.declines(node))]:
+        pytest.skip(why[0])
+    plan, n = stream.graph_plan_create(placed.graph), placed.n
+    for bad in (n, -1, -(1 << 31), (1 << 31) - 1, *((1 << 40,) if placed.ids.dtype is DType.I64 else ())):
+        placed.put_ids(bad)
+        before = placed.whole.get()
+        with pytest.raises(BackendError, match=rf"{placed.y.op}.*row number {bad} for a tensor of {n} rows"):
+            stream.graph_plan_compute(plan)
+        np.testing.assert_array_equal(placed.whole.get(), before)
+    placed.put_ids()
+    assert stream.graph_plan_compute(plan) is Status.SUCCESS
+
+
+def test_indices_that_the_graph_computes_are_not_asked_for_before(stream: Any) -> None:
+    ctx = Context()
+    scores, rows = ctx.new_tensor("f32", (5,)), ctx.new_tensor("f32", (8, 5))
+    y = ctx.get_rows(rows, ctx.argsort(scores))
+    with alloc_ctx_tensors(ctx, stream) as buffer:
+        buffer.clear(0xFF)
+        scores.set_array(np.arange(5))
+        rows.set_array(np.arange(40).reshape(5, 8))
+        stream.graph_compute(Graph().build_forward_expand(y))
+        np.testing.assert_array_equal(y.to_numpy()[:, 0], [0, 8, 16, 24, 32])
 
 
 # -- trust -----------------------------------------------------------------------------------------

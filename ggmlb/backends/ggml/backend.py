@@ -84,10 +84,12 @@ class GgmlBackend(Backend):
     def _compute(self, plan: GraphPlan) -> Status:
         if not plan.nodes:
             return Status.SUCCESS
+        plan = cast("GgmlPlan", plan)
+        plan.check_indices()
         guard.enter(f"compute a graph on {self.name}")
         try:
             with self._lock:
-                status = self._run(cast("GgmlPlan", plan))
+                status = self._run(plan)
         finally:
             guard.leave()
         raised, self._raised = self._raised, None

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.buffer import GgmlBuffer
 from ggmlb.backends.ggml.library import operands
-from ggmlb.core.enums import BufferUsage, Op, TensorFlag
+from ggmlb.core.enums import NO_OPS, BufferUsage, Op, TensorFlag
+from ggmlb.core.errors import BackendError
 from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import GraphPlan
@@ -21,6 +26,26 @@ if TYPE_CHECKING:
 
 GRAPH_ROOM = 1 << 12
 """Bytes for a context that holds nothing but a graph, besides the graph."""
+
+
+INDICES: Final[dict[Op, tuple[int, Callable[[Tensor], int]]]] = {
+    Op.GET_ROWS: (1, lambda node: node.sources[0].ne[1]),
+    Op.GET_ROWS_BACK: (1, lambda node: node.ne[1]),
+    Op.SET_ROWS: (1, lambda node: node.ne[1]),
+    Op.MUL_MAT_ID: (2, lambda node: node.sources[0].ne[2]),
+    Op.ADD_ID: (2, lambda node: node.sources[1].ne[1]),
+    Op.SSM_SCAN: (6, lambda node: node.sources[0].ne[3]),
+}
+"""The operand that holds indices, and their exclusive upper bound. ggml ends the process at others, or reads
+and writes other memory."""
+
+
+class Indices(NamedTuple):
+    """Indices in host memory, as unsigned numbers; what they must be below; the nodes that read them."""
+
+    numbers: npt.NDArray[np.unsignedinteger]
+    n: int
+    nodes: list[Tensor]
 
 
 class GgmlPlan(GraphPlan):
@@ -67,10 +92,47 @@ class GgmlPlan(GraphPlan):
         for node in nodes:
             append(c_graph, where[node])
         assert c["graph_n_nodes"](c_graph) == len(nodes)
+        self._indices = () if device.caps.async_ else _indices(nodes)
+
+    def check_indices(self) -> None:
+        """Check the indices in host memory that the graph itself does not compute.
+
+        Raises:
+            BackendError: One is out of range; names each node.
+        """
+        wrong: list[str] = []
+        for numbers, n, nodes in self._indices:
+            bad = numbers[numbers >= n]
+            if bad.size:
+                number = bad.view(f"i{bad.itemsize}")[0]
+                wrong += [
+                    f"{node.describe()}: row number {number} for a tensor of {n} rows" for node in nodes
+                ]
+        if wrong:
+            raise BackendError(f"{self.backend.name} failed to compute {'; '.join(wrong)}")
 
     def release(self) -> None:
         """Free the C graph."""
         self._end()
+
+
+def _indices(nodes: list[Tensor]) -> tuple[Indices, ...]:
+    """Return the indices that nodes read from host memory to which none of them writes."""
+    written = {node.view_src or node for node in nodes if node.op not in NO_OPS}
+    found: dict[tuple[Tensor, int], Indices] = {}
+    for node in nodes:
+        if node.op not in INDICES or node.is_empty:
+            continue
+        at, bound = INDICES[node.op]
+        t, n = node.sources[at], bound(node)
+        if t.buffer is None or not t.buffer.is_host or (t.view_src or t) in written:
+            continue
+        if (t, n) not in found:
+            unsigned = np.dtype(f"u{t.dtype.type_size}")
+            numbers = np.ndarray(t.ne[::-1], unsigned, t.buffer.base.data, t.offset, t.nb[::-1])
+            found[t, n] = Indices(numbers, n, [])
+        found[t, n].nodes.append(node)
+    return tuple(found.values())
 
 
 def _needed(graph: Graph) -> set[Tensor]:

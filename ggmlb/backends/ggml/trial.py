@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ggmlb.backends.ggml import backend_reg
 from ggmlb.backends.ggml.device import GgmlDevice
 from ggmlb.backends.ggml.library import Library, guard
+from ggmlb.backends.ggml.plan import INDICES
 from ggmlb.backends.ggml.trust import Judge, Shape, Trial, last_words
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
@@ -175,17 +176,8 @@ def _hadamard(ne: Ne) -> npt.NDArray[np.float32]:
 
 def _n_indices(node: Tensor, index: int) -> int:
     """Return how many things an operand of indices may name."""
-    ne = [None if t is None else t.ne for t in node.src]
-    found: dict[tuple[Op, int], Ne | None] = {(Op.GET_ROWS, 1): ne[0], (Op.GET_ROWS_BACK, 1): node.ne}
-    if (node.op, index) in found:
-        return (found[node.op, index] or node.ne)[1]
-    if node.op is Op.SET_ROWS:
-        return node.ne[1]
-    if node.op is Op.MUL_MAT_ID:
-        return (ne[0] or node.ne)[2]
-    if node.op is Op.ADD_ID:
-        return (ne[1] or node.ne)[1]
-    return (ne[0] or node.ne)[3] if node.op is Op.SSM_SCAN else 64
+    at, bound = INDICES.get(node.op, (-1, None))
+    return bound(node) if bound is not None and index == at else 64
 
 
 # -- sizes -----------------------------------------------------------------------------------------
