@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,7 @@ from ggmlb import (
     Tensor,
     alloc_ctx_tensors,
 )
-from ggmlb.backends.ggml import GgmlReg, abi, find, library
+from ggmlb.backends.ggml import GgmlReg, abi, find, library, trust
 from ggmlb.backends.ggml.library import probe
 from ggmlb.backends.ggml.trust import Judge, kind, trial_of
 from tests.conformance.test_gpu_bad_indices import PROGRAMS, Placed
@@ -193,6 +197,60 @@ def test_verdicts_are_kept(device: Any, tmp_path: Path, monkeypatch: Any) -> Non
     first.close()
     monkeypatch.setattr(Judge, "_try", None)
     assert second.verdict(device, mixed_add()) == first.verdict(device, mixed_add())
+
+
+def endless() -> Tensor:
+    """A pool that ggml computes in minutes: it visits all of a window that is nearly nothing but padding."""
+    ctx, k = Context(), 1 << 30
+    return ctx.pool_2d(ctx.new_tensor("f32", (4, 128)), "avg", k, k, k, k, k // 2, k // 2)
+
+
+def test_a_trial_that_spins_is_ended_and_its_verdict_kept(
+    device: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trust, "CPU_LIMIT_S", 1)
+    first, second = Judge(), Judge()
+    why = first.verdict(device, endless())
+    assert why is not None and "did not end" in why
+    assert first.verdict(device, Context().sqr(Context().new_tensor("f32", (8, 3)))) is None  # it goes on
+    first.close()
+    monkeypatch.setattr(Judge, "_try", None)
+    assert second.verdict(device, endless()) == why
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_no_trial_is_left_when_the_process_is_killed(device: Any, tmp_path: Path) -> None:
+    code = "from ggmlb import device_by_name; from tests.conformance.test_ggml import endless\n"
+    code += "device_by_name('ggml:CPU').declines(endless())"
+    env = {**os.environ, "GGMLB_CACHE_DIR": str(tmp_path)}
+    user = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], env=env)
+
+    def seconds() -> list[float]:
+        """The processor time of each process that runs trials for it."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (
+                    str(tmp_path).encode() in (process / "environ").read_bytes()
+                    and int(process.name) != user.pid
+                ):
+                    times = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
+                    found.append(sum(map(int, times)) / os.sysconf("SC_CLK_TCK"))
+        return found
+
+    def until(condition: Callable[[], bool]) -> bool:
+        end = monotonic() + 20
+        while not (found := condition()) and monotonic() < end:
+            sleep(0.05)
+        return found
+
+    try:  # one that waits, and one that computes
+        assert until(lambda: len(times := seconds()) == 2 and min(times) > 0.3)
+    finally:
+        user.kill()
+        user.wait()
+    assert until(lambda: not seconds())
 
 
 def test_kinds_are_of_types_and_layouts() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import threading
 from contextlib import ExitStack
+from time import process_time
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +17,7 @@ from ggmlb.backends.ggml import backend_reg
 from ggmlb.backends.ggml.device import GgmlDevice
 from ggmlb.backends.ggml.library import Library, guard
 from ggmlb.backends.ggml.plan import INDICES
-from ggmlb.backends.ggml.trust import Judge, Shape, Trial, last_words
+from ggmlb.backends.ggml.trust import Judge, Shape, Trial, how_it_ended, last_words
 from ggmlb.core import dtypes
 from ggmlb.core.dtypes import DType
 from ggmlb.core.enums import Hint, Op
@@ -234,11 +236,34 @@ def _write(pipe: int, said: str | None) -> None:
     os.write(pipe, len(answer).to_bytes(8, "little") + answer)
 
 
-def _serve(device: GgmlDevice, answers: int) -> None:
+def _limit_time(seconds: int) -> None:
+    """Let the process use so much processor time from now on: the system ends one that spins."""
+    if os.name == "posix":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = math.ceil(process_time()) + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
+
+
+def _end_with_parent() -> None:
+    """End this process, in the middle of a trial too, when the pipe to its standard input is closed."""
+    import select
+
+    if hasattr(select, "poll"):
+        ends = select.poll()
+        ends.register(0, 0)  # no event but the end
+        ends.poll()
+        os._exit(0)
+
+
+def _serve(device: GgmlDevice, answers: int, limit_s: int) -> None:
     """Answer trials until the pipe is closed, or one ends the process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     one = {"n_threads": 1} if device.is_cpu else None  # several would wait for each other by spinning
     stream, reference = device.init_backend(one), host_device().init_backend()
     while (trial := _read(0)) is not None:
+        _limit_time(limit_s)
         try:
             said = judge(stream, reference, trial)
         except Exception as error:  # told, as one that ends the process
@@ -250,24 +275,24 @@ def main() -> None:
     """Answer trials; on a CPU in forks, of which the next one costs less than a process."""
     answers = os.dup(1)
     os.dup2(2, 1)  # what C prints
-    found, prefix, facts, index = _read(0)
+    found, prefix, facts, index, limit_s = _read(0)
     device = GgmlDevice(backend_reg(), Library(found, prefix, facts), index, Trusting())
     device.library.load()
     if not (device.is_cpu and hasattr(os, "fork")):  # drivers of GPUs do not survive a fork
-        _serve(device, answers)
+        _serve(device, answers, limit_s)
         return
     while True:
         n_written = os.fstat(2).st_size
         fork = os.fork()
         if not fork:
             guard.renew()
-            _serve(device, answers)
+            _serve(device, answers, limit_s)
             os._exit(0)
         _, status = os.waitpid(fork, 0)
         if not status:
             return
-        said = last_words(os.pread(2, 1 << 20, n_written))
-        _write(answers, f"a trial of it ended the process (signal {os.WTERMSIG(status)}): {said}")
+        words = last_words(os.pread(2, 1 << 20, n_written))
+        _write(answers, how_it_ended(os.WTERMSIG(status), words))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,12 @@ if TYPE_CHECKING:
 EDITION: Final = 6
 """Changes when trials do, so that older verdicts are not used."""
 
+CPU_LIMIT_S: Final = 30
+GPU_LIMIT_S: Final = 120
+"""Processor time of a trial on a CPU, and on a GPU, whose driver may compile shaders for a minute [s]."""
+
 PATIENCE_S: Final = 300.0
-"""How long a trial may take [s]; a GPU's driver may compile shaders for a minute."""
+"""How long a trial may take [s], on a machine that has other work or where it waits for something."""
 
 SAVE_EVERY_S: Final = 2.0
 
@@ -189,7 +193,8 @@ class Child:
 
     def __init__(self, device: GgmlDevice) -> None:
         library = device.library
-        self._setup = pickle.dumps((library.found, library.prefix, library.facts, device.index))
+        limit_s = CPU_LIMIT_S if device.is_cpu else GPU_LIMIT_S
+        self._setup = pickle.dumps((library.found, library.prefix, library.facts, device.index, limit_s))
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: Any = None
 
@@ -221,7 +226,7 @@ class Child:
         self.close()
         if monotonic() - start > PATIENCE_S:
             return f"a trial of it took longer than {PATIENCE_S:.0f} s", False
-        return f"a trial of it ended the process (status {status}): {words}", True
+        return how_it_ended(-status, words), True
 
     def close(self) -> None:
         """End the process."""
@@ -257,6 +262,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
+
+
+def how_it_ended(ended_by: int, words: str) -> str:
+    """Return why a node whose trial ended the process is not to be trusted, by the signal's number."""
+    if ended_by == getattr(signal, "SIGXCPU", None):
+        return "a trial of it did not end: it used all the processor time that it may"
+    return f"a trial of it ended the process (signal {ended_by}): {words}"
 
 
 def last_words(log: bytes) -> str:
