@@ -26,6 +26,7 @@ from ggmlb import (
     Scheduler,
     Status,
     Tensor,
+    UnsupportedOpError,
     alloc_ctx_tensors,
 )
 from ggmlb.backends.ggml import GgmlReg, abi, find, library, trust
@@ -156,6 +157,27 @@ def test_indices_that_the_graph_computes_are_not_asked_for_before(stream: Any) -
         rows.set_array(np.arange(40).reshape(5, 8))
         stream.graph_compute(Graph().build_forward_expand(y))
         np.testing.assert_array_equal(y.to_numpy()[:, 0], [0, 8, 16, 24, 32])
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+WIDE: dict[str, Callable[[Context, Tensor, Tensor], Tensor]] = {
+    "freq_scale": lambda c, x, i: c.rope_ext(x, i, None, 8, 0, 0, 1e4, 1e300, 0.0, 1.0, 32.0, 1.0),
+    "freq_base": lambda c, x, i: c.rope_ext(x, i, None, 8, 0, 0, -1e39, 1.0, 0.0, 1.0, 32.0, 1.0),
+    "scale": lambda c, x, i: c.scale(x, 1e300),
+    "max": lambda c, x, i: c.clamp(x, -1.0, 1e39),
+    "eps": lambda c, x, i: c.norm(x, 1e300),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_parameter_beyond_32_bits_is_declined_by_name(stream: Any, name: str) -> None:
+    ctx = Context()
+    y = WIDE[name](ctx, ctx.new_tensor("f32", (8, 2, 3)), ctx.new_tensor("i32", (3,)))
+    assert f"32 bits for {name} = " in stream.device.declines(y)
+    assert stream.device.offload_op(y) is False
+    with alloc_ctx_tensors(ctx, stream), pytest.raises(UnsupportedOpError, match=f"{name} = "):
+        stream.graph_compute(Graph().build_forward_expand(y))
 
 
 # -- trust -----------------------------------------------------------------------------------------

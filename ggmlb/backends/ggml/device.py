@@ -21,7 +21,7 @@ from ggmlb.backends.ggml.event import GgmlEvent
 from ggmlb.backends.ggml.library import Library, guard, operands
 from ggmlb.backends.ggml.repacked import RepackedBufferType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op
-from ggmlb.core.errors import BackendBroken, BackendError
+from ggmlb.core.errors import ArgumentError, BackendBroken, BackendError
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, BackendReg, Buffer, BufferType, Caps, Device
 from ggmlb.interface.registry import host_device
@@ -257,19 +257,25 @@ class GgmlDevice(Device):
             says_yes = self.ask("backend_dev_supports_op", op)
         except LookupError:
             return f"{self.library} has no {op.op_desc()}"
+        except ArgumentError as error:
+            return str(error)
         if not says_yes:
             return f"{self.library} says that {self._facts['name']} does not support it"
         return self._judge.verdict(self, op)
 
     def offload_op(self, op: Tensor) -> bool:
         """As ggml says."""
-        return op.op in self.library.ops and self.ask("backend_dev_offload_op", op)
+        try:
+            return op.op in self.library.ops and self.ask("backend_dev_offload_op", op)
+        except (LookupError, ArgumentError):
+            return False
 
     def ask(self, question: str, op: Tensor) -> bool:
         """Ask ggml about a node; its operands have buffers only if they are ggml's own.
 
         Raises:
             LookupError: The library lacks a type, the op or one of its functions.
+            ArgumentError: A parameter of the node does not fit into ggml's 32 bits.
         """
         library = self.library
         tensors = [t for t in op.src if t is not None]

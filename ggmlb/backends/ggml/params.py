@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from typing import Final
 
 from ggmlb.core.enums import Op, UnaryOp
+from ggmlb.core.errors import ArgumentError
 from ggmlb.core.tensor import Tensor
 
 _CONV_2D = "s0:i s1:i p0:i p1:i d0:i d1:i"
@@ -84,7 +86,21 @@ def encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int
 
     Raises:
         LookupError: The library has no such unary op or gated linear unit.
+        ArgumentError: A number does not fit into ggml's 32 bits.
     """
+    try:
+        return _encode(node, unary_ops, glu_ops)
+    except (OverflowError, struct.error):
+        numbers = {name: x for name, x in node.params.items() if isinstance(x, (int, float))}
+        wide = ", ".join(f"{name} = {x}" for name, x in numbers.items() if not _fits(x))
+        raise ArgumentError(f"{node.op}: ggml has 32 bits for {wide or dict(node.params)}") from None
+
+
+def _fits(x: float) -> bool:
+    return not math.isfinite(x) or abs(x) < (2**31 if isinstance(x, int) else 2.0**128)
+
+
+def _encode(node: Tensor, unary_ops: Mapping[str, int], glu_ops: Mapping[str, int]) -> bytes:
     op, p = node.op, node.params
     if op in _FORMATS:
         names, form = _FORMATS[op]
