@@ -11,8 +11,7 @@ import pytest
 from ggmlb import Context, DType
 from ggmlb.backends.gpu import Target, lower
 from ggmlb.backends.opencl import _can_cache, pocl
-from ggmlb.backends.opencl.cache import Entry
-from ggmlb.backends.opencl.program import Programs
+from ggmlb.backends.opencl.program import Entry, Programs
 from tests.support.gpus import OPENCL, device_fixture
 
 if TYPE_CHECKING:

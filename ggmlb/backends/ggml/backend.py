@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 from ggmlb.backends.ggml import abi
 from ggmlb.backends.ggml.buffer import GgmlBuffer
-from ggmlb.backends.ggml.event import GgmlEvent
 from ggmlb.backends.ggml.library import guard
 from ggmlb.backends.ggml.plan import GgmlPlan
 from ggmlb.core.enums import Status
@@ -28,6 +27,30 @@ if TYPE_CHECKING:
 _SUCCESS: Final = 0
 _ABORTED: Final = 1
 _ALLOC_FAILED: Final = -2
+
+
+class GgmlEvent(Event):
+    """An event of ggml's.
+
+    Attributes:
+        handle: The C event.
+    """
+
+    device: GgmlDevice
+
+    def __init__(self, device: GgmlDevice) -> None:
+        super().__init__(device)
+        self._c = device.library.load()
+        self.handle = self._c["backend_event_new"](device.handle)
+        self._end = weakref.finalize(self, self._c["backend_event_free"], self.handle)
+        self._end.atexit = False
+
+    def _synchronize(self) -> None:
+        if self.is_recorded:
+            self._c["backend_event_synchronize"](self.handle)
+
+    def _free(self) -> None:
+        self._end()
 
 
 class GgmlBackend(Backend):

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from ggmlb.backends.common.rules import in_window
 from ggmlb.backends.ggml import abi
-from ggmlb.backends.ggml.backend import GgmlBackend
+from ggmlb.backends.ggml.backend import GgmlBackend, GgmlEvent
 from ggmlb.backends.ggml.buffer import GgmlBuffer, GgmlBufferType
-from ggmlb.backends.ggml.event import GgmlEvent
 from ggmlb.backends.ggml.library import Library, guard, operands
 from ggmlb.backends.ggml.repacked import RepackedBufferType
 from ggmlb.core.enums import NO_OPS, DeviceType, Op

@@ -13,7 +13,6 @@ from ggmlb.backends.gpu import Target, can_fuse
 from ggmlb.backends.gpu.bad_index import SLOT, BadIndices, Slot, SlotBlock, Words
 from ggmlb.backends.opencl.buffer import OpenClBuffer, can_copy, queue_copy
 from ggmlb.backends.opencl.clock import Clock
-from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.plan import OpenClPlan
 from ggmlb.backends.opencl.runtime import check_outcome, cl_errors, guard, is_done
 from ggmlb.core.enums import Status
@@ -30,6 +29,29 @@ _queue_ids = itertools.count()
 
 MAX_HELD = 256
 """Number of kept transfer events at which finished ones are dropped."""
+
+
+class OpenClEvent(Event):
+    """A marker in a backend's queue.
+
+    Attributes:
+        marker: OpenCL's event; `None` until recorded.
+    """
+
+    device: OpenClDevice
+
+    def __init__(self, device: OpenClDevice) -> None:
+        super().__init__(device)
+        self.marker: cl.Event | None = None
+
+    def _synchronize(self) -> None:
+        if self.marker is not None:
+            with cl_errors(f"wait for an event of {self.device.name}", device=self.device.name):
+                self.marker.wait()
+            check_outcome(self.marker, f"event of {self.device.name}", self.device.name)
+
+    def _free(self) -> None:
+        self.marker = None
 
 
 class OpenClBackend(Backend):

@@ -11,9 +11,8 @@ import pyopencl.array
 
 from ggmlb.backends.gpu import MAX_WG, Target, declines
 from ggmlb.backends.opencl import pocl
-from ggmlb.backends.opencl.backend import OpenClBackend
+from ggmlb.backends.opencl.backend import OpenClBackend, OpenClEvent
 from ggmlb.backends.opencl.buffer import OpenClBuffer, OpenClBufferType
-from ggmlb.backends.opencl.event import OpenClEvent
 from ggmlb.backends.opencl.host import OpenClHostBufferType
 from ggmlb.backends.opencl.memory import MemoryLedger
 from ggmlb.backends.opencl.packed_buffer import OpenClPackedBufferType

@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, cast
 
 from ggmlb.backends.ray.buffer import RayBuffer, queue_copy
-from ggmlb.backends.ray.event import RayEvent
 from ggmlb.backends.ray.link import Planned
 from ggmlb.backends.ray.wire import graph_record
 from ggmlb.core.enums import Status
@@ -17,6 +16,28 @@ from ggmlb.interface.data import Bytes
 
 if TYPE_CHECKING:
     from ggmlb.backends.ray.device import RayDevice
+    from ggmlb.backends.ray.link import Call
+
+
+class RayEvent(Event):
+    """A call, after which all work queued so far is done.
+
+    Attributes:
+        call: `None` until recorded, or if nothing was in progress then.
+    """
+
+    device: RayDevice
+
+    def __init__(self, device: RayDevice) -> None:
+        super().__init__(device)
+        self.call: Call | None = None
+
+    def _synchronize(self) -> None:
+        if self.call is not None and self.call.first is None:
+            self.call.wait()
+
+    def _free(self) -> None:
+        self.call = None
 
 
 class RayPlan(GraphPlan):

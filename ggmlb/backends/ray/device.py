@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ggmlb.backends.ray import RayReg
-from ggmlb.backends.ray.backend import RayBackend
+from ggmlb.backends.ray.backend import RayBackend, RayEvent
 from ggmlb.backends.ray.buffer import RayBuffer, RayBufferType
-from ggmlb.backends.ray.event import RayEvent
 from ggmlb.backends.ray.link import Link
 from ggmlb.backends.ray.wire import NONE, node_record, unsendable
 from ggmlb.core.enums import DeviceType
