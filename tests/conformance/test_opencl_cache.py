@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyopencl
 import pytest
 
 from ggmlb import Context, DType
@@ -71,7 +72,8 @@ def test_a_program_is_stored_once(
 ) -> None:
     monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path / "ggmlb"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("pyopencl._PYOPENCL_NO_CACHE", False)
+    if pyopencl._PYOPENCL_NO_CACHE:
+        pytest.skip("PyOpenCL was told to cache nothing")
     monkeypatch.setattr("pyopencl.characterize.has_src_build_cache", lambda device: None)  # as of Intel's
     build(device)
     assert len(list((tmp_path / "ggmlb/opencl").glob("*.bin"))) == 1
