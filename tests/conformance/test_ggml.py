@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from time import monotonic, sleep
 from typing import Any
 
@@ -227,6 +229,7 @@ def endless() -> Tensor:
     return ctx.pool_2d(ctx.new_tensor("f32", (4, 128)), "avg", k, k, k, k, k // 2, k // 2)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="limits and signals are POSIX's")
 def test_a_trial_that_spins_is_ended_and_its_verdict_kept(
     device: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -239,6 +242,20 @@ def test_a_trial_that_spins_is_ended_and_its_verdict_kept(
     first.close()
     monkeypatch.setattr(Judge, "_try", None)
     assert second.verdict(device, endless()) == why
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits and signals are POSIX's")
+def test_the_answer_to_an_interrupted_trial_is_not_taken_for_the_next_ones(
+    device: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("GGMLB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trust, "CPU_LIMIT_S", 3)
+    judge, ctx = Judge(), Context()
+    Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        judge.verdict(device, endless())
+    assert judge.verdict(device, ctx.sqr(ctx.new_tensor("f32", (8, 3)))) is None
+    judge.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

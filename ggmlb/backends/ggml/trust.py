@@ -147,16 +147,13 @@ class Judge:
                 self._file = disk_cache.folder("ggml") / f"{sha256(repr(facts).encode()).hexdigest()}.trust"
                 self._verdicts = self._load()
             if name not in self._verdicts:
-                said, is_lasting = self._try(device, trial, name)
-                if not is_lasting:
-                    return said
-                self._verdicts[name] = said or ""
+                self._verdicts[name] = self._try(device, trial, name) or ""
                 self._changed = True
                 if monotonic() - self._saved_at > SAVE_EVERY_S:
                     self.save()
             return self._verdicts[name] or None
 
-    def _try(self, device: GgmlDevice, trial: Trial, name: str) -> tuple[str | None, bool]:
+    def _try(self, device: GgmlDevice, trial: Trial, name: str) -> str | None:
         with progress.task(f"{device.name}: trying ops") as task:
             task.step(name)
             if self._child is None:
@@ -198,8 +195,8 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: Any = None
 
-    def run(self, trial: Trial) -> tuple[str | None, bool]:
-        """Return why a node is not to be trusted or `None`, and whether that is so for good."""
+    def run(self, trial: Trial) -> str | None:
+        """Return why a node is not to be trusted, or `None`."""
         if self._process is None:
             self._start()
         process = self._process
@@ -215,18 +212,21 @@ class Child:
             answer = process.stdout.read(n) if n else b""
         except OSError:
             answer = b""
+        except BaseException:  # as Ctrl-C; its answer would be taken for the next one's
+            self.close()
+            raise
         finally:
             watch.cancel()
         if answer:
             said: str | None = pickle.loads(answer)
-            return said, True
+            return said
         status = process.wait()
         self._errors.seek(0)
         words = last_words(self._errors.read())
         self.close()
         if monotonic() - start > PATIENCE_S:
-            return f"a trial of it took longer than {PATIENCE_S:.0f} s", False
-        return how_it_ended(-status, words), True
+            return f"a trial of it took longer than {PATIENCE_S:.0f} s"
+        return how_it_ended(-status, words)
 
     def close(self) -> None:
         """End the process."""
