@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache, cached_property, wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, NoReturn, SupportsIndex
 
 from ggmlb.core import arguments
 from ggmlb.core.errors import ArgumentError, FreedError, kind_of
@@ -48,11 +51,19 @@ class Closeable(ABC):
 class Freeable(Unique, ABC):
     """A resource that `free` releases. A context manager, which frees it on exit.
 
+    `free` changes the class of the object to one whose public methods and properties raise `FreedError`, so
+    that a usable object asks nothing before each use. What the constructor stored stays readable.
+
     Attributes:
         is_freed: Whether it was freed; every later use is an error.
     """
 
     is_freed = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "free" in vars(cls):
+            setattr(cls, "free", _ending(cls.free))  # noqa: B010 - not the method that a subclass inherits
 
     @abstractmethod
     def free(self) -> None:
@@ -84,3 +95,53 @@ class Freeable(Unique, ABC):
     ) -> None:
         if not self.is_freed:
             self.free()
+
+
+def _ending(free: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap a method `free` so that it changes the class of what it freed."""
+
+    @wraps(free)
+    def wrapper(self: Any) -> None:
+        try:
+            free(self)
+        finally:
+            if self.is_freed:
+                self.__class__ = _freed(self.__class__)
+
+    return wrapper
+
+
+_READABLE: Final = ("check_", "is_freed", "name")
+"""What the public methods and properties begin with that freed objects have as before."""
+
+_CALLED: Final = ("__call__", "__contains__", "__enter__", "__getitem__", "__iter__", "__len__")
+"""Special methods that raise, besides the public ones."""
+
+
+@cache
+def _freed(kind: Any) -> Any:
+    """Return the class of freed objects of a class."""
+    if "_refuses" in vars(kind):
+        return kind
+    members: dict[str, Any] = {"_refuses": True, "__slots__": (), "__repr__": _repr}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    for name in dir(kind):
+        member = inspect.getattr_static(kind, name)
+        if name.startswith(_READABLE) or (name.startswith("_") and name not in _CALLED):
+            continue
+        if inspect.isfunction(member):
+            members[name] = _refusal(name)
+        elif isinstance(member, (property, cached_property)):
+            members[name] = property(_refusal(name), _refusal(name))
+    return type(kind)(kind.__name__, (kind,), members)
+
+
+def _repr(self: Freeable) -> str:
+    return f"<{type(self).__name__} {getattr(self, 'name', '')}".rstrip() + " (freed)>"
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Freeable, *args: object, **options: object) -> NoReturn:
+        raise FreedError(f"{name}: {self._title} was freed")
+
+    return refuse

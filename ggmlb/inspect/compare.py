@@ -57,7 +57,6 @@ class GraphCopy(Freeable):
         Raises:
             FreedError: It was freed before.
         """
-        self.check_alive("free")
         self.is_freed = True
         self.buffer.free()
 

@@ -176,8 +176,6 @@ class Backend(Freeable):
         Raises:
             Error: As `graph_plan_create`.
         """
-        if self.is_freed:  # a call for each check is felt where a graph takes microseconds
-            self.check_alive("graph_compute_async")
         plan = self._plans.get(graph)
         if plan is None or not plan.is_valid_for(graph):
             plan = self._plans[graph] = self.graph_plan_create(graph)
@@ -211,7 +209,7 @@ class Backend(Freeable):
 
         Source: ggml_backend_tensor_set_async.
         """
-        buffer = self._transfer_buffer(tensor, "set_tensor_async")
+        buffer = tensor.placed("set_tensor_async")
         raw = first_bytes("set_tensor_async", tensor, data, size)
         offset, n = buffer.check_range(tensor, "set_tensor_async", offset, raw.size)
         if n:
@@ -232,7 +230,7 @@ class Backend(Freeable):
 
         Source: ggml_backend_tensor_get_async.
         """
-        buffer = self._transfer_buffer(tensor, "get_tensor_async")
+        buffer = tensor.placed("get_tensor_async")
         raw = writable_bytes("get_tensor_async", data)
         offset, n = buffer.check_range(tensor, "get_tensor_async", offset, raw.size)
         if n:
@@ -251,7 +249,7 @@ class Backend(Freeable):
         stride_data: int,
     ) -> None:
         """Queue a strided write; see `Buffer.set_tensor_2d` (ggml_backend_tensor_set_2d_async)."""
-        buffer = self._transfer_buffer(tensor, "set_tensor_2d_async")
+        buffer = tensor.placed("set_tensor_2d_async")
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
         hook = self._set_tensor_2d_async
         buffer.move_pieces("set_tensor_2d_async", writing, tensor, as_bytes(data), pieces, hook, self)
@@ -267,7 +265,7 @@ class Backend(Freeable):
         stride_data: int,
     ) -> None:
         """Queue a strided read; see `Buffer.get_tensor_2d` (ggml_backend_tensor_get_2d_async)."""
-        buffer = self._transfer_buffer(tensor, "get_tensor_2d_async")
+        buffer = tensor.placed("get_tensor_2d_async")
         raw = writable_bytes("get_tensor_2d_async", data)
         pieces = Pieces(offset, size, n_copies, stride_tensor, stride_data)
         hook = self._get_tensor_2d_async
@@ -283,7 +281,7 @@ class Backend(Freeable):
 
         Source: cpy_tensor_async of ggml_backend_i.
         """
-        self._transfer_buffer(dst, "cpy_tensor_async").check_writable("cpy_tensor_async", dst)
+        dst.placed("cpy_tensor_async").check_writable("cpy_tensor_async", dst)
         if not observers:
             return self._cpy_tensor_async(backend_src, src, dst)
         moved = [reading(src), writing(dst)]
@@ -302,7 +300,7 @@ class Backend(Freeable):
 
         Source: the copy that ggml's backends queue on the source's stream in cpy_tensor_async.
         """
-        self._transfer_buffer(dst, "copy_on_stream").check_writable("copy_on_stream", dst)
+        dst.placed("copy_on_stream").check_writable("copy_on_stream", dst)
         if not observers:
             return self._copy_on_stream(src, dst)
         with Action("copy_on_stream", self, [reading(src), writing(dst)]) as action:
@@ -315,8 +313,6 @@ class Backend(Freeable):
         Raises:
             BackendError: Queued work failed.
         """
-        if self.is_freed:
-            self.check_alive("synchronize")
         if not observers:
             return self._synchronize()
         with Action("synchronize", self):
@@ -331,7 +327,6 @@ class Backend(Freeable):
             BackendError: The event belongs to another device.
             FreedError: The event was freed.
         """
-        self.check_alive("event_record")
         event.check_alive("event_record")
         if event.device is not self.device:
             raise BackendError(
@@ -350,7 +345,6 @@ class Backend(Freeable):
         Raises:
             FreedError: The event was freed.
         """
-        self.check_alive("event_wait")
         event.check_alive("event_wait")
         if not observers:
             return self._event_wait(event)
@@ -405,17 +399,13 @@ class Backend(Freeable):
         self._turns.run(self, Backend._close, self)
 
     def __repr__(self) -> str:
-        return f"<Backend {self.name}{' (freed)' if self.is_freed else ''}>"
+        return f"<Backend {self.name}>"
 
     # -- checks --------------------------------------------------------------------------------
 
     @property
     def _title(self) -> str:
         return f"this {self.name} backend"
-
-    def _transfer_buffer(self, tensor: Tensor, call: str) -> Buffer:
-        self.check_alive(call)
-        return tensor.placed(call)
 
     def _check_plan(self, plan: GraphPlan, call: str) -> None:
         if self.is_freed:

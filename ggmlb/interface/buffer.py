@@ -255,7 +255,6 @@ class Buffer(Freeable):
 
         Source: ggml_backend_buffer_copy_tensor.
         """
-        self.check_alive("cpy_tensor")
         self.check_writable("cpy_tensor", dst)
         if not observers:
             return self._cpy_tensor(src, dst)
@@ -271,7 +270,6 @@ class Buffer(Freeable):
 
     def init_tensor(self, tensor: Tensor) -> None:
         """Prepare a tensor just placed here (ggml_backend_buffer_init_tensor)."""
-        self.check_alive("init_tensor")
         self._init_tensor(tensor)
 
     def clear(self, value: int = 0) -> None:
@@ -281,7 +279,6 @@ class Buffer(Freeable):
             ArgumentError: `value` is not a byte.
             FreedError: The buffer was freed.
         """
-        self.check_alive("clear")
         _check_byte("clear", value)
         if self.size:
             self.check_writable("clear")
@@ -291,7 +288,6 @@ class Buffer(Freeable):
 
     def reset(self) -> None:
         """Discard the preparations of `init_tensor` (ggml_backend_buffer_reset)."""
-        self.check_alive("reset")
         self._reset()
 
     def free(self) -> None:
@@ -300,7 +296,6 @@ class Buffer(Freeable):
         Raises:
             FreedError: The buffer was freed before.
         """
-        self.check_alive("free")
         with Action("free", buffer=self) if observers else QUIET:
             self.is_freed = True
             placement_clock.tick()  # plans that use the memory must notice
@@ -332,7 +327,6 @@ class Buffer(Freeable):
     def exported(self, tensor: Tensor, call: str) -> Any:
         """As `as_array`, for an array protocol, whose caller may read immediately: waits for queued work."""
         if observers:
-            self.check_alive(call)
             with Action(call, None, [reading(tensor)]):
                 return self.as_array(tensor)
         return self.as_array(tensor)
@@ -492,8 +486,7 @@ class Buffer(Freeable):
     # -- Python --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        state = "freed" if self.is_freed else self.usage.value
-        return f"<Buffer {self.name} {self.size:,} bytes, {state}>"
+        return f"<Buffer {self.name} {self.size:,} bytes, {self.usage.value}>"
 
 
 class PartedBuffer(Buffer):

@@ -31,7 +31,6 @@ class Event(Freeable):
             BackendError: Work before the point failed.
             FreedError: The event was freed.
         """
-        self.check_alive("synchronize")
         if not observers:
             return self._synchronize()
         with Action("event_synchronize", event=self):
@@ -43,7 +42,6 @@ class Event(Freeable):
         Raises:
             FreedError: It was freed before.
         """
-        self.check_alive("free")
         self.is_freed = True
         self._free()
 

@@ -119,7 +119,7 @@ def binding(nodes: tuple[Tensor, ...]) -> Binding:
     params = [dict(node.params) for node in nodes]
     for node in nodes:
         buffer = node.buffer
-        usage = None if buffer is None else buffer.usage
+        usage = None if buffer is None else buffer._usage  # of a freed one too
         facts += (buffer, usage, node.offset, node.src, node.flags & ~TensorFlag.COMPUTE)
         for s in node.src:
             if s is not None:

@@ -66,7 +66,6 @@ class Bench(Freeable):
         Raises:
             FreedError: They were freed before.
         """
-        self.check_alive("free")
         self.is_freed = True
         for memory in (*self._weights.values(), self._memory, self._reference_memory):
             memory.free()

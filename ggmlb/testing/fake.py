@@ -186,11 +186,14 @@ class FakeBackend(Backend):
 
     def run_until(self, n: int) -> None:
         """Run the queue until `n` pieces of work have been started in total."""
+        self._run_until(n)
+
+    def _run_until(self, n: int) -> None:
         while self._queue and self.n_queued - len(self._queue) < n:
             self._queue.popleft()()
 
     def _synchronize(self) -> None:
-        self.run_until(self.n_queued)
+        self._run_until(self.n_queued)
 
     def _plan(self, graph: Graph) -> GraphPlan:
         return CpuPlan(self, graph, CpuLowering(self._workspace, self._threads))
@@ -221,13 +224,13 @@ class FakeBackend(Backend):
         buffer, source, before = dst.placed("cpy_tensor_async"), src.buffer, backend_src.n_queued
 
         def copy() -> None:
-            backend_src.run_until(before)
+            backend_src._run_until(before)
             buffer._set_tensor(dst, source.base[src.offset : src.offset + src.nbytes], 0)
 
         self.enqueue(f"copies {src.name}", copy)
         if backend_src is not self:
             done = self.n_queued
-            backend_src.enqueue(f"waits for the copy of {src.name}", lambda: self.run_until(done))
+            backend_src.enqueue(f"waits for the copy of {src.name}", lambda: self._run_until(done))
         return True
 
     def _copy_on_stream(self, src: Tensor, dst: Tensor) -> bool:
@@ -250,7 +253,7 @@ class FakeBackend(Backend):
         assert isinstance(event, FakeEvent)
         backend, n = event.backend, event.n
         if backend is not None and backend is not self:
-            self.enqueue("waits for an event", lambda: backend.run_until(n))
+            self.enqueue("waits for an event", lambda: backend._run_until(n))
 
 
 class FakeEvent(Event):
@@ -263,4 +266,4 @@ class FakeEvent(Event):
 
     def _synchronize(self) -> None:
         if self.backend is not None:
-            self.backend.run_until(self.n)
+            self.backend._run_until(self.n)

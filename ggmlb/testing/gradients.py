@@ -79,7 +79,6 @@ class GradientBench(Freeable):
         Raises:
             FreedError: They were freed before.
         """
-        self.check_alive("free")
         self.is_freed = True
         self._stack.close()
 

@@ -325,6 +325,7 @@ def test_memory_is_freed_though_queued_work_failed(bench: Any, monkeypatch: pyte
     chain, (gpu0, *_) = bench.chain(), bench.backends
     sched = Scheduler(bench.backends)
     compute(chain, sched)
+    buffers = sched.buffers
 
     def fail() -> None:
         raise ggmlb.BackendError("it failed")
@@ -333,7 +334,7 @@ def test_memory_is_freed_though_queued_work_failed(bench: Any, monkeypatch: pyte
         patch.setattr(gpu0, "_synchronize", fail)
         sched.free()
     assert sched.is_freed
-    assert all(buffer.is_freed for buffer in sched.buffers)
+    assert all(buffer.is_freed for buffer in buffers)
     with monkeypatch.context() as patch, pytest.raises(ggmlb.BackendError, match="it failed"):
         patch.setattr(gpu0, "_synchronize", fail)
         gpu0.free()

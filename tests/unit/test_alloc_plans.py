@@ -169,7 +169,7 @@ def test_a_freed_allocator_is_refused_and_another_places_its_tensors_anew() -> N
         allocator.alloc_graph(graph)
         assert repr(allocator) == f"<GraphAllocator Test {kind.used} bytes>"
     assert kind.n_buffers == 0
-    assert repr(allocator) == "<GraphAllocator freed>"
+    assert repr(allocator) == "<GraphAllocator (freed)>"
     for call in (
         allocator.free,
         lambda: allocator.alloc_graph(graph),

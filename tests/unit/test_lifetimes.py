@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,63 @@ def test_a_plan_does_not_compute_in_freed_memory(device: str, freed: str) -> Non
             backend.graph_plan_compute(plan)
         with pytest.raises(ggmlb.FreedError, match=FREED):
             backend.graph_compute(graph)
+
+
+# -- use after free ------------------------------------------------------------------------------
+
+
+def freeable(kind: str, stack: ExitStack) -> Any:
+    """Return an object that can be freed, of a kind, perhaps of a device."""
+    kind, _, device = kind.partition(" ")
+    backend = stack.enter_context(opened(device or "CPU"))
+    c, graph = layer()
+    if kind == "Backend":
+        return stack.pop_all() and backend
+    if kind == "Event":
+        return backend.device.event_new()
+    if kind == "Scheduler":
+        scheduler = Scheduler([backend])
+        scheduler.graph_compute(graph)
+        return scheduler
+    if kind == "GraphAllocator":
+        return ggmlb.GraphAllocator(backend.default_buffer_type)
+    buffer = ggmlb.alloc_ctx_tensors(c, backend)
+    if kind == "Buffer":
+        return buffer
+    stack.enter_context(buffer)
+    return ggmlb.GraphCopy(backend, graph)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [f"{kind} {device}" for kind in ("Backend", "Buffer") for device in (*DEVICES, "Meta", "played")]
+    + ["Event OpenCL0", "Scheduler", "GraphAllocator", "GraphCopy"],
+)
+def test_each_public_member_of_what_was_freed_raises(kind: str) -> None:
+    with ExitStack() as stack:
+        freed = freeable(kind, stack)
+        members = {name: inspect.getattr_static(freed, name) for name in dir(freed)}
+        freed.free()
+    assert freed.is_freed
+    assert type(freed).__name__ in repr(freed)
+    assert "(freed)" in repr(freed)
+    with pytest.raises(ggmlb.FreedError), freed:
+        pass
+    n_uses = 0
+    for name, member in members.items():
+        if name.startswith(("_", "check_")) or name in ("is_freed", "name"):
+            continue
+        if inspect.isfunction(member):
+            uses = [lambda name=name: getattr(freed, name)()]
+        elif isinstance(member, (property, cached_property)):
+            uses = [partial(getattr, freed, name), partial(setattr, freed, name, None)]
+        else:
+            continue
+        for use in uses:
+            n_uses += 1
+            with pytest.raises(ggmlb.FreedError, match=f"^{name}: this .* was freed$"):
+                use()
+    assert n_uses
 
 
 # -- cycles: whatever a program does, nothing of it is left to the garbage collector -------------

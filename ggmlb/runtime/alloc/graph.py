@@ -98,7 +98,6 @@ class GraphAllocator(Freeable):
 
         Source: ggml_gallocr_reserve_n.
         """
-        self.check_alive("reserve")
         self.reserve_indexed(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def reserve_n_size(
@@ -117,7 +116,6 @@ class GraphAllocator(Freeable):
 
         Source: ggml_gallocr_reserve_n_size.
         """
-        self.check_alive("reserve_n_size")
         return self.indexed_size(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def get_buffer_size(self, buffer_id: int = 0) -> int:
@@ -156,7 +154,6 @@ class GraphAllocator(Freeable):
 
         Source: ggml_gallocr_alloc_graph; that one fails where several buffers would be reserved anew.
         """
-        self.check_alive("alloc_graph")
         indexed, ids = self._read(graph, None, None)
         self._alloc(indexed, ids if len(self._memories.bufts) == 1 else None)
 
@@ -167,7 +164,6 @@ class GraphAllocator(Freeable):
 
         Arguments as `reserve_n`, errors as `reserve_n` and `alloc_graph`.
         """
-        self.check_alive("alloc_graph_n")
         self._alloc(*self._read(graph, node_buffer_ids, leaf_buffer_ids))
 
     def _read(
@@ -176,7 +172,7 @@ class GraphAllocator(Freeable):
         chunks = self._memories.in_use()
         # What lay in freed memory of an allocator is placed anew, too.
         indexed = IndexedGraph(
-            graph, lambda b: b in chunks or (b.is_freed and b.usage is BufferUsage.COMPUTE)
+            graph, lambda b: b in chunks or (b.is_freed and b._usage is BufferUsage.COMPUTE)
         )
         if node_ids is None and leaf_ids is None:
             return indexed, [0] * len(indexed.tensors)
@@ -236,12 +232,10 @@ class GraphAllocator(Freeable):
 
     def reserve_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> None:
         """Allocate the memory of a numbered graph, as `reserve_n`."""
-        self.check_alive("reserve")
         self._adopt(self._plan(indexed, ids))
 
     def indexed_size(self, indexed: IndexedGraph, ids: BufferIds) -> list[int]:
         """Return what a topology needs, for each of `bufts` [bytes], as `reserve_n_size`."""
-        self.check_alive("reserve_n_size")
         return self._memories.by_buffer_id([sum(peaks) for peaks in self._plan(indexed, ids).peaks])
 
     def alloc_indexed(self, indexed: IndexedGraph, ids: BufferIds) -> tuple[list[Buffer | None], list[int]]:
@@ -249,7 +243,6 @@ class GraphAllocator(Freeable):
 
         No tensor is touched.
         """
-        self.check_alive("alloc_graph")
         plan = self._find(indexed, ids)
         self._adopt(plan)
         return self._places(indexed, plan)
@@ -328,7 +321,6 @@ class GraphAllocator(Freeable):
         Raises:
             FreedError: It was freed before.
         """
-        self.check_alive("free")
         self.is_freed = True
         self._plans.clear()
         self._memories.free()
@@ -336,8 +328,6 @@ class GraphAllocator(Freeable):
     # -- Python --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        if self.is_freed:
-            return "<GraphAllocator freed>"
         named = zip(self._memories.bufts, self._memories.chunks, strict=True)
         sizes = (f"{buft.name} {sum(b.size for b in chunks):,} bytes" for buft, chunks in named)
         return f"<GraphAllocator {', '.join(sizes)}>"

@@ -132,7 +132,7 @@ class IndexedGraph:
         self.set_params([t.params for t in tensors])
         self._first_layouts = [tensors[i].layout for i in self.nodes[:N_FIRST]]
         placed = self._outside_of(tensors)
-        self._there = placed, [t.offset for t in placed], {b: b.usage for b in self.foreign}
+        self._there = placed, [t.offset for t in placed], {b: b._usage for b in self.foreign}
 
     def set_params(self, params: Sequence[dict[str, Any]]) -> None:
         """Note parameters of the ops, by number; copies, as the user may change them."""
@@ -322,7 +322,7 @@ _NO_PARAMS: dict[str, Any] = {}
 
 def is_compute(buffer: Buffer) -> bool:
     """Whether a buffer is compute memory, which is reused for each graph."""
-    return buffer.usage is BufferUsage.COMPUTE
+    return buffer._usage is BufferUsage.COMPUTE  # of a freed buffer too
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
