@@ -268,6 +268,18 @@ _SCALARS: Final[dict[str, Callable[[Any], bool]]] = {
 }
 
 
+def answer(callback: str, value: Any) -> bool:
+    """Return what a user's callback answered, as `bool` reads it.
+
+    Raises:
+        ArgumentError: It is neither true nor false, as an array.
+    """
+    try:
+        return bool(value)
+    except Exception:
+        raise ArgumentError(f"{callback} returned {kind_of(value)}; return True or False") from None
+
+
 def real_numbers(values: npt.ArrayLike, call: str) -> npt.NDArray[Any]:
     """Convert a caller's values to an array of real numbers.
 

@@ -17,7 +17,9 @@
     │   └── DeviceLostError                 a device that does not answer any more, with all that it held
     ├── SanitizerError      (RuntimeError)  an unordered or invalid memory access; carries `kind`
     ├── RegistryError       (LookupError)   an unknown device or backend name, or a duplicate one
+    │   └── MissingBackendError (FileNotFoundError) no backend at a path
     └── ModelError          (ValueError)    a model folder or file that is missing, cut short or wrong
+        └── MissingModelError (FileNotFoundError) no model at a path
 
 Each class also inherits the builtin that a caller would expect. An error keeps the numbers in its message
 as attributes and can be pickled. It never holds tensors or arrays, because a traceback would keep their
@@ -141,8 +143,16 @@ class RegistryError(Error, LookupError):
     """An unknown device or backend name, or a name that is already taken."""
 
 
+class MissingBackendError(RegistryError, FileNotFoundError):
+    """There is no file, package or folder at a path that should hold backends."""
+
+
 class ModelError(Error, ValueError):
     """A model folder or file that is missing, truncated or invalid."""
+
+
+class MissingModelError(ModelError, FileNotFoundError):
+    """There is no file or folder at the path of a model."""
 
 
 def kind_of(value: object) -> str:

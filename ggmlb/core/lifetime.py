@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, SupportsIndex
 
 from ggmlb.core import arguments
-from ggmlb.core.errors import ArgumentError, FreedError, kind_of
+from ggmlb.core.errors import ArgumentError, BackendBroken, FreedError, kind_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,6 +24,15 @@ class Unique:
         super().__init_subclass__()
         if cls.__module__.startswith("ggmlb."):
             arguments.checked_methods(cls)
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        """Raise BackendBroken for a class of a backend's author that lacks a method."""
+        if missing := getattr(cls, "__abstractmethods__", None):
+            raise BackendBroken(
+                f"{cls.__module__}.{cls.__qualname__} lacks {', '.join(sorted(missing))}: a backend "
+                "must define it (docs/backend.md)"
+            )
+        return super().__new__(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ArgumentError(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggmlb.core.arguments import checked
+from ggmlb.core.arguments import answer, checked
 from ggmlb.core.context import Context
 from ggmlb.core.enums import VIEW_OPS, Op, Status
 from ggmlb.core.errors import ArgumentError
@@ -133,7 +133,7 @@ def compare_graph_backend(
                 backend2, copy.graph.view(i, i + 1)
             ):
                 return False
-            if not callback(i, node, clone):
+            if not answer("the callback of compare_graph_backend", callback(i, node, clone)):
                 return False
     return True
 

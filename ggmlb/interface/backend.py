@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from ggmlb.core.arguments import answer
 from ggmlb.core.enums import NO_OPS, Status
 from ggmlb.core.errors import (
     AllocationError,
@@ -317,6 +318,15 @@ class Backend(Freeable):
             return self._synchronize()
         with Action("synchronize", self):
             return self._synchronize()
+
+    def is_aborted(self) -> bool:
+        """Ask the abort callback, if there is one, whether the computation should stop.
+
+        Raises:
+            ArgumentError: It returned neither true nor false.
+        """
+        callback = self.abort_callback
+        return callback is not None and answer("the abort callback", callback())
 
     # -- events --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ggmlb.core.arguments import checked
+from ggmlb.core.errors import BackendError
 
 if TYPE_CHECKING:
     from ggmlb.interface.backend import AbortCallback, Backend
@@ -27,8 +28,12 @@ def set_n_threads(backend: Backend, n: int) -> None:
 
     Raises:
         ArgumentError: `n` is less than 1.
+        BackendError: The backend has no threads to set.
     """
-    backend.set_n_threads(n)  # type: ignore[attr-defined]
+    set_threads = getattr(backend, "set_n_threads", None)
+    if set_threads is None:
+        raise BackendError(f"set_n_threads: {backend.name} has no threads to set; give a backend that has")
+    set_threads(n)
 
 
 @checked

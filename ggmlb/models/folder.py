@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ggmlb.core.errors import ModelError
+from ggmlb.core.errors import MissingModelError, ModelError
 from ggmlb.models.mapped_file import failing
 from ggmlb.models.tensor_file import TensorFile
 
@@ -75,7 +75,7 @@ class ModelFolder:
             self.path = default_model_dir() if path is None else Path(path).expanduser()
             is_there = self.path.is_dir()
         if not is_there:
-            raise ModelError(
+            raise MissingModelError(
                 f"there is no model folder {self.path}; give a folder that holds config.json, "
                 "model.safetensors and tokenizer.json"
             )
@@ -88,7 +88,7 @@ class ModelFolder:
         """
         path = self.path / name
         if not self._has(name):
-            raise ModelError(f"the model folder {self.path} lacks {name}; it holds {self._contents()}")
+            raise MissingModelError(f"the model folder {self.path} lacks {name}; it holds {self._contents()}")
         return path
 
     def _contents(self) -> str:

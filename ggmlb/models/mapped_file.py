@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType
-from ggmlb.core.errors import ModelError
+from ggmlb.core.errors import MissingModelError, ModelError
 
 FLOATS: Final = (DType.F32, DType.F16, DType.BF16, DType.F64)
 """Supported plain types of weights in a file."""
@@ -48,7 +48,7 @@ class MappedFile:
         self.path = path
         with failing(f"cannot read {path}", OSError):
             if not path.is_file():
-                raise ModelError(f"there is no file {path}; give the path of a model file")
+                raise MissingModelError(f"there is no file {path}; give the path of a model file")
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
             weakref.finalize(self, os.close, self._fd)
             self._opened = _state(os.fstat(self._fd))
@@ -133,7 +133,8 @@ def failing(
         if not (isinstance(error, kinds) if kinds else isinstance(error, Exception) or is_panic):
             raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ModelError(f"{what}: {why}; {cure}") from error
+        kind = MissingModelError if isinstance(error, FileNotFoundError) else ModelError
+        raise kind(f"{what}: {why}; {cure}") from error
 
 
 def _state(stat: os.stat_result) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb import open_gguf, save_gguf
-from ggmlb.core.errors import ArgumentError, ModelError
+from ggmlb.core.errors import ArgumentError, MissingModelError, ModelError
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -92,7 +92,8 @@ def _read_safetensors(path: Path) -> Found:
         file: Any = safe_open(path, framework="numpy")
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from None
+        kind = MissingModelError if isinstance(error, FileNotFoundError) else ModelError
+        raise kind(f"cannot read {path}: {error}") from None
     kinds = {name: (some.get_dtype(), tuple(some.get_shape())) for name, some in slices.items()}
     return (file.metadata() or {}).get(KEY, ""), kinds, file.get_tensor
 

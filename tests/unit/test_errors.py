@@ -25,6 +25,8 @@ PARENTS = {
     "DeviceLostError": errors.BackendError,
     "FreedError": RuntimeError,
     "GraphError": RuntimeError,
+    "MissingBackendError": FileNotFoundError,
+    "MissingModelError": FileNotFoundError,
     "ModelError": ValueError,
     "NotAllocatedError": RuntimeError,
     "RegistryError": LookupError,

@@ -27,6 +27,29 @@ class Things:
         self.w = self.c.new_tensor("f32", (4, 5), "w")
         self.v = self.c.new_tensor("f32", (3, 5), "v")
 
+    def watched(self, callback: Any) -> None:
+        scheduler = Scheduler([self.cpu])
+        scheduler.set_eval_callback(callback)
+        scheduler.graph_compute(Graph().build_forward_expand(Context().sqr(self.x)))
+
+    def aborting(self, device: str, callback: Any) -> None:
+        graph = Graph().build_forward_expand(self.c.sqr(self.a))
+        with ggmlb.init_by_name(device) as backend, ggmlb.alloc_ctx_tensors(self.c, backend):
+            backend.abort_callback = callback
+            backend.graph_compute(graph)
+
+    def compared(self, callback: Any) -> None:
+        graph = Graph().build_forward_expand(self.c.sqr(self.a))
+        with ggmlb.alloc_ctx_tensors(self.c, self.cpu):
+            ggmlb.compare_graph_backend(self.cpu, self.cpu, graph, callback)
+
+    def proc(self, name: str) -> Any:
+        return self.cpu.device.reg.get_proc_address(name)
+
+    def sharded(self, state: Any) -> None:
+        device = ggmlb.meta_device([self.cpu.device] * 2, lambda w: state)
+        ggmlb.alloc_ctx_tensors(self.c, device.init_backend())
+
     def freed(self) -> ggmlb.Tensor:
         self.buffer.free()
         return self.x
@@ -202,6 +225,37 @@ CASES: dict[str, tuple[Callable[[Things], Any], type[ggmlb.Error], str]] = {
         Wrong,
         "give a function",
     ),
+    "backend from the end": (lambda t: Scheduler([t.cpu]).backend(-1), Wrong, r"backend\(-1\): there are 1"),
+    "an array as an answer": (
+        lambda t: t.watched(lambda *_: np.ones(3)),
+        Wrong,
+        "eval callback returned a nu",
+    ),
+    "an array as a wish to stop": (
+        lambda t: t.aborting("CPU", lambda: np.ones(3)),
+        Wrong,
+        "abort callback ret",
+    ),
+    "the same on LLVM": (
+        lambda t: t.aborting("LLVM", lambda: np.ones(3)),
+        Wrong,
+        "abort callback returned a n",
+    ),
+    "an array for a comparison": (
+        lambda t: t.compared(lambda *_: np.ones(3)),
+        Wrong,
+        "compare_graph_backend returned a numpy.ndarray; return True or False",
+    ),
+    "threads of a device without": (
+        lambda t: t.proc("set_n_threads")(
+            ggmlb.meta_device([t.cpu.device], lambda w: None).init_backend(), 2
+        ),
+        ggmlb.BackendError,
+        "has no threads to set",
+    ),
+    "no threads": (lambda t: t.proc("set_n_threads")(t.cpu, 0), Wrong, "give 1 or more"),
+    "no split state": (lambda t: t.sharded(None), Wrong, "is None; get_split_state must return a SplitState"),
+    "a text as a split state": (lambda t: t.sharded("0"), Wrong, "is '0'; get_split_state must return"),
     "schedule a tensor": (lambda t: Scheduler([t.cpu]).alloc_graph(t.a), Wrong, "a Tensor; give a graph"),
     "schedule nothing": (lambda t: Scheduler([t.cpu]).graph_compute(None), Wrong, "is None; give a graph"),
     "memory by name": (lambda t: ggmlb.alloc_ctx_tensors(t.c, "CPU"), Wrong, "where is 'CPU'; give a b"),

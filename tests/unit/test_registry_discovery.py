@@ -124,7 +124,7 @@ BROKEN = {
         def backend_reg():
             return Reg()
         """,
-        "fails to load: TypeError: .*abstract",
+        "Reg lacks devices: a backend must define it",
     ),
     "exits": ("    raise SystemExit(3)", "fails to load: SystemExit: 3"),
     "name": (

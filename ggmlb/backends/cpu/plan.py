@@ -39,7 +39,7 @@ class CpuPlan(GraphPlan):
             self._call(steps, None)
             return Status.SUCCESS
         for node, count in zip(self.nodes, self.counts, strict=True):
-            if abort is not None and abort():
+            if self.backend.is_aborted():
                 return Status.ABORTED
             start = perf_counter_ns()
             self._call(steps, count)

@@ -144,7 +144,7 @@ class GgmlBackend(Backend):
 
     def _asks_to_abort(self, _: int | None) -> bool:
         try:
-            return self.abort_callback is not None and self.abort_callback()
+            return self.is_aborted()
         except BaseException as error:  # nothing may be raised into C
             self._raised = error
             return True

@@ -45,7 +45,7 @@ class LlvmPlan(GraphPlan):
         else:
             first = 0
             for end in table.ends:
-                if self.backend.abort_callback():
+                if self.backend.is_aborted():
                     return Status.ABORTED
                 if end > first:
                     self._pool.run(self._pool.span(table.address, first, end), table.shares)

@@ -13,6 +13,7 @@ from ggmlb.core.graph import Graph
 from ggmlb.core.tensor import Tensor
 from ggmlb.interface import Backend, Buffer, Event, GraphPlan
 from ggmlb.interface.data import Bytes
+from ggmlb.system.process import checked_n_threads
 
 if TYPE_CHECKING:
     from ggmlb.backends.ray.device import RayDevice
@@ -79,14 +80,14 @@ class RayBackend(Backend):
         Raises:
             ArgumentError: `n` is less than 1.
         """
-        self.device.link.ask("threads", self.handle, n)
+        self.device.link.ask("threads", self.handle, checked_n_threads(n))
         self._plans.clear()
 
     def _plan(self, graph: Graph) -> GraphPlan:
         return RayPlan(self, graph)
 
     def _compute(self, plan: GraphPlan) -> Status:
-        if self.abort_callback is not None and self.abort_callback():
+        if self.is_aborted():
             return Status.ABORTED
         self.device.link.compute(cast("RayPlan", plan).planned)
         return Status.SUCCESS

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from importlib.machinery import PathFinder
 from itertools import chain
 
-from ggmlb.core.errors import RegistryError
+from ggmlb.core.errors import MissingBackendError, RegistryError
 from ggmlb.interface.registry.candidate import FACTORY, Candidate
 from ggmlb.system import env
 
@@ -89,7 +89,7 @@ def in_folder(folder: str | os.PathLike[str]) -> Iterator[Candidate]:
     """
     root = os.fspath(folder)
     if not os.path.isdir(root):
-        raise RegistryError(f"there is no folder {root!r} to load backends from")
+        raise MissingBackendError(f"there is no folder {root!r} to load backends from")
     try:
         names = sorted(os.listdir(root))
     except OSError as error:
@@ -114,7 +114,7 @@ def at(where: str | os.PathLike[str]) -> Candidate:
     text = os.fspath(where)
     if isinstance(where, os.PathLike) or "/" in text or os.sep in text or text.endswith(".py"):
         if not (os.path.isfile(text) or _is_package(text)):
-            raise RegistryError(
+            raise MissingBackendError(
                 f"there is no backend at {text!r}; give a .py file, a package folder or a module"
             )
         return _at_path(text, group=text)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggmlb.core.dtypes import DType, dequantize
-from ggmlb.core.errors import DTypeError, ModelError, shown
+from ggmlb.core.errors import DTypeError, MissingModelError, ModelError, shown
 from ggmlb.interface import Backend, BufferType, Device
 from ggmlb.models.gguf.loaded import LoadedTensors
 from ggmlb.models.gguf.metadata import Kind, Metadata, MissingError, Slot, nearest, quoted
@@ -133,7 +133,7 @@ class GgufFile(Mapping[str, GgufTensor]):
         for i in range(1, n_parts):
             path = self.path.with_name(f"{found[1]}-{i + 1:05}-of-{n_parts:05}.gguf")
             if not path.is_file():
-                raise ModelError(
+                raise MissingModelError(
                     f"{self.path}: part {i + 1} of {n_parts} is missing: there is no file {path}; put all "
                     "parts into one folder, under the names that they were made with"
                 )

@@ -48,7 +48,7 @@ class MetaBackend(Backend):
 
     def _compute(self, plan: GraphPlan) -> Status:
         for stage in cast("MetaPlan", plan).stages:
-            if self.abort_callback is not None and self.abort_callback():
+            if self.is_aborted():
                 return Status.ABORTED
             for backend, own in zip(self.backends, stage.plans, strict=True):
                 if own is not None:

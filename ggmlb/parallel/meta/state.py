@@ -8,7 +8,7 @@ from typing import Final
 
 from ggmlb.core import arguments
 from ggmlb.core.enums import as_enum
-from ggmlb.core.errors import ArgumentError
+from ggmlb.core.errors import ArgumentError, kind_of
 from ggmlb.core.ops import SPECS
 from ggmlb.core.sharding import MIRRORED, Outcome, SplitAxis, SplitState, States
 from ggmlb.core.tensor import Tensor
@@ -72,6 +72,8 @@ def checked(state: SplitState, tensor: Tensor, n_devices: int) -> SplitState:
         ArgumentError: It does not fit the tensor or the devices.
     """
     where = f"the split state of {tensor.describe()}"
+    if not isinstance(state, SplitState):
+        raise ArgumentError(f"{where} is {kind_of(state)}; get_split_state must return a SplitState")
     axis = as_enum(where, SplitAxis, state.axis)
     if axis == SplitAxis.PARTIAL:
         raise ArgumentError(f"{where} is PARTIAL; only results of products are: give an axis, or MIRRORED")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ggmlb.core.arguments import answer
 from ggmlb.core.enums import DeviceType, Status, TensorFlag
 from ggmlb.core.errors import BackendError, Error
 from ggmlb.core.graph import Graph
@@ -202,7 +203,7 @@ def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: E
     for i in (*split.view_numbers, *split.ordered):
         ready += user.computes[i]
         shown = user.tensors[i]
-        if not callback(shown, True):
+        if not answer("the eval callback", callback(shown, True)):
             continue
         if done < ready:
             # A computed node is the part's last: no fused kernel leaves it out, nor what later parts read.
@@ -210,7 +211,7 @@ def _compute_watched(split: Split, user: IndexedGraph, graph: Graph, callback: E
             done = ready
             if status is not Status.SUCCESS:
                 return status
-        if not callback(shown, False):
+        if not answer("the eval callback", callback(shown, False)):
             return Status.ABORTED
     return backend.graph_compute(graph.view(done, len(graph))) if done < len(graph) else Status.SUCCESS
 

@@ -148,7 +148,7 @@ class Scheduler(Freeable):
         Raises:
             ArgumentError: The index is out of range.
         """
-        if not -self.n_backends <= i < self.n_backends:
+        if not 0 <= i < self.n_backends:
             raise ArgumentError(f"Scheduler.backend({i}): there are {self.n_backends} backends")
         return self._backends[i]
 
